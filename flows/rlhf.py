@@ -188,8 +188,7 @@ class RLHF(FlowSpec):
             self.validation.judge,
             self.tracked,
         )
-        evaluation = self.tracked.workspace.fetch_files(self.evaluation)
-        current.card.extend(stages.cards.evaluation_card(evaluation))
+        current.card.extend(stages.cards.evaluation_card(self.evaluation, self.tracked))
         self.next(self.register)
 
     @retry(times=3, minutes_between_retries=0)
@@ -208,9 +207,10 @@ class RLHF(FlowSpec):
             evaluation=self.evaluation,
         )
         self.registered = stages.registration.register_policy(candidate)
-        registered = self.tracked.workspace.fetch_files(self.registered)
         current.card.extend(
-            stages.cards.promotion_card(registered, self.validation, self.settings.promotion)
+            stages.cards.promotion_card(
+                self.registered, self.validation, self.settings.promotion, self.tracked
+            )
         )
         self.next(self.end)
 
@@ -255,8 +255,7 @@ class RLHF(FlowSpec):
         self.validation = stages.validation.validate_reward_model(
             self.settings, self.sft, self.rewarder, self.judge_model, self.tracked
         )
-        validation = self.tracked.workspace.fetch_files(self.validation)
-        current.card.extend(stages.cards.reward_model_card(validation))
+        current.card.extend(stages.cards.reward_model_card(self.validation, self.tracked))
         if self.validation.refused:
             topic = alarms_of(self).topic
             alarms.alarm_refused_reward_model(topic, self.settings, run_id(), self.validation)

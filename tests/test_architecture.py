@@ -44,6 +44,29 @@ ALONE = {
 }
 """The only packages that may import a library."""
 
+CHANGE_THE_PROCESS = {
+    "ppo_core/models/loading.py",
+    "ppo_core/rollout/vllm_client.py",
+}
+"""Modules whose import changes a logger. They serve scripts of users, which run no command of ours,
+and the cache keys of all trained models have their code."""
+
+REGISTRIES = {
+    "flows/pipeline/storage/local_cache.py: _in_use",
+    "flows/pipeline/storage/workspace.py: _fetched",
+    "flows/pipeline/storage/workspace.py: _verified",
+    "ppo_core/config/unsupported_settings.py: _COPIED",
+    "ppo_core/config/unsupported_settings.py: _SEALED",
+    "ppo_core/io/folder_cache.py: _copies",
+    "ppo_core/io/progress_bar.py: _listeners",
+}
+"""Mutable containers at module level that are left. No new one may join them."""
+
+CHANGES = (
+    "add append appendleft clear discard extend insert pop popitem remove setdefault update".split()
+)
+"""Methods that change a container."""
+
 
 def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
@@ -159,6 +182,61 @@ def test_no_two_modules_import_each_other(folder: str):
 
     for name in sorted(found):
         visit(name, ())
+
+
+def executed_by_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements at module level, also in blocks, except those of `if __name__ == "__main__"`."""
+    for node in body:
+        if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test):
+            continue
+        yield node
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            for block in ("body", "orelse", "finalbody", "handlers"):
+                yield from executed_by_import(getattr(node, block, []))
+
+
+def changes_the_process(node: ast.stmt) -> bool:
+    """Whether a statement can do more than define a name of its module."""
+    if isinstance(node, ast.Expr):
+        return not isinstance(node.value, ast.Constant)
+    targets = node.targets if isinstance(node, ast.Assign | ast.Delete) else []
+    changed = any(isinstance(target, ast.Attribute | ast.Subscript) for target in targets)
+    return changed or isinstance(node, ast.For | ast.While | ast.With)
+
+
+def changed_containers(tree: ast.Module) -> set[str]:
+    """Names at module level that the module changes after the assignment, or that begin empty."""
+    empty = ("[]", "{}", "set()", "list()", "dict()")
+    names: dict[str, str] = {}
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        value = getattr(node, "value", None)
+        names |= {
+            one.id: ast.unparse(value) for one in targets if isinstance(one, ast.Name) and value
+        }
+    changed = {name for name, value in names.items() if value in empty and name.startswith("_")}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=ast.Name(id=name), attr=attribute) if attribute in CHANGES:
+                changed.add(name)
+            case ast.Subscript(value=ast.Name(id=name), ctx=ast.Store() | ast.Del()):
+                changed.add(name)
+            case ast.Global(names=found):
+                changed.update(found)
+    return changed & set(names)
+
+
+@pytest.mark.parametrize("path", [*CORE, *FLOWS], ids=name_of)
+def test_an_import_changes_nothing_of_the_process(path: Path):
+    found = executed_by_import(ast.parse(path.read_text()).body)
+    effects = [ast.unparse(node) for node in found if changes_the_process(node)]
+    assert not effects or name_of(path) in CHANGE_THE_PROCESS
+
+
+@pytest.mark.parametrize("path", [*CORE, *FLOWS], ids=name_of)
+def test_no_module_keeps_a_registry(path: Path):
+    found = changed_containers(ast.parse(path.read_text()))
+    assert {f"{name_of(path)}: {name}" for name in found} <= REGISTRIES
 
 
 @pytest.mark.parametrize("folder", ["ppo_core", "flows"])

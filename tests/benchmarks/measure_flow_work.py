@@ -19,7 +19,7 @@ import ppo_core.__main__
 from pipeline import stages
 from pipeline.demo.task import build_demo_task
 from pipeline.evaluation.evaluate_policies import evaluate_policies
-from pipeline.inputs import data_sets
+from pipeline.inputs.data_sets import RunData
 from pipeline.launch.job import write_job
 from pipeline.preflight.check_inputs import check_inputs
 from pipeline.results.reward_report import RewardReport
@@ -66,7 +66,7 @@ def work_of(settings: Settings, folder: Path) -> dict[str, Callable[[], object]]
     def validate() -> None:
         reports.append(
             stages.validation.examine_reward_model(
-                settings,
+                RunData(settings),
                 PreparedModel(path=str(sft), digest="", metrics={}),
                 PreparedModel(path=str(rewarder), digest="", metrics={}),
                 folder,
@@ -75,7 +75,7 @@ def work_of(settings: Settings, folder: Path) -> dict[str, Callable[[], object]]
 
     def train_policy() -> None:
         job = write_job(
-            settings,
+            RunData(settings),
             policy=str(sft),
             reward_model=str(rewarder),
             reward_bias=reports[0].bias,
@@ -89,10 +89,10 @@ def work_of(settings: Settings, folder: Path) -> dict[str, Callable[[], object]]
     return {
         "start": lambda: check_inputs(settings),
         "load_policy": lambda: train_sft(
-            settings.policy, data_sets.sft_rows(settings), settings.sft, sft
+            settings.policy, RunData(settings).sft_rows(), settings.sft, sft
         ),
         "load_reward_model": lambda: train_reward_model(
-            sft, data_sets.training_pairs(settings), settings.reward_model_training, rewarder
+            sft, RunData(settings).training_pairs(), settings.reward_model_training, rewarder
         ),
         "validate_reward_model": validate,
         "train_policy": train_policy,

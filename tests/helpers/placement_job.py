@@ -15,6 +15,7 @@ import torch
 
 from flows.champion import load_champion
 from pipeline.evaluation.evaluate_policies import evaluate_policies
+from pipeline.inputs.data_sets import RunData
 from pipeline.judges.chat_model import Question
 from pipeline.judges.reward_model_judge import RewardModelJudge
 from pipeline.judges.transformers_model import TransformersModel
@@ -42,7 +43,7 @@ def places(folder: Path, settings: Settings) -> dict[str, Place]:
 
     def validation() -> Any:
         judged = PreparedModel(path=judge, digest="", metrics={})
-        return as_json(examine_reward_model(settings, policy, judged, folder))
+        return as_json(examine_reward_model(RunData(settings), policy, judged, folder))
 
     def trained_judge() -> Any:
         return _measure_judge(settings, PreparedModel(path=judge, digest="", metrics={})).accuracy

@@ -20,7 +20,7 @@ from pipeline.cost.training_sizes import (
     sft_size,
 )
 from pipeline.evaluation.comparison import contests_between
-from pipeline.inputs import data_sets
+from pipeline.inputs.data_sets import RunData, references_of
 from pipeline.settings.settings import Settings
 from pipeline.settings.training_sections import SupervisedSection
 from ppo_core.data.prompts import encode_prompts
@@ -105,14 +105,14 @@ def measure_run(settings: Settings, *, has_champion: bool) -> RunSize:
         DataError: a row cannot be used.
         ModelError: a model cannot be read.
     """
-    tokenizer = data_sets.policy_tokenizer(settings)
-    prompts = data_sets.training_prompts(settings).column("prompt")
-    lengths = [len(ids) for ids in encode_prompts(tokenizer, prompts)]
-    examples = data_sets.examples(settings)
+    data = RunData(settings)
+    prompts = data.training_prompts().column("prompt")
+    lengths = [len(ids) for ids in encode_prompts(data.policy_tokenizer, prompts)]
+    examples = data.examples()
     contestants = [
         "sft",
         "ppo",
-        *(["reference"] if data_sets.references_of(examples) else []),
+        *(["reference"] if references_of(examples) else []),
         *(["champion"] if has_champion else []),
     ]
     gpu = find_gpu(settings.hardware)
@@ -121,7 +121,7 @@ def measure_run(settings: Settings, *, has_champion: bool) -> RunSize:
     policy = count_parameters(settings.policy)
     reward_model = count_parameters(settings.reward_model or settings.policy, scores=True)
     schedule = make_schedule(settings.ppo, num_prompts=len(prompts), num_processes=number)
-    sft, pairs, judge = _sft_rows(settings), _pair_rows(settings), _judge_rows(settings)
+    sft, pairs, judge = _sft_rows(data), _pair_rows(data), _judge_rows(data)
     works = [
         *([_sft_work(settings, sft, processes)] if sft else []),
         *(_reward_work(settings, rows, processes) for rows in (pairs, judge) if rows),
@@ -133,7 +133,7 @@ def measure_run(settings: Settings, *, has_champion: bool) -> RunSize:
         sft=sft,
         reward_model=pairs,
         judge=judge,
-        validation_pairs=len(data_sets.test_pairs(settings)),
+        validation_pairs=len(data.test_pairs()),
         prompts=len(prompts),
         prompt_tokens=sum(lengths),
         response_length=settings.ppo.response_length,
@@ -272,19 +272,19 @@ def _ppo_work(
     return TrainingCost(training=training, size_on=size_on, seconds=seconds)
 
 
-def _sft_rows(settings: Settings) -> SupervisedRows | None:
-    if not settings.sft_data:
+def _sft_rows(data: RunData) -> SupervisedRows | None:
+    if not data.settings.sft_data:
         return None
-    rows = data_sets.encoded_demonstrations(settings)
-    return _supervised(rows, _tokens(rows, "input_ids"), settings.sft)
+    rows = data.encoded_demonstrations()
+    return _supervised(rows, _tokens(rows, "input_ids"), data.settings.sft)
 
 
-def _pair_rows(settings: Settings) -> SupervisedRows | None:
-    return None if settings.reward_model else _pairs(data_sets.encoded_pairs(settings), settings)
+def _pair_rows(data: RunData) -> SupervisedRows | None:
+    return None if data.settings.reward_model else _pairs(data.encoded_pairs(), data.settings)
 
 
-def _judge_rows(settings: Settings) -> SupervisedRows | None:
-    return None if settings.judge else _pairs(data_sets.encoded_judge_pairs(settings), settings)
+def _judge_rows(data: RunData) -> SupervisedRows | None:
+    return None if data.settings.judge else _pairs(data.encoded_judge_pairs(), data.settings)
 
 
 def _pairs(rows: Rows, settings: Settings) -> SupervisedRows:

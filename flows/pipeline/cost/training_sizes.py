@@ -7,7 +7,7 @@ from pipeline.cost.memory.model_size import count_adapter_parameters, model_size
 from pipeline.cost.memory.ppo_memory import PPOSize
 from pipeline.cost.memory.sizes import BF16, FP32, ModelSize
 from pipeline.cost.memory.supervised_memory import SupervisedSize
-from pipeline.inputs import data_sets
+from pipeline.inputs.data_sets import RunData
 from pipeline.launch.commands import gpus
 from pipeline.settings.settings import Settings
 from pipeline.settings.training_sections import SupervisedSection
@@ -177,9 +177,10 @@ def _kind(sharding: Sharding | None, processes: Processes) -> Sharding:
 
 def _scorers(settings: Settings) -> tuple[ModelSize, ModelSize | None]:
     """Return the size of the reward model, and of the critic if it is a copy of that model."""
+    data = RunData(settings)
     model = empty_model(settings.reward_model or settings.policy, scores=True)
-    scorer = RewardModel(model, data_sets.reward_tokenizer(settings), end_of_text=False)
-    reads_along = scorer.reads_tokens_of(data_sets.policy_tokenizer(settings))
+    scorer = RewardModel(model, data.reward_tokenizer, end_of_text=False)
+    reads_along = scorer.reads_tokens_of(data.policy_tokenizer)
     size = model_size(model)
     return size, size if scorer.lm_head is not None and reads_along else None
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from pipeline.evaluation.comparison import contests_between
 from pipeline.evaluation.notes import doubts_about_trained_judge, notes_on
-from pipeline.inputs import data_sets
+from pipeline.inputs.data_sets import RunData, references_of
 from pipeline.inputs.json_lines import read_jsonl, write_jsonl
 from pipeline.judges.budget import Budget, Spent
 from pipeline.judges.spec import make_judge_of_run
@@ -47,17 +47,18 @@ def evaluate_policies(
         folder: existing folder for the report, the samples and the judgements.
         judge: the judge that the run trained; None for the judge of the settings.
     """
-    rows = data_sets.examples(settings)
+    data = RunData(settings)
+    rows = data.examples()
     prompts = [row["prompt"] for row in rows]
     answers = {
         "sft": _answer(settings, sft, prompts, sft, folder),
         "ppo": _answer(settings, policy, prompts, sft, folder),
     }
-    references = data_sets.references_of(rows)
+    references = references_of(rows)
     texts: dict[str, list[str]] = {"reference": references} if references else {}
     texts |= {who: given.texts for who, given in answers.items()}
     kl = {who: given.kl for who, given in answers.items()}
-    return _judge(settings, prompts, texts, kl, champion, folder, judge)
+    return _judge(data, prompts, texts, kl, champion, folder, judge)
 
 
 def evaluate_again(
@@ -77,11 +78,12 @@ def evaluate_again(
     texts = {who: [row[who] for row in rows] for who in contestants}
     prompts = [row["prompt"] for row in rows]
     earlier = evaluation.report()
-    return _judge(settings, prompts, texts, earlier.kl, champion, folder, judge, earlier.spent)
+    data = RunData(settings)
+    return _judge(data, prompts, texts, earlier.kl, champion, folder, judge, earlier.spent)
 
 
 def _judge(
-    settings: Settings,
+    data: RunData,
     prompts: Sequence[JudgedPrompt],
     texts: Mapping[str, Sequence[str]],
     kl: dict[str, float | None],
@@ -95,6 +97,7 @@ def _judge(
     from pipeline.evaluation.contests import distinct_share, evaluate, judgements
     from pipeline.evaluation.win_rate import compare_policies
 
+    settings = data.settings
     if champion is not None:
         texts = {**texts, "champion": _answer_as_champion(settings, champion, prompts, folder)}
     budget = Budget(settings.judging.max_calls, settings.judging.max_tokens)
@@ -105,7 +108,7 @@ def _judge(
         prompts,
         texts,
         contests_between(texts),
-        people=list(data_sets.labels_of_run(settings) or []),
+        people=list(data.labels() or []),
         config=settings.evaluation,
         # A reward model reads no instructions, and its accuracy on held-out pairs was measured.
         canaries_decide=trained_judge is None,

@@ -1,8 +1,8 @@
 """Read the data sets of a run, and leave out or shorten rows that the models cannot read."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 
 from transformers import PreTrainedTokenizerBase
@@ -22,117 +22,181 @@ from ppo_core.supervised.examples.encoded_rows import TrainingKind, encode_rows,
 from ppo_core.supervised.supervised_config import SupervisedConfig
 
 
-@cache
-def cached_tokenizer(path: str, prompt_format: PromptFormat) -> PreTrainedTokenizerBase:
-    """Return a tokenizer, which a step needs for each data set but reads once."""
-    return load_tokenizer(path, prompt_format)
+@dataclass(frozen=True)
+class RunData:
+    """The data sets of a run, as its models read them; each tokenizer is loaded once."""
 
+    settings: Settings
+    """Settings of the run, with paths on this machine."""
 
-def policy_tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of the policy, in the prompt format of the run."""
-    return cached_tokenizer(settings.policy, settings.prompt_format)
+    @cached_property
+    def policy_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of the policy, in the prompt format of the run."""
+        return load_tokenizer(self.settings.policy, self.settings.prompt_format)
 
+    @property
+    def is_chat(self) -> bool:
+        """Whether the policy reads prompts as a chat."""
+        return self.policy_tokenizer.chat_template is not None
 
-def is_chat(settings: Settings) -> bool:
-    """Return whether the policy reads prompts as a chat."""
-    return policy_tokenizer(settings).chat_template is not None
+    @property
+    def reward_format(self) -> PromptFormat:
+        """Prompt format of the reward model: its own chat template, or the policy's text."""
+        return "auto" if self.is_chat else "text"
 
+    @cached_property
+    def reward_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of the reward model; a given one uses its own chat template."""
+        if self.settings.reward_model:
+            return load_tokenizer(self.settings.reward_model, self.reward_format)
+        return self.policy_tokenizer
 
-def reward_format(settings: Settings) -> PromptFormat:
-    """Return the prompt format of the reward model: its own chat template, or the policy's text."""
-    return "auto" if is_chat(settings) else "text"
+    def sft_rows(self) -> Rows:
+        """Read the demonstrations for SFT."""
+        return self._read(self.settings.sft_data, "demonstrations")
 
+    def training_pairs(self) -> Rows:
+        """Read the preferences for training the reward model, without labels and without ties.
 
-def reward_tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of the reward model; a given one uses its own chat template."""
-    if settings.reward_model:
-        return cached_tokenizer(settings.reward_model, reward_format(settings))
-    return policy_tokenizer(settings)
+        Pairs that are also in the validation set are left out, even if other people labelled them,
+        and so are the pairs of a judge that the run trains.
+        """
+        rows = self._training_pairs_of_both()
+        return rows if self.settings.judge else split_off_judge_pairs(rows)[0]
 
+    def judge_pairs(self) -> Rows:
+        """Read the preferences for training the judge: all, or a third without a reward model."""
+        rows = self._training_pairs_of_both()
+        return rows if self.settings.reward_model else split_off_judge_pairs(rows)[1]
 
-def sft_rows(settings: Settings) -> Rows:
-    """Read the demonstrations for SFT."""
-    return _read(settings.sft_data, "demonstrations", settings)
+    def _training_pairs_of_both(self) -> Rows:
+        """Read the preferences that are not for validation, without labels and without ties."""
+        rows = self._read(self.settings.preferences, "pairs")
+        if not self.settings.preferences_test:
+            rows = held_out(rows, self.settings.held_out_share)[0]
+        # Before any is shortened: the keys of long pairs must agree.
+        return training_pairs_of(rows, self._validation_pairs())
 
+    def encoded_demonstrations(self) -> Rows:
+        """Return the demonstrations as SFT reads them: token ids, with the digest of the rows."""
+        return self.encoded("demonstrations", self.sft_rows(), self.settings.sft)
 
-def training_pairs(settings: Settings) -> Rows:
-    """Read the preferences for training the reward model, without labels and without ties.
+    def encoded_pairs(self) -> Rows:
+        """Return the preferences as the training reads them, like `encoded_demonstrations`."""
+        return self.encoded("pairs", self.training_pairs(), self.settings.reward_model_training)
 
-    Pairs that are also in the validation set are left out, even if other people labelled them, and
-    so are the pairs of a judge that the run trains.
-    """
-    rows = _training_pairs_of_both(settings)
-    return rows if settings.judge else split_off_judge_pairs(rows)[0]
+    def encoded_judge_pairs(self) -> Rows:
+        """Return the preferences for the judge as its training reads them, in the same way."""
+        return self.encoded("pairs", self.judge_pairs(), self.settings.reward_model_training)
 
+    def encoded(self, kind: TrainingKind, rows: Rows, config: SupervisedConfig) -> Rows:
+        """Return rows as a training reads them: token ids, with the digest of the rows."""
+        encoded = encode_rows(
+            kind,
+            rows,
+            self.policy_tokenizer,
+            config,
+            limit=max_tokens(self.settings.policy, config),
+            overlong=self.settings.overlong,
+        )
+        # The digest of token ids would change with the tokenizer, although the data are the same.
+        return replace(encoded, digest=rows.digest)
 
-def judge_pairs(settings: Settings) -> Rows:
-    """Read the preferences for training the judge: a third, or all if a reward model is given."""
-    rows = _training_pairs_of_both(settings)
-    return rows if settings.reward_model else split_off_judge_pairs(rows)[1]
+    def test_pairs(self) -> Rows:
+        """Read the preferences for validating the reward model, those that it can read."""
+        model = self.settings.reward_model or self.settings.policy
+        return self._fitting_pairs(model, self.reward_tokenizer)
 
+    def judge_test_pairs(self) -> Rows:
+        """Read the preferences for validating a trained judge, those that it can read."""
+        return self._fitting_pairs(self.settings.policy, self.policy_tokenizer)
 
-def _training_pairs_of_both(settings: Settings) -> Rows:
-    """Read the preferences that are not for validation, without labels and without ties."""
-    rows = _read(settings.preferences, "pairs", settings)
-    if not settings.preferences_test:
-        rows = held_out(rows, settings.held_out_share)[0]
-    # Before any is shortened: the keys of long pairs must agree.
-    return training_pairs_of(rows, _validation_pairs(settings))
+    def _fitting_pairs(self, model: str, tokenizer: PreTrainedTokenizerBase) -> Rows:
+        return fit_pairs(
+            self._validation_pairs(),
+            tokenizer,
+            context_length(load_config(model)),
+            self.settings.overlong,
+            end_of_text=self.settings.reward_model_training.end_of_text,
+        )
 
+    def _validation_pairs(self) -> Rows:
+        if self.settings.preferences_test:
+            return self._read(self.settings.preferences_test, "pairs")
+        return held_out(
+            self._read(self.settings.preferences, "pairs"), self.settings.held_out_share
+        )[1]
 
-def encoded_demonstrations(settings: Settings) -> Rows:
-    """Return the demonstrations as SFT reads them: token ids, with the digest of the rows."""
-    return _encoded("demonstrations", sft_rows(settings), settings.sft, settings)
+    def training_prompts(self) -> Rows:
+        """Read the prompts that PPO trains on, with the column `reference`.
 
+        Without `eval_prompts`, the prompts split off for the evaluation are left out.
+        """
+        if self.settings.eval_prompts:
+            return self._fitting(self._read(self.settings.prompts, "prompts"))
+        return prompts_without(*self._split_prompts())
 
-def encoded_pairs(settings: Settings) -> Rows:
-    """Return the preferences as the training reads them: token ids, with the digest of the rows."""
-    return _encoded("pairs", training_pairs(settings), settings.reward_model_training, settings)
+    def evaluation_rows(self) -> Rows:
+        """Read the prompts to judge the policies on; all rows have a reference, or none has.
 
+        Raises:
+            DataError: some rows have no reference.
+        """
+        if self.settings.eval_prompts:
+            rows = self._fitting(self._read(self.settings.eval_prompts, "prompts"))
+        else:
+            rows = self._split_prompts()[1]
+        return rows if _missing_references(rows) == len(rows) else require_reference(rows)
 
-def encoded_judge_pairs(settings: Settings) -> Rows:
-    """Return the preferences for the judge as the training reads them, like `encoded_pairs`."""
-    return _encoded("pairs", judge_pairs(settings), settings.reward_model_training, settings)
+    def _split_prompts(self) -> tuple[Rows, Rows]:
+        """Split the rows of `prompts` into rows to train on, and rows of the evaluation."""
+        # After long prompts are shortened: the policy is judged on none that it was trained on.
+        rows = self._fitting(self._read(self.settings.prompts, "prompts"))
+        return held_out(rows, self.settings.held_out_share, self.settings.evaluation.num_examples)
 
+    def by_use(self) -> dict[str, Rows]:
+        """Read every data set; the keys are the uses of the data sets."""
+        return {
+            **({"sft": self.encoded_demonstrations()} if self.settings.sft_data else {}),
+            **({} if self.settings.reward_model else {"preferences": self.encoded_pairs()}),
+            **({} if self.settings.judge else {"judge-preferences": self.encoded_judge_pairs()}),
+            "preferences-test": self.test_pairs(),
+            "prompts": self.training_prompts(),
+            "eval-prompts": self.evaluation_rows(),
+        }
 
-def _encoded(kind: TrainingKind, rows: Rows, config: SupervisedConfig, settings: Settings) -> Rows:
-    encoded = encode_rows(
-        kind,
-        rows,
-        policy_tokenizer(settings),
-        config,
-        limit=max_tokens(settings.policy, config),
-        overlong=settings.overlong,
-    )
-    # The digest of token ids would change with the tokenizer, although the data are the same.
-    return replace(encoded, digest=rows.digest)
+    def examples(self) -> list[Row]:
+        """Read the first `num_examples` rows for the evaluation."""
+        return first_rows(self.evaluation_rows(), self.settings.evaluation)
 
+    def labels(self) -> Rows | None:
+        """Read the labelled pairs, see `human_labels`."""
+        return human_labels(
+            self.settings.evaluation,
+            self.policy_tokenizer,
+            renamed=self.settings.columns,
+            allow_urls=self.settings.allow_data_urls,
+            max_left_out=self.settings.max_left_out,
+        )
 
-def test_pairs(settings: Settings) -> Rows:
-    """Read the preferences for validating the reward model, those that it can read."""
-    model = settings.reward_model or settings.policy
-    return _fitting_pairs(settings, model, reward_tokenizer(settings))
+    def _read(self, source: str, kind: Kind) -> Rows:
+        return read_rows(
+            source,
+            kind,
+            is_chat=self.is_chat,
+            renamed=self.settings.columns,
+            allow_urls=self.settings.allow_data_urls,
+            max_left_out=self.settings.max_left_out,
+        )
 
-
-def judge_test_pairs(settings: Settings) -> Rows:
-    """Read the preferences for validating a judge that the run trains, those that it can read."""
-    return _fitting_pairs(settings, settings.policy, policy_tokenizer(settings))
-
-
-def _fitting_pairs(settings: Settings, model: str, tokenizer: PreTrainedTokenizerBase) -> Rows:
-    return fit_pairs(
-        _validation_pairs(settings),
-        tokenizer,
-        context_length(load_config(model)),
-        settings.overlong,
-        end_of_text=settings.reward_model_training.end_of_text,
-    )
-
-
-def _validation_pairs(settings: Settings) -> Rows:
-    if settings.preferences_test:
-        return _read(settings.preferences_test, "pairs", settings)
-    return held_out(_read(settings.preferences, "pairs", settings), settings.held_out_share)[1]
+    def _fitting(self, rows: Rows) -> Rows:
+        return fit_prompts(
+            rows,
+            self.policy_tokenizer,
+            context=context_length(load_config(self.settings.policy)),
+            response_length=self.settings.ppo.response_length,
+            overlong=self.settings.overlong,
+        )
 
 
 def held_out(rows: Rows, share: float, most: int | None = None) -> tuple[Rows, Rows]:
@@ -171,53 +235,6 @@ def _between_prompts(rows: Rows, cut: int) -> int:
     raise DataError(
         f"{rows.source} has the pairs of one prompt, so none can be held out. Add prompts."
     )
-
-
-def training_prompts(settings: Settings) -> Rows:
-    """Read the prompts that PPO trains on, with the column `reference`.
-
-    Without `eval_prompts`, the prompts split off for the evaluation are left out.
-    """
-    if settings.eval_prompts:
-        return _fitting(settings, _read(settings.prompts, "prompts", settings))
-    return prompts_without(*_split_prompts(settings))
-
-
-def evaluation_rows(settings: Settings) -> Rows:
-    """Read the prompts that the policies can be judged on; all rows have a reference, or none has.
-
-    Raises:
-        DataError: some rows have no reference.
-    """
-    if settings.eval_prompts:
-        rows = _fitting(settings, _read(settings.eval_prompts, "prompts", settings))
-    else:
-        rows = _split_prompts(settings)[1]
-    return rows if _missing_references(rows) == len(rows) else require_reference(rows)
-
-
-def _split_prompts(settings: Settings) -> tuple[Rows, Rows]:
-    """Split the rows of `prompts`: first the rows to train on, then the rows of the evaluation."""
-    # After long prompts are shortened: the policy must be judged on none that it was trained on.
-    rows = _fitting(settings, _read(settings.prompts, "prompts", settings))
-    return held_out(rows, settings.held_out_share, settings.evaluation.num_examples)
-
-
-def data_sets(settings: Settings) -> dict[str, Rows]:
-    """Read every data set of a run; the keys are the uses of the data sets."""
-    return {
-        **({"sft": encoded_demonstrations(settings)} if settings.sft_data else {}),
-        **({} if settings.reward_model else {"preferences": encoded_pairs(settings)}),
-        **({} if settings.judge else {"judge-preferences": encoded_judge_pairs(settings)}),
-        "preferences-test": test_pairs(settings),
-        "prompts": training_prompts(settings),
-        "eval-prompts": evaluation_rows(settings),
-    }
-
-
-def examples(settings: Settings) -> list[Row]:
-    """Read the first `num_examples` rows for the evaluation."""
-    return first_rows(evaluation_rows(settings), settings.evaluation)
 
 
 def references_of(rows: Sequence[Row]) -> list[str] | None:
@@ -278,35 +295,3 @@ def human_labels(
             "tie. Correct the column label."
         )
     return rows
-
-
-def labels_of_run(settings: Settings) -> Rows | None:
-    """Read the labelled pairs of a run, see `human_labels`."""
-    return human_labels(
-        settings.evaluation,
-        policy_tokenizer(settings),
-        renamed=settings.columns,
-        allow_urls=settings.allow_data_urls,
-        max_left_out=settings.max_left_out,
-    )
-
-
-def _read(source: str, kind: Kind, settings: Settings) -> Rows:
-    return read_rows(
-        source,
-        kind,
-        is_chat=is_chat(settings),
-        renamed=settings.columns,
-        allow_urls=settings.allow_data_urls,
-        max_left_out=settings.max_left_out,
-    )
-
-
-def _fitting(settings: Settings, rows: Rows) -> Rows:
-    return fit_prompts(
-        rows,
-        policy_tokenizer(settings),
-        context=context_length(load_config(settings.policy)),
-        response_length=settings.ppo.response_length,
-        overlong=settings.overlong,
-    )

@@ -1,7 +1,6 @@
 """Make one call to an OpenAI-compatible server, and classify the errors of failed calls."""
 
 import asyncio
-import logging
 import re
 import time
 from collections.abc import Mapping
@@ -18,9 +17,6 @@ from pipeline.settings.judge_config import JudgingConfig
 from ppo_core.errors import JudgeError
 from ppo_core.errors.redaction import mask_secrets, redact
 from ppo_core.io.http_client import make_async_client
-
-# The client logs a line per call at level INFO.
-logging.getLogger("httpx2").setLevel(logging.WARNING)
 
 CONNECT_SECONDS = 10.0
 """Timeout for opening a connection, in seconds; short, so that a wrong address is found soon."""

@@ -5,7 +5,7 @@ import math
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from pipeline.inputs.data_sets import training_prompts
+from pipeline.inputs.data_sets import RunData
 from pipeline.settings.settings import Settings
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
@@ -24,7 +24,7 @@ def ppo_config(settings: Settings) -> PPOConfig:
 
 
 def write_job(
-    settings: Settings,
+    data: RunData,
     *,
     policy: str,
     reward_model: str,
@@ -36,7 +36,7 @@ def write_job(
     """Write the input files of `python -m ppo_core`, and return the path of the settings file.
 
     Args:
-        settings: settings of the run.
+        data: data sets of the run.
         policy: folder or hub id of the policy to start from.
         reward_model: folder or hub id of the reward model.
         reward_bias: offset that is subtracted from each score of the reward model.
@@ -45,7 +45,7 @@ def write_job(
         policy_dir: folder of the final policy.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    prompts = training_prompts(settings).column("prompt")
+    settings, prompts = data.settings, data.training_prompts().column("prompt")
     rows = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
     write_atomically(folder / "prompts.jsonl", rows)
     config = {

@@ -7,7 +7,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from pipeline.evaluation.notes import WITHOUT_REFERENCES
-from pipeline.inputs import data_sets
+from pipeline.inputs.data_sets import RunData, references_of
 from pipeline.inputs.json_lines import read_jsonl, write_jsonl
 from pipeline.inputs.preference_pairs import label_pairs
 from pipeline.inputs.training_prompts import prompt_key
@@ -62,22 +62,23 @@ def check_inputs(settings: Settings) -> None:
     check_outputs(settings.output_dir, settings.summary_json)
     _check_trainings(settings)
     check_integrations(settings.ppo.report_to)
-    _check_models(settings)
-    labels = data_sets.labels_of_run(settings)
-    _check_prompts(settings)
-    _check_pairs(settings)
+    data = RunData(settings)
+    _check_models(data)
+    labels = data.labels()
+    _check_prompts(data)
+    _check_pairs(data)
     if settings.sft_data:
-        _check_demonstrations(settings)
+        _check_demonstrations(data)
     if settings.columns:
-        read = data_sets.data_sets(settings).values()
+        read = data.by_use().values()
         require_columns_read(settings.columns, *read, *([] if labels is None else [labels]))
     if settings.judge:
         for part in read_judges(settings.judge):
             if part.kind == "reward-model":
-                _require_template(settings, load_tokenizer(part.source), part.source)
+                _require_template(data, load_tokenizer(part.source), part.source)
         # The judge is checked last, because a request to a server may cost money.
         check_judge(settings.judge, settings.reward_model, settings.judging)
-        try_judges(settings)
+        try_judges(data)
 
 
 def check_outputs(output_dir: str, summary_json: str) -> None:
@@ -122,11 +123,12 @@ def _check_training(
         raise ConfigError(f"[{name}]: {error}") from error
 
 
-def _check_models(settings: Settings) -> None:
+def _check_models(data: RunData) -> None:
     """Raise if a model or its type is refused, the policy cannot write, or the reward model score.
 
     The reward model must have one score, and an end-of-sequence token if needed.
     """
+    settings = data.settings
     check_model_types(settings)
     for path in filter(None, (settings.policy, settings.reward_model)):
         check_model_folder(path)
@@ -134,10 +136,10 @@ def _check_models(settings: Settings) -> None:
         check_vocabulary(load_config(path), load_tokenizer(path), path)
     check_policy_config(settings.policy)
     path = settings.reward_model or settings.policy
-    tokenizer = data_sets.reward_tokenizer(settings)
+    tokenizer = data.reward_tokenizer
     if settings.reward_model:
         check_reward_config(path)
-        _require_template(settings, tokenizer, path)
+        _require_template(data, tokenizer, path)
     if settings.reward_model_training.end_of_text and tokenizer.eos_token_id is None:
         raise ModelError(
             f"The tokenizer of the reward model, '{path}', has no end-of-sequence token, which "
@@ -145,36 +147,37 @@ def _check_models(settings: Settings) -> None:
         )
 
 
-def _require_template(settings: Settings, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+def _require_template(data: RunData, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
     """Raise if a reward model cannot read the chat that the policy reads."""
-    if data_sets.is_chat(settings) and tokenizer.chat_template is None:
+    if data.is_chat and tokenizer.chat_template is None:
         raise ModelError(
             f"The policy reads a chat, but the tokenizer of the reward model '{path}' has no chat "
             "template. Set its chat_template, or set prompt_format to text."
         )
 
 
-def _check_prompts(settings: Settings) -> None:
+def _check_prompts(data: RunData) -> None:
     """Raise if prompts cannot be used, or if some rows of the evaluation have no reference."""
-    tokenizer = data_sets.policy_tokenizer(settings)
-    stop_token(tokenizer, settings.ppo.stop_token, settings.ppo.stop_token_id)
+    settings = data.settings
+    stop_token(data.policy_tokenizer, settings.ppo.stop_token, settings.ppo.stop_token_id)
     require_stop_token(load_config(settings.policy), settings.ppo.stop_token_id)
     with named_data("prompts"):
-        rows = data_sets.training_prompts(settings)
+        rows = data.training_prompts()
         _report(rows, "prompts", settings)
-        _show("prompts", settings, encode_prompt(tokenizer, rows.table[0]["prompt"]))
+        _show("prompts", data, encode_prompt(data.policy_tokenizer, rows.table[0]["prompt"]))
     with named_data("eval_prompts" if settings.eval_prompts else "prompts"):
-        _report(data_sets.evaluation_rows(settings), "eval_prompts", settings)
-        if data_sets.references_of(data_sets.examples(settings)) is None:
+        _report(data.evaluation_rows(), "eval_prompts", settings)
+        if references_of(data.examples()) is None:
             print(f"eval_prompts: {WITHOUT_REFERENCES}", flush=True)
-    for warning in describe_repeats(rows, data_sets.examples(settings)):
+    for warning in describe_repeats(rows, data.examples()):
         print(warning, flush=True)
 
 
-def _check_pairs(settings: Settings) -> None:
+def _check_pairs(data: RunData) -> None:
     """Raise if preferences cannot be used, or none is left to train or validate with."""
+    settings = data.settings
     with named_data("preferences_test" if settings.preferences_test else "preferences"):
-        test = data_sets.test_pairs(settings)
+        test = data.test_pairs()
         _report(test, "preferences-test", settings)
         if all(pair.tie for pair in label_pairs(test)):
             raise DataError(
@@ -183,19 +186,19 @@ def _check_pairs(settings: Settings) -> None:
             )
     with named_data("preferences"):
         if not settings.reward_model:
-            pairs = data_sets.encoded_pairs(settings)
+            pairs = data.encoded_pairs()
             _report(pairs, "preferences", settings)
-            _show("preferences", settings, pairs.table[0]["chosen"])
+            _show("preferences", data, pairs.table[0]["chosen"])
         if not settings.judge:
-            _report(data_sets.encoded_judge_pairs(settings), "judge-preferences", settings)
-            data_sets.judge_test_pairs(settings)
+            _report(data.encoded_judge_pairs(), "judge-preferences", settings)
+            data.judge_test_pairs()
 
 
-def _check_demonstrations(settings: Settings) -> None:
+def _check_demonstrations(data: RunData) -> None:
     with named_data("sft_data"):
-        rows = data_sets.encoded_demonstrations(settings)
-        _report(rows, "sft", settings)
-        _show("sft", settings, rows.table[0]["input_ids"])
+        rows = data.encoded_demonstrations()
+        _report(rows, "sft", data.settings)
+        _show("sft", data, rows.table[0]["input_ids"])
 
 
 def _report(rows: Rows, name: str, settings: Settings) -> None:
@@ -209,8 +212,8 @@ def _report(rows: Rows, name: str, settings: Settings) -> None:
         print(f"{name}: the rows left out are in {path}", flush=True)
 
 
-def _show(name: str, settings: Settings, ids: Sequence[int]) -> None:
-    print(f"{name}: {describe_first(data_sets.policy_tokenizer(settings), ids)}", flush=True)
+def _show(name: str, data: RunData, ids: Sequence[int]) -> None:
+    print(f"{name}: {describe_first(data.policy_tokenizer, ids)}", flush=True)
 
 
 def describe_repeats(training: Rows, evaluated: Sequence[Row]) -> Iterator[str]:

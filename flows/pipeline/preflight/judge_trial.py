@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.inputs import data_sets
+from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.preference_pairs import LabelledPair, label_pairs
 from pipeline.judges.judge_names import JudgePart, has_access_to_judge, read_judges
 from pipeline.judges.spec import make_judge_of_run
@@ -21,7 +21,7 @@ BESIDE_WEIGHTS = 0.25
 """Extra memory of a judging model, as a fraction of its weights."""
 
 
-def try_judges(settings: Settings) -> None:
+def try_judges(data: RunData) -> None:
     """Ask each judge about a held-out pair in both orders, and print what it says.
 
     A judge that gives no verdict is asked about the next pair, up to `MOST_PAIRS`. Replies of
@@ -34,7 +34,8 @@ def try_judges(settings: Settings) -> None:
         JudgeError: a judge gives no verdict, or its server does not answer.
         ModelError: the model cannot judge.
     """
-    pairs = [pair for pair in label_pairs(data_sets.test_pairs(settings)) if not pair.tie]
+    settings = data.settings
+    pairs = [pair for pair in label_pairs(data.test_pairs()) if not pair.tie]
     watch = watched_step(
         "start",
         Path(settings.output_dir),

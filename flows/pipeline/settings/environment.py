@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import logging
 import os
 import sys
 from pathlib import Path
@@ -35,6 +36,7 @@ def runs_remotely() -> bool:
 def prepare_environment() -> None:
     """Redact the output, and set default environment variables, which all processes inherit.
 
+    Each command calls it, also in the process of each step of a flow: no import changes a process.
     Metaflow refuses to run as root or without a user name, so USERNAME is set in these cases.
     """
     install_redaction()
@@ -44,6 +46,8 @@ def prepare_environment() -> None:
         os.environ["PATH"] = os.pathsep.join([folder, search])
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
+    # The clients of model servers would log a line for each call at level INFO.
+    logging.getLogger("httpx2").setLevel(logging.WARNING)
     keep_few_compiled_matmuls()
     # No garbage collection at exit: the process frees all its memory anyway.
     atexit.register(gc.freeze)

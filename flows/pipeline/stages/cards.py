@@ -8,26 +8,31 @@ from typing import Any
 
 from metaflow.cards import Image, Markdown, MetaflowCardComponent, Table, ValueBox
 
+from pipeline.inputs.flow_run import FlowRun
 from pipeline.reports.document import Document, Section
 from pipeline.reports.evaluation import evaluation_document
 from pipeline.reports.promotion import promotion_document
 from pipeline.reports.reward_model import reward_document
 from pipeline.results.step_records import EvaluatedPolicy, RegisteredPolicy, ValidatedReward
 from pipeline.settings.gate_configs import PromotionConfig
+from pipeline.stages.tracked import with_files
 
 
-def reward_model_card(validation: ValidatedReward) -> list[MetaflowCardComponent]:
+@with_files("validation")
+def reward_model_card(validation: ValidatedReward, run: FlowRun) -> list[MetaflowCardComponent]:
     """Return the components of the card about a reward model."""
     return card_components(reward_document(validation.report()))
 
 
-def evaluation_card(evaluation: EvaluatedPolicy) -> list[MetaflowCardComponent]:
+@with_files("evaluation")
+def evaluation_card(evaluation: EvaluatedPolicy, run: FlowRun) -> list[MetaflowCardComponent]:
     """Return the components of the card about an evaluation."""
     return card_components(evaluation_document(evaluation.report()))
 
 
+@with_files("registered")
 def promotion_card(
-    registered: RegisteredPolicy, validation: ValidatedReward, limits: PromotionConfig
+    registered: RegisteredPolicy, validation: ValidatedReward, limits: PromotionConfig, run: FlowRun
 ) -> list[MetaflowCardComponent]:
     """Return the components of the card about a promotion decision."""
     document = promotion_document(

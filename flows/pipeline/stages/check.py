@@ -9,7 +9,7 @@ from pipeline.cost.run_size import (
     describe_time,
     measure_run,
 )
-from pipeline.inputs import data_sets
+from pipeline.inputs.data_sets import RunData
 from pipeline.promotion.champion import look_up_champion
 from pipeline.settings.settings import Settings
 from pipeline.stages.start import prepare_inputs
@@ -67,21 +67,21 @@ def self_check(settings: Settings) -> str:
             f"self-check: left out, because the models need {needed / 2**30:.1f} GiB and "
             f"{free / 2**30:.1f} GiB are free; PPO runs the self-check before its first rollout"
         )
-    tokenizer = data_sets.policy_tokenizer(settings)
-    table = data_sets.training_prompts(settings).table
+    data = RunData(settings)
+    table = data.training_prompts().table
     prompts = table.select(range(min(CHECKED_PROMPTS, len(table))))["prompt"]
     reward_model = None
     if settings.reward_model:
         reward_model = load_reward_model(
             settings.reward_model,
             end_of_text=settings.reward_model_training.end_of_text,
-            prompt_format=data_sets.reward_format(settings),
+            prompt_format=data.reward_format,
             placement=reads_scores,
         )
     found = check_loaded(
         LanguageModel(load_policy(settings.policy, placement=placement)),
         reward_model,
-        [encode_prompt(tokenizer, prompt) for prompt in prompts],
+        [encode_prompt(data.policy_tokenizer, prompt) for prompt in prompts],
         samples_here=not settings.ppo.use_vllm,
     )
     numbers = ", ".join(

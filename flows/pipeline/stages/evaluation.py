@@ -14,11 +14,14 @@ from pipeline.results.step_records import (
     TrainedPolicy,
 )
 from pipeline.settings.settings import Settings
-from pipeline.stages.tracked import track
+from pipeline.stages.tracked import stage
+from pipeline.tracking.tracker import Tracker
 from ppo_core.distributed.process import large_imports
 
 
+@stage("evaluate_win_rate", "settings", "sft", "policy", "judge", patient=True)
 def evaluate_win_rate(
+    tracker: Tracker,
     settings: Settings,
     sft: PreparedModel,
     policy: TrainedPolicy,
@@ -31,19 +34,13 @@ def evaluate_win_rate(
     Raises:
         ModelError: the files of the policy were changed after training.
     """
-    with track(run, "evaluate_win_rate", patient=True) as tracker:
-        fetch_files = run.workspace.fetch_files
-        settings, judge = fetch_files(settings), fetch_files(judge)
-        sft, policy = fetch_files(sft), fetch_files(policy)
-        champion = fetch_again(settings, champion)
-        require_unchanged(policy.path, policy.digest, "The trained policy")
-        folder = run.folder / "evaluation"
-        folder.mkdir(exist_ok=True)
-        evaluation = evaluate_policies(
-            settings, sft.path, policy.path, champion, folder, judge=judge
-        )
-        log_evaluation(tracker, evaluation)
-        return run.workspace.publish_files(evaluation)
+    champion = fetch_again(settings, champion)
+    require_unchanged(policy.path, policy.digest, "The trained policy")
+    folder = run.folder / "evaluation"
+    folder.mkdir(exist_ok=True)
+    evaluation = evaluate_policies(settings, sft.path, policy.path, champion, folder, judge=judge)
+    log_evaluation(tracker, evaluation)
+    return evaluation
 
 
 def fetch_again(settings: Settings, champion: FetchedChampion | None) -> FetchedChampion | None:

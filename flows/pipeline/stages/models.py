@@ -1,13 +1,14 @@
 """Provide the policy and the reward model for PPO: load or train each of them."""
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.inputs import data_sets, model_digests
+from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import FlowRun
+from pipeline.inputs.model_digests import digest_of_model
 from pipeline.launch.commands import ONE_MACHINE, Machines
 from pipeline.launch.launcher import OnMetrics
 from pipeline.launch.mirror import mirrored
@@ -16,7 +17,7 @@ from pipeline.results.step_records import PreparedModel
 from pipeline.settings.settings import Settings
 from pipeline.settings.training_sections import SupervisedSection
 from pipeline.stages.made_once import can_be_reused, make_or_reuse, move_files
-from pipeline.stages.tracked import track
+from pipeline.stages.tracked import stage, with_files
 from pipeline.tracking.tracker import Tracker
 from ppo_core.data.rows.reader import Rows
 from ppo_core.io.folder_cache import digest_of_code
@@ -26,6 +27,9 @@ from ppo_core.supervised.training_code import modules_of_training
 
 SFT, REWARD_MODEL, JUDGE = "sft", "reward-model", "judge"
 """Names of the trainings, which begin the names of their folders in the cache."""
+
+MODEL = "model"
+"""Folder of the trained model in the folder of a training, before it is in the cache."""
 
 CODE = "ppo_core.supervised.training"
 """Entry module of the trainings. Its code and its imports are part of the cache key."""
@@ -41,36 +45,40 @@ class _Training:
 
     rows: Rows
     section: SupervisedSection
+    data: RunData
 
-    encode: Callable[[Settings], Rows]
-    """Encode the rows as the training does, and keep them in the cache of this machine."""
-
-    def decides_the_result(self, settings: Settings) -> dict[str, Any]:
+    def decides_the_result(self) -> dict[str, Any]:
         """Return everything that the trained model depends on."""
         return {
-            "prompt_format": settings.prompt_format,
-            "overlong": settings.overlong,
-            "model": model_digests.digest_of_model(self.model),
+            "prompt_format": self.data.settings.prompt_format,
+            "overlong": self.data.settings.overlong,
+            "model": digest_of_model(self.model),
             "rows": self.rows.digest,
             "settings": self.section.settings_of_result(),
             "code": digest_of_code(*modules_of_training(CODE)),
         }
 
 
-def load_policy(settings: Settings, run: FlowRun, here: Machines = ONE_MACHINE) -> PreparedModel:
+@stage("load_policy", patient=True)
+def load_policy(
+    tracker: Tracker, settings: Settings, run: FlowRun, here: Machines = ONE_MACHINE
+) -> PreparedModel:
     """Return the policy to start from: `policy` itself, or `policy` fine-tuned on `sft_data`.
 
     The other machines call `load_policy_as_worker` meanwhile.
     """
-    with track(run, "load_policy", patient=True) as tracker:
-        if not settings.sft_data:
-            return _given_model(settings.policy, run)
-        settings = _with_policy(settings, run)
-        return _train_and_log(_policy_training(settings), settings, run, here, tracker)
+    if not settings.sft_data:
+        return _given_model(settings.policy, run)
+    return _train_and_log(_policy_training(settings, run), run, here, tracker)
 
 
+@stage("load_reward_model", patient=True)
 def load_reward_models(
-    settings: Settings, sft: PreparedModel, run: FlowRun, here: Machines = ONE_MACHINE
+    tracker: Tracker,
+    settings: Settings,
+    sft: PreparedModel,
+    run: FlowRun,
+    here: Machines = ONE_MACHINE,
 ) -> tuple[PreparedModel, PreparedModel | None]:
     """Return the reward model, and the model that judges; None if a judge is named.
 
@@ -78,67 +86,61 @@ def load_reward_models(
     from the same policy, on other pairs and with another seed. The other machines call
     `load_reward_models_as_worker` meanwhile.
     """
-    with track(run, "load_reward_model", patient=True) as tracker:
-        given = settings.reward_model
-        settings, sft = run.workspace.fetch_files(settings), run.workspace.fetch_files(sft)
-        if given:
-            reward_model = _given_model(given, run)
-        else:
-            training = _reward_training(settings, sft)
-            reward_model = _train_and_log(training, settings, run, here, tracker)
-        if settings.judge:
-            return reward_model, None
-        judge, _ = _train_once(_judge_training(settings, sft), settings, run, here, tracker)
-        # MLflow has the curve of the training as judge/loss.
-        tracker.step.log_metrics({f"judge_{name}": value for name, value in judge.metrics.items()})
-        return reward_model, judge
+    if settings.reward_model:
+        reward_model = _given_model(settings.reward_model, run)
+    else:
+        reward_model = _train_and_log(_reward_training(settings, sft, run), run, here, tracker)
+    if settings.judge:
+        return reward_model, None
+    judge, _ = _train_once(_judge_training(settings, sft, run), run, here, tracker)
+    # MLflow has the curve of the training as judge/loss.
+    tracker.step.log_metrics({f"judge_{name}": value for name, value in judge.metrics.items()})
+    return reward_model, judge
 
 
 def load_policy_as_worker(settings: Settings, run: FlowRun, here: Machines) -> None:
     """Take part in the training of `load_policy`, as a machine after the first."""
     if settings.sft_data:
-        settings = _with_policy(settings, run)
-        _take_part(_policy_training(settings), settings, run, here)
+        _take_part(_policy_training(settings, run), run, here)
 
 
 def load_reward_models_as_worker(
     settings: Settings, sft: PreparedModel, run: FlowRun, here: Machines
 ) -> None:
     """Take part in the trainings of `load_reward_models`, as a machine after the first."""
-    settings, sft = run.workspace.fetch_files(settings), run.workspace.fetch_files(sft)
     if not settings.reward_model:
-        _take_part(_reward_training(settings, sft), settings, run, here)
+        _take_part(_reward_training(settings, sft, run), run, here)
     if not settings.judge:
-        _take_part(_judge_training(settings, sft), settings, run, here)
+        _take_part(_judge_training(settings, sft, run), run, here)
 
 
-def _policy_training(settings: Settings) -> _Training:
-    rows = data_sets.sft_rows(settings)
-    encode = data_sets.encoded_demonstrations
-    return _Training(
-        name=SFT, model=settings.policy, rows=rows, section=settings.sft, encode=encode
-    )
+def _policy_training(settings: Settings, run: FlowRun) -> _Training:
+    policy = run.workspace.fetch(settings.policy)
+    # With its weights, which `fetch_files` leaves out.
+    data = RunData(replace(run.workspace.fetch_files(settings), policy=policy))
+    return _Training(name=SFT, model=policy, rows=data.sft_rows(), section=settings.sft, data=data)
 
 
-def _reward_training(settings: Settings, sft: PreparedModel) -> _Training:
-    rows, section = data_sets.training_pairs(settings), settings.reward_model_training
-    encode = data_sets.encoded_pairs
-    return _Training(name=REWARD_MODEL, model=sft.path, rows=rows, section=section, encode=encode)
+@with_files("settings", "sft")
+def _reward_training(settings: Settings, sft: PreparedModel, run: FlowRun) -> _Training:
+    data, section = RunData(settings), settings.reward_model_training
+    rows = data.training_pairs()
+    return _Training(name=REWARD_MODEL, model=sft.path, rows=rows, section=section, data=data)
 
 
-def _judge_training(settings: Settings, sft: PreparedModel) -> _Training:
-    section = settings.reward_model_training
+@with_files("settings", "sft")
+def _judge_training(settings: Settings, sft: PreparedModel, run: FlowRun) -> _Training:
+    data, section = RunData(settings), settings.reward_model_training
     section = replace(section, seed=(section.seed + 1) % 2**32)
-    rows = data_sets.judge_pairs(settings)
-    encode = data_sets.encoded_judge_pairs
-    return _Training(name=JUDGE, model=sft.path, rows=rows, section=section, encode=encode)
+    rows = data.judge_pairs()
+    return _Training(name=JUDGE, model=sft.path, rows=rows, section=section, data=data)
 
 
 def _train_once(
-    training: _Training, settings: Settings, run: FlowRun, here: Machines, tracker: Tracker
+    training: _Training, run: FlowRun, here: Machines, tracker: Tracker
 ) -> tuple[PreparedModel, bool]:
     """Return the model NAME-DIGEST of the cache, and whether it was there; train it if not."""
-    name, job = training.name, _folder(run, training)
+    name, job = training.name, run.folder / training.name
 
     def log_curves(step: int, metrics: Mapping[str, float]) -> None:
         tracker.step.log_metrics(
@@ -147,57 +149,46 @@ def _train_once(
 
     def train(folder: Path) -> Mapping[str, float]:
         print(f"{name}: training on {len(training.rows):,} rows", flush=True)
-        _train(training, settings, run, here, log_curves)
-        move_files(_model_folder(job), folder)
+        _train(training, run, here, log_curves)
+        move_files(job / MODEL, folder)
         return read_result(job)
 
-    made = make_or_reuse(run.workspace, name, training.decides_the_result(settings), train)
+    made = make_or_reuse(run.workspace, name, training.decides_the_result(), train)
     # Its checkpoints, each larger than the model, have served their purpose.
     shutil.rmtree(job, ignore_errors=True)
     model = PreparedModel(path=made.place, digest=made.digest, metrics=made.values)
     return model, made.reused
 
 
-def _take_part(training: _Training, settings: Settings, run: FlowRun, here: Machines) -> None:
+def _take_part(training: _Training, run: FlowRun, here: Machines) -> None:
     """Run this machine's processes of a training, unless its model is in the cache."""
-    if not can_be_reused(run.workspace, training.name, training.decides_the_result(settings)):
-        _train(training, settings, run, here, lambda step, metrics: None)
+    if not can_be_reused(run.workspace, training.name, training.decides_the_result()):
+        _train(training, run, here, lambda step, metrics: None)
 
 
-def _train(
-    training: _Training, settings: Settings, run: FlowRun, here: Machines, on_metrics: OnMetrics
-) -> None:
-    job = _folder(run, training)
+def _train(training: _Training, run: FlowRun, here: Machines, on_metrics: OnMetrics) -> None:
+    job, rows, is_sft = run.folder / training.name, training.rows, training.name == SFT
     if run.workspace.store:
         # The processes of the training find them on this disk: they cannot fetch from S3.
-        training.encode(settings)
+        training.data.encoded("demonstrations" if is_sft else "pairs", rows, training.section)
     with mirrored(run.workspace, job, here):
         train_supervised(
-            "sft" if training.name == SFT else "reward",
+            "sft" if is_sft else "reward",
             training.model,
-            training.rows,
+            rows,
             training.section,
-            settings,
+            training.data.settings,
             folder=job,
-            model_dir=_model_folder(job),
+            model_dir=job / MODEL,
             machines=here,
             on_metrics=on_metrics,
         )
 
 
-def _folder(run: FlowRun, training: _Training) -> Path:
-    """Return the folder of a training's job."""
-    return run.folder / training.name
-
-
-def _model_folder(job: Path) -> Path:
-    return job / "model"
-
-
 def _train_and_log(
-    training: _Training, settings: Settings, run: FlowRun, here: Machines, tracker: Tracker
+    training: _Training, run: FlowRun, here: Machines, tracker: Tracker
 ) -> PreparedModel:
-    model, reused = _train_once(training, settings, run, here, tracker)
+    model, reused = _train_once(training, run, here, tracker)
     tracker.step.log_metrics(model.metrics)
     tracker.step.set_tags({"reused": str(reused)})
     return model
@@ -208,11 +199,5 @@ def _given_model(place: str, run: FlowRun) -> PreparedModel:
     if folder != place:
         # The first step did not check the weights of a model of the hub.
         require_finite_weights(folder)
-    digest = model_digests.digest_of_model(folder)
+    digest = digest_of_model(folder)
     return PreparedModel(path=place, digest=digest, metrics={})
-
-
-def _with_policy(settings: Settings, run: FlowRun) -> Settings:
-    """Return the settings with paths on this machine, and the policy with its weights."""
-    policy = run.workspace.fetch(settings.policy)
-    return replace(run.workspace.fetch_files(settings), policy=policy)

@@ -1,21 +1,26 @@
 """Register the policy as a version of the registered model, and promote or refuse it."""
 
+from pipeline.inputs.flow_run import FlowRun
 from pipeline.promotion.register import Candidate, register
 from pipeline.reports.log_reports import log_evaluation
 from pipeline.results.step_records import RegisteredPolicy
-from pipeline.stages.tracked import track
+from pipeline.stages.tracked import stage
+from pipeline.tracking.tracker import Tracker
 
 __all__ = ["Candidate", "register_policy"]
 
 
 def register_policy(candidate: Candidate) -> RegisteredPolicy:
     """Wait until MLflow has all measurements, register the candidate, and decide on promotion."""
-    with track(candidate.run, "register") as tracker:
-        tracker.require_all_sent()
-        candidate = candidate.run.workspace.fetch_files(candidate)
-        registered = register(candidate)
-        if registered.evaluation != candidate.evaluation:
-            log_evaluation(tracker, registered.evaluation)
-        decision = registered.promotion
-        tracker.parent.set_tags({"version": str(decision.version), "promotion": decision.action})
-        return candidate.run.workspace.publish_files(registered)
+    return _register(candidate, candidate.run)
+
+
+@stage("register", "candidate")
+def _register(tracker: Tracker, candidate: Candidate, run: FlowRun) -> RegisteredPolicy:
+    tracker.require_all_sent()
+    registered = register(candidate)
+    if registered.evaluation != candidate.evaluation:
+        log_evaluation(tracker, registered.evaluation)
+    decision = registered.promotion
+    tracker.parent.set_tags({"version": str(decision.version), "promotion": decision.action})
+    return registered

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pipeline.cost.gpu_table import find_gpu, processes_on_a_machine
 from pipeline.demo.task import find_demo_task
-from pipeline.inputs import data_sets
+from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
 from pipeline.inputs.lineage import Lineage, trace
 from pipeline.inputs.model_digests import digest_of_model
@@ -69,9 +69,7 @@ def trace_run(name: str, given: Settings, settings: Settings) -> Lineage:
         given: settings before `find_inputs`.
         settings: settings with inputs on this machine.
     """
-    lineage = trace(
-        flow_run=name, settings=as_plain_dict(given), data=data_sets.data_sets(settings)
-    )
+    lineage = trace(flow_run=name, settings=as_plain_dict(given), data=RunData(settings).by_use())
     lineage.tags["model/base"] = digest_of_model(settings.policy)
     if settings.reward_model:
         lineage.tags["model/reward_model"] = digest_of_model(settings.reward_model)

@@ -1,8 +1,11 @@
-"""Tracker and watch, which several stages use."""
+"""Files, tracker and watch of the stages."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
+from inspect import signature
 from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from metaflow import current
 
@@ -11,14 +14,61 @@ from pipeline.inputs.flow_run import FlowRun
 from pipeline.launch.stall_watch import watched_step
 from pipeline.settings.settings import Settings
 from pipeline.storage.manifest import files_of
+from pipeline.storage.workspace import Workspace
 from pipeline.tracking.run_record import PARENT
 from pipeline.tracking.tracker import SHORT_SECONDS, Tracker
+
+Given = ParamSpec("Given")
+Made = TypeVar("Made")
 
 LAST_STEP = "end"
 """Step of the flow that the parent run tracks."""
 
 LARGE = ("answers", "judge", "policy", "ppo", "reward-model", "sft")
 """Folders of a run with models and checkpoints, or with files of running processes."""
+
+
+def with_files(*read: str) -> Callable[[Callable[Given, Made]], Callable[Given, Made]]:
+    """Fetch the files of the arguments `read` of a function, and publish the files of its result.
+
+    The argument `run` names the workspace. For the files of a record see `Workspace.fetch_files`
+    and `Workspace.publish_files`.
+    """
+
+    def decorate(function: Callable[Given, Made]) -> Callable[Given, Made]:
+        @wraps(function)
+        def on_this_machine(*args: Given.args, **named: Given.kwargs) -> Made:
+            given = signature(function).bind(*args, **named)
+            workspace: Workspace = given.arguments["run"].workspace
+            for name in read:
+                given.arguments[name] = workspace.fetch_files(given.arguments[name])
+            return workspace.publish_files(function(*given.args, **given.kwargs))
+
+        return on_this_machine
+
+    return decorate
+
+
+def stage(
+    step: str, *read: str, patient: bool = False
+) -> Callable[[Callable[Concatenate[Tracker, Given], Made]], Callable[Given, Made]]:
+    """Track a function, whose first argument becomes the tracker, as a step of the flow.
+
+    For the files see `with_files`, and for `patient` see `track`.
+    """
+
+    def decorate(function: Callable[Concatenate[Tracker, Given], Made]) -> Callable[Given, Made]:
+        on_this_machine: Callable[..., Made] = with_files(*read)(function)
+
+        @wraps(function)
+        def tracked(*args: Given.args, **named: Given.kwargs) -> Made:
+            run: Any = signature(function).bind(None, *args, **named).arguments["run"]
+            with track(run, step, patient=patient) as tracker:
+                return on_this_machine(tracker, *args, **named)
+
+        return tracked
+
+    return decorate
 
 
 @contextmanager

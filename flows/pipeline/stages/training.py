@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pipeline.inputs.data_sets import training_prompts
+from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.launch.commands import ONE_MACHINE, Machines, gpus
 from pipeline.launch.job import ppo_config, write_job
@@ -16,7 +16,8 @@ from pipeline.launch.mirror import mirrored
 from pipeline.results.step_records import Change, PreparedModel, TrainedPolicy, ValidatedReward
 from pipeline.settings.settings import Settings
 from pipeline.stages.made_once import MadeModel, can_be_reused, make_or_reuse, move_files
-from pipeline.stages.tracked import track
+from pipeline.stages.tracked import stage, with_files
+from pipeline.tracking.tracker import Tracker
 from ppo_core.errors import ProcessError
 from ppo_core.io.folder_cache import digest_of_code
 from ppo_core.io.text_files import read_json_file
@@ -25,7 +26,7 @@ from ppo_core.reporting.metrics_file import METRICS_FILE, SELF_CHECK_FILE, UPDAT
 from ppo_core.supervised.training_code import modules_of_training
 
 POLICY = "policy"
-"""Name of the training, which begins the name of its folder in the cache."""
+"""Name of the training, of its folder in the cache, and of the policy's folder before that."""
 
 CODE = "ppo_core.__main__"
 """Entry module of the training. Its code and its imports are part of the cache key."""
@@ -44,7 +45,9 @@ def this_machine(parallel: Any, attempt: str) -> Machines:
     )
 
 
+@stage("train_policy", "settings")
 def train_policy(
+    tracker: Tracker,
     settings: Settings,
     sft: PreparedModel,
     reward_model: PreparedModel,
@@ -58,6 +61,7 @@ def train_policy(
     that failed in a later step. Its metrics are tracked again.
 
     Args:
+        tracker: tracker of the step, which `stage` passes.
         settings: settings of the run.
         sft: the initial policy, which is also the reference policy.
         reward_model: the reward model.
@@ -68,42 +72,43 @@ def train_policy(
     Raises:
         ProcessError: a process of the training failed.
     """
-    with track(run, "train_policy") as tracker:
+    data = RunData(settings)
 
-        def log_update(update: int, metrics: Mapping[str, float]) -> None:
-            tracker.step.log_metrics(metrics, step=update)
+    def log_update(update: int, metrics: Mapping[str, float]) -> None:
+        tracker.step.log_metrics(metrics, step=update)
 
-        def train_in(folder: Path) -> dict[str, Any]:
-            job = _train(settings, sft, reward_model, validation, run, here, log_update)
-            policy = _policy_folder(run)
-            move_files(policy, folder)
-            policy.rmdir()
-            return {
-                "updates": read_metrics(job / METRICS_FILE),
-                "self_check": read_json_file(job / SELF_CHECK_FILE, ProcessError),
-                "peak_rss_bytes": _peak_rss_bytes(),
-                "run": run.id,
-            }
-
-        inputs = _decides_the_result(settings, sft, reward_model, validation, run)
-        made = make_or_reuse(run.workspace, POLICY, inputs, train_in)
-        updates = made.values["updates"]
-        if made.reused:
-            for metrics in updates:
-                log_update(metrics[UPDATE], _without_number(metrics))
-        warnings = warnings_of(ppo_config(settings), updates)
-        if warnings:
-            tracker.step.describe("Warnings", warnings)
-        tracker.step.set_tags({"reused": str(made.reused)})
-        trained = _trained_policy(made, warnings, run, settings.ppo.num_ppo_epochs)
-        cost = {
-            "episodes_per_second": trained.episodes_per_second,
-            "peak_rss_bytes": trained.peak_rss_bytes,
+    def train_in(folder: Path) -> dict[str, Any]:
+        job = _train(data, sft, reward_model, validation, run, here, log_update)
+        policy = run.folder / POLICY
+        move_files(policy, folder)
+        policy.rmdir()
+        return {
+            "updates": read_metrics(job / METRICS_FILE),
+            "self_check": read_json_file(job / SELF_CHECK_FILE, ProcessError),
+            "peak_rss_bytes": _peak_rss_bytes(),
+            "run": run.id,
         }
-        tracker.parent.log_metrics(_without_number(updates[-1]) | cost)
-        return trained
+
+    inputs = _decides_the_result(data, sft, reward_model, validation)
+    made = make_or_reuse(run.workspace, POLICY, inputs, train_in)
+    updates = made.values["updates"]
+    if made.reused:
+        for metrics in updates:
+            log_update(metrics[UPDATE], _without_number(metrics))
+    warnings = warnings_of(ppo_config(settings), updates)
+    if warnings:
+        tracker.step.describe("Warnings", warnings)
+    tracker.step.set_tags({"reused": str(made.reused)})
+    trained = _trained_policy(made, warnings, run, settings.ppo.num_ppo_epochs)
+    cost = {
+        "episodes_per_second": trained.episodes_per_second,
+        "peak_rss_bytes": trained.peak_rss_bytes,
+    }
+    tracker.parent.log_metrics(_without_number(updates[-1]) | cost)
+    return trained
 
 
+@with_files("settings")
 def train_policy_as_worker(
     settings: Settings,
     sft: PreparedModel,
@@ -113,20 +118,20 @@ def train_policy_as_worker(
     here: Machines,
 ) -> None:
     """Take part in the training of `train_policy`, as a machine after the first."""
-    inputs = _decides_the_result(settings, sft, reward_model, validation, run)
+    data = RunData(settings)
+    inputs = _decides_the_result(data, sft, reward_model, validation)
     if not can_be_reused(run.workspace, POLICY, inputs):
-        _train(settings, sft, reward_model, validation, run, here, lambda update, metrics: None)
+        _train(data, sft, reward_model, validation, run, here, lambda update, metrics: None)
 
 
 def _decides_the_result(
-    settings: Settings,
+    data: RunData,
     sft: PreparedModel,
     reward_model: PreparedModel,
     validation: ValidatedReward,
-    run: FlowRun,
 ) -> dict[str, Any]:
     """Return everything that the trained policy depends on."""
-    config = settings.ppo
+    settings, config = data.settings, data.settings.ppo
     processes = (settings.processes or gpus() or 1) * settings.num_nodes
     per_process = config.per_device_train_batch_size * config.gradient_accumulation_steps
     return {
@@ -136,7 +141,7 @@ def _decides_the_result(
         "bias": f"{validation.bias:.4g}",
         "gain": f"{validation.gain:.4g}",
         "end_of_text": settings.reward_model_training.end_of_text,
-        "prompts": training_prompts(run.workspace.fetch_files(settings)).digest,
+        "prompts": data.training_prompts().digest,
         "prompt_format": settings.prompt_format,
         "settings": config.settings_of_result(),
         "batch_size": config.batch_size or per_process * processes,
@@ -146,7 +151,7 @@ def _decides_the_result(
 
 
 def _train(
-    settings: Settings,
+    data: RunData,
     sft: PreparedModel,
     reward_model: PreparedModel,
     validation: ValidatedReward,
@@ -158,37 +163,32 @@ def _train(
     folder = run.folder / "ppo"
     with mirrored(run.workspace, folder, here):
         train(
-            _write_job(settings, sft, reward_model, validation, run),
-            processes=settings.processes,
+            _write_job(data, sft, reward_model, validation, run),
+            processes=data.settings.processes,
             machines=here,
-            stall_minutes=settings.stall_minutes,
+            stall_minutes=data.settings.stall_minutes,
             on_metrics=on_metrics,
         )
     return folder
 
 
+@with_files("sft", "reward_model")
 def _write_job(
-    settings: Settings,
+    data: RunData,
     sft: PreparedModel,
     reward_model: PreparedModel,
     validation: ValidatedReward,
     run: FlowRun,
 ) -> Path:
-    fetch_files = run.workspace.fetch_files
     return write_job(
-        fetch_files(settings),
-        policy=fetch_files(sft).path,
-        reward_model=fetch_files(reward_model).path,
+        data,
+        policy=sft.path,
+        reward_model=reward_model.path,
         reward_bias=validation.bias,
         reward_gain=validation.gain,
         folder=run.folder / "ppo",
-        policy_dir=_policy_folder(run),
+        policy_dir=run.folder / POLICY,
     )
-
-
-def _policy_folder(run: FlowRun) -> Path:
-    """Return the folder of the trained policy before it is in the cache."""
-    return run.folder / POLICY
 
 
 def _trained_policy(

@@ -8,7 +8,7 @@ from shlex import quote
 from typing import NoReturn
 
 from pipeline.evaluation.notes import describe_accuracy, doubts_about_trained_judge
-from pipeline.inputs import data_sets
+from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
 from pipeline.inputs.preference_pairs import label_pairs
 from pipeline.launch.answers import answer_in_run
@@ -23,8 +23,9 @@ from pipeline.reward_validation.samples import draw_samples
 from pipeline.reward_validation.scores import TextScorer, score_pairs
 from pipeline.reward_validation.validate import validate
 from pipeline.settings.settings import Settings
-from pipeline.stages.tracked import track
+from pipeline.stages.tracked import stage
 from pipeline.storage.addresses import is_in_s3
+from pipeline.tracking.tracker import Tracker
 from ppo_core.config.placement import is_fast_in_bf16, placement_for_reading
 from ppo_core.data.chat_template import Messages
 from ppo_core.data.text_config import text_config
@@ -34,7 +35,9 @@ from ppo_core.rollout.sampler import server_of
 from ppo_core.training.answers import AnswerJob
 
 
+@stage("validate_reward_model", "settings", "sft", "reward_model", "judge_model", patient=True)
 def validate_reward_model(
+    tracker: Tracker,
     settings: Settings,
     sft: PreparedModel,
     reward_model: PreparedModel,
@@ -47,32 +50,29 @@ def validate_reward_model(
 
     If the reward model is refused, the MLflow runs of this run end; then call `stop_run`.
     """
-    with track(run, "validate_reward_model", patient=True) as tracker:
-        fetch_files = run.workspace.fetch_files
-        settings, sft = fetch_files(settings), fetch_files(sft)
-        reward_model, judge_model = fetch_files(reward_model), fetch_files(judge_model)
-        report = examine_reward_model(settings, sft, reward_model, run.folder)
-        by_hand = settings.accept_reward_model and not report.fit
-        report = replace(report, accepted_by_hand=by_hand)
-        print(f"reward model: {reward_model_in_words(report)}", flush=True)
-        file = run.folder / REWARD_REPORT_FILE
-        write_report(file, report)
-        log_reward_report(tracker, report)
-        validation = ValidatedReward(
-            fit=report.fit,
-            accepted_by_hand=report.accepted_by_hand,
-            reasons=report.reasons,
-            bias=report.bias,
-            gain=report.gain,
-            report_file=str(file),
-            judge=_measure_judge(settings, judge_model) if judge_model else None,
-        )
-        if validation.refused:
-            tracker.refuse("The reward model is not fit to train against.", validation.reasons)
+    data = RunData(settings)
+    report = examine_reward_model(data, sft, reward_model, run.folder)
+    by_hand = settings.accept_reward_model and not report.fit
+    report = replace(report, accepted_by_hand=by_hand)
+    print(f"reward model: {reward_model_in_words(report)}", flush=True)
+    file = run.folder / REWARD_REPORT_FILE
+    write_report(file, report)
+    log_reward_report(tracker, report)
+    validation = ValidatedReward(
+        fit=report.fit,
+        accepted_by_hand=report.accepted_by_hand,
+        reasons=report.reasons,
+        bias=report.bias,
+        gain=report.gain,
+        report_file=str(file),
+        judge=_measure_judge(data, judge_model) if judge_model else None,
+    )
+    if validation.refused:
+        tracker.refuse("The reward model is not fit to train against.", validation.reasons)
     if validation.accepted_by_hand:
         reasons = _listed(validation)
         print(f"The reward model was refused, but a person accepted it:\n{reasons}", flush=True)
-    return run.workspace.publish_files(validation)
+    return validation
 
 
 def stop_run(validation: ValidatedReward, settings: Settings, run: FlowRun) -> NoReturn:
@@ -102,19 +102,20 @@ def stop_run(validation: ValidatedReward, settings: Settings, run: FlowRun) -> N
 
 
 def examine_reward_model(
-    settings: Settings, sft: PreparedModel, reward_model: PreparedModel, folder: Path
+    data: RunData, sft: PreparedModel, reward_model: PreparedModel, folder: Path
 ) -> RewardReport:
     """Return the report on the reward model that `reward_validation.validate` makes."""
+    settings = data.settings
     model = load_reward_model(
         reward_model.path,
         end_of_text=settings.reward_model_training.end_of_text,
-        prompt_format=data_sets.reward_format(settings),
+        prompt_format=data.reward_format,
         placement=placement_for_reading(),
     )
     return validate(
         TextScorer(model, bf16=_scores_in_bf16(settings)),
-        data_sets.test_pairs(settings),
-        data_sets.training_prompts(settings),
+        data.test_pairs(),
+        data.training_prompts(),
         partial(draw_samples, partial(_sample_texts, settings, sft.path, folder)),
         settings.reward_gate,
         training=reward_model.metrics,
@@ -152,15 +153,15 @@ def _sample_texts(
     return answer_in_run(job, settings, folder).texts
 
 
-def _measure_judge(settings: Settings, judge: PreparedModel) -> TrainedJudge:
+def _measure_judge(data: RunData, judge: PreparedModel) -> TrainedJudge:
     """Measure a judge that the run trained on held-out preferences, and print its accuracy."""
     model = load_reward_model(
         judge.path,
-        end_of_text=settings.reward_model_training.end_of_text,
-        prompt_format=settings.prompt_format,
+        end_of_text=data.settings.reward_model_training.end_of_text,
+        prompt_format=data.settings.prompt_format,
         placement=placement_for_reading(),
     )
-    pairs = label_pairs(data_sets.judge_test_pairs(settings))
+    pairs = label_pairs(data.judge_test_pairs())
     # In fp32, as `RewardModelJudge` scores.
     found = measure_accuracy(*score_pairs(TextScorer(model), pairs), pairs)
     measured = TrainedJudge(

@@ -6,16 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.inputs.data_sets import (
-    data_sets,
-    evaluation_rows,
-    examples,
-    judge_pairs,
-    references_of,
-    training_pairs,
-    training_prompts,
-)
-from pipeline.inputs.data_sets import test_pairs as read_test_pairs
+from pipeline.inputs.data_sets import RunData, references_of
 from pipeline.preflight.check_inputs import check_inputs
 from pipeline.settings.settings import Settings, make_settings
 from pipeline.tracking.mlflow_client import check_registry
@@ -39,13 +30,13 @@ def test_inputs_that_fit_pass_and_are_counted(tmp_path: Path, capsys):
 def test_pairs_are_held_out_only_where_none_were_brought(tmp_path: Path):
     table = tiny_table(tmp_path)
     settings = make_settings(table, {})
-    assert plain([*training_pairs(settings), *read_test_pairs(settings)]) == [
+    assert plain([*RunData(settings).training_pairs(), *RunData(settings).test_pairs()]) == [
         json.loads(line) for line in Path(table["preferences"]).read_text().splitlines()
     ]
     other = write_rows(tmp_path / "test.jsonl", [{"chosen": "w1", "rejected": "w2"}] * 3)
     own = make_settings({**table, "preferences_test": other}, {})
-    assert len(training_pairs(own)) == 64
-    assert len(read_test_pairs(own)) == 3
+    assert len(RunData(own).training_pairs()) == 64
+    assert len(RunData(own).test_pairs()) == 3
 
 
 def test_the_pairs_of_one_ranked_list_are_held_out_together(tmp_path: Path):
@@ -61,13 +52,13 @@ def test_the_pairs_of_one_ranked_list_are_held_out_together(tmp_path: Path):
         # 60 pairs of 10 prompts; a cut after 51 of them would be in the ninth list.
         path = write_rows(tmp_path / "pairs.jsonl", rows)
         settings = make_settings(table | {"preferences": path, "held_out_share": 0.15}, {})
-        parts = [training_pairs(settings), read_test_pairs(settings)]
+        parts = [RunData(settings).training_pairs(), RunData(settings).test_pairs()]
         trained, tested = (set(part.column("prompt")) for part in parts)
         assert tested and trained and not trained & tested
         assert trained | tested == {f"w{n}" for n in range(10)}
         one = write_rows(tmp_path / "one.jsonl", [row for row in rows if row["prompt"] == "w1"])
         with pytest.raises(DataError, match="has the pairs of one prompt, so none can be held out"):
-            training_pairs(make_settings(table | {"preferences": one}, {}))
+            RunData(make_settings(table | {"preferences": one}, {})).training_pairs()
 
 
 def test_no_pair_is_trained_on_that_the_model_is_validated_on(tmp_path: Path):
@@ -76,8 +67,8 @@ def test_no_pair_is_trained_on_that_the_model_is_validated_on(tmp_path: Path):
     rows.append({"prompt": "w0", "chosen": "w2", "rejected": "w1"})
     table = tiny_table(tmp_path) | {"preferences": write_rows(tmp_path / "votes.jsonl", rows)}
     settings = make_settings(table, {})
-    assert plain(training_pairs(settings)) == rows[1:9]
-    assert plain(read_test_pairs(settings)) == rows[9:]
+    assert plain(RunData(settings).training_pairs()) == rows[1:9]
+    assert plain(RunData(settings).test_pairs()) == rows[9:]
     with pytest.raises(DataError, match="no pair is left to train the reward model on"):
         check(tmp_path, preferences=table["preferences"], preferences_test=table["preferences"])
 
@@ -90,8 +81,8 @@ def test_labels_of_preferences_are_read_and_not_trained_on(tmp_path: Path):
     settings = make_settings(
         tiny_table(tmp_path) | {"preferences": write_rows(tmp_path / "rated.jsonl", rows)}, {}
     )
-    assert plain(read_test_pairs(settings)) == rows[18:]
-    assert plain(training_pairs(settings)) == [
+    assert plain(RunData(settings).test_pairs()) == rows[18:]
+    assert plain(RunData(settings).training_pairs()) == [
         {name: row[name] for name in ("prompt", "chosen", "rejected")} for row in rows[1:18]
     ]
 
@@ -166,7 +157,7 @@ def test_evaluation_prompts_without_any_reference_are_judged_without(
     table = tiny_table(tmp_path) | {"eval_prompts": write_rows(tmp_path / "e.jsonl", rows)}
     check_inputs(make_settings(table, {}))
     assert "eval_prompts: There are no references, so the policies" in capsys.readouterr().out
-    assert references_of(examples(make_settings(table, {}))) is None
+    assert references_of(RunData(make_settings(table, {})).examples()) is None
 
 
 @pytest.mark.parametrize("name", ["eval_prompts", "prompts"])
@@ -189,8 +180,8 @@ def without_evaluation(folder: Path, rows: list[dict[str, Any]], **changes: Any)
 
 def split(folder: Path, rows: list[dict[str, Any]], **changes: Any) -> tuple[list[str], list[str]]:
     """The prompts that PPO trains on, and those of the evaluation."""
-    settings = without_evaluation(folder, rows, **changes)
-    return training_prompts(settings).column("prompt"), evaluation_rows(settings).column("prompt")
+    data = RunData(without_evaluation(folder, rows, **changes))
+    return data.training_prompts().column("prompt"), data.evaluation_rows().column("prompt")
 
 
 @pytest.mark.parametrize(
@@ -217,7 +208,7 @@ def test_ppo_trains_on_no_prompt_that_is_judged(tmp_path: Path):
     trained, judged = split(tmp_path, rows)
     assert judged == ["w18", "w50"]
     assert trained == [f"w{i}" for i in range(18) if i not in (3, 8)]
-    source = training_prompts(without_evaluation(tmp_path, rows)).source
+    source = RunData(without_evaluation(tmp_path, rows)).training_prompts().source
     assert source.endswith("(first 18), less 2 equal to prompts of the evaluation")
 
 
@@ -265,12 +256,12 @@ def test_without_a_judge_a_third_of_the_pairs_is_for_one(tmp_path: Path, capsys)
     table = {**tiny_table(tmp_path), "judge": "", "preferences": preferences}
     settings = make_settings(table, {})
     # The last of ten is held out; of nine, every third is the judge's.
-    assert plain(judge_pairs(settings)) == [rows[2], rows[5], rows[8]]
-    assert plain(training_pairs(settings)) == [rows[i] for i in (0, 1, 3, 4, 6, 7)]
+    assert plain(RunData(settings).judge_pairs()) == [rows[2], rows[5], rows[8]]
+    assert plain(RunData(settings).training_pairs()) == [rows[i] for i in (0, 1, 3, 4, 6, 7)]
     check_inputs(settings)
     assert re.search(r"^judge-preferences: .*: 3 rows", capsys.readouterr().out, re.MULTILINE)
     named = make_settings({**table, "judge": "rule"}, {})
-    assert plain(training_pairs(named)) == rows[:9]
+    assert plain(RunData(named).training_pairs()) == rows[:9]
 
 
 def test_the_judge_of_a_given_reward_model_learns_from_all_pairs(tmp_path: Path):
@@ -282,9 +273,10 @@ def test_the_judge_of_a_given_reward_model_learns_from_all_pairs(tmp_path: Path)
     }
     settings = make_settings(table, {})
     check_inputs(settings)
-    assert plain(judge_pairs(settings)) == rows[:9]
-    assert "preferences" not in data_sets(settings)
-    assert data_sets(settings)["judge-preferences"].digest == judge_pairs(settings).digest
+    data = RunData(settings)
+    assert plain(data.judge_pairs()) == rows[:9]
+    assert "preferences" not in data.by_use()
+    assert data.by_use()["judge-preferences"].digest == data.judge_pairs().digest
 
 
 @pytest.mark.parametrize(
@@ -341,8 +333,8 @@ def test_a_pair_that_is_shortened_for_validation_is_not_trained_on(tmp_path: Pat
         },
         {},
     )
-    assert len(read_test_pairs(settings).table[0]["prompt"].split()) < 70
-    assert plain(training_pairs(settings)) == rows
+    assert len(RunData(settings).test_pairs().table[0]["prompt"].split()) < 70
+    assert plain(RunData(settings).training_pairs()) == rows
 
 
 SHORT = {"prompt": "w1", "chosen": "w1", "rejected": "w2"}

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from pipeline.inputs.flow_run import FlowRun
 from pipeline.registry.decisions import Decision
 from pipeline.reports.document import Document
 from pipeline.reports.evaluation import evaluation_document
@@ -36,6 +37,7 @@ from pipeline.results.evaluation import (
 from pipeline.results.step_records import Change, RegisteredPolicy
 from pipeline.settings.gate_configs import PromotionConfig
 from pipeline.stages.cards import evaluation_card, promotion_card, reward_model_card
+from pipeline.storage.workspace import Workspace
 from tests.helpers.paths import ROOT
 from tests.helpers.sample_reports import (
     HOSTILE,
@@ -47,6 +49,9 @@ from tests.helpers.sample_reports import (
     summary,
     validated,
 )
+
+RUN = FlowRun(id="RLHF/1", workspace=Workspace("outputs"), tracking={}, origin={}, data=[])
+"""A run on one disk."""
 
 CHROMIUM = shutil.which("chromium")
 
@@ -60,21 +65,23 @@ class CardFlow(FlowSpec):
     @step
     def start(self):
         with open("records.pickle", "rb") as file:
-            self.validation, self.registered, self.limits = pickle.load(file)
-        current.card.extend(stages.cards.reward_model_card(self.validation))
+            self.validation, self.registered, self.limits, self.tracked = pickle.load(file)
+        current.card.extend(stages.cards.reward_model_card(self.validation, self.tracked))
         self.next(self.evaluate)
 
     @card(type="blank")
     @step
     def evaluate(self):
-        current.card.extend(stages.cards.evaluation_card(self.registered.evaluation))
+        current.card.extend(stages.cards.evaluation_card(self.registered.evaluation, self.tracked))
         self.next(self.register)
 
     @card(type="blank")
     @step
     def register(self):
         current.card.extend(
-            stages.cards.promotion_card(self.registered, self.validation, self.limits)
+            stages.cards.promotion_card(
+                self.registered, self.validation, self.limits, self.tracked
+            )
         )
         self.next(self.end)
 
@@ -167,7 +174,7 @@ def cards(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     evaluation = replace(evaluation, conclusive=False, reasons=[f"The judge said {HOSTILE}"])
     refused = decision("refused", reasons=(f"The judge said {HOSTILE}",))
     registered = register(refused, evaluation, folder)
-    records = (validated(report, folder), registered, PromotionConfig())
+    records = (validated(report, folder), registered, PromotionConfig(), RUN)
     (folder / "records.pickle").write_bytes(pickle.dumps(records))
     (folder / "flow.py").write_text(FLOW)
     environment = os.environ | {
@@ -282,7 +289,7 @@ def test_the_page_and_the_card_say_the_same(tmp_path: Path):
             *(cell for row in section.rows for cell in row),
         ):
             assert text in said
-    card = reward_model_card(validated(report, tmp_path))
+    card = reward_model_card(validated(report, tmp_path), RUN)
     tables = [part.render()["data"] for part in card if hasattr(part, "_data")]
     rows = [[list(row) for row in section.rows] for section in reward_document(report).sections]
     assert tables[1:] == rows
@@ -408,7 +415,7 @@ def test_an_evaluation_has_the_same_components_as_its_document(
     document = evaluation_document(evaluation)
     plots = sum(len(section.plots) for section in document.sections)
     # The verdict and the reasons; a heading and a table a section; the figures.
-    card = evaluation_card(evaluated(evaluation, tmp_path))
+    card = evaluation_card(evaluated(evaluation, tmp_path), RUN)
     assert len(card) == 2 + 2 * len(document.sections) + plots
 
 
@@ -575,7 +582,8 @@ def test_the_card_of_a_decision_has_the_components_of_its_document(
     evaluation: Evaluation, tmp_path: Path
 ):
     registered = register(decision(), evaluation, tmp_path)
-    card = promotion_card(registered, validated(reward_report(), tmp_path), PromotionConfig())
+    validation = validated(reward_report(), tmp_path)
+    card = promotion_card(registered, validation, PromotionConfig(), RUN)
     assert len(card) == 2 + 2 * len(decided("promoted", evaluation).sections)
 
 

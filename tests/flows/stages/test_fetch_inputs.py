@@ -1,7 +1,6 @@
 """One door for all inputs: paths, addresses in S3, registered versions."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from pipeline.registry import champions
 from pipeline.settings.settings import Settings, make_settings
 from pipeline.storage.addresses import S3Address
 from pipeline.storage.objects import write_object
-from pipeline.storage.s3_client import s3_client
 from pipeline.storage.workspace import Workspace
 from ppo_core.data.rows.reader import read_rows
 from ppo_core.errors import DataError, ModelError
@@ -24,17 +22,7 @@ from tests.helpers.candidates import World, make_world
 from tests.helpers.mlflow_store import tracking_to
 from tests.helpers.model_hub import commit_of, model_hub
 from tests.helpers.pipeline_inputs import tiny_table
-from tests.helpers.servers import BUCKET, s3, shared_server
-
-
-@pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    with s3() as environment:
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
-        s3_client.cache_clear()
-        yield f"s3://{BUCKET}"
-    s3_client.cache_clear()
+from tests.helpers.servers import shared_server
 
 
 def upload(path: Path, address: str) -> str:

@@ -7,19 +7,18 @@ from typing import Any
 
 import pytest
 
-from pipeline.inputs.data_sets import (
-    encoded_demonstrations,
-    encoded_judge_pairs,
-    encoded_pairs,
-    judge_test_pairs,
-)
+from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.inputs.model_digests import digest_of_model
+from pipeline.preflight.fetch_inputs import share_inputs
 from pipeline.results.step_records import PreparedModel
 from pipeline.settings.settings import Settings, make_settings
 from pipeline.stages.models import load_policy, load_reward_models
 from pipeline.stages.start import start_run
+from pipeline.stages.training import train_policy
 from pipeline.stages.validation import validate_reward_model
+from pipeline.storage.addresses import is_in_s3
+from pipeline.storage.workspace import Workspace
 from ppo_core.models.loading import load_reward_model
 from tests.helpers.pipeline_inputs import tiny_table, write_model
 
@@ -40,7 +39,7 @@ def load(settings: Settings, run: FlowRun) -> Models:
 @pytest.fixture
 def start(mlflow_client) -> Callable[[Settings], FlowRun]:
     """Start a run of the steps that read or train models before PPO."""
-    steps = ["load_policy", "load_reward_model", "validate_reward_model"]
+    steps = ["load_policy", "load_reward_model", "validate_reward_model", "train_policy"]
     return lambda settings: start_run(settings, settings, "RLHF", "1", steps)
 
 
@@ -58,8 +57,9 @@ def test_a_judge_is_trained_beside_the_reward_model_once(
     settings = bare(tmp_path)
     last = replace(settings.reward_model_training, seed=2**32 - 1)
     settings = replace(settings, reward_model_training=last)
-    for encode in (encoded_demonstrations, encoded_pairs, encoded_judge_pairs):
-        encode(settings)
+    data = RunData(settings)
+    for encode in (data.encoded_demonstrations, data.encoded_pairs, data.encoded_judge_pairs):
+        encode()
     encoded = encoded_rows(cache)
     assert len(encoded) == 3
     run = start(settings)
@@ -97,7 +97,7 @@ def test_the_judge_of_a_given_reward_model_is_trained_and_measured(tmp_path: Pat
     assert (reward_model.path, reward_model.metrics) == (settings.reward_model, {})
     assert reward_model.digest == digest_of_model(settings.reward_model)
 
-    model, pairs = load_reward_model(judge.path), list(judge_test_pairs(settings))
+    model, pairs = load_reward_model(judge.path), list(RunData(settings).judge_test_pairs())
     chosen, rejected = (
         model.score_texts([pair["prompt"] for pair in pairs], [pair[side] for pair in pairs])
         for side in ("chosen", "rejected")
@@ -110,3 +110,31 @@ def test_the_judge_of_a_given_reward_model_is_trained_and_measured(tmp_path: Pat
     told = capsys.readouterr().out
     assert f"The judge is right in {measured.accuracy:.1%} of 6 held-out pairs" in told
     assert ("The evaluation will be inconclusive." in told) == (measured.low <= 0.5)
+
+
+def test_on_machines_that_share_no_disk_a_step_fetches_what_it_reads(
+    tmp_path: Path, start, store: str, mlflow_client
+):
+    settings = bare(tmp_path, store=f"{store}/run")
+    run = start(settings)
+    settings = share_inputs(settings, run)
+
+    def machine(name: str) -> FlowRun:
+        return replace(run, workspace=Workspace(str(tmp_path / name), settings.store))
+
+    def models_on(name: str) -> int:
+        return len([*(tmp_path / name).rglob("fetched/**/*.safetensors")])
+
+    sft = load_policy(settings, machine("a"))
+    reward_model, judge = load_reward_models(settings, sft, machine("b"))
+    assert judge is not None
+    assert all(is_in_s3(model.path) for model in (sft, reward_model, judge))
+    assert load_reward_models(settings, sft, machine("c")) == (reward_model, judge)
+    validation = validate_reward_model(settings, sft, reward_model, judge, machine("d"))
+    assert validation.judge is not None and is_in_s3(validation.judge.path)
+    trained = train_policy(settings, sft, reward_model, validation, machine("e"))
+    assert is_in_s3(trained.path) and is_in_s3(validation.report_file)
+    assert train_policy(settings, sft, reward_model, validation, machine("f")).path == trained.path
+    # The policy; the policy after SFT, for a training or its key; all that is validated; the models
+    # of PPO; and none, because the trained policy is reused.
+    assert [models_on(name) for name in "abcdef"] == [1, 1, 1, 3, 2, 0]

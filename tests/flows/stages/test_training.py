@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.inputs.model_digests import digest_of_model
 from pipeline.results.step_records import PreparedModel, ValidatedReward
@@ -65,7 +66,6 @@ def test_a_run_that_was_killed_after_its_training_counts_its_tokens(settings, mo
 
 def test_whatever_decides_the_policy_trains_another_one(settings, models):
     sft, reward_model = models
-    run = begin(settings, 1)
 
     def key(
         changed: Settings = settings,
@@ -73,7 +73,7 @@ def test_whatever_decides_the_policy_trains_another_one(settings, models):
         policy: PreparedModel = sft,
         reward: PreparedModel = reward_model,
     ) -> str:
-        return digest_of(_decides_the_result(changed, policy, reward, validation, run))
+        return digest_of(_decides_the_result(RunData(changed), policy, reward, validation))
 
     def with_ppo(**changes: object) -> Settings:
         return replace(settings, ppo=replace(settings.ppo, **changes))

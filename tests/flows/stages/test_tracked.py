@@ -1,0 +1,56 @@
+"""Files of the records that a stage reads and returns, on machines that share no disk."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+from pipeline.inputs.flow_run import FlowRun
+from pipeline.stages.tracked import with_files
+from pipeline.storage.workspace import Workspace
+
+
+@dataclass(frozen=True)
+class Text:
+    FILE_FIELDS: ClassVar = ("path",)
+    path: str
+
+
+def machine(root: Path, store: str) -> FlowRun:
+    workspace = Workspace(str(root), store)
+    return FlowRun(id="RLHF/1", workspace=workspace, tracking={}, origin={}, data=[])
+
+
+@with_files()
+def write(run: FlowRun, text: str) -> Text:
+    path = run.folder / "text"
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    return Text(str(path))
+
+
+@with_files("first")
+def double(first: Text, second: Text | None, run: FlowRun) -> Text:
+    assert second is None or second.path.startswith("s3://")
+    return write(replace(run, id="RLHF/2"), 2 * Path(first.path).read_text())
+
+
+@with_files("made")
+def read(made: Text | None, run: FlowRun) -> str:
+    return "" if made is None else Path(made.path).read_text()
+
+
+def test_a_stage_reads_on_another_machine_what_a_stage_has_made(store: str, tmp_path: Path):
+    first = write(machine(tmp_path / "a", f"{store}/stages"), text="ab")
+    assert first.path.startswith(f"{store}/stages/runs/1/text")
+    # Only what a stage reads is fetched, and its result is published, by position or by name.
+    twice = double(first, first, run=machine(tmp_path / "b", f"{store}/stages"))
+    assert twice.path.startswith(f"{store}/stages/runs/2/text")
+    assert read(run=machine(tmp_path / "c", f"{store}/stages"), made=twice) == "abab"
+    assert read(None, machine(tmp_path / "c", f"{store}/stages")) == ""
+
+
+def test_on_one_disk_a_stage_gets_the_same_record(tmp_path: Path):
+    run = machine(tmp_path, "")
+    made = write(run, "ab")
+    assert Path(made.path).is_relative_to(tmp_path)
+    assert read(made, run) == "ab"
