@@ -112,6 +112,7 @@ def test_the_judge_of_a_given_reward_model_is_trained_and_measured(tmp_path: Pat
     assert ("The evaluation will be inconclusive." in told) == (measured.low <= 0.5)
 
 
+@pytest.mark.slow
 def test_on_machines_that_share_no_disk_a_step_fetches_what_it_reads(
     tmp_path: Path, start, store: str, mlflow_client
 ):
