@@ -37,16 +37,17 @@ Place = Callable[[], Any]
 
 def places(folder: Path, settings: Settings) -> dict[str, Place]:
     """Each step by name: it loads its models, and returns texts and numbers."""
+    data = RunData(settings)
     policy, judge = PreparedModel(path=settings.policy, digest="", metrics={}), str(folder / "rm")
     champion = FetchedChampion(version=1, model=settings.policy, tokenizer=settings.policy)
     question: Question = [{"role": "user", "content": "w1 w2"}]
 
     def validation() -> Any:
         judged = PreparedModel(path=judge, digest="", metrics={})
-        return as_json(examine_reward_model(RunData(settings), policy, judged, folder))
+        return as_json(examine_reward_model(data, policy, judged, folder))
 
     def trained_judge() -> Any:
-        return _measure_judge(settings, PreparedModel(path=judge, digest="", metrics={})).accuracy
+        return _measure_judge(data, PreparedModel(path=judge, digest="", metrics={})).accuracy
 
     def answers() -> Any:
         other = str(folder / "other-policy")
