@@ -107,9 +107,9 @@ class DecoderBackbone:
     @property
     def decoding(self) -> Decoding:
         """How the backbone is decoded now: the fast path does not know every model."""
-        knows_fast_path = self.fast_layers() is not None
-        is_fast = self.fastest is Decoding.FAST
-        return Decoding.PADDED if is_fast and not knows_fast_path else self.fastest
+        if self.fastest is Decoding.FAST and self.fast_layers() is None:
+            return Decoding.PADDED
+        return self.fastest
 
     @property
     def pads_prompts(self) -> bool:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ppo_core.distributed.engine import Engine
-from ppo_core.errors import ConfigError
+from ppo_core.errors import ConfigError, ModelError
 from ppo_core.models.adapters import add_adapter, plain_model
 from ppo_core.models.files.model_folder import adapter_refusal
 from ppo_core.models.loading import load_policy
@@ -76,16 +76,24 @@ def exact_weights(adapted: "PeftModel", start: str | Path) -> dict[str, Tensor] 
 
     Return None if no matrix was rounded. `start` is the folder or hub id of the model before its
     training, which has the matrices as they were.
+
+    Raises:
+        ModelError: `start` was changed since it was loaded.
     """
     rounded = [name for name, weight in _frozen_matrices(adapted) if weight.dtype == torch.bfloat16]
     if not rounded:
         return None
-    loaded = load_policy(start)
-    exact = loaded.base_model.state_dict()
+    exact = load_policy(start).base_model.state_dict()
     weights = {name: weight.cpu() for name, weight in adapted.state_dict().items()}
+    prefix = f"base_model.model.{plain_model(adapted).base_model_prefix}."
     for name in rounded:
-        own = f"base_model.model.{plain_model(adapted).base_model_prefix}.{name}"
-        weights[own] = exact[name.replace(".base_layer.", ".")]
+        own, before = prefix + name, exact[name.replace(".base_layer.", ".")]
+        if not before.bfloat16().equal(weights[own]):
+            raise ModelError(
+                f"The files of '{start}' were changed during the training: {name} differs, so the "
+                "adapter cannot be merged. Restore the files, and resume from the last checkpoint."
+            )
+        weights[own] = before
     return weights
 
 

@@ -32,11 +32,7 @@ from ppo_core.supervised.examples.encoded_rows import TrainingKind, encode_rows,
 from ppo_core.supervised.examples.reward_pairs import collate_pairs
 from ppo_core.supervised.examples.sft_examples import collate_examples
 from ppo_core.supervised.learning_rate import find_learning_rate
-from ppo_core.supervised.lora import (
-    add_task_adapter,
-    exact_weights,
-    require_plain,
-)
+from ppo_core.supervised.lora import add_task_adapter, exact_weights, require_plain
 from ppo_core.supervised.next_token_loss import NextTokenLoss
 from ppo_core.supervised.pair_ranker import PairRanker, make_classifier
 from ppo_core.supervised.supervised_config import RATE_FILE, SupervisedConfig
@@ -268,6 +264,7 @@ def _save(
     before its training.
 
     Raises:
+        ModelError: an adapter cannot be merged, because `start` was changed meanwhile.
         TrainingError: a file cannot be written, for example because the disk is full.
     """
     weights = gather_weights(engine, model, adapted)

@@ -36,8 +36,8 @@ def keep_freed_memory(*, below: int = _ONE_GIB) -> None:
     By default glibc returns freed blocks above 32 MiB to the system, which must then clear the
     pages of the next block. A process with sharded weights should return large blocks: it gathers
     layers into blocks of many sizes, which rarely fit the blocks freed before, so a process that
-    keeps all of them needs up to twice the memory. The training of an adapter is alike, because
-    most of its memory has activations, whose sizes change with the lengths of the rows. Other C
+    keeps all of them needs up to twice the memory. So should the training of
+    an adapter: activations take most of its memory, and their sizes change with the rows. Other C
     libraries are not changed. glibc before 2.35 is not changed either: it refuses an mmap threshold
     above 32 MiB, and setting only the trim threshold would stop glibc from adapting both.
     """

@@ -20,10 +20,11 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def release_freed_memory() -> None:
-    """Return freed blocks to the system if they are more than `MOST_FREE`, before a phase of work.
+    """Return freed blocks to the system if they are more than `MOST_FREE`.
 
-    Blocks of one phase rarely fit the tensors of the next, so a process that keeps all of them
-    needs nearly the sum of its phases. Only glibc keeps so much, see
+    Call before a phase of work, or before a pass of a training whose rows differ in length. Freed
+    blocks rarely fit the tensors of the next phase, so a process that keeps all of them needs
+    nearly the sum of its phases. Only glibc keeps so much, see
     `cpu_memory.keep_freed_memory`.
     """
     if platform.libc_ver()[0] != "glibc":

@@ -1,5 +1,7 @@
 """LoRA in supervised training: changed and unchanged weights, saved models, refused input."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, PromptTuningConfig
@@ -9,7 +11,12 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from ppo_core.distributed.engine import Engine
 from ppo_core.errors import ConfigError, ModelError
 from ppo_core.models.loading import load_policy
-from ppo_core.supervised.lora import add_task_adapter, keep_frozen_in_bf16, require_plain
+from ppo_core.supervised.lora import (
+    add_task_adapter,
+    exact_weights,
+    keep_frozen_in_bf16,
+    require_plain,
+)
 from ppo_core.supervised.pair_ranker import make_classifier
 from ppo_core.supervised.supervised_config import SupervisedConfig
 from ppo_core.supervised.training import train_reward_model, train_sft
@@ -127,6 +134,22 @@ def test_frozen_matrices_in_bf16_train_the_same_model_bit_for_bit(
     assert not any(parameter.requires_grad for parameter in halved)
     for file in ("model.safetensors", "adapter/adapter_model.safetensors", "metrics.jsonl"):
         assert (tmp_path / "bf16" / file).read_bytes() == (tmp_path / "fp32" / file).read_bytes()
+
+
+def test_the_learning_rate_is_searched_with_frozen_matrices_in_bf16(base, tmp_path):
+    pairs = [{**PAIRS[0], "prompt": f"w{number}"} for number in range(8)]
+    config = replace(IN_BF16, learning_rate="auto", num_epochs=1)
+    metrics = train_reward_model(base, pairs, config, tmp_path, peft_config=lora())
+    assert len([name for name in metrics if name.startswith("loss_at_")]) == 3
+
+
+def test_a_start_that_changes_meanwhile_is_not_merged(base, tmp_path):
+    adapted = add_task_adapter(load_policy(base), lora(), "CAUSAL_LM")
+    keep_frozen_in_bf16(adapted, Engine(bf16=True))
+    assert exact_weights(adapted, base) is not None
+    make_policy(seed=1).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="were changed during the training"):
+        exact_weights(adapted, tmp_path)
 
 
 @pytest.mark.parametrize(
