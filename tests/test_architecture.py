@@ -185,7 +185,7 @@ def test_no_two_modules_import_each_other(folder: str):
 
 
 def executed_by_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements at module level, also in blocks, except those of `if __name__ == "__main__"`."""
+    """Statements at module level, also in blocks, except inside `if __name__ == "__main__"`."""
     for node in body:
         if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test):
             continue

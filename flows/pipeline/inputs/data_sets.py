@@ -103,12 +103,12 @@ class RunData:
         return replace(encoded, digest=rows.digest)
 
     def test_pairs(self) -> Rows:
-        """Read the preferences for validating the reward model, those that it can read."""
+        """Read the validation preferences that fit the reward model."""
         model = self.settings.reward_model or self.settings.policy
         return self._fitting_pairs(model, self.reward_tokenizer)
 
     def judge_test_pairs(self) -> Rows:
-        """Read the preferences for validating a trained judge, those that it can read."""
+        """Read the validation preferences that fit a trained judge."""
         return self._fitting_pairs(self.settings.policy, self.policy_tokenizer)
 
     def _fitting_pairs(self, model: str, tokenizer: PreTrainedTokenizerBase) -> Rows:

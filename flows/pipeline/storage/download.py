@@ -215,7 +215,7 @@ def _fill(folder: Path, sources: Sequence[_Source], address: S3Address) -> None:
                 for future in as_completed(futures):
                     future.result()
             finally:
-                # Once a file has failed, those that wait are of no use.
+                # Once a file has failed, the waiting transfers are of no use.
                 for future in futures:
                     future.cancel()
     finally:

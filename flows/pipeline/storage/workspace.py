@@ -152,7 +152,7 @@ class Workspace:
     def publish_files(self, record: Record) -> Record:
         """Publish the files of a record; return the record with their addresses.
 
-        The fields with paths are those that FILE_FIELDS of the record's class names.
+        FILE_FIELDS of the record's class names the fields with paths.
         """
         if not self.store:
             return record
