@@ -58,6 +58,15 @@ COST = ROOT / "docs" / "cost.md"
 RETRAINING = ROOT / "docs" / "retraining.md"
 RUNBOOK = ROOT / "docs" / "runbook.md"
 EXAMPLES = ROOT / "docs" / "examples" / "README.md"
+PHASES = (
+    "start",
+    "load_policy",
+    "load_reward_model",
+    "validate_reward_model",
+    "train_policy",
+    "evaluate_win_rate",
+    "register",
+)
 PAGES = [
     README,
     ROOT / "CONTRIBUTING.md",
@@ -202,8 +211,9 @@ def test_the_summary_in_the_readme_is_printed_so():
         rates = {"rate": rate, "low": low, "high": high, "length_controlled": same}
         return win_rate(**rates, n=512, ties=ties, flip_rate=0.0)
 
-    times = "start 12 load_policy 26 load_reward_model 58 validate_reward_model 10 train_policy 76"
-    phases = f"{times} evaluate_win_rate 8 register 8".split()
+    page = README.read_text().splitlines()
+    start = page.index("    Win rates, judged by rule")
+    times = times_of_the_run("\n".join(page[start:]))
     metrics = {"scores": (-0.998, 2.208), "rlhf_reward": (-0.998, 1.905)}
     metrics |= {"kl": (0.0, 2.017), "entropy": (3.202, 0.449)}
     won_by = "It wins {} of 512 pairs against {}, 95 % interval {}, judged by rule."
@@ -211,7 +221,7 @@ def test_the_summary_in_the_readme_is_printed_so():
         won_by.format("87.9%", "SFT", "85.8% .. 89.7%"),
         won_by.format("76.3%", "the references", "73.6% .. 78.8%"),
     )
-    trained = replace(run_cost().steps["train_policy"], cpu_seconds=288.0)
+    trained = replace(run_cost().steps["train_policy"], cpu_seconds=3600 * times["CPU hours"])
     accuracy = {"accuracy": 0.894, "n": 1000, "low": 0.873, "high": 0.912}
     changes = {f"reward_model.accuracy.{name}": value for name, value in accuracy.items()}
     gained = {"difference": 0.406, "low": 0.372, "high": 0.439}
@@ -229,9 +239,9 @@ def test_the_summary_in_the_readme_is_printed_so():
         kl={"ppo": 1.89},
         distinct={"ppo": 0.973},
         timings=Timings(
-            seconds=dict(zip(phases[::2], map(float, phases[1::2]), strict=True)),
-            episodes_per_second=126.9,
-            peak_rss_bytes=round(0.77 * 2**30),
+            seconds={phase: times[phase] for phase in PHASES},
+            episodes_per_second=times["episodes/s"],
+            peak_rss_bytes=round(times["GiB"] * 2**30),
         ),
         cost=run_cost(
             gpu_hours=0.0,
@@ -245,8 +255,15 @@ def test_the_summary_in_the_readme_is_printed_so():
     )
     text = render_summary(changed(run, changes))
     printed = [f"    {line}".rstrip() for line in text.splitlines()]
-    start = README.read_text().splitlines().index("    Win rates, judged by rule")
-    assert README.read_text().splitlines()[start : start + len(printed)] == printed
+    assert page[start : start + len(printed)] == printed
+
+
+def times_of_the_run(tables: str) -> dict[str, float]:
+    """Read what differs from run to run: seconds of each phase, speed, memory, CPU hours."""
+    phases = rf"({'|'.join(PHASES)}) ([\d.]+)"
+    units = r"([\d.]+) (episodes/s|GiB|CPU hours)"
+    found = re.findall(phases, tables) + [pair[::-1] for pair in re.findall(units, tables)]
+    return {name: float(value) for name, value in found}
 
 
 def test_the_win_rate_on_the_pages_is_printed_so():
