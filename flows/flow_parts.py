@@ -12,14 +12,14 @@ from metaflow.exception import MetaflowException
 from metaflow.packaging_sys import ContentType
 
 import ppo_core
-from pipeline.launch.execution_parameters import COMMANDS, quote_parameters
-from pipeline.settings.command_line import (
+from metaflow_glue.command_line import (
     check_settings_file,
     explain_unknown_options,
     prepare_resume,
 )
+from metaflow_glue.execution_parameters import COMMANDS, quote_parameters
+from metaflow_glue.metaflow_secrets import keep_secrets_from_metaflow
 from pipeline.settings.environment import prepare_environment
-from pipeline.settings.metaflow_secrets import keep_secrets_from_metaflow
 from ppo_core.config.checks import refuse_secrets
 from ppo_core.errors import PPOError
 

@@ -34,12 +34,12 @@ from flow_parts import (
     parse_toml,
     run_command,
 )
-from pipeline import stages
-from pipeline.settings.command_line import (
+from metaflow_glue.command_line import (
     check_instead_of_run,
     refuse_scheduler,
     send_to_scheduler,
 )
+from pipeline import stages
 from ppo_core.errors import ConfigError, PPOError
 from ppo_core.io.atomic_files import explained_full_disk
 from retraining import alarms, lease_of_run

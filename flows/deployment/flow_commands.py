@@ -11,7 +11,7 @@ from typing import Any
 
 from deployment.deployment import Deployment
 from deployment.deployment_file import read_deployment
-from pipeline.launch.execution_parameters import ARGO, STEP_FUNCTIONS
+from metaflow_glue.execution_parameters import ARGO, STEP_FUNCTIONS
 from ppo_core.errors import ConfigError, ProcessError
 from ppo_core.errors.redaction import MASK, mask_secrets
 from ppo_core.io.text_files import read_toml_file

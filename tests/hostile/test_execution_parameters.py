@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.launch.execution_parameters import (
+from metaflow_glue.execution_parameters import (
     ARGO,
     COMMANDS,
     MODULE,

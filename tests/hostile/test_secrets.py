@@ -14,11 +14,11 @@ from urllib.parse import quote, quote_plus
 import pytest
 from metaflow import metaflow_git
 
+from metaflow_glue.metaflow_secrets import keep_secrets_from_metaflow, redacted_exception
 from pipeline.inputs.json_lines import write_jsonl
 from pipeline.judges.openai_model import OpenAIModel
 from pipeline.results.report_files import write_report
 from pipeline.settings.judge_config import JudgingConfig
-from pipeline.settings.metaflow_secrets import keep_secrets_from_metaflow, redacted_exception
 from pipeline.settings.settings import make_settings
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.mlflow_client import check_registry

@@ -14,9 +14,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import ppo_core.errors as errors
+from metaflow_glue.metaflow_secrets import redacted_exception
 from pipeline.judges.openai_model import OpenAIModel
 from pipeline.settings.judge_config import JudgingConfig
-from pipeline.settings.metaflow_secrets import redacted_exception
 from pipeline.settings.settings import make_settings
 from pipeline.storage.lease import Holder
 from pipeline.tracking.mlflow_client import check_model_name

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as profile
 from hypothesis import strategies as st
 
-from pipeline.settings.metaflow_secrets import keep_secrets_from_metaflow
+from metaflow_glue.metaflow_secrets import keep_secrets_from_metaflow
 from pipeline.settings.overrides import read_overrides
 from pipeline.settings.settings import Settings, make_settings
 from ppo_core.errors import ConfigError

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.settings.command_line import check_settings_file
+from metaflow_glue.command_line import check_settings_file
 from pipeline.settings.settings import SETTING_NAMES, make_settings
 from pipeline.settings.unknown_names import describe_unknown_option
 from ppo_core.errors import ConfigError

@@ -4,8 +4,8 @@ The first job of an execution writes its parameters into a file, which the job's
 Metaflow writes each value as JSON, so the shell would execute `$(...)` in a value, with the rights
 of the first step. This module writes the file instead:
 
-    python -m pipeline.launch.execution_parameters step-functions FILE NAME ...
-    python -m pipeline.launch.execution_parameters argo FILE NAME,IS_NONE,VALUE_IN_BASE64 ...
+    python -m metaflow_glue.execution_parameters step-functions FILE NAME ...
+    python -m metaflow_glue.execution_parameters argo FILE NAME,IS_NONE,VALUE_IN_BASE64 ...
 """
 
 import base64
@@ -20,7 +20,7 @@ from typing import Any
 
 from ppo_core.errors import ConfigError
 
-MODULE = "pipeline.launch.execution_parameters"
+MODULE = "metaflow_glue.execution_parameters"
 
 ARGO = re.compile(r"metaflow\.plugins\.argo\.set_parameters (\w+)")
 STEP_FUNCTIONS = re.compile(
