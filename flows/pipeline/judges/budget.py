@@ -17,6 +17,17 @@ class Spent:
     """Tokens of questions and replies; None if one reply of the server did not report them."""
 
 
+def sum_spent(one: Mapping[str, Spent], other: Mapping[str, Spent]) -> dict[str, Spent]:
+    """Return what each judge has spent in both."""
+    spent = dict(one)
+    for name, more in other.items():
+        earlier = spent.get(name, Spent(calls=0, tokens=0))
+        unknown = earlier.tokens is None or more.tokens is None
+        tokens = None if unknown else (earlier.tokens or 0) + (more.tokens or 0)
+        spent[name] = Spent(calls=earlier.calls + more.calls, tokens=tokens)
+    return spent
+
+
 class Budget:
     """Counts the calls and tokens of one evaluation, and raises when a limit is reached.
 
@@ -45,14 +56,17 @@ class Budget:
 
     def spent(self, before: Mapping[str, Spent]) -> dict[str, Spent]:
         """Return what each judge that was called has spent, with what was spent before, by name."""
-        spent = dict(before)
-        for name, calls in self._calls.items():
-            earlier = spent.get(name, Spent(calls=0, tokens=0))
-            tokens = None
-            if earlier.tokens is not None and name not in self._unreported:
-                tokens = earlier.tokens + self._tokens[name]
-            spent[name] = Spent(calls=earlier.calls + calls, tokens=tokens)
-        return spent
+        own = {
+            name: Spent(
+                calls=calls, tokens=None if name in self._unreported else self._tokens[name]
+            )
+            for name, calls in self._calls.items()
+        }
+        return sum_spent(before, own)
+
+    def allows(self, questions: int) -> bool:
+        """Return whether enough calls are left for all questions."""
+        return self.max_calls is None or questions <= self.max_calls - self.calls
 
     def require_calls(self, questions: int) -> None:
         """Check, before any question is asked, that enough calls are left for all questions.
@@ -60,7 +74,7 @@ class Budget:
         Raises:
             JudgeError: there are more questions than calls left.
         """
-        if self.max_calls is not None and questions > self.max_calls - self.calls:
+        if not self.allows(questions):
             raise JudgeError(
                 f"{questions} questions need at least {questions} calls, but {self.calls} of "
                 f"judging.max_calls={self.max_calls} calls are already spent, so no question was "

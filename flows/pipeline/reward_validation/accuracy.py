@@ -10,9 +10,9 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.stats import binom
 from sklearn.metrics import roc_auc_score
 
+from pipeline.evaluation.rates import Array, equal_parts, hits, measure_rate
 from pipeline.inputs.preference_pairs import LabelledPair
 from pipeline.results.reward_report import Accuracy, Agreement, Rate, Ties
-from pipeline.reward_validation.rates import Array, equal_parts, hits, measure_rate
 from ppo_core.errors import DataError
 
 ANCHORS = {"1B": 0.628, "2.8B": 0.669, "6.9B": 0.689}

@@ -13,8 +13,13 @@ class RewardGateConfig:
         ConfigError: a value is out of range.
     """
 
+    min_best_of_4: float = 0.5
+    """How often the judge must prefer the best of four samples, chosen by the reward model, to
+    another sample: the lower end of the 95 % interval must exceed the limit."""
+
     min_accuracy: float = 0.55
-    """Accuracy on held-out pairs that the lower end of the 95 % interval must reach."""
+    """Accuracy on held-out pairs that the lower end of the 95 % interval must reach. A model that
+    chooses well among the policy's samples is only warned of."""
 
     max_calibration_error: float = 0.3
     """Maximum expected calibration error of sigmoid(margin) for an overconfident model. An
@@ -39,7 +44,11 @@ class RewardGateConfig:
     as a fraction of the standard deviation of the held-out scores."""
 
     num_prompts: int = 64
-    """Maximum number of prompts for sampling the SFT policy; the first prompts are used."""
+    """Number of prompts for sampling the SFT policy; the first prompts are used."""
+
+    max_prompts: int = 256
+    """Maximum number of prompts whose samples the judge compares; more than `num_prompts` are
+    sampled only while `min_best_of_4` is not decided."""
 
     samples_per_prompt: int = 8
     """Number of samples per prompt, and the largest K of the best-of-K curve."""
@@ -51,6 +60,7 @@ class RewardGateConfig:
         """Raise if a value is out of range."""
         require_finite(self)
         for name in (
+            "min_best_of_4",
             "min_accuracy",
             "max_calibration_error",
             "max_length_correlation",
@@ -61,7 +71,9 @@ class RewardGateConfig:
         require(self, "min_sample_deviation", self.min_sample_deviation >= 0, "at least 0")
         require(self, "tolerance", self.tolerance > 0, "above 0")
         require_count(self, "num_prompts")
-        require(self, "samples_per_prompt", self.samples_per_prompt >= 2, "at least 2")
+        require_count(self, "max_prompts")
+        # The best of four is compared with a fifth sample.
+        require(self, "samples_per_prompt", self.samples_per_prompt >= 5, "at least 5")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ from typing import Any
 
 from pipeline.cost.measured_cost import cost_numbers, cost_of_run
 from pipeline.inputs.flow_run import FlowRun
+from pipeline.judges.budget import sum_spent
 from pipeline.reports.terminal import decision_in_words, render_summary
 from pipeline.results.report_files import as_json, write_report
 from pipeline.results.step_records import (
@@ -34,7 +35,8 @@ def summarize(
     evaluation, reward_model = registered.evaluation.report(), validation.report()
     with track(run, PARENT) as tracker:
         # Read inside, because the files of earlier steps may come from another machine.
-        cost = cost_of_run(run, settings.hardware, policy, evaluation.spent)
+        spent = sum_spent(reward_model.spent, evaluation.spent)
+        cost = cost_of_run(run, settings.hardware, policy, spent)
         summary = Summary(
             **vars(evaluation),
             # Record addresses, not local paths: this machine's disk is temporary.

@@ -11,6 +11,9 @@ from pipeline.evaluation.notes import describe_accuracy, doubts_about_trained_ju
 from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
 from pipeline.inputs.preference_pairs import label_pairs
+from pipeline.judges.budget import Budget
+from pipeline.judges.judge_names import has_access_to_judge, read_judges
+from pipeline.judges.spec import make_judge_of_run
 from pipeline.launch.answers import answer_in_run
 from pipeline.reports.log_reports import log_reward_report
 from pipeline.reports.terminal import reward_model_in_words
@@ -19,9 +22,10 @@ from pipeline.results.report_files import REWARD_REPORT_FILE, write_report
 from pipeline.results.reward_report import RewardReport
 from pipeline.results.step_records import PreparedModel, ValidatedReward
 from pipeline.reward_validation.accuracy import measure_accuracy
+from pipeline.reward_validation.on_policy import measure_on_policy
 from pipeline.reward_validation.samples import draw_samples
 from pipeline.reward_validation.scores import TextScorer, score_pairs
-from pipeline.reward_validation.validate import validate
+from pipeline.reward_validation.validate import Compare, validate
 from pipeline.settings.settings import Settings
 from pipeline.stages.tracked import stage
 from pipeline.storage.addresses import is_in_s3
@@ -51,7 +55,7 @@ def validate_reward_model(
     If the reward model is refused, the MLflow runs of this run end; then call `stop_run`.
     """
     data = RunData(settings)
-    report = examine_reward_model(data, sft, reward_model, run.folder)
+    report = examine_reward_model(data, sft, reward_model, judge_model, run.folder)
     by_hand = settings.accept_reward_model and not report.fit
     report = replace(report, accepted_by_hand=by_hand)
     print(f"reward model: {reward_model_in_words(report)}", flush=True)
@@ -102,7 +106,11 @@ def stop_run(validation: ValidatedReward, settings: Settings, run: FlowRun) -> N
 
 
 def examine_reward_model(
-    data: RunData, sft: PreparedModel, reward_model: PreparedModel, folder: Path
+    data: RunData,
+    sft: PreparedModel,
+    reward_model: PreparedModel,
+    judge_model: PreparedModel | None,
+    folder: Path,
 ) -> RewardReport:
     """Return the report on the reward model that `reward_validation.validate` makes."""
     settings = data.settings
@@ -118,9 +126,28 @@ def examine_reward_model(
         data.training_prompts(),
         partial(draw_samples, partial(_sample_texts, settings, sft.path, folder)),
         settings.reward_gate,
+        compare=_comparer(settings, judge_model),
         training=reward_model.metrics,
         seed=settings.seed,
     )
+
+
+def _comparer(settings: Settings, trained: PreparedModel | None) -> Compare | None:
+    """Return what lets the judge compare samples; None if only the judging step has its key."""
+    spec = f"reward-model:{trained.path}" if trained else settings.judge
+    if has_access_to_judge() or all(part.kind != "openai" for part in read_judges(spec)):
+        budget = Budget(settings.judging.max_calls, settings.judging.max_tokens)
+        judge = make_judge_of_run(settings, spec, budget)
+        least = settings.reward_gate.min_best_of_4
+        return partial(measure_on_policy, judge, budget, least=least, seed=settings.seed)
+    print(
+        f"judge={settings.judge} is not asked about the policy's samples, because this step has no "
+        "key of the judge, so only the accuracy on held-out pairs decides. To measure the reward "
+        "model where PPO uses it, give steps.validate_reward_model the secret of "
+        "steps.evaluate_win_rate in the deployment file.",
+        flush=True,
+    )
+    return None
 
 
 def _scores_in_bf16(settings: Settings) -> bool:
