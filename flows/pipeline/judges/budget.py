@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from pipeline.settings.judge_config import JudgingConfig
 from ppo_core.errors import JudgeError
 
 
@@ -17,10 +18,10 @@ class Spent:
     """Tokens of questions and replies; None if one reply of the server did not report them."""
 
 
-def sum_spent(one: Mapping[str, Spent], other: Mapping[str, Spent]) -> dict[str, Spent]:
-    """Return what each judge has spent in both."""
-    spent = dict(one)
-    for name, more in other.items():
+def sum_spent(*parts: Mapping[str, Spent]) -> dict[str, Spent]:
+    """Return what each judge has spent in all parts."""
+    spent: dict[str, Spent] = {}
+    for name, more in (item for part in parts for item in part.items()):
         earlier = spent.get(name, Spent(calls=0, tokens=0))
         unknown = earlier.tokens is None or more.tokens is None
         tokens = None if unknown else (earlier.tokens or 0) + (more.tokens or 0)
@@ -43,6 +44,11 @@ class Budget:
         self._tokens: Counter[str] = Counter()
         self._unreported: set[str] = set()
         """Judges with a reply that did not report its tokens."""
+
+    @classmethod
+    def of(cls, config: JudgingConfig) -> "Budget":
+        """Return a budget with the limits of the settings."""
+        return cls(config.max_calls, config.max_tokens)
 
     @property
     def calls(self) -> int:

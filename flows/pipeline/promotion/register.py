@@ -20,6 +20,7 @@ from pipeline.registry.versions import register_version, write_card
 from pipeline.results.evaluation import JudgeIdentity
 from pipeline.results.step_records import (
     EvaluatedPolicy,
+    FreshPairs,
     PreparedModel,
     RegisteredPolicy,
     TrainedPolicy,
@@ -42,6 +43,7 @@ class Candidate:
     trained: TrainedPolicy
     validation: ValidatedReward
     evaluation: EvaluatedPolicy
+    fresh: FreshPairs | None = None
 
     @cached_property
     def models(self) -> dict[str, NamedModel]:
@@ -164,7 +166,8 @@ def _facts(
 ) -> VersionFacts:
     settings, run, evaluation = candidate.settings, candidate.run, evaluated.report()
     judge = NamedModel(name=evaluation.judge.name, digest=evaluation.judge.version)
-    spent = sum_spent(candidate.validation.report().spent, evaluation.spent)
+    labelled = candidate.fresh.spent if candidate.fresh else {}
+    spent = sum_spent(labelled, candidate.validation.report().spent, evaluation.spent)
     return VersionFacts(
         name=settings.registered_model,
         version=version,

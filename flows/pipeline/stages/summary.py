@@ -10,6 +10,7 @@ from pipeline.judges.budget import sum_spent
 from pipeline.reports.terminal import decision_in_words, render_summary
 from pipeline.results.report_files import as_json, write_report
 from pipeline.results.step_records import (
+    FreshPairs,
     RegisteredPolicy,
     TrainedPolicy,
     ValidatedReward,
@@ -28,6 +29,7 @@ def summarize(
     registered: RegisteredPolicy,
     run: FlowRun,
     seconds: Mapping[str, float],
+    fresh: FreshPairs | None = None,
 ) -> dict[str, Any]:
     """Log, print and return the summary of the run, and write it to `summary_json` if set."""
     fetch_files = run.workspace.fetch_files
@@ -35,7 +37,8 @@ def summarize(
     evaluation, reward_model = registered.evaluation.report(), validation.report()
     with track(run, PARENT) as tracker:
         # Read inside, because the files of earlier steps may come from another machine.
-        spent = sum_spent(reward_model.spent, evaluation.spent)
+        labelled = fresh.spent if fresh else {}
+        spent = sum_spent(labelled, reward_model.spent, evaluation.spent)
         cost = cost_of_run(run, settings.hardware, policy, spent)
         summary = Summary(
             **vars(evaluation),
