@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
+from math import ceil
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,10 @@ from ppo_core.supervised.supervised_config import SupervisedConfig
 
 PAIRS_FILE = "pairs.jsonl"
 """File with prompt, chosen and rejected in a folder of pairs of the policy's samples."""
+
+
+MOST_PAIRS_PER_PROMPT = 16
+"""Maximum number of pairs of the policy's samples for one prompt."""
 
 
 @dataclass(frozen=True)
@@ -187,22 +192,24 @@ class RunData:
         )
 
     def fresh_prompts(self) -> list[str | Messages]:
-        """Return different prompts of PPO, `fresh_pairs.count` by lot.
+        """Return the prompt of each of `fresh_pairs.count` pairs, equal prompts side by side.
+
+        The prompts of PPO come by lot; if there are fewer than pairs, they have several pairs each.
 
         Raises:
-            DataError: there are too few different prompts.
+            DataError: there would be more than MOST_PAIRS_PER_PROMPT pairs of one prompt.
         """
         count, rows = self.settings.fresh_pairs.count, self.training_prompts()
-        different = {prompt_key(prompt): prompt for prompt in rows.column("prompt")}
-        if len(different) < count:
+        prompts = list({prompt_key(prompt): prompt for prompt in rows.column("prompt")}.values())
+        per_prompt = ceil(count / len(prompts))
+        if per_prompt > MOST_PAIRS_PER_PROMPT:
             raise DataError(
-                f"fresh_pairs.count={count}, but {rows.source} has {len(different)} different "
-                "prompts to train on, and each pair answers another one. Lower the count, or add "
-                "prompts."
+                f"fresh_pairs.count={count} needs {per_prompt} pairs of each of the {len(prompts)} "
+                f"different prompts of {rows.source}, and more than {MOST_PAIRS_PER_PROMPT} teach "
+                "little. Lower the count, or add prompts."
             )
-        lots = np.random.default_rng(self.settings.seed).permutation(len(different))[:count]
-        prompts = list(different.values())
-        return [prompts[number] for number in lots]
+        lots = np.random.default_rng(self.settings.seed).permutation(len(prompts))
+        return [prompts[number] for number in np.repeat(lots, per_prompt)[:count]]
 
     def fresh_labels(self) -> Rows | None:
         """Read the labelled pairs of the policy's samples, see `fresh_pairs.labels`."""

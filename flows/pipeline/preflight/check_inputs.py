@@ -203,7 +203,7 @@ def _check_pairs(data: RunData) -> None:
 
 
 def _check_fresh_pairs(data: RunData) -> None:
-    """Raise if there are fewer different prompts than pairs of the policy's samples."""
+    """Raise if there are too few prompts for the pairs of the policy's samples."""
     if data.settings.fresh_pairs.count and not data.settings.fresh_pairs.labels:
         with named_data("prompts"):
             data.fresh_prompts()

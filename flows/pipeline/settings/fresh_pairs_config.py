@@ -18,7 +18,7 @@ class FreshPairsConfig:
     """
 
     count: int = 0
-    """Number of pairs; 0 for none. Each pair answers another prompt of `prompts`."""
+    """Number of pairs; 0 for none. They answer `prompts`, as evenly as the number allows."""
 
     labeller: str = ""
     """Who says which answer is better: a judge, as for `judge`, but never the judge of the run; or

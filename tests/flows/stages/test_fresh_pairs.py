@@ -1,11 +1,13 @@
 """Pairs of the policy's own samples: labelled once, by a judge or by people, and trained on."""
 
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.inputs.json_lines import read_jsonl, write_jsonl
 from pipeline.results.step_records import FreshPairs
@@ -189,9 +191,16 @@ def test_the_labeller_is_never_the_judge(tmp_path: Path):
 
 
 def test_too_few_prompts_are_found_before_any_training(tmp_path: Path):
-    settings = make_settings(fresh(tmp_path, count=41), {})
-    with pytest.raises(DataError, match=r"count=41, but .* has 40 different prompts"):
+    settings = make_settings(fresh(tmp_path, count=641), {})
+    with pytest.raises(DataError, match=r"count=641 needs 17 pairs of each of the 40 different"):
         prepare_inputs(settings)
+
+
+def test_prompts_have_several_pairs_if_there_are_fewer_than_pairs(tmp_path: Path):
+    data = RunData(make_settings(fresh(tmp_path, count=100), {}))
+    prompts = data.fresh_prompts()
+    assert len(prompts) == 100
+    assert [len(list(same)) for _, same in groupby(prompts)] == [3] * 33 + [1]
 
 
 def test_a_labeller_that_cannot_be_called_is_found_before_any_training(tmp_path: Path):
