@@ -42,8 +42,8 @@ if TYPE_CHECKING:  # The same names, for mypy and editors.
     from ppo_core.supervised.training import train_sft as train_sft
     from ppo_core.training.evaluation import Answers as Answers
     from ppo_core.training.evaluation import answer_prompts as answer_prompts
+    from ppo_core.training.ppo_trainer import PPOTrainer as PPOTrainer
     from ppo_core.training.script_parser import TrlParser as TrlParser
-    from ppo_core.training.trainer import PPOTrainer as PPOTrainer
 
     PPOConfig = _PPOConfig
     ModelConfig = _ModelConfig
@@ -52,7 +52,7 @@ if TYPE_CHECKING:  # The same names, for mypy and editors.
 # Name -> module of the package, and the name there if it is another.
 _HOMES = {
     "PPOConfig": "config.script_config:ScriptPPOConfig",
-    "PPOTrainer": "training.trainer",
+    "PPOTrainer": "training.ppo_trainer",
     "ScriptArguments": "config.script_arguments:DatasetArguments",
     "ModelConfig": "config.script_config:ScriptModelConfig",
     "TrlParser": "training.script_parser",

@@ -3,6 +3,7 @@
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
-from ppo_core.config.unsupported_settings import own_copy
+from ppo_core.config.script_settings import protect_copy
 from ppo_core.data.prompt_set import Collator
 from ppo_core.distributed.engine import Engine
 from ppo_core.errors import ConfigError, ModelError
@@ -72,7 +73,7 @@ class ClassicPPOTrainer:
         """
         config = config or ClassicPPOConfig()
         _check_arguments(config, training_data_collator)
-        self.config = own_copy(config)
+        self.config = protect_copy(replace(config), config)
         self.model, self.tokenizer = _require_model(model, tokenizer)
         seed_global_generators(self.config.seed)
         self.model.eval()
