@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
-from ppo_core.config.script_settings import protect_copy
 from ppo_core.data.prompt_set import Collator
 from ppo_core.distributed.engine import Engine
 from ppo_core.errors import ConfigError, ModelError
@@ -31,6 +30,7 @@ from ppo_core.trl.classic.dataloader import shuffled_batches, without_unused_col
 from ppo_core.trl.classic.generation import Generation, generate_responses
 from ppo_core.trl.classic.step_inputs import Masks, check_vectors
 from ppo_core.trl.classic.step_stats import Stats, numbers, texts_table
+from ppo_core.trl.script_settings import protect_copy
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from transformers import TrainingArguments
 
 from ppo_core import ConfigError, PPOConfig
 from ppo_core.config.ppo_config import PPOConfig as PlainConfig
-from ppo_core.config.script_settings import protect_copy
 from ppo_core.config.unsupported_settings import INSTEAD, NO_EFFECT, refuse_unsupported
+from ppo_core.trl.script_settings import protect_copy
 from tests.helpers.paths import ROOT
 
 OURS = [field.name for field in fields(PPOConfig)]

@@ -12,7 +12,7 @@ from ppo_core import PPOConfig
 from ppo_core.errors import ConfigError, DataError, ModelError, TrainingError
 from ppo_core.models.loading import load_policy
 from ppo_core.models.reward_model import RewardModel
-from ppo_core.training.ppo_trainer import PPOTrainer
+from ppo_core.trl.ppo_trainer import PPOTrainer
 from tests.helpers.forked_python import run_python
 from tests.helpers.tiny import make_classifier, make_policy, make_tokenizer
 

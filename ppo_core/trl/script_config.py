@@ -6,7 +6,7 @@ from typing import Any
 
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.script_arguments import LoraArguments, ModelArguments
-from ppo_core.config.script_settings import refusing_unsupported
+from ppo_core.trl.script_settings import refusing_unsupported
 
 TRL_MODEL = "EleutherAI/pythia-160m"
 """Model that scripts for TRL load as the policy and the reward model if none is named."""
