@@ -43,7 +43,7 @@ class PromptSet:
         return len(self.tokens)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RunPrompts:
     """The prompts of a run, and the policy's tokenizer, which encoded them."""
 
@@ -68,15 +68,15 @@ def make_run_prompts(
         DataError: a prompt cannot be used.
     """
     training = make_prompt_set(dataset, tokenizer, model, config, collator)
-    if eval_dataset is None:
-        if config.eval_strategy != "no":
-            raise ConfigError(
-                f"eval_strategy={config.eval_strategy!r} needs an eval_dataset. Pass an "
-                "eval_dataset, or set eval_strategy='no'."
-            )
-        return RunPrompts(tokenizer=tokenizer, training=training, evaluation=None)
-    evaluation = make_prompt_set(eval_dataset, tokenizer, model, config, collator)
-    return RunPrompts(tokenizer=tokenizer, training=training, evaluation=evaluation)
+    evaluation = None
+    if eval_dataset is not None:
+        evaluation = make_prompt_set(eval_dataset, tokenizer, model, config, collator)
+    elif config.eval_strategy != "no":
+        raise ConfigError(
+            f"eval_strategy={config.eval_strategy!r} needs an eval_dataset. Pass an "
+            "eval_dataset, or set eval_strategy='no'."
+        )
+    return RunPrompts(tokenizer, training, evaluation)
 
 
 def make_prompt_set(

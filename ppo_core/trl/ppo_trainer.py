@@ -99,19 +99,19 @@ class PPOTrainer(ScriptNames):
         self.reward_model = reward_model
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._collator = data_collator
+        prompts = make_run_prompts(
+            train_dataset, eval_dataset, processing_class, policy, config, data_collator
+        )
+        texts = make_pretraining_texts(pretrain_dataset, processing_class, policy.config, config)
         super().__init__(
             config,
             models,
-            make_run_prompts(
-                train_dataset, eval_dataset, processing_class, policy, config, data_collator
-            ),
+            prompts,
             engine=engine,
             callbacks=callbacks or (),
             callback_model=self.model,
             optimizers=optimizers,
-            pretraining=make_pretraining_texts(
-                pretrain_dataset, processing_class, policy.config, config
-            ),
+            pretraining=texts,
         )
         add_computed(self.args, self._reporter.args, self.schedule, engine)
         protect_copy(self.args, args)
@@ -122,17 +122,9 @@ class PPOTrainer(ScriptNames):
         *,
         resume_anyway: bool = False,
     ) -> list[Metrics]:
-        """Run all remaining updates; return the metrics of each update.
-
-        `resume_from_checkpoint` is the folder of a checkpoint, or True for the newest undamaged
-        checkpoint in `output_dir`. If `output_dir` has no checkpoint, True starts a new run. With
-        `resume_anyway`, differences in settings or models only cause a warning.
+        """Run all remaining updates, as `Trainer.train`; return the metrics of each update.
 
         Raises:
-            RunInterruptedError: the process received SIGTERM. A checkpoint was written, unless
-                save_strategy is "no".
-            TrainingError: too many consecutive steps were skipped, the run cannot resume from the
-                checkpoint, or memory is full.
             ConfigError: the settings were changed after the trainer was made.
         """
         refuse_late_changes(self._given_args, self._args_before)
@@ -146,10 +138,9 @@ class PPOTrainer(ScriptNames):
         """
         if eval_dataset is None:
             return super().evaluate()
-        policy = self.policy.model
-        return self._evaluate(
-            make_prompt_set(eval_dataset, self.tokenizer, policy, self.args, self._collator)
-        )
+        policy, collator = self.policy.model, self._collator
+        prompts = make_prompt_set(eval_dataset, self.tokenizer, policy, self.args, collator)
+        return self._evaluate(prompts)
 
     def create_model_card(
         self,
