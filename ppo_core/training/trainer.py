@@ -16,7 +16,7 @@ from ppo_core.checkpointing.ppo_fingerprint import ppo_fingerprint
 from ppo_core.checkpointing.state_form import FORMS
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.data.prompt_set import PromptSet, RunPrompts
-from ppo_core.data.types import Rollout, Scores
+from ppo_core.data.types import Rollout, Scores, TokenSums
 from ppo_core.distributed.engine import Engine
 from ppo_core.distributed.interruption import Interruption
 from ppo_core.errors import ConfigError, RunInterruptedError
@@ -103,8 +103,18 @@ class Trainer:
                 rollout = self._sample(prompts)
                 scores = self._score(rollout, prompts)
                 run.pending = self._make_experience(rollout, scores, prompts)
-        metrics = run.pending.metrics | self._update(run.pending)
-        return self._finish_update(metrics)
+        if self.engine.device.type == "cpu":
+            release_freed_memory()
+        with self._timer("updating"):
+            sums = update_policy(
+                self._train_state,
+                run.pending.experience,
+                self.config,
+                run.pending.progress,
+                critic_only=run.updates < self.config.critic_warmup_updates,
+                before_step=self._stop_if_interrupted,
+            )
+        return self._finish_update(run.pending, sums)
 
     def _draw_prompts(self) -> PromptBatch:
         return draw_prompts(
@@ -150,32 +160,15 @@ class Trainer:
         progress = UpdateProgress.at_start(config, len(rollout), run.generators["shuffling"])
         return PendingUpdate(experience=experience, metrics=metrics, progress=progress)
 
-    def _update(self, pending: PendingUpdate) -> Metrics:
-        """Train policy and critic with the experience; if it is None, skip the batch."""
-        state, experience = self._train_state, pending.experience
-        metrics: Metrics = {}
-        if experience is None:
-            state.skip_batch(self.schedule.steps_per_update)
-        else:
-            if self.engine.device.type == "cpu":
-                release_freed_memory()
-            with self._timer("updating"):
-                sums = update_policy(
-                    state,
-                    experience,
-                    self.config,
-                    pending.progress,
-                    critic_only=self._run.updates < self.config.critic_warmup_updates,
-                    before_step=self._stop_if_interrupted,
-                )
-            metrics = update_metrics(sums)
-            metrics["val/explained_variance"] = explained_variance(experience)
-            metrics |= self._timer.pop()
-        self._run.health.check_skipped(state.skipped_in_a_row)
-        return metrics | {"val/skipped_steps": float(state.skipped_steps)}
-
-    def _finish_update(self, metrics: Metrics) -> Metrics:
+    def _finish_update(self, pending: PendingUpdate, sums: TokenSums) -> Metrics:
         """Count the update; then update KL coefficient, averaged weights and reference."""
+        state, metrics, times = self._train_state, pending.metrics, self._timer.pop()
+        if pending.experience is not None:
+            metrics = metrics | update_metrics(sums)
+            metrics["val/explained_variance"] = explained_variance(pending.experience)
+            metrics |= times
+        self._run.health.check_skipped(state.skipped_in_a_row)
+        metrics = metrics | {"val/skipped_steps": float(state.skipped_steps)}
         run, config = self._run, self.config
         run.pending = None
         run.updates += 1

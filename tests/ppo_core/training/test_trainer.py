@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import traceback
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from ppo_core import PPOConfig
 from ppo_core.errors import ConfigError, DataError, ModelError, TrainingError
 from ppo_core.models.loading import load_policy
 from ppo_core.models.reward_model import RewardModel
+from ppo_core.ppo import objective
 from ppo_core.trl.ppo_trainer import PPOTrainer
 from tests.helpers.forked_python import run_python
 from tests.helpers.tiny import make_classifier, make_policy, make_tokenizer
@@ -80,6 +82,33 @@ class LogRecorder(TrainerCallback):
 
     def on_log(self, args, state, control, *, logs, **kwargs):
         self.logged.append(logs)
+
+
+@pytest.mark.parametrize("shared_critic", [False, True])
+def test_few_calls_lead_from_the_step_to_the_losses_which_are_computed_once(
+    shared_critic: bool, monkeypatch
+):
+    calls = {"policy_loss": [], "value_loss": []}
+
+    def noted(name: str):
+        own = getattr(objective, name)
+
+        def compute(*args, **settings):
+            # Calls of our functions, without those of torch between them.
+            frames = [frame for frame in traceback.extract_stack() if "/ppo_core/" in frame[0]]
+            ours = [frame.name for frame in frames if "/tests/" not in frame.filename]
+            calls[name].append(len(ours) - ours.index("step"))
+            return own(*args, **settings)
+
+        return compute
+
+    for name in calls:
+        monkeypatch.setattr(objective, name, noted(name))
+    changes = {"per_device_train_batch_size": 8, "shared_critic": shared_critic}
+    make_trainer(dataclasses.replace(CONFIG, **changes)).step()
+    assert max(calls["policy_loss"]) <= 7
+    # Two epochs of two minibatches, each of one microbatch.
+    assert [len(depths) for depths in calls.values()] == [4, 4]
 
 
 def test_every_metric_is_logged_after_every_update():
