@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from ppo_core.distributed.deepspeed_engine import fill_settings
+from ppo_core.distributed.deepspeed_settings import fill_settings
 from ppo_core.distributed.engine import Engine
 from ppo_core.errors import ConfigError, TrainingError
 from tests.helpers.tiny import make_policy
