@@ -1,23 +1,135 @@
 """DeepSpeed: its optimizer step, and its sharded parameters."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from accelerate.utils import DeepSpeedPlugin
 from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ppo_core.distributed import zero_shards
+from ppo_core.distributed.engine import Engine, Model, StateOf
+from ppo_core.distributed.optimizer_shards import check_shape
 
 
-def unwrap(module: Any) -> nn.Module:
-    """Return the module inside a DeepSpeedEngine, or the module itself."""
-    from deepspeed import DeepSpeedEngine
+class DeepSpeedEngine(Engine):
+    """Trains with DeepSpeed: data parallel, or with ZeRO-1, -2 or -3.
 
-    return module.module if isinstance(module, DeepSpeedEngine) else module
+    At ZeRO stage 0 a prepared module takes PyTorch's optimizer steps, as without DeepSpeed.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        """Connect this process to the other processes; for the options see `Engine`."""
+        super().__init__(**options)
+        self._trained: Any = None  # DeepSpeed's engine around the trained module
+        self._frozen: dict[nn.Module, Any] = {}  # DeepSpeed's engines around frozen models
+        self._plugin: DeepSpeedPlugin = self.accelerator.deepspeed_plugin
+
+    def _prepared(self, module: nn.Module, optimizer: Optimizer) -> nn.Module:
+        if self.sharding == "zero3":
+            _partition(module, self._plugin, self.device)
+        self._trained, _ = self.accelerator.prepare(module, optimizer)
+        return self._trained
+
+    def prepare_frozen(self, model: Model) -> Model:
+        """Freeze a model, shard it under zero3 or move it to the device; return the object."""
+        super().prepare_frozen(model)
+        if self.sharding == "zero3":
+            self._frozen[model] = _initialize_frozen(model, self._plugin, self.device)
+        return model
+
+    def unwrap(self, module: nn.Module) -> nn.Module:
+        """Return the module inside DeepSpeed's wrapper, or the module itself."""
+        from deepspeed import DeepSpeedEngine as Wrapper
+
+        inner: nn.Module = module.module if isinstance(module, Wrapper) else module
+        return inner
+
+    def accumulate_only(self, module: nn.Module, accumulate: bool) -> AbstractContextManager[None]:
+        """Tell DeepSpeed whether the gradients of the next microbatch complete a step."""
+        self._trained.set_gradient_accumulation_boundary(not accumulate)
+        return nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of a loss; see `Engine.backward`."""
+        self._trained.backward(loss * self.num_processes)
+
+    def step(self, module: nn.Module, optimizer: Optimizer, max_grad_norm: float) -> Tensor:
+        """Clip the gradients and take the optimizer step; see `Engine.step`.
+
+        ZeRO skips the step in all processes if the norm is not finite, because they all compute
+        the same norm.
+        """
+        if not zero_stage(module):
+            return super().step(module, optimizer, max_grad_norm)
+        zero: Any = module
+        zero.optimizer.clip_grad = max_grad_norm
+        zero.step()
+        return torch.as_tensor(zero.get_global_grad_norm(), device=zero.device)
+
+    def discard(self, module: nn.Module, optimizer: Optimizer) -> None:
+        """Zero the gradients without a step, even between two microbatches."""
+        if zero_stage(module):
+            # zero_grad would drop DeepSpeed's buffers of offloaded gradients.
+            _discard(module)
+        else:
+            super().discard(module, optimizer)
+
+    def gathered(self, module: nn.Module) -> AbstractContextManager[Any]:
+        """Return a context in which a prepared module is unsharded; see `Engine.gathered`."""
+        sharder = self._frozen.get(module, module)
+        if zero_stage(sharder) == 3:
+            if self.gathers_layers:
+                return _gathered_module(sharder)
+            _forget_order(sharder)
+        return nullcontext()
+
+    def _readable(self, tensor: Tensor) -> AbstractContextManager[Any]:
+        return _gathered_parameter(tensor)
+
+    def _write(self, name: str, parameter: nn.Parameter, weight: Tensor) -> None:
+        check_shape(name, zero_shards.full_shape(parameter), weight.shape)
+        zero_shards.set_weight(parameter, weight)
+
+    def load_weights(self, module: nn.Module, weight_of: Callable[[str], Tensor | None]) -> None:
+        """Copy unsharded tensors into the parameters; see `Engine.load_weights`."""
+        if zero_stage(module):
+            zero_shards.load_weights(module, weight_of)
+        else:
+            super().load_weights(module, weight_of)
+
+    def optimizer_states(
+        self, module: nn.Module, optimizer: Optimizer
+    ) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """Yield the unsharded optimizer states; see `Engine.optimizer_states`."""
+        if zero_stage(module):
+            return zero_shards.optimizer_states(module)
+        return super().optimizer_states(module, optimizer)
+
+    def load_optimizer_states(
+        self, module: nn.Module, optimizer: Optimizer, state_of: StateOf
+    ) -> None:
+        """Restore optimizer states; see `Engine.load_optimizer_states`.
+
+        Raises:
+            TrainingError: under ZeRO, a tensor and its parameter differ in shape.
+        """
+        if zero_stage(module):
+            zero_shards.load_optimizer_states(module, state_of)
+        else:
+            super().load_optimizer_states(module, optimizer, state_of)
 
 
-def partition(module: nn.Module, plugin: DeepSpeedPlugin, device: torch.device) -> None:
+def zero_stage(module: nn.Module) -> int:
+    """Return the ZeRO stage of a module; 0 without ZeRO."""
+    stage = getattr(module, "zero_optimization_stage", None)
+    return int(stage()) if stage else 0
+
+
+def _partition(module: nn.Module, plugin: DeepSpeedPlugin, device: torch.device) -> None:
     """Shard the parameters for ZeRO-3 one at a time, so the full module need not fit on the device.
 
     DeepSpeed itself would first move the full module to the device. If parameters are sharded
@@ -37,35 +149,18 @@ def partition(module: nn.Module, plugin: DeepSpeedPlugin, device: torch.device) 
         buffer.data = buffer.data.to(device)
 
 
-def initialize_frozen(model: nn.Module, plugin: DeepSpeedPlugin, device: torch.device) -> Any:
+def _initialize_frozen(model: nn.Module, plugin: DeepSpeedPlugin, device: torch.device) -> Any:
     """Shard the parameters of a frozen model; return DeepSpeed's engine around the model."""
     import deepspeed
 
-    partition(model, plugin, device)
+    _partition(model, plugin, device)
     settings = copy.deepcopy(plugin.deepspeed_config)
     settings["zero_optimization"].pop("offload_optimizer", None)
     engine, *_ = deepspeed.initialize(model=model, config=settings)
     return engine
 
 
-def zero_stage(module: nn.Module) -> int:
-    """Return the ZeRO stage of a module; 0 without ZeRO."""
-    stage = getattr(module, "zero_optimization_stage", None)
-    return int(stage()) if stage else 0
-
-
-def step(module: Any, max_grad_norm: float) -> Tensor:
-    """Clip the sharded gradients of a module under ZeRO-1, -2 or -3, and take the optimizer step.
-
-    Return the global norm before clipping. If the norm is not finite, ZeRO skips the step in all
-    processes, because they all compute the same norm.
-    """
-    module.optimizer.clip_grad = max_grad_norm
-    module.step()
-    return torch.as_tensor(module.get_global_grad_norm(), device=module.device)
-
-
-def discard(module: Any) -> None:
+def _discard(module: Any) -> None:
     """Drop the gradients of a module under ZeRO-1, -2 or -3, even between two microbatches.
 
     DeepSpeed has no function for this, but drops gradients whose norm is NaN.
@@ -91,7 +186,7 @@ def discard(module: Any) -> None:
 
 
 @contextmanager
-def gathered_module(module: Any) -> Iterator[None]:
+def _gathered_module(module: Any) -> Iterator[None]:
     """Unshard a ZeRO-3 module inside the context, so that forward passes need no communication.
 
     The processes may then run different numbers of passes. Do not change weights in the context.
@@ -108,7 +203,7 @@ def gathered_module(module: Any) -> Iterator[None]:
             fetcher._register_deepspeed_module(fetcher.module)
 
 
-def forget_order(module: Any) -> None:
+def _forget_order(module: Any) -> None:
     """Make DeepSpeed fetch parameters on demand in the next passes, which are not training steps.
 
     Otherwise DeepSpeed would prefetch in the recorded order of the previous training step, and
@@ -124,7 +219,7 @@ def _fetcher(module: Any) -> Any:
     return getattr(module.optimizer, "parameter_offload", module.optimizer)
 
 
-def gathered_parameter(parameter: Any) -> AbstractContextManager[Any]:
+def _gathered_parameter(parameter: Any) -> AbstractContextManager[Any]:
     """Return a context in which a parameter is unsharded, whether or not ZeRO-3 shards it."""
     if not hasattr(parameter, "ds_id"):
         return nullcontext()

@@ -141,7 +141,7 @@ def disable_compiled_collectives() -> None:
 
 
 def build_models_unsharded() -> None:
-    """Let transformers build models unsharded under ZeRO-3; `partition` shards them later."""
+    """Let transformers build models unsharded under ZeRO-3; `DeepSpeedEngine` shards them later."""
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     unset_hf_deepspeed_config()

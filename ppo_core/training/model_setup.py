@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_core.checkpointing.fingerprint import Layout, fingerprint, layout
 from ppo_core.checkpointing.ppo_fingerprint import given_models
 from ppo_core.config.ppo_config import PPOConfig
+from ppo_core.distributed.choose_engine import choose_engine
 from ppo_core.distributed.engine import Engine
 from ppo_core.errors import ConfigError, ModelError
 from ppo_core.models.actor_critic import ActorCritic, Critic
@@ -75,7 +76,7 @@ class ScriptModels:
 
 def make_engine(config: PPOConfig) -> Engine:
     """Join the processes of the run, with the precision and sharding of the settings."""
-    return Engine(
+    return choose_engine(
         bf16=bool(config.bf16),
         use_cpu=config.use_cpu,
         sharding=config.sharding,

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from ppo_core.data.prompt_set import Collator
-from ppo_core.distributed.engine import Engine
+from ppo_core.distributed.choose_engine import choose_engine
 from ppo_core.errors import ConfigError, ModelError
 from ppo_core.models.reference import create_reference_model
 from ppo_core.models.value_head import ModelWithValueHead
@@ -77,7 +77,7 @@ class ClassicPPOTrainer:
         self.model, self.tokenizer = _require_model(model, tokenizer)
         seed_global_generators(self.config.seed)
         self.model.eval()
-        self.engine = Engine()
+        self.engine = choose_engine()
         self._settings = self.config.update_settings()
         if ref_model is not None and num_shared_layers is not None:
             warnings.warn(
