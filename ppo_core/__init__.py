@@ -11,8 +11,6 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:  # The same names, for mypy and editors.
     from ppo_core.config.script_arguments import DatasetArguments as _ScriptArguments
-    from ppo_core.config.script_config import ScriptModelConfig as _ModelConfig
-    from ppo_core.config.script_config import ScriptPPOConfig as _PPOConfig
     from ppo_core.data.chat_template import SIMPLE_CHAT_TEMPLATE as SIMPLE_CHAT_TEMPLATE
     from ppo_core.errors import ConfigError as ConfigError
     from ppo_core.errors import DataError as DataError
@@ -42,8 +40,10 @@ if TYPE_CHECKING:  # The same names, for mypy and editors.
     from ppo_core.supervised.training import train_sft as train_sft
     from ppo_core.training.evaluation import Answers as Answers
     from ppo_core.training.evaluation import answer_prompts as answer_prompts
-    from ppo_core.training.script_parser import TrlParser as TrlParser
-    from ppo_core.training.trainer import PPOTrainer as PPOTrainer
+    from ppo_core.trl.ppo_trainer import PPOTrainer as PPOTrainer
+    from ppo_core.trl.script_config import ScriptModelConfig as _ModelConfig
+    from ppo_core.trl.script_config import ScriptPPOConfig as _PPOConfig
+    from ppo_core.trl.script_parser import TrlParser as TrlParser
 
     PPOConfig = _PPOConfig
     ModelConfig = _ModelConfig
@@ -51,11 +51,11 @@ if TYPE_CHECKING:  # The same names, for mypy and editors.
 
 # Name -> module of the package, and the name there if it is another.
 _HOMES = {
-    "PPOConfig": "config.script_config:ScriptPPOConfig",
-    "PPOTrainer": "training.trainer",
+    "PPOConfig": "trl.script_config:ScriptPPOConfig",
+    "PPOTrainer": "trl.ppo_trainer",
     "ScriptArguments": "config.script_arguments:DatasetArguments",
-    "ModelConfig": "config.script_config:ScriptModelConfig",
-    "TrlParser": "training.script_parser",
+    "ModelConfig": "trl.script_config:ScriptModelConfig",
+    "TrlParser": "trl.script_parser",
     "SIMPLE_CHAT_TEMPLATE": "data.chat_template",
     "get_peft_config": "models.adapters",
     "get_quantization_config": "models.quantization",

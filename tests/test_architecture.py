@@ -58,8 +58,6 @@ REGISTRIES = {
     "flows/pipeline/storage/local_cache.py: _in_use",
     "flows/pipeline/storage/workspace.py: _fetched",
     "flows/pipeline/storage/workspace.py: _verified",
-    "ppo_core/config/unsupported_settings.py: _COPIED",
-    "ppo_core/config/unsupported_settings.py: _SEALED",
     "ppo_core/io/folder_cache.py: _copies",
     "ppo_core/io/progress_bar.py: _listeners",
 }

@@ -14,7 +14,6 @@ from ppo_core.config.checks import (
     require_seed,
 )
 from ppo_core.config.run_config import RunConfig
-from ppo_core.config.unsupported_settings import refusing_unsupported
 from ppo_core.errors import ConfigError
 from ppo_core.errors.packages import require_package
 
@@ -30,7 +29,6 @@ _NOT_OF_THE_RESULT = re.compile(
 """Pattern of the settings that do not change the result of an update."""
 
 
-@refusing_unsupported
 @dataclass(frozen=True, kw_only=True)
 class PPOConfig(RunConfig):
     """All settings of PPO apart from the models and the prompts.
@@ -40,8 +38,7 @@ class PPOConfig(RunConfig):
     default.
 
     Raises:
-        ConfigError: a value is out of range, two values contradict each other, or a given setting
-            of TRL or `transformers.TrainingArguments` is not supported.
+        ConfigError: a value is out of range, or two values contradict each other.
     """
 
     # --- Length of the run and sizes of batches ---
@@ -287,8 +284,10 @@ class PPOConfig(RunConfig):
 
         The size of a batch and the number of updates also follow from the other settings.
         """
-        given = vars(self).items()
-        return {name: value for name, value in given if not _NOT_OF_THE_RESULT.fullmatch(name)}
+        names = [field.name for field in fields(self)]
+        return {
+            name: getattr(self, name) for name in names if not _NOT_OF_THE_RESULT.fullmatch(name)
+        }
 
 
 def _check_types(config: PPOConfig) -> None:

@@ -1,22 +1,13 @@
 """Settings of TRL and transformers that are not supported, and their replacements."""
 
 import logging
-import weakref
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, fields, replace
-from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Collection, Mapping
+from typing import Any
 
 from ppo_core.config.spelling import nearest_name
 from ppo_core.errors import ConfigError
 
 logger = logging.getLogger(__name__)
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-Settings = TypeVar("Settings")
-Copied = TypeVar("Copied", bound="DataclassInstance")
 
 Unsupported = Mapping[str, tuple[tuple[object, ...], str]]
 """Name of a setting -> (values that are accepted and ignored, advice for all other values)."""
@@ -281,75 +272,3 @@ def _check_unsupported(
     if name not in no_effect:
         raise ConfigError(f"{prefix}{name}={value!r:.80} is not supported: {instead}.")
     logger.warning("%s%s=%.80r has no effect here: %s.", prefix, name, value, instead)
-
-
-def refusing_unsupported(
-    settings: type[Settings],
-    instead: Unsupported = INSTEAD,
-    no_effect: Collection[str] = NO_EFFECT,
-) -> type[Settings]:
-    """Make the constructor of a settings dataclass call `refuse_unsupported`.
-
-    A script may also assign a setting, but not to a trainer's own copy (`own_copy`).
-
-    Raises:
-        TypeError: `settings` is not a dataclass.
-    """
-    supported = [field.name for field in fields(settings)]  # type: ignore[arg-type]
-    generated: Callable[..., None] = vars(settings)["__init__"]
-
-    @wraps(generated)
-    def init(self: Settings, **given: Any) -> None:
-        generated(self, **refuse_unsupported(given, supported, instead, no_effect=no_effect))
-
-    def assign(self: Settings, name: str, value: object) -> None:
-        if id(self) in _SEALED:
-            raise _set_too_late(name, value)
-        if id(self) in _COPIED:
-            logger.warning(
-                "%s=%.80r has no effect on the trainer that was made before, only on trainers that "
-                "are made of these settings from now on.",
-                name,
-                value,
-            )
-        if refuse_unsupported({name: value}, supported, instead, no_effect=no_effect):
-            object.__setattr__(self, name, value)
-
-    settings.__init__ = init  # type: ignore[method-assign, assignment]
-    settings.__setattr__ = assign  # type: ignore[method-assign, assignment]
-    return settings
-
-
-def _set_too_late(name: str, value: object) -> ConfigError:
-    return ConfigError(
-        f"{name}={value!r:.80} is set after the trainer was made, where it has no effect. Set it "
-        f"before, or make another trainer with dataclasses.replace(config, {name}=...)."
-    )
-
-
-def refuse_late_changes(settings: "DataclassInstance", before: Mapping[str, Any]) -> None:
-    """Raise if settings differ from a trainer's initial settings, also within a list.
-
-    Raises:
-        ConfigError: a setting was changed.
-    """
-    for name, value in asdict(settings).items():
-        if value != before[name]:
-            raise _set_too_late(name, value)
-
-
-_COPIED: set[int] = set()
-"""Settings of which a trainer has a copy."""
-
-_SEALED: set[int] = set()
-"""These copies, which refuse assignments."""
-
-
-def own_copy(settings: Copied, **changes: Any) -> Copied:
-    """Return a checked copy of a script's settings for a trainer, which nobody can change."""
-    copy = replace(settings, **changes)
-    for one, kind in ((settings, _COPIED), (copy, _SEALED)):
-        if id(one) not in kind:
-            kind.add(id(one))
-            weakref.finalize(one, kind.discard, id(one))
-    return copy

@@ -19,7 +19,7 @@ from ppo_core.data.prompts import (
     prompts_of,
 )
 from ppo_core.data.text_config import text_config
-from ppo_core.errors import DataError
+from ppo_core.errors import ConfigError, DataError
 
 Collator = Callable[[list[Any]], Any]
 
@@ -41,6 +41,42 @@ class PromptSet:
     def __len__(self) -> int:
         """Return the number of prompts."""
         return len(self.tokens)
+
+
+@dataclass(frozen=True)
+class RunPrompts:
+    """The prompts of a run, and the policy's tokenizer, which encoded them."""
+
+    tokenizer: PreTrainedTokenizerBase
+    training: PromptSet
+    evaluation: PromptSet | None
+    """Prompts for evaluations and sample completions."""
+
+
+def make_run_prompts(
+    dataset: Any,
+    eval_dataset: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    model: PreTrainedModel,
+    config: PPOConfig,
+    collator: Collator | None = None,
+) -> RunPrompts:
+    """Return the prompts of a run; `eval_dataset` may be None. See `make_prompt_set`.
+
+    Raises:
+        ConfigError: the settings ask for evaluations, and there is no `eval_dataset`.
+        DataError: a prompt cannot be used.
+    """
+    training = make_prompt_set(dataset, tokenizer, model, config, collator)
+    evaluation = None
+    if eval_dataset is not None:
+        evaluation = make_prompt_set(eval_dataset, tokenizer, model, config, collator)
+    elif config.eval_strategy != "no":
+        raise ConfigError(
+            f"eval_strategy={config.eval_strategy!r} needs an eval_dataset. Pass an "
+            "eval_dataset, or set eval_strategy='no'."
+        )
+    return RunPrompts(tokenizer, training, evaluation)
 
 
 def make_prompt_set(

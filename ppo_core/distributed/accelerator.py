@@ -12,7 +12,7 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
 )
 
-from ppo_core.distributed import deepspeed_engine
+from ppo_core.distributed import deepspeed_settings
 from ppo_core.distributed.strategy import Sharding, launched_by_accelerate, uses_deepspeed
 from ppo_core.errors import ConfigError, TrainingError
 
@@ -44,7 +44,7 @@ def make_accelerator(
     _forget_unconnected_state()
     if sharding is None or uses_deepspeed(sharding):
         accelerator = _deepspeed_accelerator(sharding, offload, settings_path, use_cpu, group)
-        sharding = deepspeed_engine.sharding_of(accelerator.deepspeed_plugin)
+        sharding = deepspeed_settings.sharding_of(accelerator.deepspeed_plugin)
     else:
         if sharding == "fsdp2":
             _init_single_process_group("gloo" if on_cpu else "nccl")
@@ -119,17 +119,17 @@ def _deepspeed_accelerator(
             "use_cpu=True does not work with DeepSpeed on a machine with a GPU: DeepSpeed would "
             "use the GPU. Hide the GPU with CUDA_VISIBLE_DEVICES='' instead."
         )
-    plugin = deepspeed_engine.make_plugin(settings_path, sharding, offload=offload)
+    plugin = deepspeed_settings.make_plugin(settings_path, sharding, offload=offload)
     group.backend = "nccl" if has_gpu else "gloo"
     _init_single_process_group(group.backend)
-    deepspeed_engine.disable_compiled_collectives()
+    deepspeed_settings.disable_compiled_collectives()
     accelerator = Accelerator(deepspeed_plugin=plugin, kwargs_handlers=[group])
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         raise ConfigError(
             "Accelerate does not use DeepSpeed, because accelerate is set to use the CPU. Remove "
             "--cpu or use_cpu. On a machine without a GPU, DeepSpeed uses the CPU anyway."
         )
-    deepspeed_engine.build_models_unsharded()
+    deepspeed_settings.build_models_unsharded()
     return accelerator
 
 

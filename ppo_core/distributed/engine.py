@@ -1,7 +1,7 @@
 """Device, precision, sharding and collectives of a run, in one or several processes.
 
 In one process every collective is the identity. Under torchrun or `accelerate launch` the same
-code runs data parallel, or sharded by DeepSpeed's ZeRO or PyTorch's FSDP2.
+code runs data parallel, or sharded by one of the subclasses, see `choose_engine`.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -17,25 +17,29 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ppo_core.data.types import Record, map_tensors
-from ppo_core.distributed import deepspeed_engine, fsdp_engine, zero_shards
 from ppo_core.distributed.accelerator import launched_precision, make_accelerator
-from ppo_core.distributed.optimizer_shards import check_shape, read_state, write_state
+from ppo_core.distributed.optimizer_shards import (
+    check_shape,
+    read_state,
+    sharded_like,
+    unsharded,
+    write_state,
+)
 from ppo_core.distributed.process import let_gloo_finish_at_exit
 from ppo_core.distributed.process_group import ProcessGroup
-from ppo_core.distributed.strategy import (
-    SHARD_WEIGHTS,
-    Sharding,
-    choose_sharding,
-    fsdp_offloads,
-)
+from ppo_core.distributed.strategy import SHARD_WEIGHTS, Sharding, fsdp_offloads
 
 Model = TypeVar("Model", bound=nn.Module)
 Item = TypeVar("Item")
 
+StateOf = Callable[[str], dict[str, Tensor]]
+"""Name of a parameter -> its optimizer state."""
+
 
 class Engine:
-    """A small interface to accelerate, DeepSpeed and FSDP2.
+    """A small interface to accelerate: one process, or several that train data parallel.
 
+    `FSDPEngine` and `DeepSpeedEngine` shard models; `choose_engine` returns the engine of a run.
     All processes must call the collective methods (`prepare`, `backward`, `step`, `sum`, ...) in
     the same order.
     """
@@ -45,7 +49,7 @@ class Engine:
         *,
         bf16: bool = False,
         use_cpu: bool = False,
-        sharding: Sharding | None = None,
+        sharding: Sharding | None = "none",
         offload: bool = False,
         deepspeed: str | None = None,
         gather_for_generation: bool = True,
@@ -57,28 +61,26 @@ class Engine:
             bf16: compute in bfloat16 by autocast; weights stay in fp32. bf16 as mixed precision
                 of `accelerate launch` has the same effect.
             use_cpu: do not use a GPU.
-            sharding: None takes the sharding of `accelerate launch`. Without `accelerate launch`,
-                None means "ddp" in several processes and "none" in one.
+            sharding: the choice of `choose_sharding`.
             offload: keep optimizer states and sharded weights on the CPU.
             deepspeed: path of a JSON file with DeepSpeed's settings.
             gather_for_generation: let `gathered` gather all layers at once.
             timeout: seconds that a process waits for the others.
 
         Raises:
-            ConfigError: these arguments, DeepSpeed's settings and the launcher's settings
-                contradict each other.
+            ConfigError: the settings of DeepSpeed and of the launcher contradict each other.
             TrainingError: the launcher started several processes, but accelerate does not connect
                 them.
         """
         self._bf16 = bf16 or launched_precision() == "bf16"
-        self._gather_for_generation = gather_for_generation
-        self._offload = offload or fsdp_offloads()
-        self._deepspeed: Any = None  # DeepSpeed's engine around the trained module
-        self._frozen: dict[nn.Module, Any] = {}  # DeepSpeed's engines around frozen models
+        self.gathers_layers = gather_for_generation
+        """Whether `gathered` gathers all layers at once."""
+        self.offloads = offload or fsdp_offloads()
+        """Whether optimizer states and sharded weights are kept on the CPU."""
         self._accelerator, self.sharding = make_accelerator(
-            choose_sharding(sharding, deepspeed=deepspeed, offload=offload),
+            sharding,
             settings_path=deepspeed,
-            offload=self._offload,
+            offload=self.offloads,
             use_cpu=use_cpu,
             timeout=timeout,
         )
@@ -155,36 +157,24 @@ class Engine:
         if self._bf16:
             # A wrapper module would change the names of the parameters, so replace the method.
             module.forward = torch.autocast(self.device.type, torch.bfloat16)(module.forward)
-        if self.is_deepspeed:
-            if self.sharding == "zero3":
-                deepspeed_engine.partition(module, self._accelerator.deepspeed_plugin, self.device)
-            self._deepspeed, _ = self._accelerator.prepare(module, optimizer)
-            return self._deepspeed, optimizer
-        if self.sharding == "fsdp2":
-            fsdp_engine.shard_trained(module, optimizer, self.device, offload=self._offload)
-            return module, optimizer
-        if self.num_processes > 1:
-            devices = [self.device] if self.device.type == "cuda" else None
-            return DistributedDataParallel(module, device_ids=devices), optimizer
-        return module, optimizer
+        return self._prepared(module, optimizer), optimizer
+
+    def _prepared(self, module: nn.Module, optimizer: Optimizer) -> nn.Module:
+        """Return the module as it is trained, sharded or in a wrapper."""
+        if self.num_processes == 1:
+            return module
+        devices = [self.device] if self.device.type == "cuda" else None
+        return DistributedDataParallel(module, device_ids=devices)
 
     def prepare_frozen(self, model: Model) -> Model:
         """Freeze a model, shard it under zero3 and fsdp2, and move it to the device.
 
         Return the same object.
         """
-        model.eval().requires_grad_(False)
-        if self.sharding == "zero3":
-            plugin = self._accelerator.deepspeed_plugin
-            self._frozen[model] = deepspeed_engine.initialize_frozen(model, plugin, self.device)
-        elif self.sharding == "fsdp2":
-            fsdp_engine.shard_frozen(model, self.device, offload=self._offload)
-        return self.place(model)
+        return self.place(model.eval().requires_grad_(False))
 
     def unwrap(self, module: nn.Module) -> nn.Module:
         """Return the module inside DeepSpeed's or DDP's wrapper, or the module itself."""
-        if self.is_deepspeed:
-            return deepspeed_engine.unwrap(module)
         return module.module if isinstance(module, DistributedDataParallel) else module
 
     def accumulate_only(self, module: nn.Module, accumulate: bool) -> AbstractContextManager[None]:
@@ -193,9 +183,7 @@ class Engine:
         `accumulate` is True for all but the last microbatch of a step. The gradients of such a
         microbatch need not be reduced over the processes yet.
         """
-        if self._deepspeed is not None:
-            self._deepspeed.set_gradient_accumulation_boundary(not accumulate)
-        elif accumulate and isinstance(module, DistributedDataParallel):
+        if accumulate and isinstance(module, DistributedDataParallel):
             return module.no_sync()
         return nullcontext()
 
@@ -205,11 +193,7 @@ class Engine:
         The loss is multiplied by the number of processes, because data parallel engines average
         the gradients over the processes.
         """
-        scaled = loss * self.num_processes
-        if self._deepspeed is not None:
-            self._deepspeed.backward(scaled)
-        else:
-            scaled.backward()
+        (loss * self.num_processes).backward()
 
     def step(self, module: nn.Module, optimizer: Optimizer, max_grad_norm: float) -> Tensor:
         """Clip the global gradient norm, take the optimizer step, and zero the gradients.
@@ -217,9 +201,7 @@ class Engine:
         Return the norm before clipping, which is the same in all processes. If the norm is not
         finite, every process skips the step and leaves weights and moments unchanged.
         """
-        if deepspeed_engine.zero_stage(module):
-            return deepspeed_engine.step(module, max_grad_norm)
-        norm = fsdp_engine.unsharded(nn.utils.clip_grad_norm_(module.parameters(), max_grad_norm))
+        norm = unsharded(nn.utils.clip_grad_norm_(module.parameters(), max_grad_norm))
         if norm.isfinite():
             optimizer.step()
         optimizer.zero_grad()
@@ -227,10 +209,6 @@ class Engine:
 
     def discard(self, module: nn.Module, optimizer: Optimizer) -> None:
         """Zero the gradients without a step; leave weights and moments unchanged."""
-        if deepspeed_engine.zero_stage(module):
-            # zero_grad would drop DeepSpeed's buffers of offloaded gradients.
-            deepspeed_engine.discard(module)
-            return
         optimizer.zero_grad()
 
     def gathered(self, module: nn.Module) -> AbstractContextManager[Any]:
@@ -240,13 +218,6 @@ class Engine:
         differ between processes. Do not train or change the weights inside the context. The context
         has no effect on a submodule of a sharded module.
         """
-        if fsdp_engine.is_sharded(module):
-            return fsdp_engine.gathered(module, layers=self._gather_for_generation)
-        sharder = self._frozen.get(module, module)
-        if deepspeed_engine.zero_stage(sharder) == 3:
-            if self._gather_for_generation:
-                return deepspeed_engine.gathered_module(sharder)
-            deepspeed_engine.forget_order(sharder)
         return nullcontext()
 
     @contextmanager
@@ -263,7 +234,7 @@ class Engine:
         Passes wait if weights are sharded and `gather_for_generation` is off. A process that has
         finished its responses must then run further passes, until all processes have finished.
         """
-        return self.shards_weights and not self._gather_for_generation
+        return self.shards_weights and not self.gathers_layers
 
     def full_state_dict(self, module: nn.Module) -> dict[str, Tensor] | None:
         """Copy all parameters and buffers, unsharded, to the CPU of the main process.
@@ -274,8 +245,8 @@ class Engine:
         tensors = self.unwrap(module).state_dict(keep_vars=True)
         copies: dict[int, Tensor] = {}
         for key, tensor in {id(tensor): tensor for tensor in tensors.values()}.items():
-            with deepspeed_engine.gathered_parameter(tensor):
-                found = fsdp_engine.unsharded(tensor.detach())
+            with self._readable(tensor):
+                found = unsharded(tensor.detach())
                 if self.is_main:
                     copies[key] = found.to("cpu", copy=True)
         if not self.is_main:
@@ -293,15 +264,11 @@ class Engine:
         Raises:
             TrainingError: a tensor and its parameter differ in shape.
         """
-        if deepspeed_engine.zero_stage(module):
-            zero_shards.load_weights(module, weight_of)
-            return
-        fsdp_engine.reshard(module)
+        self._make_writable(module)
         for name, parameter in self.unwrap(module).named_parameters():
             weight = weight_of(name)
             if weight is not None:
-                check_shape(name, zero_shards.full_shape(parameter), weight.shape)
-                self._set_full(parameter, weight)
+                self._write(name, parameter, weight)
 
     @torch.no_grad()
     def copy_weights(self, source: nn.Module, target: nn.Module) -> None:
@@ -309,17 +276,23 @@ class Engine:
 
         `source` and `target` are prepared modules or their submodules, with equal shapes.
         """
-        fsdp_engine.reshard(target)
+        self._make_writable(target)
         sources = dict(source.named_parameters())
         for name, parameter in target.named_parameters():
-            with deepspeed_engine.gathered_parameter(sources[name]):
-                self._set_full(parameter, fsdp_engine.unsharded(sources[name].detach()))
+            with self._readable(sources[name]):
+                self._write(name, parameter, unsharded(sources[name].detach()))
 
-    def _set_full(self, parameter: nn.Parameter, weight: Tensor) -> None:
-        if self.sharding == "fsdp2":
-            parameter.copy_(fsdp_engine.sharded_like(weight, parameter))
-        else:
-            zero_shards.set_weight(parameter, weight)
+    def _readable(self, tensor: Tensor) -> AbstractContextManager[Any]:
+        """Return a context in which `unsharded` returns all of a parameter or buffer."""
+        return nullcontext()
+
+    def _make_writable(self, module: nn.Module) -> None:
+        """Let the parameters of a module keep what is written to them."""
+
+    def _write(self, name: str, parameter: nn.Parameter, weight: Tensor) -> None:
+        """Copy an unsharded tensor into a parameter; raise if the shapes differ."""
+        check_shape(name, parameter.shape, weight.shape)
+        parameter.copy_(sharded_like(weight, parameter))
 
     def optimizer_states(
         self, module: nn.Module, optimizer: Optimizer
@@ -333,9 +306,6 @@ class Engine:
         Raises:
             TrainingError: the state holds a value that is neither a tensor nor a number.
         """
-        if deepspeed_engine.zero_stage(module):
-            yield from zero_shards.optimizer_states(module)
-            return
         for name, parameter in self.unwrap(module).named_parameters():
             if parameter.requires_grad:
                 yield name, read_state(optimizer, parameter)
@@ -345,16 +315,9 @@ class Engine:
         self,
         module: nn.Module,
         optimizer: Optimizer,
-        state_of: Callable[[str], dict[str, Tensor]],
+        state_of: StateOf,
     ) -> None:
-        """Restore the states that `optimizer_states` yielded, by parameter name, bit for bit.
-
-        Raises:
-            TrainingError: under ZeRO, a tensor and its parameter differ in shape.
-        """
-        if deepspeed_engine.zero_stage(module):
-            zero_shards.load_optimizer_states(module, state_of)
-            return
+        """Restore the states that `optimizer_states` yielded, by parameter name, bit for bit."""
         for name, parameter in self.unwrap(module).named_parameters():
             if parameter.requires_grad:
                 write_state(optimizer, parameter, state_of(name))

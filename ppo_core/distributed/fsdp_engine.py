@@ -6,11 +6,11 @@ unsharded until `gathered` ends.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -18,13 +18,56 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from ppo_core.distributed.engine import Engine, Model
 from ppo_core.errors import ConfigError
 
 
-def shard(module: nn.Module, device: torch.device, *, offload: bool) -> None:
+class FSDPEngine(Engine):
+    """Trains with PyTorch's FSDP2, which shards weights, gradients and optimizer states."""
+
+    def _prepared(self, module: nn.Module, optimizer: Optimizer) -> nn.Module:
+        """Shard a module in place, and put the shards into the groups of its optimizer."""
+        if optimizer.state:
+            raise ConfigError(
+                f"The {type(optimizer).__name__} has already taken steps. sharding='fsdp2' would "
+                "lose the optimizer's moments. Pass a new optimizer."
+            )
+        name_of = {id(parameter): name for name, parameter in module.named_parameters()}
+        _shard(module, self.device, offload=self.offloads)
+        shards = dict(module.named_parameters())
+        for group in optimizer.param_groups:
+            group["params"] = [
+                shards[name_of[id(p)]] if id(p) in name_of else p for p in group["params"]
+            ]
+        return module
+
+    def prepare_frozen(self, model: Model) -> Model:
+        """Freeze a model and shard it in place; its backbone may be called without the root."""
+        super().prepare_frozen(model)
+        _shard(model, self.device, offload=self.offloads)
+        root: Any = model
+        inner: Any = getattr(model, "model", model)
+        for part in {inner, getattr(inner, "base_model", inner)} - {model}:
+            part.register_forward_pre_hook(lambda *_: root.unshard())
+        return model
+
+    def gathered(self, module: nn.Module) -> AbstractContextManager[Any]:
+        """Return a context in which a prepared module is unsharded; see `Engine.gathered`."""
+        if isinstance(module, FSDPModule):
+            return _gathered(module, layers=self.gathers_layers)
+        return nullcontext()
+
+    def _make_writable(self, module: nn.Module) -> None:
+        # The root's group of a frozen module can still be unsharded after passes. What is written
+        # to unsharded parameters is lost.
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+
+
+def _shard(module: nn.Module, device: torch.device, *, offload: bool) -> None:
     """Shard each parameter in place over all processes; parameter names do not change.
 
     Weights move to the device layer by layer, so the full module need not fit on the device. With
@@ -51,44 +94,8 @@ def _layers(module: nn.Module) -> Iterator[nn.Module]:
             yield from _layers(child)
 
 
-def shard_trained(
-    module: nn.Module, optimizer: Optimizer, device: torch.device, *, offload: bool
-) -> None:
-    """Shard a module in place, and put the shards into the parameter groups of its optimizer.
-
-    Raises:
-        ConfigError: the optimizer has already taken steps, on unsharded parameters.
-    """
-    if optimizer.state:
-        raise ConfigError(
-            f"The {type(optimizer).__name__} has already taken steps. sharding='fsdp2' would lose "
-            "the optimizer's moments. Pass a new optimizer."
-        )
-    name_of = {id(parameter): name for name, parameter in module.named_parameters()}
-    shard(module, device, offload=offload)
-    shards = dict(module.named_parameters())
-    for group in optimizer.param_groups:
-        group["params"] = [
-            shards[name_of[id(p)]] if id(p) in name_of else p for p in group["params"]
-        ]
-
-
-def shard_frozen(module: nn.Module, device: torch.device, *, offload: bool) -> None:
-    """Shard a frozen module in place; its backbone may be called without the root module."""
-    shard(module, device, offload=offload)
-    root: Any = module
-    model: Any = getattr(module, "model", module)
-    for part in {model, getattr(model, "base_model", model)} - {module}:
-        part.register_forward_pre_hook(lambda *_: root.unshard())
-
-
-def is_sharded(module: nn.Module) -> bool:
-    """Return whether FSDP2 shards the module as the root or as a layer."""
-    return isinstance(module, FSDPModule)
-
-
 @contextmanager
-def gathered(module: Any, *, layers: bool) -> Iterator[None]:
+def _gathered(module: Any, *, layers: bool) -> Iterator[None]:
     """Unshard the root's group inside the context.
 
     With `layers`, unshard all groups, so that passes need no communication.
@@ -107,27 +114,3 @@ def gathered(module: Any, *, layers: bool) -> Iterator[None]:
             module.set_reshard_after_forward(False, recurse=False)
         for group in unsharded:
             group.reshard()
-
-
-def reshard(module: nn.Module) -> None:
-    """Reshard all groups, so that values written to the parameters are kept.
-
-    The root's group of a frozen module can still be unsharded after passes.
-    """
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
-
-
-def unsharded(tensor: Tensor) -> Tensor:
-    """Return the full tensor of a sharded tensor in every process; return others unchanged."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def sharded_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Shard a full tensor as `like` is sharded; return `tensor` unchanged if `like` is full."""
-    if not isinstance(like, DTensor):
-        return tensor
-    on_device = tensor.to(like.device)
-    # Every process has the full tensor, so no source rank needs to send it.
-    return distribute_tensor(on_device, like.device_mesh, like.placements, src_data_rank=None)

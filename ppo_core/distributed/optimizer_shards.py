@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from ppo_core.distributed.fsdp_engine import sharded_like, unsharded
 from ppo_core.errors import TrainingError
 
 _NUMBERS = {int: torch.int64, float: torch.float64}
@@ -86,3 +86,17 @@ def check_shape(name: str, expected: torch.Size, found: torch.Size) -> None:
             f"{name!r} has the shape {tuple(found)} in the checkpoint, but {tuple(expected)} in "
             "this run. Resume with the models that wrote the checkpoint."
         )
+
+
+def unsharded(tensor: Tensor) -> Tensor:
+    """Return the full tensor of a sharded tensor in every process; return others unchanged."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def sharded_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """Shard a full tensor as `like` is sharded; return `tensor` unchanged if `like` is full."""
+    if not isinstance(like, DTensor):
+        return tensor
+    on_device = tensor.to(like.device)
+    # Every process has the full tensor, so no source rank needs to send it.
+    return distribute_tensor(on_device, like.device_mesh, like.placements, src_data_rank=None)

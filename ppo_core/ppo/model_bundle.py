@@ -1,6 +1,7 @@
 """The models of a run."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,6 +32,9 @@ class ModelBundle:
     reference: LanguageModel
     critic: Critic
     rewards: RewardMix
+
+    fingerprints: Mapping[str, dict[str, str]] = field(default_factory=dict)
+    """Fingerprints of the weights that no checkpoint holds, and shapes of the trained weights."""
 
     @property
     def shares_weights(self) -> bool:

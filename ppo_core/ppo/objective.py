@@ -1,8 +1,6 @@
 """The objective of an update: weighted losses of policy and critic over counted tokens."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Self
 
 import torch
@@ -13,8 +11,6 @@ from ppo_core.algorithm.losses import importance_weights, policy_loss, value_los
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.data.types import Experience, TokenSums
 from ppo_core.models.policy import Predictions
-
-ALL = slice(None)
 
 SUMS = [entry.name for entry in fields(TokenSums) if not entry.name.startswith("first_")]
 """Fields of `TokenSums` that an optimizer step adds to, in the order of `Objective.sums`."""
@@ -64,102 +60,80 @@ class CountedTokens:
         )
 
 
-@dataclass(frozen=True)
 class Objective:
-    """The weighted losses of counted tokens."""
+    """The weighted losses of counted tokens, and the sums of what was computed with them."""
 
-    config: PPOConfig
-    tokens: CountedTokens
+    def __init__(self, config: PPOConfig, tokens: CountedTokens) -> None:
+        """Take the settings, and the tokens of one microbatch."""
+        self._config, self._tokens = config, tokens
+        self._of_policy: list[dict[str, Tensor]] = []  # of each part of the tokens, in order
+        self._of_critic: dict[str, Tensor] = {}
 
     def of_policy(self, logprobs: Tensor, part: slice) -> Tensor:
         """Return weighted losses (n,) of the log-probabilities (n,) of the tokens in `part`."""
-        tokens = self.tokens
-        losses, _ = self._clipped_loss(logprobs, tokens.old_logprobs[part], tokens.advantages[part])
-        losses = self._importance_weighted(losses, part)
-        if self._estimates_divergence:
-            losses = losses + tokens.kl_coef * self._divergences(logprobs, part)
+        config, tokens = self._config, self._tokens
+        old_logprobs = tokens.old_logprobs[part]
+        losses, clipped = policy_loss(
+            logprobs,
+            old_logprobs,
+            tokens.advantages[part],
+            cliprange=config.cliprange,
+            cliprange_high=config.cliprange_high,
+            dual_clip=config.dual_clip,
+        )
+        if tokens.behaviour_logprobs is not None:
+            # Correct the losses of tokens that another distribution than the policy sampled.
+            behaviour, cap = tokens.behaviour_logprobs[part], config.vllm_importance_sampling_cap
+            losses = losses * importance_weights(old_logprobs, behaviour, cap=cap)
+        computed = {"policy_loss": losses.detach(), "clipped": clipped}
+        if config.kl_in_loss and config.kl_estimator != "full":
+            kl = kl_per_token(logprobs, tokens.ref_logprobs[part], config.kl_estimator)
+            losses = losses + tokens.kl_coef * kl
+            computed["kl_loss"] = kl.detach()
+        self._of_policy.append(computed)
         return tokens.weights[part] * losses
 
     def of_predictions(self, predicted: Predictions) -> Tensor:
         """Return the policy's summed loss (), including the exact KL divergence if predicted."""
         if predicted.full_kl is None:
             return predicted.loss
-        divergence = (self.tokens.weights * predicted.full_kl).sum()
-        return predicted.loss + self.tokens.kl_coef * divergence
+        divergence = (self._tokens.weights * predicted.full_kl).sum()
+        return predicted.loss + self._tokens.kl_coef * divergence
 
     def of_critic(self, values: Tensor) -> Tensor:
         """Return the summed loss () of the critic's values (N,), times `vf_coef`."""
-        losses, _ = self._value_losses(values)
-        return self.config.vf_coef * (self.tokens.weights * losses).sum()
+        config, tokens = self._config, self._tokens
+        losses, clipped = value_loss(
+            values, tokens.old_values, tokens.returns, cliprange_value=config.cliprange_value
+        )
+        self._of_critic = {
+            "value_loss": losses.detach(),
+            "value_clipped": clipped,
+            "new_values": values.detach(),
+        }
+        return config.vf_coef * (tokens.weights * losses).sum()
 
     @torch.no_grad()
-    def sums(self, predicted: Predictions, values: Tensor) -> Tensor:
+    def sums(self, predicted: Predictions) -> Tensor:
         """Return the sums over the N tokens (len(SUMS),), in the order of SUMS, in float64.
 
-        They stay on the device: reading one of them on the host would wait for the device.
+        Call it after the losses. The sums stay on the device: reading one of them on the host
+        would wait for the device.
         """
-        policy_losses, clipped = self._clipped_loss(
-            predicted.logprobs, self.tokens.old_logprobs, self.tokens.advantages
-        )
-        policy_losses = self._importance_weighted(policy_losses, ALL)
-        value_losses, value_clipped = self._value_losses(values)
-        divergences = predicted.full_kl
-        if divergences is None and self._estimates_divergence:
-            divergences = self._divergences(predicted.logprobs, ALL)
-        if divergences is None:
-            divergences = torch.zeros_like(policy_losses)
-        moved = predicted.logprobs - self.tokens.old_logprobs
+        moved = predicted.logprobs - self._tokens.old_logprobs
         ratio_error = torch.expm1(moved)
+        kl = torch.zeros_like(moved) if predicted.full_kl is None else predicted.full_kl
+        names = self._of_policy[0]
         per_token = {
             "tokens": torch.ones_like(moved),
-            "policy_loss": policy_losses,
-            "value_loss": value_losses,
-            "new_values": values,
-            "kl_loss": divergences,
+            "kl_loss": kl,
             "entropy": predicted.entropies,
             "approxkl": 0.5 * moved**2,
             "kl_from_old": ratio_error - moved,
-            "clipped": clipped,
-            "value_clipped": value_clipped,
             "ratio_error": ratio_error,
             "abs_ratio_error": ratio_error.abs(),
             "ratio_error_squared": ratio_error**2,
+            **{name: torch.cat([part[name] for part in self._of_policy]) for name in names},
+            **self._of_critic,
         }
         return torch.stack([per_token[name].sum().double() for name in SUMS])
-
-    @property
-    def _estimates_divergence(self) -> bool:
-        return self.config.kl_in_loss and self.config.kl_estimator != "full"
-
-    @property
-    def _clipped_loss(self) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """`policy_loss` with the clipping of the settings."""
-        config = self.config
-        return partial(
-            policy_loss,
-            cliprange=config.cliprange,
-            cliprange_high=config.cliprange_high,
-            dual_clip=config.dual_clip,
-        )
-
-    def _importance_weighted(self, losses: Tensor, part: slice) -> Tensor:
-        """Correct the losses of tokens that another distribution than the policy sampled."""
-        tokens = self.tokens
-        if tokens.behaviour_logprobs is None:
-            return losses
-        return losses * importance_weights(
-            tokens.old_logprobs[part],
-            tokens.behaviour_logprobs[part],
-            cap=self.config.vllm_importance_sampling_cap,
-        )
-
-    def _divergences(self, logprobs: Tensor, part: slice) -> Tensor:
-        return kl_per_token(logprobs, self.tokens.ref_logprobs[part], self.config.kl_estimator)
-
-    def _value_losses(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        return value_loss(
-            values,
-            self.tokens.old_values,
-            self.tokens.returns,
-            cliprange_value=self.config.cliprange_value,
-        )

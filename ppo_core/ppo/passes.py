@@ -16,21 +16,37 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from ppo_core.data.types import TokenRows
+from ppo_core.config.ppo_config import PPOConfig
+from ppo_core.data.types import Experience, TokenRows
 from ppo_core.distributed.engine import Engine
 from ppo_core.models.actor_critic import ActorCritic
 from ppo_core.models.kernels.matmul_backend import MIN_NUMEL, uses_onednn
 from ppo_core.models.policy import LanguageModel, Predictions
-from ppo_core.ppo.objective import Objective
+from ppo_core.ppo.objective import CountedTokens, Objective
 
 A = TypeVar("A")
 B = TypeVar("B")
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """One forward and backward pass of this process."""
+
+    sequences: Tensor
+    """(n,) of the full batch; empty if other processes have one pass more to make."""
+
+    token_weights: Tensor
+    """(n,) weight in the loss of each counted token of a sequence."""
+
+    is_last: bool
+    """Whether it is the last of its minibatch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Passes:
     """Passes microbatches through policy and critic, forward and backward."""
 
+    config: PPOConfig
     engine: Engine
 
     module: nn.Module
@@ -47,24 +63,37 @@ class Passes:
     second_thread: ThreadPoolExecutor | None
     """The thread of the policy's passes, or None if both passes run in the same thread."""
 
-    def backward(self, rows: TokenRows, objective: Objective, *, is_last: bool) -> Tensor:
-        """Add the gradients of both losses; return the sums of the objective.
+    def backward(self, experience: Experience, microbatch: Microbatch) -> Tensor:
+        """Pass one microbatch forward, and add its gradients; return its sums (len(SUMS),).
 
-        `is_last` says that the optimizer step follows.
+        An empty microbatch adds gradients of 0 from the first sequence of the batch: every process
+        must make the pass, and have a gradient of every parameter.
         """
-        with self.engine.accumulate_only(self.module, not is_last):
+        sequences, weights = microbatch.sequences, microbatch.token_weights
+        is_empty = len(sequences) == 0
+        if is_empty:
+            sequences, weights = sequences.new_zeros(1), weights.new_zeros(1)
+        objective = Objective(self.config, CountedTokens.of(experience, sequences, weights))
+        rows = experience.rollout.token_rows(sequences)
+        with self.engine.accumulate_only(self.module, not microbatch.is_last):
             if not self.engine.is_plain or self._models.shares_backbone:
-                predicted, values = self._joint_pass(rows, objective)
+                with self._models.policy.backbone.products(rows.ids):
+                    predicted, values = self.module(
+                        rows, self.temperature, objective.of_policy, self.reference
+                    )
+                    policy_loss = self._policy_weight * objective.of_predictions(predicted)
+                    self.engine.backward(policy_loss + objective.of_critic(values))
             elif self.second_thread is not None:
-                predicted, values = run_both(
+                predicted, _ = run_both(
                     self.second_thread,
                     partial(self._policy_pass, rows, objective),
                     partial(self._critic_pass, rows, objective),
                 )
             else:
                 predicted = self._policy_pass(rows, objective)
-                values = self._critic_pass(rows, objective)
-        return objective.sums(predicted, values)
+                self._critic_pass(rows, objective)
+        sums = objective.sums(predicted)
+        return torch.zeros_like(sums) if is_empty else sums
 
     @property
     def _models(self) -> ActorCritic:
@@ -89,24 +118,13 @@ class Passes:
             self.engine.backward(self._policy_weight * objective.of_predictions(predicted))
         return predicted
 
-    def _critic_pass(self, rows: TokenRows, objective: Objective) -> Tensor:
-        """Add the gradients of the critic's loss; return its values (N,)."""
+    def _critic_pass(self, rows: TokenRows, objective: Objective) -> None:
+        """Add the gradients of the critic's loss."""
         critic = self._models.critic
         with critic.backbone.products(rows.ids):
             with self.engine.autocast():
-                values: Tensor = critic(rows)
+                values = critic(rows)
             self.engine.backward(objective.of_critic(values))
-        return values
-
-    def _joint_pass(self, rows: TokenRows, objective: Objective) -> tuple[Predictions, Tensor]:
-        """Add the gradients of both losses in one pass of the prepared module."""
-        with self._models.policy.backbone.products(rows.ids):
-            predicted, values = self.module(
-                rows, self.temperature, objective.of_policy, self.reference
-            )
-            policy_loss = self._policy_weight * objective.of_predictions(predicted)
-            self.engine.backward(policy_loss + objective.of_critic(values))
-        return predicted, values
 
 
 def may_run_both(

@@ -18,8 +18,8 @@ from ppo_core.distributed.engine import Engine
 from ppo_core.io.progress_bar import each_pass
 from ppo_core.models.actor_critic import ActorCritic
 from ppo_core.models.policy import LanguageModel
-from ppo_core.ppo.objective import SUMS, CountedTokens, Objective
-from ppo_core.ppo.passes import Passes, may_run_both, two_threads
+from ppo_core.ppo.objective import SUMS
+from ppo_core.ppo.passes import Microbatch, Passes, may_run_both, two_threads
 from ppo_core.ppo.ptx import PretrainingTexts, add_pretraining_gradients
 
 
@@ -107,23 +107,9 @@ class UpdateProgress:
         self.steps_done += 1
 
 
-@dataclass(frozen=True)
-class _Microbatch:
-    """One forward and backward pass of this process."""
-
-    sequences: Tensor
-    """(n,) of the full batch; empty if other processes have one pass more to make."""
-
-    token_weights: Tensor
-    """(n,) weight in the loss of each counted token of a sequence."""
-
-    is_last: bool
-    """Whether it is the last of its minibatch."""
-
-
 def update_policy(
     state: TrainState,
-    experience: Experience,
+    experience: Experience | None,
     config: PPOConfig,
     progress: UpdateProgress,
     *,
@@ -133,7 +119,8 @@ def update_policy(
     """Train policy and critic on a full batch; return the sums over its tokens and epochs.
 
     Continues where `progress` says, and keeps it up to date. All processes have the full batch,
-    and call together. With `critic_only` the policy's loss is left out. The update ends early
+    and call together. If the experience is None, all optimizer steps are skipped. With
+    `critic_only` the policy's loss is left out. The update ends early
     when the policy has moved more than 1.5 x `target_kl` from the sampling policy, or after
     `max_skipped_steps` skipped steps in a row.
 
@@ -141,6 +128,9 @@ def update_policy(
     raises, calling `update_policy` again with the same `progress` continues the update.
     """
     minibatches, engine = progress.minibatches(config), state.engine
+    if experience is None:
+        state.skip_batch(len(minibatches))
+        return progress.sums
     experience = map_tensors(experience, lambda tensor: tensor.to(engine.device))
     temperature = experience.rollout.temperature
     with _passes(state, config, temperature, critic_only=critic_only) as passes:
@@ -154,7 +144,7 @@ def update_policy(
             sums = torch.zeros(len(SUMS), dtype=torch.float64, device=engine.device)
             microbatches = _own_microbatches(experience.rollout, minibatch, config, engine)
             for microbatch in each_pass(microbatches, "updating"):
-                sums += _add_gradients(passes, experience, microbatch, config)
+                sums += passes.backward(experience, microbatch)
             totals = _optimizer_step(state, sums, config)
             progress.add_step(totals)
             is_hopeless = state.skipped_in_a_row >= config.max_skipped_steps
@@ -181,6 +171,7 @@ def _passes(
     try:
         with two_threads(enabled=at_once) as second_thread:
             yield Passes(
+                config=config,
                 engine=state.engine,
                 module=state.module,
                 reference=state.reference,
@@ -216,7 +207,7 @@ def _optimizer_step(state: TrainState, sums: Tensor, config: PPOConfig) -> Token
 
 def _own_microbatches(
     rollout: Rollout, minibatch: Tensor, config: PPOConfig, engine: Engine
-) -> list[_Microbatch]:
+) -> list[Microbatch]:
     """Return this process's microbatches of a minibatch (sequences, over all processes).
 
     Sequences of similar length are dealt out to different processes, so that all do a similar
@@ -239,27 +230,9 @@ def _own_microbatches(
     )
     own = [positions[engine.rank :: engine.num_processes] for positions in batches]
     return [
-        _Microbatch(minibatch[positions], weights[positions], is_last=number == len(own))
+        Microbatch(minibatch[positions], weights[positions], is_last=number == len(own))
         for number, positions in enumerate(own, start=1)
     ]
-
-
-def _add_gradients(
-    passes: Passes, experience: Experience, microbatch: _Microbatch, config: PPOConfig
-) -> Tensor:
-    """Pass one microbatch forward and backward; return its sums (len(SUMS),).
-
-    An empty microbatch adds gradients of 0 from the first sequence of the batch: every process
-    must make the pass, and have a gradient of every parameter.
-    """
-    sequences, weights = microbatch.sequences, microbatch.token_weights
-    is_empty = len(sequences) == 0
-    if is_empty:
-        sequences, weights = sequences.new_zeros(1), weights.new_zeros(1)
-    objective = Objective(config, CountedTokens.of(experience, sequences, weights))
-    rows = experience.rollout.token_rows(sequences)
-    sums = passes.backward(rows, objective, is_last=microbatch.is_last)
-    return torch.zeros_like(sums) if is_empty else sums
 
 
 def _ratio_is_too_large(sums: TokenSums, config: PPOConfig) -> bool:

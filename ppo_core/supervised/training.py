@@ -19,6 +19,7 @@ from ppo_core.data.model_files import replaced_together, save_tokenizer
 from ppo_core.data.rows.reader import Rows, read_source
 from ppo_core.data.sources.source import source_of_rows
 from ppo_core.data.text_config import text_config
+from ppo_core.distributed.choose_engine import choose_engine
 from ppo_core.distributed.engine import Engine
 from ppo_core.distributed.saving import gather_weights, save_plain
 from ppo_core.errors import ConfigError
@@ -246,7 +247,9 @@ def connect_processes(config: SupervisedConfig, model: str | Path) -> Engine:
     if in_bf16 is None:
         width = getattr(text_config(load_config(model)), "hidden_size", 0)
         in_bf16 = is_fast_in_bf16(width, use_cpu=False)
-    return Engine(bf16=in_bf16, sharding=config.sharding, offload=config.offload, timeout=TIMEOUT)
+    return choose_engine(
+        bf16=in_bf16, sharding=config.sharding, offload=config.offload, timeout=TIMEOUT
+    )
 
 
 def _save(

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.row_settings import PromptFormat, parse_columns
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
+from ppo_core.data.prompt_set import make_run_prompts
 from ppo_core.data.prompts import context_length, encode_prompt
 from ppo_core.data.rows.describe import describe_first, describe_reading, require_columns_read
 from ppo_core.data.rows.fitting import fit_prompts
@@ -28,7 +29,8 @@ from ppo_core.models.reward_model import RewardModel
 from ppo_core.ppo.random_state import seed_global_generators
 from ppo_core.reporting.metrics_file import SELF_CHECK_FILE
 from ppo_core.supervised.pair_ranker import PairRanker, make_classifier
-from ppo_core.training.trainer import PPOTrainer
+from ppo_core.training.model_setup import join_processes, set_up_models
+from ppo_core.training.trainer import Trainer
 
 MANY_PROMPTS, HELD_OUT = 1000, 100
 """Of more than MANY_PROMPTS prompts, the last HELD_OUT are held out for showing samples."""
@@ -66,7 +68,7 @@ def train_ppo(config: PPOConfig, script: ScriptArguments, model: ModelArguments)
         # Also if an integration fails at the end, such as a tracking server that is down.
         if trainer.is_done:
             trainer.save_model(script.policy_dir)
-            if trainer.is_world_process_zero():
+            if trainer.engine.is_main:
                 record = json.dumps(trainer.self_check.as_record())
                 write_atomically(Path(config.output_dir) / SELF_CHECK_FILE, record)
 
@@ -79,25 +81,24 @@ def _make_trainer(
     tokenizer: PreTrainedTokenizerBase,
     train_rows: Dataset,
     eval_rows: Dataset | None,
-) -> PPOTrainer:
-    return PPOTrainer(
-        args=config,
-        processing_class=tokenizer,
-        model=load_start(start, model),
-        ref_model=None,
-        reward_model=load_reward(
-            config.reward_model_path,
-            start,
-            config.seed,
-            bias=script.reward_bias,
-            gain=script.reward_gain,
-            end_of_text=script.reward_end_of_text,
-            prompt_format="text" if tokenizer.chat_template is None else "auto",
-        ),
-        train_dataset=train_rows,
-        eval_dataset=eval_rows,
-        peft_config=get_peft_config(model),
+) -> Trainer:
+    policy = load_start(start, model)
+    reward = load_reward(
+        config.reward_model_path,
+        start,
+        config.seed,
+        bias=script.reward_bias,
+        gain=script.reward_gain,
+        end_of_text=script.reward_end_of_text,
+        prompt_format="text" if tokenizer.chat_template is None else "auto",
     )
+    adapter = get_peft_config(model)
+    config, engine = join_processes(config, policy)
+    models = set_up_models(
+        config, tokenizer, engine, policy=policy, reward=reward, peft_config=adapter
+    )
+    prompts = make_run_prompts(train_rows, eval_rows, tokenizer, models.policy.model, config)
+    return Trainer(config, models, prompts, engine=engine)
 
 
 def load_prompts(

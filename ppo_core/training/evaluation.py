@@ -11,7 +11,7 @@ from ppo_core.algorithm.kl import kl_per_token
 from ppo_core.data.prompt_set import PromptSet
 from ppo_core.data.prompts import Prompt, Tokens, encode_prompt, prompt_text, response_texts
 from ppo_core.data.types import Rollout
-from ppo_core.distributed.engine import Engine
+from ppo_core.distributed.choose_engine import choose_engine
 from ppo_core.errors import TrainingError
 from ppo_core.errors.out_of_memory import BatchSize
 from ppo_core.io.progress_bar import progress
@@ -120,7 +120,7 @@ def _sample_by_server(
     from ppo_core.rollout.vllm_sampler import VLLMSampler
 
     sampler = VLLMSampler(
-        server, policy, None, Engine(), prompts, response_length=uniforms.shape[1]
+        server, policy, None, choose_engine(), prompts, response_length=uniforms.shape[1]
     )
     version = sampler.synchronize()
     at_one = SamplingSettings(stop_token_id=settings.stop_token_id, temperature=1.0)

@@ -14,7 +14,6 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from ppo_core.checkpointing.lease import LEASE, LOCK
 from ppo_core.config.ppo_config import PPOConfig
-from ppo_core.config.script_config import TRL_MODEL
 from ppo_core.errors import ConfigError, TrainingError
 from ppo_core.io.atomic_files import explained_writes, write_atomically
 from ppo_core.reporting.escaping import as_markdown, printable
@@ -129,8 +128,8 @@ def _purpose(config: PPOConfig, base_model: str | None, dataset_name: str | None
         "[arXiv:1707.06347](https://arxiv.org/abs/1707.06347)) to write responses that a reward "
         "model scores higher. A KL term kept it near its initial model."
     )
-    # A script that passes its own reward model leaves TRL's default in the settings.
-    if config.reward_model_path not in (None, TRL_MODEL):
+    # A script that passes its own reward model leaves the default in the settings.
+    if config.reward_model_path not in (None, type(config).reward_model_path):
         text += f" The reward model: {as_markdown(without_folders(config.reward_model_path))}."
     if dataset_name:
         text += f" The prompts: {as_markdown(without_folders(dataset_name))}."

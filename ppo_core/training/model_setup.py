@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_core.checkpointing.fingerprint import Layout, fingerprint, layout
 from ppo_core.checkpointing.ppo_fingerprint import given_models
 from ppo_core.config.ppo_config import PPOConfig
+from ppo_core.distributed.choose_engine import choose_engine
 from ppo_core.distributed.engine import Engine
 from ppo_core.errors import ConfigError, ModelError
 from ppo_core.models.actor_critic import ActorCritic, Critic
@@ -33,7 +34,9 @@ from ppo_core.models.reference import make_reference
 from ppo_core.models.value_head import ModelWithValueHead
 from ppo_core.ppo.model_bundle import ModelBundle, reward_holders
 from ppo_core.ppo.optimizer import policy_parameters
-from ppo_core.ppo.reward_functions import RewardMix
+from ppo_core.ppo.reward_functions import RewardMix, make_rewards
+from ppo_core.ppo.schedule import batch_sizes
+from ppo_core.training.precision import trains_in_bf16
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -73,7 +76,7 @@ class ScriptModels:
 
 def make_engine(config: PPOConfig) -> Engine:
     """Join the processes of the run, with the precision and sharding of the settings."""
-    return Engine(
+    return choose_engine(
         bf16=bool(config.bf16),
         use_cpu=config.use_cpu,
         sharding=config.sharding,
@@ -82,6 +85,55 @@ def make_engine(config: PPOConfig) -> Engine:
         gather_for_generation=config.ds3_gather_for_generation,
         timeout=config.ddp_timeout,
     )
+
+
+def join_processes(config: PPOConfig, policy: nn.Module) -> tuple[PPOConfig, Engine]:
+    """Return the settings with precision and batch sizes filled in, and the engine of the run.
+
+    Raises:
+        ConfigError: the settings contradict each other, the launcher, or the number of processes.
+        TrainingError: the processes cannot be connected.
+    """
+    in_bf16 = trains_in_bf16(config.bf16, policy, use_cpu=config.use_cpu)
+    config = replace(config, bf16=in_bf16)
+    engine = make_engine(config)
+    sizes: dict[str, Any] = batch_sizes(config, engine.num_processes)
+    return replace(config, **sizes), engine
+
+
+def set_up_models(
+    config: PPOConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    engine: Engine,
+    *,
+    policy: nn.Module,
+    reference: nn.Module | None = None,
+    critic: nn.Module | None = None,
+    reward: Any,
+    peft_config: Any = None,
+) -> ModelBundle:
+    """Make the models of a run from loaded models and rewards, with their fingerprints.
+
+    For the models see `ScriptModels`, and for `reward` see `make_rewards`.
+
+    Raises:
+        ModelError: a model does not fit its role, one object has two roles, or the models differ
+            between the processes.
+        ConfigError: the settings and the models contradict each other.
+    """
+    rewards = make_rewards(
+        reward,
+        tokenizer,
+        batch_size=config.local_rollout_forward_batch_size,
+        weights=config.reward_weights,
+        equal_passes=engine.requires_equal_passes(),
+    )
+    given = ScriptModels(policy, reference, critic, rewards, peft_config)
+    share_random_scores([*(scorer.model for scorer in rewards.models()), critic], engine)
+    prints = given.fingerprints()
+    require_equal_models(prints, engine)
+    models = make_models(config, tokenizer, given, engine)
+    return replace(models, fingerprints=prints | trained_layouts(models))
 
 
 def make_models(

@@ -16,7 +16,7 @@ from ppo_core.errors import ModelError
 from ppo_core.ppo.scoring import response_logprobs
 from ppo_core.rollout.generate import sample_responses
 from ppo_core.rollout.sampler import SamplingSettings
-from ppo_core.training.trainer import PPOTrainer
+from ppo_core.trl.ppo_trainer import PPOTrainer
 from tests.architectures.zoo import small_model
 from tests.helpers.tiny import EOS, make_prompts, make_tokenizer
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.distributed.process import end_with_parent, write_stacks_on_request
-from ppo_core.training.trainer import PPOTrainer
+from ppo_core.trl.ppo_trainer import PPOTrainer
 from tests.helpers.tiny import make_policy, make_tokenizer
 
 calls = 0

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ppo_core.checkpointing import files
+from ppo_core.distributed.deepspeed_engine import DeepSpeedEngine
 from ppo_core.distributed.engine import Engine
 from ppo_core.distributed.interruption import Interruption
 from ppo_core.ppo.sampling import PolicySampler
@@ -76,7 +77,8 @@ def prepare(phase: str, notice: Path) -> None:
         case "save":
             files.sync_to_disk = before(taken.reach, files.sync_to_disk)
         case "update" | "SFT":
-            Engine.step = before(taken.reach, Engine.step)
+            for kind in (Engine, DeepSpeedEngine):
+                kind.step = before(taken.reach, kind.step)
 
 
 if __name__ == "__main__":

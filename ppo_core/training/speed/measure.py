@@ -18,6 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ppo_core.data.text_config import text_config
 from ppo_core.data.types import Rollout
+from ppo_core.distributed.choose_engine import choose_engine
 from ppo_core.distributed.engine import Engine
 from ppo_core.models.actor_critic import ActorCritic, Critic
 from ppo_core.models.loading import load_config, reading, text_class
@@ -54,7 +55,7 @@ def measure(job: SpeedJob, note: Callable[[int, int], None]) -> FoundSpeed:
         ConfigError: see `Engine`.
         ModelError: the policy's configuration cannot be read, or transformers has no such model.
     """
-    engine = Engine(bf16=job.autocast, use_cpu=job.use_cpu, sharding=job.sharding)
+    engine = choose_engine(bf16=job.autocast, use_cpu=job.use_cpu, sharding=job.sharding)
     works = (1 + len(job.depths) * (PASSES + _exchanges(engine))) * (1 + REPEATS)
     done = 0
 

@@ -7,8 +7,8 @@ from typing import Literal
 
 from ppo_core.config.checks import require, require_count
 from ppo_core.config.ppo_config import PPOConfig
-from ppo_core.config.unsupported_settings import refusing_unsupported
 from ppo_core.errors import ConfigError
+from ppo_core.trl.script_settings import refusing_unsupported
 
 KL_ESTIMATORS: dict[str, Literal["k1", "k2", "abs", "full"]] = {
     "kl": "k1",

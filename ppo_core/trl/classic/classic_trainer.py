@@ -3,6 +3,7 @@
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,9 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
-from ppo_core.config.unsupported_settings import own_copy
 from ppo_core.data.prompt_set import Collator
-from ppo_core.distributed.engine import Engine
+from ppo_core.distributed.choose_engine import choose_engine
 from ppo_core.errors import ConfigError, ModelError
 from ppo_core.models.reference import create_reference_model
 from ppo_core.models.value_head import ModelWithValueHead
@@ -30,6 +30,7 @@ from ppo_core.trl.classic.dataloader import shuffled_batches, without_unused_col
 from ppo_core.trl.classic.generation import Generation, generate_responses
 from ppo_core.trl.classic.step_inputs import Masks, check_vectors
 from ppo_core.trl.classic.step_stats import Stats, numbers, texts_table
+from ppo_core.trl.script_settings import protect_copy
 
 logger = logging.getLogger(__name__)
 
@@ -72,11 +73,11 @@ class ClassicPPOTrainer:
         """
         config = config or ClassicPPOConfig()
         _check_arguments(config, training_data_collator)
-        self.config = own_copy(config)
+        self.config = protect_copy(replace(config), config)
         self.model, self.tokenizer = _require_model(model, tokenizer)
         seed_global_generators(self.config.seed)
         self.model.eval()
-        self.engine = Engine()
+        self.engine = choose_engine()
         self._settings = self.config.update_settings()
         if ref_model is not None and num_shared_layers is not None:
             warnings.warn(

@@ -25,7 +25,7 @@ from pipeline.tracking.tracker import Tracker
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.errors import ModelError
 from ppo_core.models.reward_model import RewardModel
-from ppo_core.training.trainer import PPOTrainer
+from ppo_core.trl.ppo_trainer import PPOTrainer
 from tests.helpers.fault_proxy import Fault, fault_proxy
 from tests.helpers.mlflow_store import tracking_to
 from tests.helpers.paths import ROOT

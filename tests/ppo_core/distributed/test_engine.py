@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from ppo_core.distributed.deepspeed_engine import fill_settings
+from ppo_core.distributed.choose_engine import choose_engine
+from ppo_core.distributed.deepspeed_settings import fill_settings
 from ppo_core.distributed.engine import Engine
 from ppo_core.errors import ConfigError, TrainingError
 from tests.helpers.tiny import make_policy
@@ -110,7 +111,7 @@ def test_a_deepspeed_file_that_cannot_be_read_is_refused(tmp_path, content, mess
     if content is not None:
         path.write_text(content)
     with pytest.raises(ConfigError, match=message):
-        Engine(deepspeed=str(path))
+        choose_engine(deepspeed=str(path))
 
 
 def test_half_precision_of_the_launcher_is_refused(monkeypatch):

@@ -17,7 +17,7 @@ from ppo_core.checkpointing.files import read_newest
 from ppo_core.distributed.interruption import Interruption
 from ppo_core.errors import RunInterruptedError
 from ppo_core.models.policy import LanguageModel
-from ppo_core.training.trainer import PPOTrainer
+from ppo_core.trl.ppo_trainer import PPOTrainer
 from tests.ppo_core.training.test_trainer import CLOCKS, CONFIG, make_trainer
 
 # Everything that a run carries on: moments, an adapted coefficient, several steps an update.

@@ -15,9 +15,9 @@ from accelerate import Accelerator, PartialState
 
 FIRST
 
-from ppo_core.distributed.engine import Engine
+from ppo_core.distributed.choose_engine import choose_engine
 
-engine = Engine()
+engine = choose_engine()
 assert engine.num_processes == 2, engine.num_processes
 assert engine.sum(torch.tensor(1.0)).item() == 2
 assert PartialState().num_processes == 2
@@ -82,8 +82,8 @@ def test_accelerate_launch_starts_as_many_processes_as_were_asked_for(
 ):
     script = tmp_path / "script.py"
     script.write_text(
-        "from ppo_core.distributed.engine import Engine\n"
-        "engine = Engine()\n"
+        "from ppo_core.distributed.choose_engine import choose_engine\n"
+        "engine = choose_engine()\n"
         "print(engine.num_processes, engine.sharding)\n"
     )
     command = [sys.executable, "-m", "accelerate.commands.launch", *options, str(script)]

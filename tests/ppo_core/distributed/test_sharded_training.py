@@ -19,7 +19,7 @@ from ppo_core.models.reward_adapter import load_reward_adapter
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.ppo.reward_functions import score_tokens
 from ppo_core.ppo.scoring import critic_values, response_logprobs, score
-from ppo_core.training.trainer import PPOTrainer
+from ppo_core.trl.ppo_trainer import PPOTrainer
 from tests.helpers.recovery_job import weights_and_moments
 from tests.helpers.rollouts import make_rollout
 from tests.helpers.tiny import make_classifier, make_policy, make_tokenizer

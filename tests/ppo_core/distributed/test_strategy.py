@@ -15,7 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 
+from ppo_core.distributed.choose_engine import choose_engine
+from ppo_core.distributed.deepspeed_engine import DeepSpeedEngine
 from ppo_core.distributed.engine import Engine
+from ppo_core.distributed.fsdp_engine import FSDPEngine
 from ppo_core.distributed.strategy import choose_sharding
 from ppo_core.errors import ConfigError, RunInterruptedError
 from ppo_core.models import lm_head
@@ -146,8 +149,10 @@ def run_in_a_process(folder: str, settings: dict[str, Any], expected: str | None
     """Run one process of a job; the main process saves its results in the folder."""
     torch.set_num_threads(1)
     lm_head.LOGITS_PER_CHUNK = 3 * VOCABULARY  # several chunks, more in the first process
-    engine = Engine(**settings)
+    engine = choose_engine(**settings)
     assert engine.sharding == (expected or settings["sharding"])
+    kinds = {"fsdp2": FSDPEngine, "ddp": Engine, "none": Engine}
+    assert type(engine) is kinds.get(engine.sharding, DeepSpeedEngine)
     check_sums(engine)
     shard_wise = not settings.get("gather_for_generation", True)
     assert engine.requires_equal_passes() == (engine.shards_weights and shard_wise)
@@ -242,7 +247,7 @@ def one(request):
     """The results of one process."""
     kept = lm_head.LOGITS_PER_CHUNK
     lm_head.LOGITS_PER_CHUNK = 3 * VOCABULARY
-    run = Run(Engine())
+    run = Run(choose_engine())
     found = run, run.learn(), run.states(), run.say()
     lm_head.LOGITS_PER_CHUNK = kept
     return found
@@ -420,4 +425,4 @@ def test_a_deepspeed_file_of_another_stage_is_refused(tmp_path):
     with pytest.raises(
         ConfigError, match=r"sharding='zero3' contradicts '.*zero.json', where the ZeRO stage is 2"
     ):
-        Engine(sharding="zero3", deepspeed=str(path))
+        choose_engine(sharding="zero3", deepspeed=str(path))

@@ -10,7 +10,7 @@ from ppo_core.classic import (
 from ppo_core.classic import PPOConfig as ClassicConfig
 from ppo_core.classic import PPOTrainer as ClassicTrainer
 from ppo_core.config.ppo_config import PPOConfig
-from ppo_core.training.trainer import PPOTrainer
+from ppo_core.trl.ppo_trainer import PPOTrainer
 from tests.helpers.families import make_model
 from tests.helpers.tiny import make_policy, make_prompts, make_tokenizer
 

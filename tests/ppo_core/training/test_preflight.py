@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from ppo_core.config.ppo_config import PPOConfig
+from ppo_core import PPOConfig
 from ppo_core.errors import ConfigError, DataError, ModelError
 from ppo_core.models.reward_model import RewardModel
 from tests.helpers.tiny import CONFIGS, make_classifier, make_policy, make_tokenizer

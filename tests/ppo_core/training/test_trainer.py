@@ -2,17 +2,23 @@
 
 import dataclasses
 import json
+import traceback
 
 import pytest
 import torch
 from torch.testing import assert_close
 from transformers import TrainerCallback
 
-from ppo_core.config.ppo_config import PPOConfig
+from ppo_core import PPOConfig
+from ppo_core.config.ppo_config import PPOConfig as PlainConfig
+from ppo_core.data.prompt_set import make_run_prompts
 from ppo_core.errors import ConfigError, DataError, ModelError, TrainingError
 from ppo_core.models.loading import load_policy
 from ppo_core.models.reward_model import RewardModel
-from ppo_core.training.trainer import PPOTrainer
+from ppo_core.ppo import objective, update
+from ppo_core.training.model_setup import join_processes, set_up_models
+from ppo_core.training.trainer import Trainer
+from ppo_core.trl.ppo_trainer import PPOTrainer
 from tests.helpers.forked_python import run_python
 from tests.helpers.tiny import make_classifier, make_policy, make_tokenizer
 
@@ -82,6 +88,35 @@ class LogRecorder(TrainerCallback):
         self.logged.append(logs)
 
 
+@pytest.mark.parametrize("shared_critic", [False, True])
+def test_few_calls_lead_from_the_step_to_the_losses_which_are_computed_once(
+    shared_critic: bool, monkeypatch
+):
+    calls = {"policy_loss": [], "value_loss": []}
+
+    def noted(name: str):
+        own = getattr(objective, name)
+
+        def compute(*args, **settings):
+            # Calls of our functions, without those of torch between them.
+            frames = [frame for frame in traceback.extract_stack() if "/ppo_core/" in frame[0]]
+            ours = [frame.name for frame in frames if "/tests/" not in frame.filename]
+            calls[name].append(len(ours) - ours.index("step"))
+            return own(*args, **settings)
+
+        return compute
+
+    for name in calls:
+        monkeypatch.setattr(objective, name, noted(name))
+    # The calls of a second thread do not begin with the step.
+    monkeypatch.setattr(update, "may_run_both", lambda *args, **named: False)
+    changes = {"per_device_train_batch_size": 8, "shared_critic": shared_critic}
+    make_trainer(dataclasses.replace(CONFIG, **changes)).step()
+    assert max(calls["policy_loss"]) <= 7
+    # Two epochs of two minibatches, each of one microbatch.
+    assert [len(depths) for depths in calls.values()] == [4, 4]
+
+
 def test_every_metric_is_logged_after_every_update():
     recorder = LogRecorder()
     history = make_trainer(callbacks=[recorder]).train()
@@ -93,6 +128,25 @@ def test_every_metric_is_logged_after_every_update():
     assert [metrics["episode"] for metrics in history] == [16, 32]
     assert history[0]["lr"] == pytest.approx(1e-3)
     assert history[1]["lr"] == pytest.approx(0.5e-3)
+
+
+def test_the_trainer_of_scripts_only_translates():
+    def numbers(trainer: Trainer) -> list[dict[str, float]]:
+        history = trainer.train()
+        return [{k: v for k, v in each.items() if k not in CLOCKS} for each in history]
+
+    tokenizer, policy = make_tokenizer(), make_policy()
+    plain = PlainConfig(**dataclasses.asdict(CONFIG))
+    config, engine = join_processes(plain, policy)
+    reward = RewardModel(make_classifier(), tokenizer)
+    models = set_up_models(
+        config, tokenizer, engine, policy=policy, reference=make_policy(), reward=reward
+    )
+    prompts = make_run_prompts(PROMPTS, None, tokenizer, policy, config)
+    trainer = Trainer(config, models, prompts, engine=engine)
+    assert numbers(trainer) == numbers(make_trainer())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        trainer.config.kl_coef = 1.0
 
 
 def test_the_first_update_starts_at_the_reference():

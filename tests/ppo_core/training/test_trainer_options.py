@@ -8,7 +8,7 @@ import torch
 from torch.testing import assert_close
 from transformers import TrainerCallback
 
-from ppo_core.config.ppo_config import PPOConfig
+from ppo_core import PPOConfig
 from ppo_core.errors import ConfigError, DataError, TrainingError
 from ppo_core.models.kernels.decoder_families import fast_path
 from ppo_core.models.loading import load_policy

@@ -157,7 +157,7 @@ class Endless(torch.utils.data.Dataset):
 def test_a_data_set_of_torch_has_as_many_prompts_as_its_length():
     trainer = make_trainer(ONE_UPDATE, prompts=Endless())
     assert len(trainer.train_dataset) == 8
-    assert trainer._train_set.tokens == [[4, 5 + row] for row in range(8)]
+    assert trainer._prompts.training.tokens == [[4, 5 + row] for row in range(8)]
 
 
 class ReadsSizes(TrainerCallback):

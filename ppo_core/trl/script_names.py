@@ -23,9 +23,9 @@ from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.distributed.engine import Engine
 from ppo_core.errors import ConfigError
 from ppo_core.ppo.schedule import Schedule
-from ppo_core.ppo.update import TrainState
-from ppo_core.reporting.callbacks import CallbackOrType, Reporter
+from ppo_core.reporting.callbacks import CallbackOrType
 from ppo_core.reporting.metrics import Metrics
+from ppo_core.training.trainer import Trainer
 
 Parameters = ParamSpec("Parameters")
 
@@ -115,11 +115,9 @@ class PolicyAndValue(nn.Module):
             return getattr(self.policy, name)
 
 
-class ScriptNames:
-    """Attributes and methods of TRL's trainer, made from our trainer's."""
+class ScriptNames(Trainer):
+    """Our trainer with the attributes and methods of TRL's trainer."""
 
-    engine: Engine
-    processing_class: PreTrainedTokenizerBase
     model: PolicyAndValue
     """Policy and value model, as `model.policy` and `model.value_model`."""
 
@@ -132,8 +130,10 @@ class ScriptNames:
     train_dataset: Any
     eval_dataset: Any
 
-    _reporter: Reporter
-    _train_state: TrainState
+    @property
+    def args(self) -> PPOConfig:
+        """The settings, with precision and batch sizes filled in."""
+        return self.config
 
     @property
     def policy_model(self) -> nn.Module:
@@ -151,9 +151,9 @@ class ScriptNames:
         return self.model
 
     @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The same as `processing_class`."""
-        return self.processing_class
+    def processing_class(self) -> PreTrainedTokenizerBase:
+        """The policy's tokenizer."""
+        return self.tokenizer
 
     @property
     def optimizer(self) -> Optimizer:

@@ -6,7 +6,7 @@ from typing import Any
 
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.script_arguments import LoraArguments, ModelArguments
-from ppo_core.config.unsupported_settings import refusing_unsupported
+from ppo_core.trl.script_settings import refusing_unsupported
 
 TRL_MODEL = "EleutherAI/pythia-160m"
 """Model that scripts for TRL load as the policy and the reward model if none is named."""
@@ -18,6 +18,10 @@ class ScriptPPOConfig(PPOConfig):
     """`PPOConfig` with TRL's default models, which TRL's documented commands rely on.
 
     Only scripts read them: `python -m ppo_core` and the flow have no default models.
+
+    Raises:
+        ConfigError: a value is out of range, two values contradict each other, or a given setting
+            of TRL or `transformers.TrainingArguments` is not supported.
     """
 
     sft_model_path: str | None = TRL_MODEL

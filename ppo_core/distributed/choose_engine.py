@@ -1,0 +1,30 @@
+"""Choose the engine of a run."""
+
+from typing import Any
+
+from ppo_core.distributed.deepspeed_engine import DeepSpeedEngine
+from ppo_core.distributed.engine import Engine
+from ppo_core.distributed.fsdp_engine import FSDPEngine
+from ppo_core.distributed.strategy import Sharding, choose_sharding, uses_deepspeed
+
+
+def choose_engine(
+    *,
+    sharding: Sharding | None = None,
+    offload: bool = False,
+    deepspeed: str | None = None,
+    **options: Any,
+) -> Engine:
+    """Return the engine for a sharding; for the other options and the errors see `Engine`.
+
+    None takes the sharding of `accelerate launch`. Without `accelerate launch`, None means "ddp"
+    in several processes and "none" in one.
+
+    Raises:
+        ConfigError: the sharding, the other settings and the launcher contradict each other.
+    """
+    chosen = choose_sharding(sharding, deepspeed=deepspeed, offload=offload)
+    kind = FSDPEngine if chosen == "fsdp2" else Engine
+    if chosen is None or uses_deepspeed(chosen):
+        kind = DeepSpeedEngine
+    return kind(sharding=chosen, offload=offload, deepspeed=deepspeed, **options)
