@@ -56,9 +56,8 @@ def check_fields(config: object, kind: type | None = None) -> None:
     values = {name: getattr(config, name) for name in form.model_fields}
     for name, value in values.items():
         # pydantic would take a tensor for its number.
-        is_number = hasattr(value, "__float__")
-        holds = not is_number or isinstance(value, float) or _has_64_bits(value)
-        require(config, name, holds, "a plain number of at most 64 bits")
+        if hasattr(value, "__float__") and not (isinstance(value, float) or _has_64_bits(value)):
+            raise ConfigError(f"{name}={value!r:.80} must be a plain number of at most 64 bits.")
     try:
         form.model_validate(values)
     except ValidationError as error:
