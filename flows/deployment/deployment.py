@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from deployment.resources import StepResources
-from ppo_core.config.checks import require, require_finite
+from ppo_core.config.checks import check_fields, require
 from ppo_core.errors import ConfigError
+from ppo_core.io.validation import NotNegative
 
 TOPIC = re.compile(r"arn:aws[a-z-]*:sns:[a-z0-9-]+:\d{12}:[\w-]+")
 """Form of the ARN of a topic of SNS."""
@@ -46,15 +47,14 @@ class Alarms:
     topic: str = ""
     """ARN of a topic of SNS; empty for no messages."""
 
-    gpu_hours: float = 0.0
+    gpu_hours: NotNegative = 0.0
     """GPU hours of a run from which on it raises an alarm; 0 for any number."""
 
     def __post_init__(self) -> None:
         """Raise if the topic is none, or the budget is negative."""
-        require_finite(self)
+        check_fields(self)
         is_topic = not self.topic or TOPIC.fullmatch(self.topic) is not None
         require(self, "topic", is_topic, "an ARN, arn:aws:sns:REGION:ACCOUNT:NAME")
-        require(self, "gpu_hours", self.gpu_hours >= 0, "at least 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class Deployment:
     """Image of all steps without an image of their own. Name it by its digest, so that what was
     checked is what runs."""
 
-    timeout_hours: float = 168.0
+    timeout_hours: NotNegative = 168.0
     """Time limit of a run of a flow in hours, with the time in queues, after which the scheduler
     stops it; 0 for none. Without one, a job that never starts holds a run of Step Functions for a
     year, and every schedule finds its lease taken."""
@@ -106,8 +106,7 @@ class Deployment:
 
     def __post_init__(self) -> None:
         """Raise if a name is none, or too long, or a time limit out of range."""
-        require_finite(self)
-        require(self, "timeout_hours", self.timeout_hours >= 0, "at least 0")
+        check_fields(self)
         for name in ("project", "branch"):
             is_name = re.fullmatch(r"[a-z0-9_]*", getattr(self, name)) is not None
             require(self, name, is_name, "small letters, digits and underscores")

@@ -2,8 +2,12 @@
 
 import re
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from ppo_core.config.checks import require, require_finite
+from pydantic import Field
+
+from ppo_core.config.checks import check_fields, require
+from ppo_core.io.validation import Natural, NotNegative, Positive
 
 TAINT = re.compile(
     r"(?P<key>[\w./-]+)(=(?P<value>[\w.-]*))?:(?P<effect>NoSchedule|PreferNoSchedule|NoExecute)"
@@ -13,6 +17,8 @@ TAINT = re.compile(
 
 MAX_RETRIES = 4
 """Number of retries that Metaflow allows."""
+
+_Retries = Annotated[int, Field(ge=0, le=MAX_RETRIES, description=f"0 to {MAX_RETRIES}")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,22 +32,22 @@ class StepResources:
     image: str = ""
     """Image of the container, with its registry; empty for the image of the deployment."""
 
-    cpu: float = 1.0
+    cpu: Positive = 1.0
     """Number of CPU cores."""
 
-    memory_gib: float = 4.0
+    memory_gib: Positive = 4.0
     """Memory in GiB."""
 
-    gpu: int = 0
+    gpu: Natural = 0
     """Number of GPUs."""
 
     gpu_type: str = ""
     """Type of the GPUs, as NVIDIA's feature discovery labels nodes: NVIDIA-L4. Argo only."""
 
-    disk_gib: float = 0.0
+    disk_gib: NotNegative = 0.0
     """Disk of the container in GiB; 0 for Metaflow's default of 10. Argo only."""
 
-    shared_memory_gib: float = 0.0
+    shared_memory_gib: NotNegative = 0.0
     """Size of /dev/shm in GiB; 0 for the scheduler's default. Trainings with several processes
     need it."""
 
@@ -52,7 +58,7 @@ class StepResources:
     """Taints of nodes that the step tolerates, written as for `kubectl taint`: KEY:EFFECT or
     KEY=VALUE:EFFECT, such as nvidia.com/gpu:NoSchedule. Argo only."""
 
-    efa: int = 0
+    efa: Natural = 0
     """Number of EFA network devices, for trainings on several machines. Argo only."""
 
     role: str = ""
@@ -68,10 +74,10 @@ class StepResources:
     """Names of secrets whose entries become environment variables of the step: secrets of
     Kubernetes on Argo, names or ARNs of AWS Secrets Manager on Step Functions."""
 
-    timeout_minutes: int = 0
+    timeout_minutes: Natural = 0
     """Time limit of an attempt in minutes; 0 for Metaflow's default of 5 days."""
 
-    retries: int | None = None
+    retries: _Retries | None = None
     """Number of attempts after a failed one, at most 4; without it, the number that the flow has.
     Each attempt of a training continues from its last checkpoint."""
 
@@ -84,13 +90,7 @@ class StepResources:
 
     def __post_init__(self) -> None:
         """Raise if a value is out of range."""
-        require_finite(self)
-        for name in ("cpu", "memory_gib"):
-            require(self, name, getattr(self, name) > 0, "above 0")
-        for name in ("gpu", "efa", "disk_gib", "shared_memory_gib", "timeout_minutes"):
-            require(self, name, getattr(self, name) >= 0, "at least 0")
-        is_count = self.retries in (None, *range(MAX_RETRIES + 1))
-        require(self, "retries", is_count, f"0 to {MAX_RETRIES}")
+        check_fields(self)
         has_type = bool(self.gpu or not self.gpu_type)
         require(self, "gpu_type", has_type, "empty for a step without GPUs")
         are_taints = all(TAINT.fullmatch(one) for one in self.tolerations)

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -32,8 +33,8 @@ from ppo_core.checkpointing.folders import FOLDER_NAME, MANIFEST, finished_check
 from ppo_core.distributed.process_group import ProcessGroup
 from ppo_core.errors import TrainingError
 from ppo_core.io.atomic_files import sync_to_disk
-from ppo_core.io.json_form import Form, check_form, is_object
 from ppo_core.io.text_files import parse_json
+from ppo_core.io.validation import read_record
 
 JSON = Any
 """A value that json writes and reads back unchanged: no tuples, and only strings as keys."""
@@ -44,16 +45,18 @@ STATE = "trainer_state.json"
 SUPERSEDED = ".superseded"
 """Suffix of abandoned checkpoints: a run was resumed from a checkpoint of an earlier step."""
 
-MANIFEST_FORM = {"files": {STATE: is_object}}
-
-Forms = Mapping[str, Form]
-"""Form of each JSON file whose name matches a regular expression."""
+Forms = Mapping[str, Any]
+"""Type of the content of each JSON file whose name matches a regular expression."""
 
 ANY_FORM: Forms = {}
 
 ALONE = ProcessGroup()
 
 logger = logging.getLogger(__name__)
+
+
+class _Manifest(BaseModel):
+    files: dict[str, dict[str, Any]]
 
 
 def write_nothing(folder: Path) -> None:
@@ -371,9 +374,9 @@ def _find_damage(folder: Path, share: slice, forms: Forms) -> str | None:
     if not manifest.is_file():
         return f"'{folder}' has no {MANIFEST}, so it is not a checkpoint or was never finished"
     try:
-        content = parse_json(manifest.read_bytes())
-        check_form(content, MANIFEST_FORM)
-        files: dict[str, JSON] = content["files"]
+        files: dict[str, JSON] = read_record(parse_json(manifest.read_bytes()), _Manifest).files
+        if STATE not in files:
+            raise ValueError(f"files.{STATE} is missing")
         for name in sorted(files)[share]:
             path = folder / name
             if damage := _find_change(path, files[name]) or _find_other_form(path, forms):
@@ -400,7 +403,7 @@ def _find_other_form(path: Path, forms: Forms) -> str | None:
     for pattern, form in forms.items():
         if re.fullmatch(pattern, path.name):
             try:
-                check_form(parse_json(path.read_bytes()), form)
+                read_record(parse_json(path.read_bytes()), form)
             except ValueError as error:
                 return f"'{path}' is damaged: {error}"
     return None

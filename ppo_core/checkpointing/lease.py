@@ -16,24 +16,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from filelock import FileLock, Timeout
+from pydantic import BaseModel
 
 from ppo_core.errors import TrainingError
 from ppo_core.errors.control_characters import escape_controls
 from ppo_core.errors.wrong_clock import describe_future
 from ppo_core.io.atomic_files import write_atomically
-from ppo_core.io.json_form import check_form, is_count, is_text
 from ppo_core.io.text_files import parse_json
+from ppo_core.io.validation import Natural, read_record
 
 LEASE = "lease.json"
 """Name of the file that records the last claim to the folder."""
-
-LEASE_FORM = {
-    "token": is_count,
-    "host": is_text,
-    "pid": is_count,
-    "started": is_text,
-}
-"""Form of the file."""
 
 LOCK = ".lease.lock"
 
@@ -115,12 +108,18 @@ class Lease:
         write_atomically(self.folder / LEASE, json.dumps(entries))
 
 
+class _Claim(BaseModel):
+    token: Natural
+    host: str
+    pid: Natural
+    started: str
+
+
 def _read(folder: Path) -> Lease | None:
     path = folder / LEASE
     try:
-        entries = parse_json(path.read_bytes())
-        check_form(entries, LEASE_FORM)
-        return Lease(folder=folder, **{name: entries[name] for name in LEASE_FORM})
+        claim = read_record(parse_json(path.read_bytes()), _Claim)
+        return Lease(folder=folder, **dict(claim))
     except FileNotFoundError:
         return None
     except (ValueError, OSError) as error:

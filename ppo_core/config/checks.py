@@ -3,12 +3,14 @@
 import math
 from collections.abc import Collection, Mapping
 from functools import cache
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from ppo_core.errors import ConfigError
 from ppo_core.errors.redaction import describe_secret, names_secret
+from ppo_core.io.validation import adapter_of, describe_error, describe_fault
 
 NO_SECRETS = ("stop_token", "truncate_token", "eos_token", "pad_token")
 """Settings with the name of a secret whose values are none."""
@@ -38,25 +40,56 @@ def require(config: object, name: str, holds: bool, what: str) -> None:
         raise ConfigError(f"{name}={getattr(config, name)!r} must be {what}.")
 
 
-def require_count(config: object, name: str) -> None:
-    """Raise unless a setting is an integer of at least 1.
+def check_fields(config: object, kind: type | None = None) -> None:
+    """Raise unless numbers, flags and choices have the types of their fields, within the bounds.
+
+    Args:
+        config: the settings, a dataclass.
+        kind: the class whose fields are checked; None for the class of `config`.
 
     Raises:
-        ConfigError: the value is not an integer, or is below 1.
+        ConfigError: a value has another type or is out of range, a number is not finite, or an
+            integer has more than 64 bits.
     """
-    value = getattr(config, name)
-    require(config, name, isinstance(value, int) and value >= 1, "a whole number, at least 1")
+    kind = kind or type(config)
+    form = _form_of(kind)
+    values = {name: getattr(config, name) for name in form.model_fields}
+    for name, value in values.items():
+        # pydantic would take a tensor for its number.
+        if hasattr(value, "__float__") and not (isinstance(value, float) or _has_64_bits(value)):
+            raise ConfigError(f"{name}={value!r:.80} must be a plain number of at most 64 bits.")
+    try:
+        form.model_validate(values)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        name = str(wrong["loc"][0])
+        fault = describe_fault(wrong, get_type_hints(kind, include_extras=True)[name])
+        raise ConfigError(f"{name}={values[name]!r:.80} {fault}.") from None
+
+
+@cache
+def _form_of(kind: type) -> type[BaseModel]:
+    """Return the model of a dataclass's fields that hold a number, a flag or a choice."""
+    hints = get_type_hints(kind, include_extras=True)
+    fields: dict[str, Any] = {
+        name: hints[name] for name, hint in get_type_hints(kind).items() if _is_scalar(hint)
+    }
+    config = ConfigDict(strict=True, allow_inf_nan=False, protected_namespaces=())
+    return create_model(kind.__name__, __config__=config, **fields)
+
+
+def _is_scalar(hint: Any) -> bool:
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    plain = (int, float, bool, NoneType)
+    return all(one in plain or get_origin(one) is Literal for one in kinds)
 
 
 def require_kept_checkpoints(config: Any) -> None:
-    """Raise if `save_total_limit` of a configuration keeps fewer than two checkpoints.
+    """Raise if `save_total_limit` of a configuration keeps only one checkpoint.
 
     Raises:
-        ConfigError: it is not None and below 2.
+        ConfigError: it is 1.
     """
-    if config.save_total_limit is None:
-        return
-    require_count(config, "save_total_limit")
     if config.save_total_limit == 1:
         raise ConfigError(
             "save_total_limit=1 would keep only one checkpoint. If its files were damaged, the run "
@@ -77,41 +110,20 @@ def check_type(kind: Any, value: object, name: str) -> None:
             may contain.
     """
     try:
-        _adapter_of(kind).validate_python(value, strict=True)
+        adapter_of(kind).validate_python(value, strict=True)
     except ValidationError as error:
-        raise ConfigError(f"{name}={value!r:.80}: {error.errors()[0]['msg']}.") from error
+        raise ConfigError(f"{describe_error(error, name)}.") from None
     if isinstance(value, str) and "\0" in value:
         raise ConfigError(f"{name}={value!r:.80} has a null character. Remove it.")
 
 
-@cache
-def _adapter_of(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
-
-
-def require_finite(config: object) -> None:
-    """Raise if a number among the settings is infinite or NaN, or an integer of over 64 bits.
-
-    Raises:
-        ConfigError: there is such a number.
-    """
-    for name, value in vars(config).items():
-        if isinstance(value, int | float) and not is_finite(value):
-            raise ConfigError(f"{name}={value!r:.80} must be a finite number.")
-
-
-def require_seed(config: object) -> None:
-    """Raise unless numpy and torch accept the setting `seed`.
-
-    Raises:
-        ConfigError: the seed is negative or too large.
-    """
-    require(config, "seed", 0 <= config.seed < 2**32, "at least 0 and below 2**32")  # type: ignore[attr-defined]
-
-
 def is_finite(value: float) -> bool:
     """Return whether a float is finite, or an integer has at most 64 bits."""
-    return math.isfinite(value) if isinstance(value, float) else abs(value) < 2**63
+    return math.isfinite(value) if isinstance(value, float) else _has_64_bits(value)
+
+
+def _has_64_bits(value: object) -> bool:
+    return isinstance(value, int) and abs(value) < 2**63
 
 
 def refuse_secrets(

@@ -2,20 +2,23 @@
 
 import re
 from dataclasses import dataclass, fields
-from math import inf
-from types import NoneType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal
 
-from ppo_core.config.checks import (
-    is_finite,
-    require,
-    require_count,
-    require_kept_checkpoints,
-    require_seed,
-)
+from pydantic import Field
+
+from ppo_core.config.checks import check_fields, require, require_kept_checkpoints
 from ppo_core.config.run_config import RunConfig
 from ppo_core.errors import ConfigError
 from ppo_core.errors.packages import require_package
+from ppo_core.io.validation import (
+    Count,
+    Natural,
+    NotNegative,
+    Positive,
+    Share,
+    ShareAbove0,
+    ShareBelow1,
+)
 
 _NOT_OF_THE_RESULT = re.compile(
     "output_dir|exp_name|run_name|report_to|disable_tqdm|dataset_num_proc|num_sample_generations|"
@@ -43,48 +46,48 @@ class PPOConfig(RunConfig):
 
     # --- Length of the run and sizes of batches ---
 
-    total_episodes: int | None = None
+    total_episodes: Count | None = None
     """Responses sampled in the run, rounded up to a multiple of the batch size; with `max_steps`,
     the run has the smaller number of updates. None: the batch size times `max_steps`, or one
     response per prompt in each of `num_train_epochs` passes."""
 
-    batch_size: int | None = None
+    batch_size: Count | None = None
     """Responses sampled for one PPO update, over all processes; None:
     per_device_train_batch_size x gradient_accumulation_steps x processes, which `batch_size` must
     equal if gradient_accumulation_steps is above 1."""
 
-    num_ppo_epochs: int = 4
+    num_ppo_epochs: Count = 4
     """Optimization epochs over each batch of responses."""
 
-    num_mini_batches: int = 1
+    num_mini_batches: Count = 1
     """Minibatches per epoch, each one optimizer step; must divide the batch size."""
 
-    mini_batch_size: int | None = None
+    mini_batch_size: Count | None = None
     """Responses of one optimizer step over all processes, instead of `num_mini_batches`, as in TRL
     0.12 to 0.16; must divide the batch size."""
 
-    max_tokens_per_microbatch: int | None = None
+    max_tokens_per_microbatch: Count | None = None
     """Maximum tokens of prompts and responses, padding included, in one forward and backward pass
     of one process. Memory grows with this number. None: the tokens of the
     `per_device_train_batch_size` longest sequences. Pretraining texts ignore this limit."""
 
-    local_rollout_forward_batch_size: int = 64
+    local_rollout_forward_batch_size: Count = 64
     """Batch size per process for sampling and scoring. Memory grows with the batch size; results
     do not depend on it."""
 
     # --- Sampling ---
 
-    response_length: int = 53
+    response_length: Count = 53
     """Maximum tokens of a response, the stop token included."""
 
-    temperature: float = 0.7
+    temperature: Positive = 0.7
     """The policy is softmax(logits / temperature), both in sampling and in training."""
 
-    top_k: int = 0
+    top_k: Natural = 0
     """Sample only from the k likeliest tokens; 0 samples from all tokens. Importance weights in
     the loss correct for the truncation."""
 
-    top_p: float = 1.0
+    top_p: ShareAbove0 = 1.0
     """Sample only from the fewest likeliest tokens with this total probability
     (arXiv:1904.09751); 1 samples from all tokens. The loss is corrected as for `top_k`."""
 
@@ -100,23 +103,23 @@ class PPOConfig(RunConfig):
     before each rollout (docs/vllm.md). In the flow the server also samples the answers for the
     validation of the reward model and for the win rate."""
 
-    vllm_importance_sampling_cap: float = 2.0
+    vllm_importance_sampling_cap: Annotated[float, Field(ge=1)] = 2.0
     """Cap of a token's importance weight min(p_policy / p_server, cap). The weights correct the
     loss where server and policy give a token different probabilities."""
 
     # --- The reward of a response ---
 
-    missing_eos_penalty: float | None = None
+    missing_eos_penalty: NotNegative | None = None
     """Penalty subtracted from the score of a response without a stop token; None: no penalty."""
 
-    length_penalty: float = 0.0
+    length_penalty: NotNegative = 0.0
     """Penalty per response token, subtracted from the score."""
 
-    overlong_buffer: int = 0
+    overlong_buffer: Natural = 0
     """Number of final tokens of `response_length` over which a penalty grows linearly from 0 to
     `overlong_penalty` (arXiv:2503.14476, eq. 13); 0 disables the penalty."""
 
-    overlong_penalty: float = 1.0
+    overlong_penalty: NotNegative = 1.0
     """Penalty of a response of `response_length` tokens; used only if `overlong_buffer` > 0."""
 
     use_score_scaling: bool = False
@@ -128,12 +131,12 @@ class PPOConfig(RunConfig):
     reward_weights: list[float] | None = None
     """Weights of the reward functions, in the order of the functions; None: all weights are 1."""
 
-    score_clip: float | None = None
+    score_clip: Positive | None = None
     """Clip scores to [-score_clip, score_clip] after scaling; None: no clipping."""
 
     # --- The divergence from the reference ---
 
-    kl_coef: float = 0.05
+    kl_coef: NotNegative = 0.05
     """Weight of the KL divergence from the reference at each token; with `kl_target`, the initial
     weight."""
 
@@ -146,14 +149,14 @@ class PPOConfig(RunConfig):
     because in the loss the expected gradient of k1 is 0, and k3 has the gradient of
     KL(reference || policy) (`ppo_core.algorithm.kl`)."""
 
-    kl_target: float | None = None
+    kl_target: Positive | None = None
     """Adapt kl_coef to keep the KL divergence near this target, in nats per response
     (arXiv:1909.08593, section 2.2); None keeps kl_coef fixed."""
 
-    kl_horizon: int = 10_000
+    kl_horizon: Count = 10_000
     """Episodes over which an adaptive kl_coef changes by at most about 20%."""
 
-    reference_refresh_updates: int = 0
+    reference_refresh_updates: Natural = 0
     """Number of updates after which the policy is copied into the reference; 0: never."""
 
     # --- Advantages ---
@@ -164,25 +167,25 @@ class PPOConfig(RunConfig):
     whiten_advantages: bool = True
     """Standardize advantages over the batch to mean 0 and standard deviation 1."""
 
-    gamma: float = 1.0
+    gamma: Share = 1.0
     """Discount factor per token."""
 
-    lam: float = 0.95
+    lam: Share = 0.95
     """Lambda of generalized advantage estimation (arXiv:1506.02438)."""
 
-    lam_critic: float | None = None
+    lam_critic: Share | None = None
     """Lambda for the critic's targets (decoupled GAE, arXiv:2503.01491); None: `lam`."""
 
     # --- The losses ---
 
-    cliprange: float = 0.2
+    cliprange: NotNegative = 0.2
     """Clip the probability ratio to [1 - cliprange, 1 + cliprange] (arXiv:1707.06347, eq. 7)."""
 
-    cliprange_high: float | None = None
+    cliprange_high: Positive | None = None
     """Clip the ratio from above at 1 + cliprange_high (clip-higher, arXiv:2503.14476); None:
     `cliprange`."""
 
-    dual_clip: float | None = None
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
     """Bound the loss of a token with negative advantage by dual_clip x |advantage|
     (arXiv:1912.09729, eq. 5). Must be above 1; None: no bound."""
 
@@ -191,38 +194,38 @@ class PPOConfig(RunConfig):
     `sequence` the mean of the responses' means, and `fixed_length` the sum divided by
     responses x response_length (arXiv:2503.20783)."""
 
-    vf_coef: float = 0.1
+    vf_coef: NotNegative = 0.1
     """Weight of the value loss, relative to the policy loss."""
 
-    cliprange_value: float = 0.2
+    cliprange_value: NotNegative = 0.2
     """Maximum distance of the critic's new values from those at sampling time, by clipping."""
 
-    critic_learning_rate: float | None = None
+    critic_learning_rate: Positive | None = None
     """Peak learning rate of the critic; None: `learning_rate`."""
 
-    critic_warmup_updates: int = 0
+    critic_warmup_updates: Natural = 0
     """Number of initial updates that train only the critic."""
 
     shared_critic: bool = False
     """Use a value head on the policy's backbone as the critic."""
 
-    ptx_coef: float = 0.0
+    ptx_coef: NotNegative = 0.0
     """Weight of the language-modeling loss on pretraining texts (PPO-ptx, arXiv:2203.02155)."""
 
-    ema_decay: float | None = None
+    ema_decay: ShareBelow1 | None = None
     """Decay per update of an exponential moving average of the policy's weights. The average is
     then evaluated and saved instead of the trained weights. None: no average."""
 
     # --- When to stop, and when to warn ---
 
-    target_kl: float | None = None
+    target_kl: Positive | None = None
     """End the update of a batch once the KL divergence from the policy at sampling time exceeds
     1.5 x this value, in nats per token over all processes; None: never."""
 
-    ratio_threshold: float | None = None
+    ratio_threshold: Positive | None = None
     """Skip optimizer steps whose mean probability ratio exceeds this value; None: never."""
 
-    max_skipped_steps: int = 3
+    max_skipped_steps: Count = 3
     """The run fails after this many consecutive optimizer steps were skipped, for a non-finite
     score, loss or gradient or by `ratio_threshold`."""
 
@@ -232,7 +235,7 @@ class PPOConfig(RunConfig):
     warn_kl_note: str = ""
     """Text at the end of the warning of `warn_kl`, such as what a larger divergence leads to."""
 
-    warn_ratio: float = 2.0
+    warn_ratio: Positive = 2.0
     """Warn when the mean probability ratio of an update exceeds warn_ratio, or is below
     1 / (5 x warn_ratio)."""
 
@@ -243,7 +246,7 @@ class PPOConfig(RunConfig):
     warn_explained_variance: float = -0.5
     """Warn when the critic's explained variance of the returns falls below this value."""
 
-    warn_length_growth: float = 2.0
+    warn_length_growth: Positive = 2.0
     """Warn when the mean response length exceeds this multiple of that in the first update."""
 
     warn_repetition: float = 0.5
@@ -251,7 +254,7 @@ class PPOConfig(RunConfig):
 
     # --- Sample tables, and names of models and adapters ---
 
-    num_sample_generations: int = 10
+    num_sample_generations: Natural = 10
     """Number of times per run that responses to the evaluation prompts are printed as a table."""
 
     sft_model_path: str | None = None
@@ -274,9 +277,7 @@ class PPOConfig(RunConfig):
 
     def __post_init__(self) -> None:
         """Check the values before anything is loaded."""
-        _check_types(self)
         _check_ranges(self)
-        _check_choices(self)
         _check_combinations(self)
 
     def settings_of_result(self) -> dict[str, Any]:
@@ -290,94 +291,11 @@ class PPOConfig(RunConfig):
         }
 
 
-def _check_types(config: PPOConfig) -> None:
-    """Raise if a numeric setting is not a finite number, or a boolean setting not a bool."""
-    for name, hint in get_type_hints(PPOConfig).items():
-        kinds = set(get_args(hint) or (hint,))
-        value = getattr(config, name)
-        if value is None and NoneType in kinds:
-            continue
-        if kinds & {int, float} and not kinds & {str}:
-            wanted = (int, float) if float in kinds else int
-            is_number = isinstance(value, wanted) and not isinstance(value, bool)
-            unbounded = name == "max_grad_norm"
-            holds = is_number and (is_finite(value) or (unbounded and value == inf))
-            require(config, name, holds, "a number" if float in kinds else "a whole number")
-        elif kinds - {NoneType} == {bool}:
-            require(config, name, isinstance(value, bool), "True or False")
-
-
 def _check_ranges(config: PPOConfig) -> None:
-    require_seed(config)
-    for name in (
-        "num_ppo_epochs num_mini_batches per_device_train_batch_size per_device_eval_batch_size "
-        "gradient_accumulation_steps local_rollout_forward_batch_size response_length kl_horizon "
-        "max_skipped_steps ddp_timeout"
-    ).split():
-        require_count(config, name)
-    for name in (
-        "total_episodes batch_size mini_batch_size max_tokens_per_microbatch dataset_num_proc"
-    ).split():
-        if getattr(config, name) is not None:
-            require_count(config, name)
+    check_fields(config, PPOConfig)
     if config.max_steps != -1:
-        require_count(config, "max_steps")
+        require(config, "max_steps", config.max_steps >= 1, "a whole number, at least 1")
     require_kept_checkpoints(config)
-    for name in (
-        "top_k overlong_buffer critic_warmup_updates reference_refresh_updates "
-        "num_sample_generations"
-    ).split():
-        value = getattr(config, name)
-        require(config, name, isinstance(value, int) and value >= 0, "a whole number, at least 0")
-    for name in ("logging_steps", "eval_steps", "save_steps", "warmup_steps"):
-        value = getattr(config, name) or 0
-        whole = 0 <= value < 1 or value == int(value)
-        require(config, name, whole, "a whole number, or a fraction of the run below 1")
-    for name in (
-        "temperature adam_epsilon max_grad_norm num_train_epochs logging_steps "
-        "save_steps warn_ratio warn_length_growth vllm_server_timeout"
-    ).split():
-        require(config, name, getattr(config, name) > 0, "above 0")
-    for name in (
-        "score_clip",
-        "kl_target",
-        "critic_learning_rate",
-        "target_kl",
-        "ratio_threshold",
-        "cliprange_high",
-        "eval_steps",
-    ):
-        value = getattr(config, name)
-        require(config, name, value is None or value > 0, "above 0")
-    for name in (
-        "learning_rate length_penalty overlong_penalty kl_coef cliprange cliprange_value vf_coef "
-        "weight_decay ptx_coef"
-    ).split():
-        require(config, name, getattr(config, name) >= 0, "at least 0")
-    require(config, "missing_eos_penalty", (config.missing_eos_penalty or 0) >= 0, "at least 0")
-    for name in ("gamma", "lam", "warmup_ratio"):
-        require(config, name, 0 <= getattr(config, name) <= 1, "between 0 and 1")
-    require(config, "lam_critic", 0 <= (config.lam_critic or 0) <= 1, "between 0 and 1")
-    require(config, "top_p", 0 < config.top_p <= 1, "above 0 and at most 1")
-    for name in ("adam_beta1", "adam_beta2"):
-        require(config, name, 0 <= getattr(config, name) < 1, "at least 0 and below 1")
-    require(config, "ema_decay", 0 <= (config.ema_decay or 0) < 1, "at least 0 and below 1")
-    require(config, "dual_clip", config.dual_clip is None or config.dual_clip > 1, "above 1")
-    cap = config.vllm_importance_sampling_cap
-    require(config, "vllm_importance_sampling_cap", cap >= 1, "at least 1")
-
-
-def _check_choices(config: PPOConfig) -> None:
-    hints = get_type_hints(PPOConfig)
-    for name, hint in hints.items():
-        choices = [choice for kind in (hint, *get_args(hint)) for choice in _literals(kind)]
-        value = getattr(config, name)
-        if choices and not (value is None and NoneType in get_args(hint)):
-            require(config, name, value in choices, f"one of {', '.join(choices)}")
-
-
-def _literals(kind: object) -> tuple[str, ...]:
-    return get_args(kind) if get_origin(kind) is Literal else ()
 
 
 def _check_combinations(config: PPOConfig) -> None:

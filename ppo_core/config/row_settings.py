@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias
 
-from ppo_core.config.checks import require
 from ppo_core.errors import ConfigError
 
 PromptFormat: TypeAlias = Literal["auto", "chat", "text"]
@@ -34,16 +33,6 @@ FIELDS = (
     *RANKING_FIELDS,
     *LABEL_FIELDS,
 )
-
-
-def require_max_left_out(config: object) -> None:
-    """Raise unless the setting `max_left_out` is a fraction of the rows.
-
-    Raises:
-        ConfigError: it is below 0, or leaves no row.
-    """
-    holds = 0 <= config.max_left_out < 1  # type: ignore[attr-defined]
-    require(config, "max_left_out", holds, "at least 0 and below 1")
 
 
 def parse_columns(pairs: Sequence[str] | None) -> dict[str, str]:

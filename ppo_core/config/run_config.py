@@ -3,6 +3,18 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from ppo_core.io.validation import (
+    Count,
+    Interval,
+    NotNegative,
+    Positive,
+    PositiveOrInf,
+    Seed,
+    Share,
+    ShareBelow1,
+    Steps,
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
@@ -22,26 +34,26 @@ class RunConfig:
     run_name: str | None = None
     """Name of the run in the metric integrations of `report_to`; None: `exp_name`."""
 
-    seed: int = 1
+    seed: Seed = 1
     """Random seed of prompt order, sampling and minibatch order."""
 
-    per_device_train_batch_size: int = 8
+    per_device_train_batch_size: Count = 8
     """Responses of maximum length in one forward and backward pass of one process; batches of
     shorter responses are larger. Memory grows with this number."""
 
-    per_device_eval_batch_size: int = 8
+    per_device_eval_batch_size: Count = 8
     """Evaluation prompts answered in one batch per process."""
 
-    gradient_accumulation_steps: int = 1
+    gradient_accumulation_steps: Count = 1
     """Factor in the default of `batch_size`."""
 
-    num_train_epochs: float = 3.0
+    num_train_epochs: Positive = 3.0
     """Passes over the prompts; used if neither `total_episodes` nor `max_steps` is set."""
 
     max_steps: int = -1
     """Maximum of PPO updates, instead of `num_train_epochs`; -1: no such limit."""
 
-    learning_rate: float = 3e-6
+    learning_rate: NotNegative = 3e-6
     """Peak learning rate of the policy, and of the critic unless `critic_learning_rate` is set."""
 
     lr_scheduler_type: Literal[
@@ -55,26 +67,26 @@ class RunConfig:
     ] = "linear"
     """Schedule of the learning rate over the optimizer steps of the run."""
 
-    warmup_steps: float = 0
+    warmup_steps: Steps = 0
     """Optimizer steps over which the learning rate rises from 0; values below 1 are a fraction of
     the run."""
 
-    warmup_ratio: float = 0.0
+    warmup_ratio: Share = 0.0
     """Warm-up as a fraction of the run's optimizer steps; excludes `warmup_steps`."""
 
-    weight_decay: float = 0.0
+    weight_decay: NotNegative = 0.0
     """AdamW's weight decay; not applied to norms and biases."""
 
-    adam_beta1: float = 0.9
+    adam_beta1: ShareBelow1 = 0.9
     """AdamW's decay rate of the first moment of the gradient."""
 
-    adam_beta2: float = 0.999
+    adam_beta2: ShareBelow1 = 0.999
     """AdamW's decay rate of the second moment of the gradient."""
 
-    adam_epsilon: float = 1e-5
+    adam_epsilon: Positive = 1e-5
     """AdamW's epsilon."""
 
-    max_grad_norm: float = 1.0
+    max_grad_norm: PositiveOrInf = 1.0
     """Maximum norm of the joint gradient of policy and critic; larger gradients are clipped."""
 
     bf16: bool | None = None
@@ -98,7 +110,7 @@ class RunConfig:
     """Keep sharded optimizer states, and with zero3 or fsdp2 also sharded weights, in CPU
     memory."""
 
-    ddp_timeout: int = 1800
+    ddp_timeout: Count = 1800
     """Seconds that a process waits for the other processes before the run fails."""
 
     deepspeed: str | None = None
@@ -113,10 +125,10 @@ class RunConfig:
     """Folder from which the vLLM server reads the policy's weights, at an identical path on both
     machines; on a single machine /dev/shm is fastest. Needs space for one copy of the policy."""
 
-    vllm_server_timeout: float = 240.0
+    vllm_server_timeout: Positive = 240.0
     """Seconds to wait for a reply of the vLLM server, or for the server to become reachable."""
 
-    dataset_num_proc: int | None = None
+    dataset_num_proc: Count | None = None
     """Number of processes that tokenize the prompts; None: only the main process."""
 
     disable_tqdm: bool = False
@@ -126,24 +138,24 @@ class RunConfig:
     """Metric integrations of transformers: none, all, or a list such as mlflow, wandb,
     tensorboard."""
 
-    logging_steps: float = 1
+    logging_steps: Interval = 1
     """Updates between two logs; values below 1 are a fraction of the run."""
 
     eval_strategy: Literal["no", "steps"] = "no"
     """`steps` answers and scores the evaluation prompts every `eval_steps` updates; `no` never
     evaluates."""
 
-    eval_steps: float | None = None
+    eval_steps: Interval | None = None
     """Updates between two evaluations; values below 1 are a fraction of the run; None:
     `logging_steps`."""
 
     save_strategy: Literal["no", "steps"] = "steps"
     """`steps` writes a checkpoint every `save_steps` updates and at the end; `no` writes none."""
 
-    save_steps: float = 500
+    save_steps: Interval = 500
     """Updates between two checkpoints; values below 1 are a fraction of the run."""
 
-    save_total_limit: int | None = None
+    save_total_limit: Count | None = None
     """Maximum number of checkpoints, at least 2; the oldest is deleted first. None keeps all."""
 
     async_save: bool = False

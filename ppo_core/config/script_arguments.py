@@ -3,13 +3,14 @@
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from ppo_core.config.checks import check_fields
 from ppo_core.config.row_settings import (
     MAX_LEFT_OUT,
     Overlong,
     PromptFormat,
-    require_max_left_out,
 )
 from ppo_core.errors import ConfigError
+from ppo_core.io.validation import ShareBelow1
 
 ALL_LINEAR = "all-linear"
 """Name that selects every linear layer but the output head for adapters."""
@@ -51,7 +52,7 @@ class ScriptArguments(DatasetArguments):
     """What happens to a prompt that leaves no room for a response: `error`, `drop` (see
     `max_left_out`), or `truncate`, which removes its start."""
 
-    max_left_out: float = MAX_LEFT_OUT
+    max_left_out: ShareBelow1 = MAX_LEFT_OUT
     """Maximum fraction of the rows of a data set that may be left out, because they cannot be used
     or are too long; above it, the command stops. 0 allows none."""
 
@@ -79,7 +80,7 @@ class ScriptArguments(DatasetArguments):
 
     def __post_init__(self) -> None:
         """Check the values before anything is loaded."""
-        require_max_left_out(self)
+        check_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True)

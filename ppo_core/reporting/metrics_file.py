@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from ppo_core.io.atomic_files import explained_writes, write_atomically
-from ppo_core.io.json_form import check_form, is_count, is_number, object_of
 from ppo_core.io.text_files import parse_json
+from ppo_core.io.validation import Count, read_record
 
 METRICS_FILE = "metrics.jsonl"
 """Name of the file in `output_dir`."""
@@ -88,6 +90,11 @@ class MetricsFile:
             os.fsync(file.fileno())
 
 
+class _Line(BaseModel, extra="allow"):
+    __pydantic_extra__: dict[str, float]
+    update: Count
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the complete lines of a metrics file as dicts, or [] if there is no file.
 
@@ -101,12 +108,10 @@ def read_line(line: bytes) -> dict[str, Any] | None:
     """Return the number and the metrics of an update; None if the line is damaged or incomplete."""
     try:
         values = parse_json(line)
-        check_form(values, {UPDATE: is_count})
-        check_form(values, object_of(is_number))
+        read_record(values, _Line)
     except ValueError:
         return None
-    is_complete = values[UPDATE] > 0 and len(values) > 1 and line.endswith(b"\n")
-    return values if is_complete else None
+    return values if len(values) > 1 and line.endswith(b"\n") else None
 
 
 def _complete_lines(content: bytes) -> list[dict[str, Any]]:

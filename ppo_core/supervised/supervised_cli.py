@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppo_core.config.argument_parser import DocumentedParser
+from ppo_core.config.checks import check_fields
 from ppo_core.config.row_settings import (
     MAX_LEFT_OUT,
     Overlong,
     PromptFormat,
     parse_columns,
-    require_max_left_out,
 )
 from ppo_core.config.script_arguments import LoraArguments
 from ppo_core.config.trl_names import SUPERVISED_ALIASES, supervised_instead
@@ -23,6 +23,7 @@ from ppo_core.distributed.process import is_main_process, large_imports, reporte
 from ppo_core.distributed.strategy import SHARD_WEIGHTS
 from ppo_core.errors import ConfigError, PPOError, RunInterruptedError
 from ppo_core.io.atomic_files import explained_full_disk
+from ppo_core.io.validation import ShareBelow1
 from ppo_core.models.kernels.cpu_memory import keep_few_compiled_matmuls, prepare_cpu_process
 from ppo_core.supervised.job import run_job
 from ppo_core.supervised.supervised_config import SupervisedConfig
@@ -58,7 +59,7 @@ class SupervisedArguments:
     """What happens to a row with more than max_length tokens: `error`, `drop` (see
     `max_left_out`), or `truncate`, which removes the start of the prompt."""
 
-    max_left_out: float = MAX_LEFT_OUT
+    max_left_out: ShareBelow1 = MAX_LEFT_OUT
     """Maximum fraction of the rows of a data set that may be left out, because they cannot be used
     or are too long; above it, the command stops. 0 allows none."""
 
@@ -78,7 +79,7 @@ class SupervisedArguments:
 
     def __post_init__(self) -> None:
         """Check the values before anything is loaded."""
-        require_max_left_out(self)
+        check_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,13 +3,8 @@
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from ppo_core.config.checks import (
-    require,
-    require_count,
-    require_finite,
-    require_kept_checkpoints,
-    require_seed,
-)
+from ppo_core.config.checks import check_fields, is_finite, require, require_kept_checkpoints
+from ppo_core.io.validation import Count, NotNegative, Seed, ShareBelow1, Steps
 
 _NOT_OF_THE_RESULT = (
     "sharding",
@@ -43,26 +38,26 @@ class SupervisedConfig:
     the size of the model, see `ppo_core.config.sized_defaults`. `auto`, for a reward model only:
     the best of three rates around that one, tried on 5 % of the pairs."""
 
-    num_epochs: int = 1
+    num_epochs: Count = 1
     """Number of passes over the data."""
 
-    batch_size: int = 32
+    batch_size: Count = 32
     """Maximum number of examples or pairs in one forward and backward pass on one device."""
 
-    gradient_accumulation_steps: int = 1
+    gradient_accumulation_steps: Count = 1
     """Number of batches in one optimizer step, which has batch_size * gradient_accumulation_steps
     examples or pairs in all. Several processes share them."""
 
-    max_length: int = 512
+    max_length: Count = 512
     """Maximum number of tokens of prompt plus response."""
 
-    warmup_ratio: float = 0.03
+    warmup_ratio: ShareBelow1 = 0.03
     """Fraction of the optimizer steps in which the learning rate rises linearly from 0."""
 
-    weight_decay: float = 0.0
+    weight_decay: NotNegative = 0.0
     """Weight decay coefficient of AdamW; norms and biases have no weight decay."""
 
-    seed: int = 1
+    seed: Seed = 1
     """Seed of the order of the examples and of the reward head's initial weights."""
 
     end_of_text: bool = True
@@ -71,7 +66,7 @@ class SupervisedConfig:
     completion_only_loss: bool = True
     """Count only completions and assistant turns in the SFT loss; False also counts prompts."""
 
-    centre_rewards_coefficient: float = 0.0
+    centre_rewards_coefficient: NotNegative = 0.0
     """Weight of an additional loss, the squared sum of the two scores of a pair. The loss pulls
     the mean score of a reward model towards 0 (arXiv:2312.09244)."""
 
@@ -91,28 +86,20 @@ class SupervisedConfig:
     offload: bool = False
     """Keep optimizer states, and weights under zero3 and fsdp2, in the memory of the CPU."""
 
-    save_steps: float = 0.0
+    save_steps: Steps = 0.0
     """Number of optimizer steps between two checkpoints in output_dir; below 1 a fraction of all
     steps; 0 writes no checkpoint."""
 
-    save_total_limit: int | None = 2
+    save_total_limit: Count | None = 2
     """Number of newest checkpoints to keep; None keeps all."""
 
     def __post_init__(self) -> None:
         """Raise ConfigError if a value is out of range."""
-        require_finite(self)
-        require_seed(self)
-        for name in ("num_epochs", "batch_size", "gradient_accumulation_steps", "max_length"):
-            require_count(self, name)
+        check_fields(self)
         rate = self.learning_rate
-        is_rate = isinstance(rate, int | float) and not isinstance(rate, bool) and rate > 0
-        require(self, "learning_rate", rate in (None, "auto") or is_rate, "above 0, or auto")
-        for name in ("weight_decay", "centre_rewards_coefficient", "save_steps"):
-            require(self, name, getattr(self, name) >= 0, "at least 0")
-        fits = self.save_steps < 1 or float(self.save_steps).is_integer()
-        require(self, "save_steps", fits, "a whole number, or a fraction below 1")
+        is_rate = not isinstance(rate, str | bool | None) and is_finite(rate) and rate > 0
+        require(self, "learning_rate", is_rate or rate in (None, "auto"), "above 0, or auto")
         require_kept_checkpoints(self)
-        require(self, "warmup_ratio", 0 <= self.warmup_ratio < 1, "at least 0 and below 1")
 
     @property
     def rows_per_step(self) -> int:

@@ -205,6 +205,7 @@ OTHER_FORMS: dict[str, tuple[str, Any]] = {
     "parameter groups an object": (STATE, put("optimizer", "groups", value={})),
     "learning rate a text": (STATE, put("optimizer", "groups", 0, "lr", value="1e-3")),
     "learning rate NaN": (STATE, put("optimizer", "groups", 0, "lr", value=NAN)),
+    "learning rate of 400 digits": (STATE, put("optimizer", "groups", 0, "lr", value=10**400)),
     "betas infinite": (STATE, put("optimizer", "groups", 0, "betas", value=[0.9, float("inf")])),
     "kept a list": (STATE, put("kept", value=["exp_avg"])),
     "schedule a list": (STATE, put("scheduler", value=[3])),

@@ -9,15 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from pydantic import BaseModel
 
 from ppo_core.io.atomic_files import explained_writes, write_atomically
-from ppo_core.io.json_form import (
-    check_form,
-    is_count,
-    is_finite_number,
-    is_text,
-)
 from ppo_core.io.text_files import parse_json
+from ppo_core.io.validation import Finite, Natural, read_record
 
 FROZEN_LOOKS = 20
 """Number of consecutive checks, one per second, after which a stopped process counts as frozen."""
@@ -86,6 +82,12 @@ def take_over(record: Path) -> None:
         write_atomically(record, json.dumps(identity_of(psutil.Process())))
 
 
+class _Identity(BaseModel):
+    host: str
+    pid: Natural
+    started: Finite
+
+
 def identity_of(process: psutil.Process) -> dict[str, Any]:
     """Return host, id and start time of a process on this machine, for `find_process`."""
     return {
@@ -101,8 +103,7 @@ def is_local(identity: Any) -> bool:
     Raises:
         ValueError: the value is not what `identity_of` returned.
     """
-    check_form(identity, {"host": is_text, "pid": is_count, "started": is_finite_number})
-    return bool(identity["host"] == socket.gethostname())
+    return read_record(identity, _Identity).host == socket.gethostname()
 
 
 def find_process(identity: Any) -> psutil.Process | None:

@@ -4,12 +4,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from typing import Literal, get_type_hints
+from typing import Literal
 
 from pipeline.tracking.limits import MAX_PARAM_CHARACTERS, MAX_TAG_CHARACTERS
-from ppo_core.config.checks import check_type
 from ppo_core.errors import ConfigError, ModelError
 from ppo_core.io.text_files import parse_strict_json
+from ppo_core.io.validation import read_record
 from ppo_core.reporting import escaping
 
 Action = Literal["promoted", "refused", "rolled back", "found"]
@@ -79,13 +79,10 @@ def decode(number: int, line: str) -> Decision:
         ModelError: `encode` did not write the line.
     """
     try:
-        fields = parse_strict_json(line)
-        decision = Decision(**{**fields, "reasons": tuple(fields["reasons"])})
-        for name, kind in get_type_hints(Decision).items():
-            check_type(kind, getattr(decision, name), name)
+        decision = read_record(parse_strict_json(line), Decision, extra="forbid")
         if decision.number != number:
             raise ValueError(f"number {decision.number}")
-    except (ValueError, TypeError, KeyError) as error:
+    except ValueError as error:
         raise ModelError(
             f"Decision {number} of the history cannot be read ({error}): {line[:200]!r}. It was "
             "written by hand or by another release; go on with the release that wrote it."

@@ -45,16 +45,13 @@ def read_report(path: Path, kind: type[Record]) -> Record:
         DataError: the file cannot be read, or a field is missing or has a value of another type.
     """
     # Imported here: every step imports this module, and few steps read a report.
-    from pydantic import TypeAdapter, ValidationError
+    from ppo_core.io.validation import read_record
 
-    text = json.dumps(read_json_file(path, DataError))
+    value = read_json_file(path, DataError)
     try:
-        # As JSON, in which strict reading takes a list for a tuple.
-        return TypeAdapter(kind).validate_json(text, strict=True)
-    except ValidationError as error:
-        wrong = error.errors()[0]
-        field = ".".join(map(str, wrong["loc"])) or "the file"
+        return read_record(value, kind)
+    except ValueError as error:
         raise DataError(
-            f"'{path}' is damaged, so its figures cannot be used: {field}: {wrong['msg']}. The "
-            "file was changed, or another version wrote it. Restore the file, or start a new run."
+            f"'{path}' is damaged, so its figures cannot be used: {error}. The file was changed, "
+            "or another version wrote it. Restore the file, or start a new run."
         ) from error

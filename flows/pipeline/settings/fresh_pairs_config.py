@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-from ppo_core.config.checks import require
+from ppo_core.config.checks import check_fields
 from ppo_core.errors import ConfigError
+from ppo_core.io.validation import Natural
 
 PEOPLE = "people"
 """Labeller that means: write the pairs to a file, and end the run until people have labelled it."""
@@ -17,7 +18,7 @@ class FreshPairsConfig:
         ConfigError: a value is out of range, or two settings contradict each other.
     """
 
-    count: int = 0
+    count: Natural = 0
     """Number of pairs; 0 for none. They answer `prompts`, as evenly as the number allows."""
 
     labeller: str = ""
@@ -30,7 +31,7 @@ class FreshPairsConfig:
 
     def __post_init__(self) -> None:
         """Raise if a value is out of range, or the labeller is missing."""
-        require(self, "count", self.count >= 0, "at least 0")
+        check_fields(self)
         if bool(self.count) != bool(self.labeller):
             raise ConfigError(
                 f"count={self.count} and labeller={self.labeller!r}: pairs need a labeller, and a "

@@ -1,8 +1,12 @@
 """Limits that a reward model must meet before PPO, and a policy before its promotion."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from ppo_core.config.checks import require, require_count, require_finite
+from pydantic import Field
+
+from ppo_core.config.checks import check_fields
+from ppo_core.io.validation import Count, NotNegative, Positive, PositiveOrInf, Share, ShareBelow1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,67 +17,53 @@ class RewardGateConfig:
         ConfigError: a value is out of range.
     """
 
-    min_best_of_4: float = 0.5
+    min_best_of_4: Share = 0.5
     """How often the judge must prefer the best of four samples, chosen by the reward model, to
     another sample: the lower end of the 95 % interval must exceed the limit."""
 
-    min_accuracy: float = 0.55
+    min_accuracy: Share = 0.55
     """Accuracy on held-out pairs that the lower end of the 95 % interval must reach. A model that
     chooses well among the policy's samples is only warned of."""
 
-    max_calibration_error: float = 0.3
+    max_calibration_error: Share = 0.3
     """Maximum expected calibration error of sigmoid(margin) for an overconfident model. An
     underconfident model passes, because its rewards are small but not wrong."""
 
-    max_length_correlation: float = 0.8
+    max_length_correlation: Share = 0.8
     """Maximum absolute Spearman correlation of a response's score with its number of characters."""
 
-    min_shorter_accuracy: float = 0.25
+    min_shorter_accuracy: Share = 0.25
     """Accuracy, on pairs whose shorter response is preferred, that the upper end of the 95 %
     interval must reach."""
 
-    min_sample_deviation: float = 0.05
+    min_sample_deviation: NotNegative = 0.05
     """Minimum standard deviation of the scores of the SFT policy's samples."""
 
-    max_degenerate_preferred: float = 0.6
+    max_degenerate_preferred: Share = 0.6
     """Fraction of references for which a degenerate version scores above its rivals; an indifferent
     model has about a third. The lower end of the 95 % interval must not exceed the limit."""
 
-    tolerance: float = 1e-3
+    tolerance: Positive = 1e-3
     """Maximum difference of a text's scores between batches, and between left and right padding,
     as a fraction of the standard deviation of the held-out scores."""
 
-    num_prompts: int = 64
+    num_prompts: Count = 64
     """Number of prompts for sampling the SFT policy; the first prompts are used."""
 
-    max_prompts: int = 256
+    max_prompts: Count = 256
     """Maximum number of prompts whose samples the judge compares; more than `num_prompts` are
     sampled only while `min_best_of_4` is not decided."""
 
-    samples_per_prompt: int = 8
-    """Number of samples per prompt, and the largest K of the best-of-K curve."""
+    samples_per_prompt: Annotated[int, Field(ge=5)] = 8
+    """Number of samples per prompt, and the largest K of the best-of-K curve. The best of four is
+    compared with a fifth one."""
 
     unit_deviation: bool = False
     """Whether to scale the reward so that the SFT policy's samples have standard deviation 1."""
 
     def __post_init__(self) -> None:
         """Raise if a value is out of range."""
-        require_finite(self)
-        for name in (
-            "min_best_of_4",
-            "min_accuracy",
-            "max_calibration_error",
-            "max_length_correlation",
-            "min_shorter_accuracy",
-            "max_degenerate_preferred",
-        ):
-            require(self, name, 0 <= getattr(self, name) <= 1, "between 0 and 1")
-        require(self, "min_sample_deviation", self.min_sample_deviation >= 0, "at least 0")
-        require(self, "tolerance", self.tolerance > 0, "above 0")
-        require_count(self, "num_prompts")
-        require_count(self, "max_prompts")
-        # The best of four is compared with a fifth sample.
-        require(self, "samples_per_prompt", self.samples_per_prompt >= 5, "at least 5")
+        check_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,29 +77,25 @@ class PromotionConfig:
         ConfigError: a value is out of range.
     """
 
-    min_win_rate: float = 0.5
+    min_win_rate: ShareBelow1 = 0.5
     """Win rate against the champion (SFT if there is no champion) that the lower end of the 95 %
     interval must exceed."""
 
-    min_reference_win_rate: float = 0.5
+    min_reference_win_rate: ShareBelow1 = 0.5
     """Win rate against the references that the lower end of the 95 % interval must exceed."""
 
-    max_kl: float = 20.0
+    max_kl: PositiveOrInf = 20.0
     """Maximum KL divergence from SFT in nats per answer. Above 10 to 20 nats, the policy usually
     exploits the reward model; see the README's table of metrics."""
 
-    max_length_ratio: float = 2.0
+    max_length_ratio: Annotated[float, Field(ge=1, allow_inf_nan=True)] = 2.0
     """Maximum ratio of the mean answer lengths in words of the policy and the champion (SFT if
     there is no champion), the longer divided by the shorter."""
 
-    max_repetition: float = 0.3
+    max_repetition: Share = 0.3
     """Maximum mean fraction of an answer's word 3-grams that repeat an earlier 3-gram; equal
     answers count once."""
 
     def __post_init__(self) -> None:
         """Raise if a value is out of range."""
-        for name in ("min_win_rate", "min_reference_win_rate"):
-            require(self, name, 0 <= getattr(self, name) < 1, "at least 0 and below 1")
-        require(self, "max_kl", self.max_kl > 0, "above 0")
-        require(self, "max_length_ratio", self.max_length_ratio >= 1, "at least 1")
-        require(self, "max_repetition", 0 <= self.max_repetition <= 1, "between 0 and 1")
+        check_fields(self)

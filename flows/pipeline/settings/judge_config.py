@@ -1,9 +1,12 @@
 """Settings of judges that are chat models."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from ppo_core.config.checks import require, require_count, require_finite
+from pydantic import Field
+
+from ppo_core.config.checks import check_fields, require
+from ppo_core.io.validation import Count, Natural, Positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,38 +28,31 @@ class JudgingConfig:
     """`greedy` requests temperature 0; `default` sends no temperature, for servers that refuse
     one."""
 
-    max_reply_tokens: int = 512
+    max_reply_tokens: Count = 512
     """Maximum number of tokens of one reply, including the judge's reasons."""
 
-    attempts: int = 3
+    attempts: Count = 3
     """Maximum number of times to ask a question; without a verdict, the question is invalid."""
 
-    concurrency: int = 8
+    concurrency: Count = 8
     """Maximum number of simultaneous calls to a server, or the batch size of a local model."""
 
-    deadline_seconds: float = 120.0
+    deadline_seconds: Positive = 120.0
     """Timeout of one call in seconds, until its last byte."""
 
-    retries: int = 6
+    retries: Natural = 6
     """Maximum number of repetitions of a call that the server rejected (429, 5xx) or whose
     connection failed. Waits grow, and are at least as long as the server's Retry-After."""
 
-    max_calls: int | None = None
+    max_calls: Annotated[int, Field(gt=0)] | None = None
     """Maximum number of calls to a server in one evaluation, including retries; None for no
     limit."""
 
-    max_tokens: int | None = None
+    max_tokens: Annotated[int, Field(gt=0)] | None = None
     """Maximum number of question and reply tokens of a server in one evaluation; None for no
     limit."""
 
     def __post_init__(self) -> None:
         """Raise if a value is out of range."""
-        require_finite(self)
-        for name in ("max_reply_tokens", "attempts", "concurrency"):
-            require_count(self, name)
+        check_fields(self)
         require(self, "criterion", bool(self.criterion.strip()), "a sentence")
-        require(self, "deadline_seconds", self.deadline_seconds > 0, "above 0")
-        require(self, "retries", self.retries >= 0, "at least 0")
-        for name in ("max_calls", "max_tokens"):
-            value = getattr(self, name)
-            require(self, name, value is None or value > 0, "above 0")

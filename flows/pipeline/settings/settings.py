@@ -7,7 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
+
+from pydantic import Field
 
 from pipeline.settings.evaluation_config import EvaluationConfig
 from pipeline.settings.fresh_pairs_config import FreshPairsConfig
@@ -17,7 +19,7 @@ from pipeline.settings.judge_config import JudgingConfig
 from pipeline.settings.overrides import merge_tables, read_overrides
 from pipeline.settings.training_sections import LoraConfig, SupervisedSection
 from pipeline.settings.unknown_names import describe_unknown_setting
-from ppo_core.config.checks import check_type, refuse_secrets, require_finite
+from ppo_core.config.checks import check_fields, check_type, refuse_secrets
 from ppo_core.config.placement import Precision
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.row_settings import (
@@ -25,10 +27,10 @@ from ppo_core.config.row_settings import (
     Overlong,
     PromptFormat,
     check_columns,
-    require_max_left_out,
 )
 from ppo_core.config.sized_defaults import sized_defaults
 from ppo_core.errors import ConfigError
+from ppo_core.io.validation import Natural, NotNegative, Positive, Seed, ShareBelow1
 
 WARN_SHARE = 0.75
 """Default of ppo.warn_kl as a fraction of promotion.max_kl, so that the warning comes first."""
@@ -95,7 +97,7 @@ class Settings:
     preferences_test: str = ""
     """Preferences to validate the reward model on; empty holds out `held_out_share`."""
 
-    held_out_share: float = 0.1
+    held_out_share: Annotated[float, Field(gt=0, lt=1, description="between 0 and 1")] = 0.1
     """Fraction of the last rows to hold out: of `preferences` if `preferences_test` is empty, and
     of `prompts` if `eval_prompts` is empty."""
 
@@ -118,7 +120,7 @@ class Settings:
     """What happens to a row that is too long for the model: `error`, `drop` (see `max_left_out`),
     or `truncate`, which removes the start of the prompt."""
 
-    max_left_out: float = MAX_LEFT_OUT
+    max_left_out: ShareBelow1 = MAX_LEFT_OUT
     """Maximum fraction of the rows of a data set that may be left out, because they cannot be used
     or are too long; above it, the run stops. 0 allows none."""
 
@@ -148,14 +150,14 @@ class Settings:
     summary_json: str = ""
     """File for the summary of the run; empty for none."""
 
-    seed: int = 1
+    seed: Seed = 1
     """Seed of all random numbers in the run; a section with its own `seed` uses that instead."""
 
-    processes: int = 0
+    processes: Natural = 0
     """Number of processes of each training on one machine; 0 starts one per GPU, or one without a
     GPU."""
 
-    num_nodes: int = 1
+    num_nodes: Annotated[int, Field(ge=1)] = 1
     """Number of machines that share each training, and output_dir; Metaflow's @parallel starts
     them. It is read from the settings file only."""
 
@@ -163,12 +165,12 @@ class Settings:
     """Precision of language models in steps that only read them, which sample, answer and judge:
     `fp32`, `bf16`, or `auto`, bf16 on a GPU that computes in it. Reward models score in fp32."""
 
-    stall_minutes: float = 30.0
+    stall_minutes: Positive = 30.0
     """A training or a step is ended after so many minutes without progress (a step, an answer, a
     verdict), or after 20 times its median wait if that is longer. A training is retried from its
     last checkpoint."""
 
-    step_minutes: float = 0.0
+    step_minutes: NotNegative = 0.0
     """Time limit in minutes of each step except `start`; 0 for no limit."""
 
     sft: SupervisedSection = field(
@@ -209,21 +211,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Raise if inputs are missing or settings contradict each other."""
-        require_finite(self)
-        # The range of seeds that the generators of both numpy and torch accept.
-        if not 0 <= self.seed < 2**32:
-            raise ConfigError(f"seed={self.seed} must be at least 0 and below 2**32.")
-        if not 0 < self.held_out_share < 1:
-            raise ConfigError(f"held_out_share={self.held_out_share} must be between 0 and 1.")
-        if self.stall_minutes <= 0:
-            raise ConfigError(f"stall_minutes={self.stall_minutes} must be above 0.")
-        if self.step_minutes < 0:
-            raise ConfigError(f"step_minutes={self.step_minutes} must be at least 0.")
-        if self.processes < 0:
-            raise ConfigError(f"processes={self.processes} must be at least 0.")
-        if self.num_nodes < 1:
-            raise ConfigError(f"num_nodes={self.num_nodes} must be at least 1.")
-        require_max_left_out(self)
+        check_fields(self)
         check_columns(self.columns)
         self._refuse_what_the_flow_decides()
         self._refuse_a_reference_without_weights()

@@ -3,10 +3,11 @@
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from ppo_core.config.checks import require, require_count, require_finite
+from ppo_core.config.checks import check_fields, require
 from ppo_core.config.script_arguments import ALL_LINEAR
 from ppo_core.errors import ConfigError
 from ppo_core.errors.packages import require_package
+from ppo_core.io.validation import Count, Natural, ShareBelow1
 from ppo_core.supervised.supervised_config import SupervisedConfig
 
 
@@ -18,10 +19,10 @@ class AdapterConfig:
         ConfigError: a value is out of range or has no effect, or the package peft is missing.
     """
 
-    r: int = 0
+    r: Natural = 0
     """Rank of the adapters; 0 trains all parameters."""
 
-    alpha: int = 32
+    alpha: Count = 32
     """Numerator of the adapters' scale, alpha / r."""
 
     target_modules: list[str] = field(default_factory=lambda: [ALL_LINEAR])
@@ -30,9 +31,7 @@ class AdapterConfig:
 
     def __post_init__(self) -> None:
         """Raise if a value is out of range."""
-        require_finite(self)
-        require(self, "r", self.r >= 0, "at least 0")
-        require_count(self, "alpha")
+        check_fields(self)
         names = self.target_modules
         require(self, "target_modules", bool(names) and all(names), "a list of names")
         if ALL_LINEAR in names and len(names) > 1:
@@ -73,13 +72,8 @@ class LoraConfig(AdapterConfig):
 class SupervisedLoraConfig(AdapterConfig):
     """Adapters that SFT or the training of a reward model trains; then merged into the model."""
 
-    dropout: float = 0.05
+    dropout: ShareBelow1 = 0.05
     """Dropout probability at the input of the adapters."""
-
-    def __post_init__(self) -> None:
-        """Raise if a value is out of range."""
-        super().__post_init__()
-        require(self, "dropout", 0 <= self.dropout < 1, "at least 0 and below 1")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass
 
-from ppo_core.config.checks import require, require_count, require_finite
+from ppo_core.config.checks import check_fields
 from ppo_core.config.placement import Precision
 from ppo_core.config.row_settings import (
     MAX_LEFT_OUT,
     Overlong,
     PromptFormat,
-    require_max_left_out,
 )
+from ppo_core.io.validation import Count, Seed, ShareBelow1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,27 +42,27 @@ class WinRateArguments:
     """What happens to a prompt that leaves no room for an answer: `error`, `drop` (see
     `max_left_out`), or `truncate`, which removes its start."""
 
-    max_left_out: float = MAX_LEFT_OUT
+    max_left_out: ShareBelow1 = MAX_LEFT_OUT
     """Maximum fraction of the rows of a data set that may be left out, because they cannot be used
     or are too long; above it, the command stops. 0 allows none."""
 
     allow_data_urls: bool = False
     """Whether `eval_prompts` and `human_labels` may be addresses such as https:// or s3://."""
 
-    response_length: int = 53
+    response_length: Count = 53
     """Maximum number of tokens of an answer."""
 
     stop_token_id: int | None = None
     """Id of the token that ends an answer; None for the tokenizer's end-of-sequence token."""
 
-    batch_size: int = 64
+    batch_size: Count = 64
     """Number of prompts in a generation batch; fewer if memory is full."""
 
     precision: Precision = "auto"
     """Precision of the model, and of a chat model that judges: `fp32`, `bf16`, or `auto`, bf16 on
     a GPU that computes in it."""
 
-    seed: int = 1
+    seed: Seed = 1
     """Seed of the sampled answers and of the bootstrapped interval."""
 
     end_of_text: bool = True
@@ -76,8 +76,4 @@ class WinRateArguments:
 
     def __post_init__(self) -> None:
         """Raise if a value is out of range."""
-        require_finite(self)
-        require_count(self, "response_length")
-        require_count(self, "batch_size")
-        require_max_left_out(self)
-        require(self, "seed", 0 <= self.seed < 2**32, "at least 0 and below 2 ** 32")
+        check_fields(self)

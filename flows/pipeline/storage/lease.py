@@ -11,11 +11,11 @@ from botocore.exceptions import ClientError
 from pipeline.storage.addresses import S3Address
 from pipeline.storage.objects import TimedObject, read_timed_object, write_object
 from pipeline.storage.s3_client import is_missing, is_refused_write
-from ppo_core.config.checks import check_type
 from ppo_core.errors import ConfigError, StorageError
 from ppo_core.errors.control_characters import escape_controls
 from ppo_core.errors.wrong_clock import TOLERANCE, describe_duration, describe_future
 from ppo_core.io.text_files import parse_strict_json
+from ppo_core.io.validation import read_record
 
 LIMIT = timedelta(hours=24)
 """Time after which a lease that was not renewed may be taken over. Longer than a step waits for its
@@ -174,8 +174,7 @@ class Lease:
     def _decoded(self, found: TimedObject) -> Holder:
         try:
             fields = parse_strict_json((found.content or b"").decode())
-            check_type(dict[str, str], fields, "lease")
-            holder = Holder(**fields, seen=found)
+            holder = Holder(**read_record(fields, dict[str, str]), seen=found)
             if datetime.fromisoformat(holder.renewed).tzinfo is None:
                 raise ValueError(f"renewed is '{holder.renewed}', a time without its zone")
         except (ValueError, TypeError) as error:

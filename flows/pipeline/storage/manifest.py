@@ -3,16 +3,17 @@
 import hashlib
 import json
 import os
-import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import BufferedIOBase
 from pathlib import Path, PurePosixPath
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from ppo_core.io.json_form import check_form, is_count, object_of
+from pydantic import BaseModel, Field
+
 from ppo_core.io.text_files import parse_json
+from ppo_core.io.validation import Natural, read_record
 
 MANIFEST = "manifest.json"
 """Name of the manifest, which is written last."""
@@ -79,12 +80,29 @@ class Manifest:
         Raises:
             ValueError: the bytes are no manifest, or a file would be outside of the folder.
         """
-        fields = parse_json(content)
-        check_form(fields, {"files": object_of(_is_stored_file), "is_file": _is_bool})
-        files = {safe_name(name): _stored(name, file) for name, file in fields["files"].items()}
-        if fields["is_file"] and len(files) != 1:
+        read = read_record(parse_json(content), _Manifest)
+        files = {safe_name(name): _stored(name, file) for name, file in read.files.items()}
+        if read.is_file and len(files) != 1:
             raise ValueError(f"one file was published, but there are {len(files)}")
-        return cls(files=files, is_file=fields["is_file"])
+        return cls(files=files, is_file=read.is_file)
+
+
+_Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+class _File(BaseModel):
+    bytes: Natural
+    sha256: _Sha256
+
+
+class _FileInBlocks(BaseModel):
+    size: Natural
+    blocks: tuple[_Sha256, ...]
+
+
+class _Manifest(BaseModel):
+    files: dict[str, _File | _FileInBlocks]
+    is_file: bool
 
 
 def manifest_of(files: Mapping[str, Path], *, is_file: bool = False) -> Manifest:
@@ -129,30 +147,12 @@ def _in_blocks(size: int, blocks: tuple[str, ...]) -> StoredFile:
     return StoredFile(size=size, digest=digest, blocks=blocks)
 
 
-def _stored(name: str, fields: Mapping[str, Any]) -> StoredFile:
-    if "sha256" in fields:
-        return StoredFile(size=fields["bytes"], digest=fields["sha256"])
-    size, blocks = fields["size"], tuple(fields["blocks"])
-    if len(blocks) != -(-size // BLOCK_BYTES):
-        raise ValueError(f"{name!r} has {size} bytes in {len(blocks)} blocks")
-    return _in_blocks(size, blocks)
-
-
-def _is_bool(value: object) -> bool:
-    return isinstance(value, bool)
-
-
-def is_sha256(value: object) -> bool:
-    """Return whether a value is a SHA-256 in hexadecimal."""
-    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
-
-
-def _is_stored_file(value: object) -> bool:
-    if isinstance(value, dict) and "sha256" in value:
-        check_form(value, {"bytes": is_count, "sha256": is_sha256})
-    else:
-        check_form(value, {"size": is_count, "blocks": [is_sha256]})
-    return True
+def _stored(name: str, file: _File | _FileInBlocks) -> StoredFile:
+    if isinstance(file, _File):
+        return StoredFile(size=file.bytes, digest=file.sha256)
+    if len(file.blocks) != -(-file.size // BLOCK_BYTES):
+        raise ValueError(f"{name!r} has {file.size} bytes in {len(file.blocks)} blocks")
+    return _in_blocks(file.size, file.blocks)
 
 
 def safe_name(name: str) -> str:

@@ -7,7 +7,7 @@ next run finds the record of the killed run, and ends them. The end of a run rem
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 
@@ -15,8 +15,8 @@ from pipeline.launch.process_tree import find_process, identity_of, is_local
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.run_log import RunLog
 from ppo_core.io.atomic_files import explained_writes, write_atomically
-from ppo_core.io.json_form import check_form, is_object
 from ppo_core.io.text_files import parse_json
+from ppo_core.io.validation import read_record
 
 PARENT = "parent"
 """Name of the parent run, whose children are the runs of the steps."""
@@ -64,8 +64,8 @@ def was_killed(folder: Path) -> bool:
     A run on another machine may still be running.
     """
     try:
-        identities = parse_json((folder / RECORD).read_bytes())
-        check_form(identities, [is_object])
+        found = parse_json((folder / RECORD).read_bytes())
+        identities = read_record(found, list[dict[str, Any]])
         return all(is_local(each) and find_process(each) is None for each in identities)
     except (OSError, ValueError):
         return False

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from ppo_core.config.checks import require, require_count
+from ppo_core.config.checks import check_fields, require
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.errors import ConfigError
+from ppo_core.io.validation import Count, NotNegative, Positive, PositiveOrInf
 from ppo_core.trl.script_settings import refusing_unsupported
 
 KL_ESTIMATORS: dict[str, Literal["k1", "k2", "abs", "full"]] = {
@@ -87,7 +88,7 @@ class ClassicPPOConfig:
     task_name: str | None = None
     """Description of the run; only the script reads this setting."""
 
-    log_with: Literal["wandb", "tensorboard", "mlflow"] | None = None
+    log_with: str | None = None
     """Tracker to which `log_stats` sends metrics; None: no tracker."""
 
     output_dir: str = "trainer_output"
@@ -96,22 +97,22 @@ class ClassicPPOConfig:
     seed: int = 0
     """Seed of torch, set when the trainer is created, and of the order of data and minibatches."""
 
-    steps: int = 20_000
+    steps: Count = 20_000
     """Number of responses in the run; the script must end its loop by itself."""
 
     learning_rate: float = 1.41e-5
     """Learning rate of Adam, if the script passes no optimizer."""
 
-    batch_size: int = 128
+    batch_size: Count = 128
     """Number of responses per call of `step` in each process."""
 
-    mini_batch_size: int = 128
+    mini_batch_size: Count = 128
     """Number of responses per forward and backward pass."""
 
-    gradient_accumulation_steps: int = 1
+    gradient_accumulation_steps: Count = 1
     """Number of forward and backward passes per optimizer step."""
 
-    ppo_epochs: int = 4
+    ppo_epochs: Count = 4
     """Optimization epochs over each batch of responses."""
 
     temperature: float = 1.0
@@ -120,13 +121,13 @@ class ClassicPPOConfig:
     adap_kl_ctrl: bool = True
     """Adapt the KL coefficient to `target`."""
 
-    init_kl_coef: float = 0.2
+    init_kl_coef: NotNegative = 0.2
     """Initial weight of the KL divergence in the reward."""
 
     kl_penalty: Literal["kl", "abs", "mse", "full"] = "kl"
     """Estimator of the KL divergence: `kl` is k1, `abs` is abs, `mse` is k2, `full` is exact."""
 
-    target: float = 6.0
+    target: Positive = 6.0
     """Target of the KL divergence for the adaptive coefficient, in nats per response."""
 
     horizon: float = 10_000
@@ -147,7 +148,7 @@ class ClassicPPOConfig:
     vf_coef: float = 0.1
     """Weight of the value loss in the total loss."""
 
-    max_grad_norm: float | None = None
+    max_grad_norm: PositiveOrInf | None = None
     """Maximum norm of the gradient; None: no clipping."""
 
     early_stopping: bool = False
@@ -183,17 +184,9 @@ class ClassicPPOConfig:
 
     def __post_init__(self) -> None:
         """Check the values, some of them by creating the PPOConfig of `update_settings`."""
-        for name in (
-            "batch_size mini_batch_size gradient_accumulation_steps steps ppo_epochs"
-        ).split():
-            require_count(self, name)
-        require(self, "kl_penalty", self.kl_penalty in KL_ESTIMATORS, "kl, abs, mse or full")
-        require(self, "init_kl_coef", self.init_kl_coef >= 0, "at least 0")
-        require(self, "target", self.target > 0, "above 0")
+        check_fields(self, ClassicPPOConfig)
         is_count = self.horizon >= 1 and self.horizon == int(self.horizon)
         require(self, "horizon", is_count, "a whole number, at least 1")
-        norm = self.max_grad_norm
-        require(self, "max_grad_norm", norm is None or norm > 0, "above 0, or None")
         per_step = self.mini_batch_size * self.gradient_accumulation_steps
         if left := self.batch_size % per_step:
             raise ConfigError(

@@ -122,9 +122,9 @@ WRONG = [
     (
         "scheduler",
         "airflow",
-        "scheduler='airflow': Input should be '', 'argo' or 'step-functions'.",
+        "scheduler='airflow' must be one of empty, argo, step-functions.",
     ),
-    ("defaults.cpu", "2", "defaults.cpu='2': Input should be a valid number."),
+    ("defaults.cpu", "2", "defaults.cpu='2' must be a number."),
     ("timeout_hours", -1.0, "timeout_hours=-1.0 must be at least 0."),
     ("timeout_hours", float("nan"), "timeout_hours=nan must be a finite number."),
     (
@@ -137,7 +137,7 @@ WRONG = [
         20_000,
         "timeout_hours=168 stops a run after 10080 minutes, and retrain.timeout_minutes=20000",
     ),
-    ("defaults.gpu", 0.5, "defaults.gpu=0.5: Input should be a valid integer."),
+    ("defaults.gpu", 0.5, "defaults.gpu=0.5 must be a whole number."),
     ("defaults.cpu", 0, "[defaults] cpu=0 must be above 0."),
     ("defaults.memory_gib", -1, "[defaults] memory_gib=-1 must be above 0."),
     ("steps.start.cpu", float("inf"), "[steps.start] cpu=inf must be a finite number."),
@@ -159,7 +159,7 @@ WRONG = [
         {"data": "mnt"},
         "mounts={'data': 'mnt'} must be volumes with absolute folders.",
     ),
-    ("steps.start.environment", {"A": 1}, "'A': 1}: Input should be a valid string."),
+    ("steps.start.environment", {"A": 1}, "steps.start.environment.A=1 must be a text."),
     ("alarms.topic", "rlhf-alarms", "must be an ARN, arn:aws:sns:REGION:ACCOUNT:NAME."),
     ("alarms.gpu_hours", -1.0, "[alarms] gpu_hours=-1.0 must be at least 0."),
     (

@@ -131,7 +131,7 @@ def test_a_folder_that_cannot_be_made_is_refused_before_training(tmp_path):
     ("settings", "message"),
     [
         ({"learning_rate": "3e-6"}, "learning_rate='3e-6' must be a number"),
-        ({"kl_coef": float("inf")}, "kl_coef=inf must be a number"),
+        ({"kl_coef": float("inf")}, "kl_coef=inf must be a finite number"),
         ({"seed": None}, "seed=None must be a whole number"),
         ({"bf16": "yes"}, "bf16='yes' must be True or False"),
         ({"kl_target": 6.0, "kl_coef": 0.0}, "stay 0"),

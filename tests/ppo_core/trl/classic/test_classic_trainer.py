@@ -879,7 +879,7 @@ def test_a_value_that_changes_nothing_is_accepted_and_another_is_refused(name: s
     ("changes", "words"),
     [
         ({"batch_size": 6, "mini_batch_size": 4}, "2 responses would be left over"),
-        ({"kl_penalty": "k3"}, "kl, abs, mse or full"),
+        ({"kl_penalty": "k3"}, "one of kl, abs, mse, full"),
         ({"target": 0}, "^target=0"),
         ({"ppo_epochs": 0}, "^ppo_epochs=0"),
         ({"init_kl_coef": -1}, "^init_kl_coef=-1"),
