@@ -49,9 +49,8 @@ ALONE = {
 
 CHANGE_THE_PROCESS = {
     "ppo_core/models/loading.py",
-    "ppo_core/rollout/vllm_client.py",
 }
-"""Modules whose import changes a logger. They serve scripts of users, which run no command of ours,
+"""Modules whose import changes a logger: they serve scripts of users, which run no command of ours,
 and the cache keys of all trained models have their code."""
 
 REGISTRIES = {

@@ -3,6 +3,7 @@
 A redirect would send prompts and weights to an address that nobody chose.
 """
 
+import logging
 import math
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -29,6 +30,7 @@ def make_client(error: type[PPOError], *, seconds: float) -> httpx2.Client:
     `seconds` limits the time from the headers to the last byte. A timeout of the client does not
     limit this time, because it restarts whenever bytes arrive.
     """
+    _log_no_calls()
 
     def limit(response: httpx2.Response) -> None:
         response.stream = _LimitedBody(response, error, seconds)
@@ -38,11 +40,17 @@ def make_client(error: type[PPOError], *, seconds: float) -> httpx2.Client:
 
 def make_async_client(error: type[PPOError]) -> httpx2.AsyncClient:
     """Return a client that raises `error` for a reply that is too large; the caller limits time."""
+    _log_no_calls()
 
     async def limit(response: httpx2.Response) -> None:
         response.stream = _LimitedBody(response, error, math.inf)
 
     return openai.DefaultAsyncHttpxClient(event_hooks={"response": [limit]}, **_OPTIONS)
+
+
+def _log_no_calls() -> None:
+    """Leave out the line that the library logs for every call at level INFO."""
+    logging.getLogger("httpx2").setLevel(logging.WARNING)
 
 
 class _LimitedBody(httpx2.SyncByteStream, httpx2.AsyncByteStream):

@@ -14,7 +14,6 @@ are documented on docs.vllm.ai:
 Tested with vLLM 0.32.0 built for the CPU (docs/vllm.md).
 """
 
-import logging
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,9 +30,6 @@ from ppo_core.errors import ConfigError, ModelError, TrainingError
 from ppo_core.errors.redaction import redact
 from ppo_core.io.http_client import make_client
 from ppo_core.rollout.sampler import NO_STOP_TOKEN, SamplingSettings
-
-# At level INFO the HTTP client would log a line for every request.
-logging.getLogger("httpx2").setLevel(logging.WARNING)
 
 CONNECT_SECONDS = 10.0
 """Timeout for opening a connection, in seconds."""

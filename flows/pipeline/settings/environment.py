@@ -2,7 +2,6 @@
 
 import atexit
 import gc
-import logging
 import os
 import sys
 from pathlib import Path
@@ -46,8 +45,6 @@ def prepare_environment() -> None:
         os.environ["PATH"] = os.pathsep.join([folder, search])
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
-    # The clients of model servers would log a line for each call at level INFO.
-    logging.getLogger("httpx2").setLevel(logging.WARNING)
     keep_few_compiled_matmuls()
     # No garbage collection at exit: the process frees all its memory anyway.
     atexit.register(gc.freeze)

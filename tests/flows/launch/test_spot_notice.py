@@ -99,7 +99,7 @@ def test_a_machine_leaves_in_time_and_another_ends_its_work(
     assert f"SIGTERM arrived during {phase}" in taken.log, taken.log
     assert "or a notice of AWS" in taken.log, taken.log
     assert seconds < SECONDS_TO_LEAVE
-    assert not (taken.root / "model").exists()
+    assert not list((taken.root / "model").iterdir())
     shutil.rmtree(taken.root)
     assert new.train(inputs, store, prefix=f"spot-{phase}") == 0, new.log
     assert "The training continues from checkpoint-" in new.log

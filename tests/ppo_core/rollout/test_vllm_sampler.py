@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch import tensor
 from torch.testing import assert_close
 
+from ppo_core import PPOConfig
 from ppo_core.algorithm.losses import importance_weights
-from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.data.types import Rollout
 from ppo_core.distributed.engine import Engine
 from ppo_core.errors import ConfigError, ModelError, PPOError, TrainingError
