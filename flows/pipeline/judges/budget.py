@@ -3,9 +3,12 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from pipeline.settings.judge_config import JudgingConfig
 from ppo_core.errors import JudgeError
+
+if TYPE_CHECKING:
+    from pipeline.settings.judge_config import JudgingConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +49,7 @@ class Budget:
         """Judges with a reply that did not report its tokens."""
 
     @classmethod
-    def of(cls, config: JudgingConfig) -> "Budget":
+    def of(cls, config: "JudgingConfig") -> "Budget":
         """Return a budget with the limits of the settings."""
         return cls(config.max_calls, config.max_tokens)
 
