@@ -80,7 +80,7 @@ def reward_report(*, quoted: str = "", margins: bool = True) -> RewardReport:
         contract=_contract(),
         probes=_probes(),
         on_policy=OnPolicy(
-            judge="rule " + quoted,
+            judge=f"rule {quoted}".strip(),
             prompts=16,
             per_prompt=8,
             pairs=64,
