@@ -16,6 +16,7 @@ from pipeline.stages.given_settings import read_settings
 from pipeline.stages.models import FRESH, REWARD_MODEL, load_policy, load_reward_models
 from pipeline.stages.start import prepare_inputs, start_run
 from ppo_core.errors import ConfigError, DataError
+from tests.helpers.chat import make_chat_tokenizer, say
 from tests.helpers.pipeline_inputs import tiny_table, write_rows
 
 LABELLER = """
@@ -108,6 +109,22 @@ def test_the_better_reward_model_on_held_out_pairs_of_samples_is_used(
     )
     assert given < 50 < 70 < trained
     assert Path(model.path).name.startswith(f"{FRESH}-")
+
+
+def test_pairs_of_a_chat_keep_its_messages(tmp_path: Path, start):
+    table = fresh(tmp_path)
+    make_chat_tokenizer().save_pretrained(table["policy"])
+    turns = [say(f"w{number}", "w1", "w2") for number in range(40)]
+    table["prompts"] = write_rows(tmp_path / "chats.jsonl", [{"messages": turn} for turn in turns])
+    settings = make_settings(table, {})
+    run = start(settings)
+    sft, labelled = load_policy(settings, run)
+    assert labelled
+    assert all(row["prompt"] in turns for row in rows_of(labelled))
+    training, held_out = RunData(settings).fresh_pairs(labelled.path)
+    assert len(training) + len(held_out) == len(rows_of(labelled))
+    model, _ = load_reward_models(settings, sft, run, fresh=labelled)
+    assert Path(model.path).is_dir()
 
 
 def test_people_get_a_file_and_the_labelled_file_continues_the_run(tmp_path: Path, start):
