@@ -94,13 +94,16 @@ def validate(
     reasons = [
         *reasons_against(on_policy, accuracy, calibration, lengths, sampled, limits, training),
         *contract.reasons,
-        *probes.reasons,
     ]
-    doubt = chance(accuracy, limits, training) if on_policy else ""
+    doubts = [chance(accuracy, limits, training)] if on_policy else []
+    # No sample of the policy is like the probes. A model that chooses well among samples is
+    # trained against, and the gate of the promotion sees repetition that PPO has taught.
+    is_good = on_policy is not None and on_policy.usefulness == "good"
+    (doubts if is_good else reasons).extend(probes.reasons)
     return RewardReport(
         fit=not reasons,
         reasons=reasons,
-        warnings=[doubt] if doubt else [],
+        warnings=[doubt for doubt in doubts if doubt],
         on_policy=on_policy,
         training=dict(training),
         accuracy=accuracy,

@@ -336,3 +336,15 @@ def test_what_is_useless_on_the_policys_samples_is_refused(found: OnPolicy, caus
     assert cause in reason
     assert f"wins {found.best_of['4']:.1%} against another answer" in reason
     assert not report.warnings
+
+
+def test_a_good_model_is_only_warned_of_for_degenerate_text_that_it_likes():
+    # Its score grows with every word, so it likes the answer that is repeated three times.
+    wordy = word_reward("sum", every=1.0)
+    limits = {**NOTHING_ELSE, "min_accuracy": 0.0, "max_degenerate_preferred": 0.6}
+    for best, low, fit in ((0.66, 0.57, True), (0.58, 0.51, False)):
+        found = on_policy(best, low, 0.75)
+        report = report_on_words(WORDS, model=wordy, compare=lambda _, found=found: found, **limits)
+        assert report.fit == fit
+        said = report.warnings if fit else report.reasons
+        assert any("It prefers degenerate text" in sentence for sentence in said)
