@@ -141,8 +141,8 @@ class RLHF(FlowSpec):
     @phase
     @step
     def load_policy(self) -> None:
-        """Load the policy, or fine-tune it first."""
-        self.sft = stages.models.load_policy(self.settings, self.tracked)
+        """Load the policy, or fine-tune it first; label pairs of its samples if asked."""
+        self.sft, self.fresh = stages.models.load_policy(self.settings, self.tracked)
         self.next(self.load_reward_model)
 
     @retry(times=3, minutes_between_retries=0)
@@ -151,7 +151,7 @@ class RLHF(FlowSpec):
     def load_reward_model(self) -> None:
         """Load the reward model, or train it on preferences; train a judge if none is named."""
         self.rewarder, self.judge_model = stages.models.load_reward_models(
-            self.settings, self.sft, self.tracked
+            self.settings, self.sft, self.tracked, fresh=self.fresh
         )
         self.next(self.validate_reward_model)
 
@@ -202,6 +202,7 @@ class RLHF(FlowSpec):
             run=self.tracked,
             sft=self.sft,
             reward_model=self.rewarder,
+            fresh=self.fresh,
             trained=self.trained,
             validation=self.validation,
             evaluation=self.evaluation,
@@ -225,6 +226,7 @@ class RLHF(FlowSpec):
             self.registered,
             self.tracked,
             self.seconds,
+            fresh=self.fresh,
         )
         told = alarms_of(self)
         alarms.alarm_refused_policies(told.topic, self.settings, run_id())
@@ -332,7 +334,7 @@ class SeveralMachines:
     @parallel
     @step
     def load_policy(self: Any) -> None:
-        """Load the policy, or fine-tune it first."""
+        """Load the policy, or fine-tune it first; label pairs of its samples if asked."""
         here, models = machines_of_step(), stages.models
         load = models.load_policy_as_worker if here.index else models.load_policy
         self.own_result = load(self.settings, self.tracked, here)
@@ -342,7 +344,7 @@ class SeveralMachines:
     @step
     def join_policy(self: Any, inputs: Any) -> None:
         """Continue with the policy of the first machine."""
-        self.sft = result_of_first_machine(self, inputs)
+        self.sft, self.fresh = result_of_first_machine(self, inputs)
         self.next(self.share_policy)
 
     @phase
@@ -359,7 +361,7 @@ class SeveralMachines:
         """Load the reward model, or train it on preferences; train a judge if none is named."""
         here, models = machines_of_step(), stages.models
         load = models.load_reward_models_as_worker if here.index else models.load_reward_models
-        self.own_result = load(self.settings, self.sft, self.tracked, here)
+        self.own_result = load(self.settings, self.sft, self.tracked, here, fresh=self.fresh)
         self.next(self.join_reward_model)
 
     @phase

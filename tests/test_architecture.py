@@ -18,8 +18,8 @@ CORE_LINE = (
 """Packages of ppo_core: each imports itself and what stands before it."""
 
 PIPELINE_LINE = (
-    "settings storage inputs demo launch tracking judges registry results reward_validation "
-    "evaluation cost reports promotion preflight stages"
+    "settings storage inputs demo launch tracking judges registry results evaluation "
+    "reward_validation cost reports promotion preflight stages"
 ).split()
 """The same for flows/pipeline."""
 

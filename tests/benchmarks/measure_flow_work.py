@@ -69,6 +69,7 @@ def work_of(settings: Settings, folder: Path) -> dict[str, Callable[[], object]]
                 RunData(settings),
                 PreparedModel(path=str(sft), digest="", metrics={}),
                 PreparedModel(path=str(rewarder), digest="", metrics={}),
+                None,
                 folder,
             )
         )

@@ -224,6 +224,8 @@ def test_the_summary_in_the_readme_is_printed_so():
     trained = replace(run_cost().steps["train_policy"], cpu_seconds=3600 * times["CPU hours"])
     accuracy = {"accuracy": 0.894, "n": 1000, "low": 0.873, "high": 0.912}
     changes = {f"reward_model.accuracy.{name}": value for name, value in accuracy.items()}
+    chosen = {"best_of": {"2": 0.641, "4": 0.767}, "low": 0.539, "high": 0.848}
+    changes |= {f"reward_model.on_policy.{name}": value for name, value in chosen.items()}
     gained = {"difference": 0.406, "low": 0.372, "high": 0.439}
     changes |= {f"improvement.{name}": value for name, value in gained.items()}
     run = summary(

@@ -101,6 +101,8 @@ def test_the_sizes_are_those_of_the_settings(tmp_path: Path):
     # Prompts of four words, each one token.
     assert size.prompt_tokens == 4 * 32
     assert (size.ppo.num_updates, size.processes, size.contests) == (3, 2, 4)
+    # Of each prompt four pairs of samples, in both orders.
+    assert "pairs 64, questions to each judge at most 256" in describe_run(size)
     # Four comparisons in both orders.
     assert "questions to each judge about 80" in describe_run(size)
     assert re.search("^time: roughly PPO .* on this machine$", describe_time(size, settings))

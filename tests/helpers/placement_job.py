@@ -44,7 +44,7 @@ def places(folder: Path, settings: Settings) -> dict[str, Place]:
 
     def validation() -> Any:
         judged = PreparedModel(path=judge, digest="", metrics={})
-        return as_json(examine_reward_model(data, policy, judged, folder))
+        return as_json(examine_reward_model(data, policy, judged, None, folder))
 
     def trained_judge() -> Any:
         return _measure_judge(data, PreparedModel(path=judge, digest="", metrics={})).accuracy

@@ -50,7 +50,7 @@ def tiny_preset(name: str, folder: Path) -> dict[str, Any]:
         "reward_model_training": table.get("reward_model_training", {})
         | {"batch_size": 4, "gradient_accumulation_steps": 1, "max_length": 256},
         "ppo": table["ppo"] | _SIZES | {"num_mini_batches": min(2, _minibatches(table))},
-        "reward_gate": {"num_prompts": 4, "samples_per_prompt": 2},
+        "reward_gate": {"num_prompts": 4, "samples_per_prompt": 5},
         "evaluation": table["evaluation"] | {"num_examples": 8},
     }
 

@@ -23,7 +23,7 @@ def cost_of_run(
         run: the run of the flow.
         config: prices of GPUs and judges.
         trained: the policy after PPO, with its tokens.
-        spent: calls and tokens of the judges, from the evaluation.
+        spent: calls and tokens of the judges, in the validation and the evaluation.
     """
     gpus, attempts = read_gpus(config), recorded_attempts(run)
     steps = {}

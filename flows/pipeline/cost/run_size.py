@@ -21,6 +21,7 @@ from pipeline.cost.training_sizes import (
 )
 from pipeline.evaluation.comparison import contests_between
 from pipeline.inputs.data_sets import RunData, references_of
+from pipeline.settings.gate_configs import RewardGateConfig
 from pipeline.settings.settings import Settings
 from pipeline.settings.training_sections import SupervisedSection
 from ppo_core.data.prompts import encode_prompts
@@ -71,6 +72,9 @@ class RunSize:
 
     validation_pairs: int
     """Number of pairs that validate the reward model."""
+
+    sample_questions: int
+    """Maximum number of questions to each judge about the policy's samples."""
 
     prompts: int
     """Number of prompts for PPO."""
@@ -134,6 +138,7 @@ def measure_run(settings: Settings, *, has_champion: bool) -> RunSize:
         reward_model=pairs,
         judge=judge,
         validation_pairs=len(data.test_pairs()),
+        sample_questions=_sample_questions(settings.reward_gate, len(prompts)),
         prompts=len(prompts),
         prompt_tokens=sum(lengths),
         response_length=settings.ppo.response_length,
@@ -143,6 +148,12 @@ def measure_run(settings: Settings, *, has_champion: bool) -> RunSize:
         evaluation_prompts=len(examples),
         contests=len(contests_between(contestants)),
     )
+
+
+def _sample_questions(gate: RewardGateConfig, prompts: int) -> int:
+    """Return the number of questions about all pairs of samples, in both orders."""
+    asked = min(max(gate.num_prompts, gate.max_prompts), prompts)
+    return 2 * (gate.samples_per_prompt // 2) * asked
 
 
 def describe_sizes(settings: Settings, *, has_champion: bool) -> str:
@@ -161,7 +172,8 @@ def describe_run(size: RunSize) -> str:
         *([f"SFT: {_describe(size.sft)}"] if size.sft else []),
         *([f"reward model training: {_describe(size.reward_model)}"] if size.reward_model else []),
         *([f"judge training: {_describe(size.judge)}"] if size.judge else []),
-        f"reward model validation: pairs {size.validation_pairs:,}",
+        f"reward model validation: pairs {size.validation_pairs:,}, questions to each judge "
+        f"at most {size.sample_questions:,}",
         f"PPO: prompts {size.prompts:,}, their tokens {size.prompt_tokens:,}, "
         f"episodes {ppo.total_episodes:,}, sampled tokens at most {tokens:,}, "
         f"updates {ppo.num_updates:,}, optimizer steps {ppo.num_optimizer_steps:,}, "

@@ -100,7 +100,7 @@ def _judge(
     settings = data.settings
     if champion is not None:
         texts = {**texts, "champion": _answer_as_champion(settings, champion, prompts, folder)}
-    budget = Budget(settings.judging.max_calls, settings.judging.max_tokens)
+    budget = Budget.of(settings.judging)
     spec = f"reward-model:{trained_judge.path}" if trained_judge else settings.judge
     judge = make_judge_of_run(settings, spec, budget)
     contests = evaluate(

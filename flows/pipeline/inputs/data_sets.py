@@ -4,14 +4,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
+from math import ceil
+from pathlib import Path
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from pipeline.inputs.preference_pairs import split_off_judge_pairs, training_pairs_of
-from pipeline.inputs.training_prompts import prompts_without
+from pipeline.inputs.training_prompts import prompt_key, prompts_without
 from pipeline.settings.evaluation_config import EvaluationConfig
 from pipeline.settings.settings import Settings
 from ppo_core.config.row_settings import PromptFormat
+from ppo_core.data.chat_template import Messages
 from ppo_core.data.prompts import context_length
 from ppo_core.data.rows.fitting import fit_pairs, fit_prompts
 from ppo_core.data.rows.forms import Kind, Row
@@ -20,6 +24,13 @@ from ppo_core.errors import DataError
 from ppo_core.models.loading import load_config, load_tokenizer
 from ppo_core.supervised.examples.encoded_rows import TrainingKind, encode_rows, max_tokens
 from ppo_core.supervised.supervised_config import SupervisedConfig
+
+PAIRS_FILE = "pairs.jsonl"
+"""File with prompt, chosen and rejected in a folder of pairs of the policy's samples."""
+
+
+MOST_PAIRS_PER_PROMPT = 16
+"""Maximum number of pairs of the policy's samples for one prompt."""
 
 
 @dataclass(frozen=True)
@@ -171,13 +182,50 @@ class RunData:
 
     def labels(self) -> Rows | None:
         """Read the labelled pairs, see `human_labels`."""
-        return human_labels(
-            self.settings.evaluation,
+        return read_labels(
+            "human_labels",
+            self.settings.evaluation.human_labels,
             self.policy_tokenizer,
             renamed=self.settings.columns,
             allow_urls=self.settings.allow_data_urls,
             max_left_out=self.settings.max_left_out,
         )
+
+    def fresh_prompts(self) -> list[str | Messages]:
+        """Return the prompt of each of `fresh_pairs.count` pairs, equal prompts side by side.
+
+        The prompts of PPO come by lot; if there are fewer than pairs, they have several pairs each.
+
+        Raises:
+            DataError: there would be more than MOST_PAIRS_PER_PROMPT pairs of one prompt.
+        """
+        count, rows = self.settings.fresh_pairs.count, self.training_prompts()
+        prompts = list({prompt_key(prompt): prompt for prompt in rows.column("prompt")}.values())
+        per_prompt = ceil(count / len(prompts))
+        if per_prompt > MOST_PAIRS_PER_PROMPT:
+            raise DataError(
+                f"fresh_pairs.count={count} needs {per_prompt} pairs of each of the {len(prompts)} "
+                f"different prompts of {rows.source}, and more than {MOST_PAIRS_PER_PROMPT} teach "
+                "little. Lower the count, or add prompts."
+            )
+        lots = np.random.default_rng(self.settings.seed).permutation(len(prompts))
+        return [prompts[number] for number in np.repeat(lots, per_prompt)[:count]]
+
+    def fresh_labels(self) -> Rows | None:
+        """Read the labelled pairs of the policy's samples, see `fresh_pairs.labels`."""
+        return read_labels(
+            "fresh_pairs.labels",
+            self.settings.fresh_pairs.labels,
+            self.policy_tokenizer,
+            renamed=self.settings.columns,
+            allow_urls=self.settings.allow_data_urls,
+            max_left_out=self.settings.max_left_out,
+        )
+
+    def fresh_pairs(self, folder: str) -> tuple[Rows, Rows]:
+        """Read pairs of the policy's samples: those to train on, and those held out."""
+        rows = self._read(str(Path(folder) / PAIRS_FILE), "pairs")
+        return held_out(rows, self.settings.held_out_share)
 
     def _read(self, source: str, kind: Kind) -> Rows:
         return read_rows(
@@ -266,32 +314,37 @@ def _missing_references(rows: Rows) -> int:
     return int(rows.table.with_format("arrow")["reference"].null_count)
 
 
-def human_labels(
-    config: EvaluationConfig,
+def read_labels(
+    name: str,
+    source: str,
     tokenizer: PreTrainedTokenizerBase,
     *,
     renamed: Mapping[str, str],
     allow_urls: bool,
     max_left_out: float,
 ) -> Rows | None:
-    """Read the pairs of answers that people labelled; None if no file is set.
+    """Read the pairs of answers that people labelled; None if `source` is empty.
+
+    Rows without a label are not labelled yet, and left out.
 
     Raises:
         DataError: the rows cannot be read, or a label is not first, second or tie.
     """
-    if not config.human_labels:
+    if not source:
         return None
     rows = read_rows(
-        config.human_labels,
+        source,
         "votes",
         is_chat=tokenizer.chat_template is not None,
         renamed=renamed,
         allow_urls=allow_urls,
         max_left_out=max_left_out,
     )
-    if unknown := sorted(set(rows.column("label")) - {"first", "second", "tie"}):
+    labels = rows.column("label")
+    if unknown := sorted(set(labels) - {"first", "second", "tie", ""}):
         raise DataError(
-            f"human_labels={rows.source}: the label {unknown[0]!r} is none of first, second and "
+            f"{name}={rows.source}: the label {unknown[0]!r} is none of first, second and "
             "tie. Correct the column label."
         )
-    return rows
+    given = [number for number, label in enumerate(labels) if label]
+    return replace(rows, table=rows.table.select(given))

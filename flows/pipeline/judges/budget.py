@@ -3,8 +3,12 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ppo_core.errors import JudgeError
+
+if TYPE_CHECKING:
+    from pipeline.settings.judge_config import JudgingConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,6 +19,17 @@ class Spent:
 
     tokens: int | None
     """Tokens of questions and replies; None if one reply of the server did not report them."""
+
+
+def sum_spent(*parts: Mapping[str, Spent]) -> dict[str, Spent]:
+    """Return what each judge has spent in all parts."""
+    spent: dict[str, Spent] = {}
+    for name, more in (item for part in parts for item in part.items()):
+        earlier = spent.get(name, Spent(calls=0, tokens=0))
+        unknown = earlier.tokens is None or more.tokens is None
+        tokens = None if unknown else (earlier.tokens or 0) + (more.tokens or 0)
+        spent[name] = Spent(calls=earlier.calls + more.calls, tokens=tokens)
+    return spent
 
 
 class Budget:
@@ -33,6 +48,11 @@ class Budget:
         self._unreported: set[str] = set()
         """Judges with a reply that did not report its tokens."""
 
+    @classmethod
+    def of(cls, config: "JudgingConfig") -> "Budget":
+        """Return a budget with the limits of the settings."""
+        return cls(config.max_calls, config.max_tokens)
+
     @property
     def calls(self) -> int:
         """Number of calls of all judges."""
@@ -45,14 +65,17 @@ class Budget:
 
     def spent(self, before: Mapping[str, Spent]) -> dict[str, Spent]:
         """Return what each judge that was called has spent, with what was spent before, by name."""
-        spent = dict(before)
-        for name, calls in self._calls.items():
-            earlier = spent.get(name, Spent(calls=0, tokens=0))
-            tokens = None
-            if earlier.tokens is not None and name not in self._unreported:
-                tokens = earlier.tokens + self._tokens[name]
-            spent[name] = Spent(calls=earlier.calls + calls, tokens=tokens)
-        return spent
+        own = {
+            name: Spent(
+                calls=calls, tokens=None if name in self._unreported else self._tokens[name]
+            )
+            for name, calls in self._calls.items()
+        }
+        return sum_spent(before, own)
+
+    def allows(self, questions: int) -> bool:
+        """Return whether enough calls are left for all questions."""
+        return self.max_calls is None or questions <= self.max_calls - self.calls
 
     def require_calls(self, questions: int) -> None:
         """Check, before any question is asked, that enough calls are left for all questions.
@@ -60,7 +83,7 @@ class Budget:
         Raises:
             JudgeError: there are more questions than calls left.
         """
-        if self.max_calls is not None and questions > self.max_calls - self.calls:
+        if not self.allows(questions):
             raise JudgeError(
                 f"{questions} questions need at least {questions} calls, but {self.calls} of "
                 f"judging.max_calls={self.max_calls} calls are already spent, so no question was "

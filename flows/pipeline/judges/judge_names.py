@@ -101,6 +101,26 @@ def check_judge_name(spec: str, reward_model: str, base_url: str) -> None:
                 raise ConfigError(f"judge={part.spec!r}: {error}") from error
 
 
+def check_labeller_name(spec: str, judge: str, base_url: str) -> None:
+    """Raise if the labeller of the policy's samples is misspelt, or is a judge of the run.
+
+    Raises:
+        ConfigError: see `check_judge_name`; or the labeller, or one of several, also judges.
+    """
+    try:
+        check_judge_name(spec, "", base_url)
+    except ConfigError as error:
+        raise ConfigError(f"fresh_pairs.labeller: {error}") from error
+    judges = read_judges(judge) if judge else []
+    for part in read_judges(spec):
+        if any(part.kind == other.kind and _same_source(part, other.source) for other in judges):
+            raise ConfigError(
+                f"fresh_pairs.labeller={part.spec!r} is also a judge of the run, judge={judge!r}. "
+                "The win rate would only measure how well PPO pleases this judge. Name another "
+                "labeller, or another judge."
+            )
+
+
 def read_access(base_url: str) -> ServerAccess:
     """Return the address and the key of the server that openai:MODEL asks; no call is made.
 

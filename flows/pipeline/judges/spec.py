@@ -52,7 +52,7 @@ def make_judge(
         ModelError: the model cannot judge.
     """
     # The judges share one budget, because the limits are per evaluation.
-    budget = budget or Budget(config.max_calls, config.max_tokens)
+    budget = budget or Budget.of(config)
     judges = []
     replies = ReplyCache(cache_folder, shared_cache)
     for part in read_judges(spec):

@@ -1,11 +1,14 @@
 """Let a policy answer prompts: in this process, or in one process for each GPU."""
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.launch.commands import gpus
 from pipeline.launch.launcher import train
 from pipeline.settings.settings import Settings
+from ppo_core.data.chat_template import Messages
+from ppo_core.rollout.sampler import server_of
 from ppo_core.training.answers import AnswerJob, read_answers, run_answer_job, write_answer_job
 from ppo_core.training.evaluation import Answers
 
@@ -61,3 +64,24 @@ def answer_in_run(job: AnswerJob, settings: Settings, folder: Path) -> Answers:
         folder=folder / "answers",
         stall_minutes=settings.stall_minutes,
     )
+
+
+def answer_as_ppo(
+    settings: Settings, policy: str, folder: Path, prompts: Sequence[str | Messages]
+) -> list[str]:
+    """Return an answer to each prompt, sampled as PPO samples; for `folder` see `answer_in_run`."""
+    job = AnswerJob(
+        policy=policy,
+        tokenizer=policy,
+        prompts=list(prompts),
+        prompt_format=settings.prompt_format,
+        response_length=settings.ppo.response_length,
+        temperature=settings.ppo.temperature,
+        stop=settings.ppo.stop_token,
+        stop_token_id=settings.ppo.stop_token_id,
+        seed=settings.seed,
+        batch_size=settings.ppo.local_rollout_forward_batch_size,
+        precision=settings.precision,
+        server=server_of(settings.ppo),
+    )
+    return answer_in_run(job, settings, folder).texts

@@ -64,21 +64,29 @@ def check_inputs(settings: Settings) -> None:
     check_integrations(settings.ppo.report_to)
     data = RunData(settings)
     _check_models(data)
-    labels = data.labels()
+    labels = [rows for rows in (data.labels(), data.fresh_labels()) if rows is not None]
+    _check_fresh_pairs(data)
     _check_prompts(data)
     _check_pairs(data)
     if settings.sft_data:
         _check_demonstrations(data)
     if settings.columns:
         read = data.by_use().values()
-        require_columns_read(settings.columns, *read, *([] if labels is None else [labels]))
-    if settings.judge:
-        for part in read_judges(settings.judge):
-            if part.kind == "reward-model":
-                _require_template(data, load_tokenizer(part.source), part.source)
-        # The judge is checked last, because a request to a server may cost money.
-        check_judge(settings.judge, settings.reward_model, settings.judging)
-        try_judges(data)
+        require_columns_read(settings.columns, *read, *labels)
+    # Judges are checked last, because a request to a server may cost money.
+    _check_judge(data, settings.judge, settings.reward_model)
+    _check_judge(data, settings.fresh_pairs.judge, "")
+
+
+def _check_judge(data: RunData, spec: str, reward_model: str) -> None:
+    """Check a judge or a labeller, and ask it about one pair; nothing if there is none."""
+    if not spec:
+        return
+    for part in read_judges(spec):
+        if part.kind == "reward-model":
+            _require_template(data, load_tokenizer(part.source), part.source)
+    check_judge(spec, reward_model, data.settings.judging)
+    try_judges(data, spec)
 
 
 def check_outputs(output_dir: str, summary_json: str) -> None:
@@ -192,6 +200,13 @@ def _check_pairs(data: RunData) -> None:
         if not settings.judge:
             _report(data.encoded_judge_pairs(), "judge-preferences", settings)
             data.judge_test_pairs()
+
+
+def _check_fresh_pairs(data: RunData) -> None:
+    """Raise if there are too few prompts for the pairs of the policy's samples."""
+    if data.settings.fresh_pairs.count and not data.settings.fresh_pairs.labels:
+        with named_data("prompts"):
+            data.fresh_prompts()
 
 
 def _check_demonstrations(data: RunData) -> None:

@@ -111,9 +111,12 @@ def _renamed(
     changes |= {name: data(getattr(settings, name)) for name in DATA if getattr(settings, name)}
     if settings.judge:
         changes["judge"] = _renamed_judges(settings.judge, model, file)
-    labels = settings.evaluation.human_labels
+    labels, fresh = settings.evaluation.human_labels, settings.fresh_pairs
     evaluation = dataclasses.replace(settings.evaluation, human_labels=labels and data(labels))
-    return dataclasses.replace(settings, **changes, evaluation=evaluation)
+    fresh = dataclasses.replace(fresh, labels=fresh.labels and data(fresh.labels))
+    if fresh.judge:
+        fresh = dataclasses.replace(fresh, labeller=_renamed_judges(fresh.judge, model, file))
+    return dataclasses.replace(settings, **changes, evaluation=evaluation, fresh_pairs=fresh)
 
 
 def _renamed_judges(spec: str, model: Callable[[str], str], file: Callable[[str], str]) -> str:

@@ -21,8 +21,8 @@ BESIDE_WEIGHTS = 0.25
 """Extra memory of a judging model, as a fraction of its weights."""
 
 
-def try_judges(data: RunData) -> None:
-    """Ask each judge about a held-out pair in both orders, and print what it says.
+def try_judges(data: RunData, spec: str) -> None:
+    """Ask each judge of a specification about a held-out pair in both orders, and print its answer.
 
     A judge that gives no verdict is asked about the next pair, up to `MOST_PAIRS`. Replies of
     servers are kept, so a later run with the same pairs does not pay for them. A model that does
@@ -43,7 +43,7 @@ def try_judges(data: RunData) -> None:
         step_minutes=settings.step_minutes,
     )
     with watch:
-        for part in read_judges(settings.judge):
+        for part in read_judges(spec):
             reason = _why_not_here(part, settings)
             said = f"not asked yet, because {reason}" if reason else _ask(part, settings, pairs)
             print(f"judge={part.spec}: {said}", flush=True)

@@ -9,6 +9,7 @@ from pipeline.cost.measured_cost import cost_of_run
 from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
 from pipeline.inputs.json_lines import read_jsonl
 from pipeline.inputs.model_digests import require_unchanged
+from pipeline.judges.budget import sum_spent
 from pipeline.promotion.bill_of_materials import bill_of_materials
 from pipeline.promotion.decide import decide_promotion
 from pipeline.promotion.version_card import NamedModel, VersionFacts, version_card
@@ -19,6 +20,7 @@ from pipeline.registry.versions import register_version, write_card
 from pipeline.results.evaluation import JudgeIdentity
 from pipeline.results.step_records import (
     EvaluatedPolicy,
+    FreshPairs,
     PreparedModel,
     RegisteredPolicy,
     TrainedPolicy,
@@ -41,6 +43,7 @@ class Candidate:
     trained: TrainedPolicy
     validation: ValidatedReward
     evaluation: EvaluatedPolicy
+    fresh: FreshPairs | None = None
 
     @cached_property
     def models(self) -> dict[str, NamedModel]:
@@ -163,13 +166,15 @@ def _facts(
 ) -> VersionFacts:
     settings, run, evaluation = candidate.settings, candidate.run, evaluated.report()
     judge = NamedModel(name=evaluation.judge.name, digest=evaluation.judge.version)
+    labelled = candidate.fresh.spent if candidate.fresh else {}
+    spent = sum_spent(labelled, candidate.validation.report().spent, evaluation.spent)
     return VersionFacts(
         name=settings.registered_model,
         version=version,
         models={**candidate.models, "judge": judge},
         data=run.data,
         evaluation=evaluation,
-        cost=cost_of_run(run, settings.hardware, candidate.trained, evaluation.spent),
+        cost=cost_of_run(run, settings.hardware, candidate.trained, spent),
         decoding=decoding.arguments(),
         samples=read_jsonl(evaluated.samples),
         decision=decision,

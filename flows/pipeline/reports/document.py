@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pipeline.results.evaluation import ContestResult, PairedDifference, WinRate
-from pipeline.results.reward_report import Probe, Rate, References
+from pipeline.results.reward_report import OnPolicy, Probe, Rate, References
 
 Tone = Literal["success", "warning", "danger"]
 
@@ -62,7 +62,7 @@ def as_percent(share: float | None) -> str:
     return "none" if share is None else f"{share:.1%}"
 
 
-def as_interval(of: WinRate | Rate | Probe | References) -> str:
+def as_interval(of: WinRate | Rate | Probe | References | OnPolicy) -> str:
     """Return the interval from `low` to `high` as text, in percent."""
     return f"{of.low:.1%} .. {of.high:.1%}"
 

@@ -13,7 +13,7 @@ Numbers = dict[str, float]
 
 def reward_model_numbers(report: RewardReport) -> Numbers:
     """Return the headline numbers of a report on a reward model."""
-    numbers = {
+    numbers: dict[str, float | None] = {
         "accuracy": report.accuracy.accuracy,
         "accuracy_low": report.accuracy.low,
         "accuracy_high": report.accuracy.high,
@@ -25,6 +25,10 @@ def reward_model_numbers(report: RewardReport) -> Numbers:
         "gain": report.gain,
         "fit": report.fit,
     }
+    if found := report.on_policy:
+        numbers |= {f"best_of_{k}": rate for k, rate in found.best_of.items()}
+        numbers |= {"best_of_4_low": found.low, "best_of_4_high": found.high}
+        numbers["on_policy_accuracy"] = found.accuracy.accuracy if found.accuracy else None
     return _under("reward_model", numbers)
 
 

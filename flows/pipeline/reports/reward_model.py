@@ -17,12 +17,21 @@ from pipeline.results.reward_report import (
     Difference,
     EndOfText,
     Lengths,
+    OnPolicy,
     Probes,
     Rate,
     RewardReport,
     Samples,
     Ties,
 )
+
+WHAT_FOLLOWS = {
+    "useless": "Useless for this policy: PPO would gain nothing that the judge sees.",
+    "usable": "Usable for this policy: PPO moves it far for what it gains. A reward model trained "
+    "on labelled pairs of the policy's own answers gains more.",
+    "good": "Good for this policy: labelled pairs of its own answers would add little.",
+}
+"""What follows from how well a reward model chooses among the policy's own answers."""
 
 RATE_HEADERS = ("", "Right", "95 % interval", "Pairs")
 
@@ -36,6 +45,7 @@ def reward_document(report: RewardReport) -> Document:
     plots = reward_model_figures(report)
     verdict, tone = _verdict(report)
     sections = (
+        _on_policy(report.on_policy),
         _accuracy(report.accuracy),
         _by_margin(report.accuracy, plots["accuracy-by-margin"]),
         _by_category(report.accuracy),
@@ -51,7 +61,11 @@ def reward_document(report: RewardReport) -> Document:
         subject="Is the reward model fit to train against?",
         verdict=verdict,
         tone=tone,
-        reasons=tuple(report.reasons) or ("It keeps every limit of the gate.",),
+        reasons=(
+            *(report.reasons or ["It keeps every limit of the gate."]),
+            *([WHAT_FOLLOWS[report.on_policy.usefulness]] if report.on_policy else []),
+            *report.warnings,
+        ),
         sections=tuple(section for section in sections if section.rows),
     )
 
@@ -62,6 +76,22 @@ def _verdict(report: RewardReport) -> tuple[str, Tone]:
     if report.accepted_by_hand:
         return "Refused, and accepted by hand", "warning"
     return "Refused", "danger"
+
+
+def _on_policy(found: OnPolicy | None) -> Section:
+    title = "Choices among the policy's own answers"
+    if found is None:
+        return Section(title=title)
+    # The gate decides by the best of four, so only that rate has an interval.
+    decides = {"4": (as_interval(found), str(found.pairs))}
+    rows: list[tuple[str, ...]] = [
+        (f"Best of {k} against another answer", as_percent(rate), *decides.get(k, ("", "")))
+        for k, rate in found.best_of.items()
+    ]
+    if found.accuracy:
+        rows.append(_rate("Orders a decided pair as the judge does", found.accuracy))
+    headers = (f"Judged by {found.judge}", *RATE_HEADERS[1:])
+    return Section(title=title, headers=headers, rows=tuple(rows))
 
 
 def _accuracy(accuracy: Accuracy) -> Section:

@@ -59,11 +59,17 @@ def reward_verdict(report: RewardReport) -> str:
 
 
 def reward_model_in_words(report: RewardReport) -> str:
-    """Return the verdict on a reward model and its accuracy."""
-    accuracy = report.accuracy
+    """Return the verdict on a reward model, its choices among samples, and its accuracy."""
+    accuracy, chosen = report.accuracy, ""
+    if found := report.on_policy:
+        chosen = (
+            f"{found.usefulness} for this policy: the best of four of its answers wins "
+            f"{found.best_of['4']:.1%}, 95 % interval {as_interval(found)}, judged by "
+            f"{found.judge}; "
+        )
     return (
-        f"{reward_verdict(report)}, right in {accuracy.accuracy:.1%} of {accuracy.n} held-out "
-        f"pairs, 95 % interval {as_interval(accuracy)}"
+        f"{reward_verdict(report)}, {chosen}right in {accuracy.accuracy:.1%} of {accuracy.n} "
+        f"held-out pairs, 95 % interval {as_interval(accuracy)}"
     )
 
 

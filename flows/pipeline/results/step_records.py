@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from pipeline.judges.budget import Spent
 from pipeline.results.evaluation import Evaluation, TrainedJudge
 from pipeline.results.report_files import EVALUATION_FILE, read_report
 from pipeline.results.reward_report import RewardReport
@@ -37,6 +38,21 @@ class PreparedModel:
 
     metrics: dict[str, float]
     """Final training metrics; empty if the flow did not train the model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FreshPairs:
+    """Pairs of the policy's own samples with preferences."""
+
+    FILE_FIELDS: ClassVar = ("path",)
+
+    path: str
+    """Place of the folder with the pairs, see `RunData.fresh_pairs`."""
+
+    digest: str
+
+    spent: dict[str, Spent]
+    """Calls and tokens of the labellers in this run, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)

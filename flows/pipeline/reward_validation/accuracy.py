@@ -10,10 +10,14 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.stats import binom
 from sklearn.metrics import roc_auc_score
 
+from pipeline.evaluation.rates import Array, equal_parts, hits, measure_rate
 from pipeline.inputs.preference_pairs import LabelledPair
 from pipeline.results.reward_report import Accuracy, Agreement, Rate, Ties
-from pipeline.reward_validation.rates import Array, equal_parts, hits, measure_rate
+from pipeline.reward_validation.scores import TextScorer, score_pairs
+from ppo_core.config.placement import placement_for_reading
+from ppo_core.config.row_settings import PromptFormat
 from ppo_core.errors import DataError
+from ppo_core.models.loading import load_reward_model
 
 ANCHORS = {"1B": 0.628, "2.8B": 0.669, "6.9B": 0.689}
 """Accuracy of reward models of these sizes on the validation pairs of TL;DR (arXiv:2403.17031)."""
@@ -136,3 +140,20 @@ def _chance_agreement(votes: int) -> float:
     """Return the expected fraction of the more frequent side in `votes` tosses of a coin."""
     heads = np.arange(votes + 1)
     return binom.pmf(heads, votes, 0.5) @ np.maximum(heads, votes - heads) / votes
+
+
+def measure_model(
+    path: str, pairs: Sequence[LabelledPair], *, end_of_text: bool, prompt_format: PromptFormat
+) -> Accuracy:
+    """Load a reward model, and measure its accuracy on pairs in fp32.
+
+    Raises:
+        ModelError: the model cannot be loaded, or a score is not finite.
+    """
+    model = load_reward_model(
+        path,
+        end_of_text=end_of_text,
+        prompt_format=prompt_format,
+        placement=placement_for_reading(),
+    )
+    return measure_accuracy(*score_pairs(TextScorer(model), pairs), pairs)

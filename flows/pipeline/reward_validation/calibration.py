@@ -6,8 +6,8 @@ from scipy.optimize import minimize_scalar
 from scipy.special import expit, log_expit
 from sklearn.metrics import brier_score_loss
 
+from pipeline.evaluation.rates import Array, equal_parts, hits, measure_rate
 from pipeline.results.reward_report import Bin, Calibration
-from pipeline.reward_validation.rates import Array, equal_parts, hits, measure_rate
 
 MAX_BINS = 10
 PAIRS_PER_BIN = 25

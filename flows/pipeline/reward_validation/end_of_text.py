@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 from statsmodels.stats.weightstats import DescrStatsW
 
+from pipeline.evaluation.rates import hits
 from pipeline.inputs.preference_pairs import LabelledPair
 from pipeline.results.reward_report import EndOfText
-from pipeline.reward_validation.rates import hits
 from pipeline.reward_validation.scores import TextScorer
 from ppo_core.data.prompts import context_length
 from ppo_core.models.reward_model import RewardModel

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 
-from pipeline.results.reward_report import Accuracy, Calibration, Lengths, SampleScores
+from pipeline.results.reward_report import Accuracy, Calibration, Lengths, OnPolicy, SampleScores
 from pipeline.settings.gate_configs import RewardGateConfig
 from ppo_core.supervised.supervised_config import LOSS_AT
 
@@ -15,6 +15,7 @@ LEARNED = 0.98
 
 
 def reasons_against(
+    on_policy: OnPolicy | None,
     accuracy: Accuracy,
     calibration: Calibration,
     lengths: Lengths,
@@ -26,9 +27,10 @@ def reasons_against(
 
     Each reason gives the measured value, its limit, and the consequence for PPO. `training` has the
     metrics of `train_reward_model`; it is empty for a reward model that the run did not train.
+    Without a measurement on the policy's samples, the accuracy on held-out pairs decides.
     """
     found = [
-        _chance(accuracy, limits, training),
+        _choice(on_policy) if on_policy else chance(accuracy, limits, training),
         _overconfidence(calibration, limits),
         _length(lengths, limits),
         _short_answers(lengths, limits),
@@ -37,7 +39,29 @@ def reasons_against(
     return [reason for reason in found if reason]
 
 
-def _chance(accuracy: Accuracy, limits: RewardGateConfig, training: Mapping[str, float]) -> str:
+def _choice(found: OnPolicy) -> str:
+    if found.usefulness != "useless":
+        return ""
+    cause = (
+        "the judge does not prefer what this model prefers among the policy's own answers, so PPO "
+        "would not gain what the judge sees. Train the reward model on pairs of such answers."
+    )
+    if found.high > found.least:
+        cause = (
+            f"{found.pairs} pairs of answers do not show that the model is better than a random "
+            "choice. Train the reward model on pairs of the policy's own answers, or raise "
+            "max_prompts to measure more precisely."
+        )
+    return (
+        "The best of four of the policy's answers, chosen by this model, wins "
+        f"{found.best_of['4']:.1%} against another answer, 95 % interval {found.low:.1%} .. "
+        f"{found.high:.1%}, judged by {found.judge}. The lower end must exceed "
+        f"min_best_of_4={found.least:.1%}: {cause}"
+    )
+
+
+def chance(accuracy: Accuracy, limits: RewardGateConfig, training: Mapping[str, float]) -> str:
+    """Return why the accuracy on held-out pairs speaks against a model; empty if it does not."""
     if accuracy.low >= limits.min_accuracy:
         return ""
     cause = (

@@ -6,9 +6,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.stats import spearmanr
 
+from pipeline.evaluation.rates import hits, measure_rate
 from pipeline.inputs.preference_pairs import LabelledPair
 from pipeline.results.reward_report import Lengths
-from pipeline.reward_validation.rates import hits, measure_rate
 
 
 def measure_lengths(

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from pipeline.evaluation.rates import Array
 from pipeline.results.reward_report import Difference
 from pipeline.reward_validation.odd_texts import longest_row
-from pipeline.reward_validation.rates import Array
 from ppo_core.algorithm.logits import at_least_fp32
 from ppo_core.data.batching import pad_rows
 from ppo_core.models.reward_model import RewardModel

@@ -25,8 +25,8 @@ from random import Random
 
 import numpy as np
 
+from pipeline.evaluation.rates import Array, hits, measure_rate
 from pipeline.results.reward_report import Probe, Probes
-from pipeline.reward_validation.rates import Array, hits, measure_rate
 from pipeline.reward_validation.scores import TextScorer
 from ppo_core.data.chat_template import Messages
 from ppo_core.data.prompts import context_length

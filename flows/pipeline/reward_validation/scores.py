@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from pipeline.evaluation.rates import Array
 from pipeline.inputs.preference_pairs import LabelledPair
-from pipeline.reward_validation.rates import Array
 from pipeline.reward_validation.vocabulary import known_tokens
 from ppo_core.data.chat_template import Messages
 from ppo_core.errors import ModelError

@@ -1,19 +1,21 @@
 """Validate a reward model before PPO: make all measurements and decide whether it is fit."""
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
+from pipeline.evaluation.rates import Array
 from pipeline.inputs.preference_pairs import LabelledPair, label_pairs
-from pipeline.results.reward_report import RewardReport, Samples
+from pipeline.results.reward_report import OnPolicy, RewardReport, Samples
 from pipeline.reward_validation.accuracy import measure_accuracy
 from pipeline.reward_validation.calibration import calibrate
 from pipeline.reward_validation.contract import check_contract
-from pipeline.reward_validation.gate import reasons_against
+from pipeline.reward_validation.gate import chance, reasons_against
 from pipeline.reward_validation.lengths import measure_lengths
+from pipeline.reward_validation.on_policy import ScoredSamples
 from pipeline.reward_validation.probes import run_probes
-from pipeline.reward_validation.rates import Array
 from pipeline.reward_validation.samples import duplicates, measure_samples
 from pipeline.reward_validation.scores import TextScorer, require_finite, score_pairs
 from pipeline.settings.gate_configs import RewardGateConfig
@@ -32,6 +34,8 @@ class SampleResponses(Protocol):
         ...
 
 
+Compare: TypeAlias = Callable[[Iterable[ScoredSamples]], OnPolicy | None]
+
 MAX_REFERENCES = 1000
 """Maximum number of references whose mean score becomes the bias. The maximum is `num_prompts` of
 the gate's settings if that is larger."""
@@ -47,6 +51,7 @@ def validate(
     draw: SampleResponses,
     limits: RewardGateConfig,
     *,
+    compare: Compare | None,
     training: Mapping[str, float],
     seed: int,
 ) -> RewardReport:
@@ -59,44 +64,52 @@ def validate(
             references, the probes change the chosen responses of `pairs`.
         draw: function that samples the policy from which PPO starts.
         limits: limits of the gate.
+        compare: function that lets the judge compare scored samples; None if it cannot be asked.
         training: metrics of the model's training; empty if the run did not train it.
         seed: seed of the bootstrap intervals and the probes.
 
     Raises:
         ModelError: a score is not finite.
-        DataError: the model cannot read a text.
+        DataError: the model cannot read a text, or the judge gives no verdict.
+        JudgeError: the judge does not answer.
     """
     labelled = label_pairs(pairs)
     chosen, rejected = score_pairs(scorer, labelled)
     decided = np.array([not pair.tie for pair in labelled])
-    asked = prompts.column("prompt", limits.num_prompts)
-    samples = draw(asked, samples_per_prompt=limits.samples_per_prompt)
-    sample_scores = _score_samples(scorer, asked, samples)
+    blocks = _scored_samples(scorer, prompts, draw, limits)
+    first = next(blocks)
     references = _score_references(scorer, prompts, max(MAX_REFERENCES, limits.num_prompts))
 
+    on_policy = compare(chain([first], blocks)) if compare else None
     accuracy = measure_accuracy(chosen, rejected, labelled)
     calibration = calibrate((chosen - rejected)[decided])
-    lengths = measure_lengths(chosen, rejected, labelled, sample_scores, samples)
+    lengths = measure_lengths(chosen, rejected, labelled, first.scores, first.texts)
     sampled = measure_samples(
-        sample_scores, None if references is None else references[: limits.num_prompts], seed=seed
+        first.scores, None if references is None else references[: limits.num_prompts], seed=seed
     )
     contract = check_contract(scorer, labelled, tolerance=limits.tolerance)
     probes = run_probes(
         scorer, *_good_answers(prompts, labelled), seed=seed, limit=limits.max_degenerate_preferred
     )
     reasons = [
-        *reasons_against(accuracy, calibration, lengths, sampled, limits, training),
+        *reasons_against(on_policy, accuracy, calibration, lengths, sampled, limits, training),
         *contract.reasons,
-        *probes.reasons,
     ]
+    doubts = [chance(accuracy, limits, training)] if on_policy else []
+    # No sample of the policy is like the probes. A model that chooses well among samples is
+    # trained against, and the gate of the promotion sees repetition that PPO has taught.
+    is_good = on_policy is not None and on_policy.usefulness == "good"
+    (doubts if is_good else reasons).extend(probes.reasons)
     return RewardReport(
         fit=not reasons,
         reasons=reasons,
+        warnings=[doubt for doubt in doubts if doubt],
+        on_policy=on_policy,
         training=dict(training),
         accuracy=accuracy,
         calibration=calibration,
         lengths=lengths,
-        samples=Samples(**vars(sampled), duplicates=duplicates(samples)),
+        samples=Samples(**vars(sampled), duplicates=duplicates(first.texts)),
         contract=contract,
         probes=probes,
         bias=0.0 if references is None else float(references.mean()),
@@ -129,10 +142,16 @@ def _good_answers(
     return [pair.prompt for pair in decided], [pair.chosen for pair in decided]
 
 
-def _score_samples(
-    scorer: TextScorer, prompts: Sequence[str | Messages], samples: Sequence[Sequence[str]]
-) -> Array:
-    """Return the scores (M, K) of K samples for each of M prompts."""
-    repeated = [prompt for prompt, group in zip(prompts, samples, strict=True) for _ in group]
-    scores = scorer.score_texts(repeated, [text for group in samples for text in group])
-    return scores.reshape(len(samples), -1)
+def _scored_samples(
+    scorer: TextScorer, prompts: Rows, draw: SampleResponses, limits: RewardGateConfig
+) -> Iterator[ScoredSamples]:
+    """Sample and score prompts, `num_prompts` at a time."""
+    asked = prompts.column("prompt", max(limits.num_prompts, limits.max_prompts))
+    for start in range(0, len(asked), limits.num_prompts):
+        block = asked[start : start + limits.num_prompts]
+        samples = draw(block, samples_per_prompt=limits.samples_per_prompt)
+        repeated = [prompt for prompt, group in zip(block, samples, strict=True) for _ in group]
+        scores = scorer.score_texts(repeated, [text for group in samples for text in group])
+        scores = scores.reshape(len(samples), -1)
+        require_finite(scores, "samples")
+        yield ScoredSamples(block, samples, scores)

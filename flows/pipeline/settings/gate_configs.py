@@ -17,8 +17,13 @@ class RewardGateConfig:
         ConfigError: a value is out of range.
     """
 
+    min_best_of_4: Share = 0.5
+    """How often the judge must prefer the best of four samples, chosen by the reward model, to
+    another sample: the lower end of the 95 % interval must exceed the limit."""
+
     min_accuracy: Share = 0.55
-    """Accuracy on held-out pairs that the lower end of the 95 % interval must reach."""
+    """Accuracy on held-out pairs that the lower end of the 95 % interval must reach. A model that
+    chooses well among the policy's samples is only warned of."""
 
     max_calibration_error: Share = 0.3
     """Maximum expected calibration error of sigmoid(margin) for an overconfident model. An
@@ -43,10 +48,15 @@ class RewardGateConfig:
     as a fraction of the standard deviation of the held-out scores."""
 
     num_prompts: Count = 64
-    """Maximum number of prompts for sampling the SFT policy; the first prompts are used."""
+    """Number of prompts for sampling the SFT policy; the first prompts are used."""
 
-    samples_per_prompt: Annotated[int, Field(ge=2)] = 8
-    """Number of samples per prompt, and the largest K of the best-of-K curve."""
+    max_prompts: Count = 256
+    """Maximum number of prompts whose samples the judge compares; more than `num_prompts` are
+    sampled only while `min_best_of_4` is not decided."""
+
+    samples_per_prompt: Annotated[int, Field(ge=5)] = 8
+    """Number of samples per prompt, and the largest K of the best-of-K curve. The best of four is
+    compared with a fifth one."""
 
     unit_deviation: bool = False
     """Whether to scale the reward so that the SFT policy's samples have standard deviation 1."""

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 from pydantic import Field
 
 from pipeline.settings.evaluation_config import EvaluationConfig
+from pipeline.settings.fresh_pairs_config import FreshPairsConfig
 from pipeline.settings.gate_configs import PromotionConfig, RewardGateConfig
 from pipeline.settings.hardware_config import HardwareConfig
 from pipeline.settings.judge_config import JudgingConfig
@@ -189,6 +190,9 @@ class Settings:
 
     lora: LoraConfig = field(default_factory=LoraConfig)
     """Adapters that PPO trains instead of all parameters."""
+
+    fresh_pairs: FreshPairsConfig = field(default_factory=FreshPairsConfig)
+    """Labelled pairs of the policy's own samples, for the training of the reward model."""
 
     reward_gate: RewardGateConfig = field(default_factory=RewardGateConfig)
     """Limits that a reward model must meet before PPO trains against it."""

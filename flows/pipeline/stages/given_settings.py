@@ -6,7 +6,7 @@ A large library is imported only for the size, so that a misspelt name is report
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipeline.judges.judge_names import check_judge_name
+from pipeline.judges.judge_names import check_judge_name, check_labeller_name
 from pipeline.preflight.remote_machine import check_machine
 from pipeline.settings.judge_config import JudgingConfig
 from pipeline.settings.settings import Settings, make_settings
@@ -36,6 +36,8 @@ def read_settings(
     if given.num_nodes != from_file.get("num_nodes", 1):
         raise ConfigError(f"num_nodes={given.num_nodes} cannot be set by --set. {ONLY_IN_FILE}")
     check_names(given.judge, given.reward_model, given.judging)
+    if labeller := given.fresh_pairs.judge:
+        check_labeller_name(labeller, given.judge, given.judging.base_url)
     policy = _policy_at_hand(given)
     return make_settings(from_file, from_command_line, overrides, parameters=_parameters(policy))
 

@@ -56,8 +56,9 @@ def compare_with_references(
     model, tokenizer_path = map(str, find_policy(arguments.model, cache))
     tokenizer = load_tokenizer(tokenizer_path, arguments.prompt_format)
     renamed = parse_columns(arguments.columns)
-    labels = data_sets.human_labels(
-        config,
+    labels = data_sets.read_labels(
+        "human_labels",
+        config.human_labels,
         tokenizer,
         renamed=renamed,
         allow_urls=arguments.allow_data_urls,

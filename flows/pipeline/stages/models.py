@@ -9,15 +9,18 @@ from typing import Any
 from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.inputs.model_digests import digest_of_model
+from pipeline.inputs.preference_pairs import label_pairs
 from pipeline.launch.commands import ONE_MACHINE, Machines
 from pipeline.launch.launcher import OnMetrics
 from pipeline.launch.mirror import mirrored
 from pipeline.launch.supervised_training import train_supervised
-from pipeline.results.step_records import PreparedModel
+from pipeline.results.step_records import FreshPairs, PreparedModel
 from pipeline.settings.settings import Settings
 from pipeline.settings.training_sections import SupervisedSection
+from pipeline.stages.fresh_pairs import label_samples
 from pipeline.stages.made_once import can_be_reused, make_or_reuse, move_files
 from pipeline.stages.tracked import stage, with_files
+from pipeline.storage.workspace import original_names
 from pipeline.tracking.tracker import Tracker
 from ppo_core.data.rows.reader import Rows
 from ppo_core.io.folder_cache import digest_of_code
@@ -25,7 +28,7 @@ from ppo_core.models.files.finite_weights import require_finite_weights
 from ppo_core.supervised.job import read_result
 from ppo_core.supervised.training_code import modules_of_training
 
-SFT, REWARD_MODEL, JUDGE = "sft", "reward-model", "judge"
+SFT, REWARD_MODEL, FRESH, JUDGE = "sft", "reward-model", "fresh-reward-model", "judge"
 """Names of the trainings, which begin the names of their folders in the cache."""
 
 MODEL = "model"
@@ -62,14 +65,24 @@ class _Training:
 @stage("load_policy", patient=True)
 def load_policy(
     tracker: Tracker, settings: Settings, run: FlowRun, here: Machines = ONE_MACHINE
-) -> PreparedModel:
-    """Return the policy to start from: `policy` itself, or `policy` fine-tuned on `sft_data`.
+) -> tuple[PreparedModel, FreshPairs | None]:
+    """Return the policy to start from, and labelled pairs of its samples, see `label_samples`.
 
-    The other machines call `load_policy_as_worker` meanwhile.
+    The policy is `policy` itself, or `policy` fine-tuned on `sft_data`. The other machines call
+    `load_policy_as_worker` meanwhile.
     """
-    if not settings.sft_data:
-        return _given_model(settings.policy, run)
-    return _train_and_log(_policy_training(settings, run), run, here, tracker)
+    if settings.sft_data:
+        policy = _train_and_log(_policy_training(settings, run), run, here, tracker)
+    else:
+        policy = _given_model(settings.policy, run)
+    return policy, _label_samples(settings, policy, run, tracker)
+
+
+@with_files("settings", "policy")
+def _label_samples(
+    settings: Settings, policy: PreparedModel, run: FlowRun, tracker: Tracker
+) -> FreshPairs | None:
+    return label_samples(tracker, RunData(settings), policy, run)
 
 
 @stage("load_reward_model", patient=True)
@@ -79,17 +92,23 @@ def load_reward_models(
     sft: PreparedModel,
     run: FlowRun,
     here: Machines = ONE_MACHINE,
+    fresh: FreshPairs | None = None,
 ) -> tuple[PreparedModel, PreparedModel | None]:
     """Return the reward model, and the model that judges; None if a judge is named.
 
-    The reward model is `reward_model` itself, or one trained from the policy. The judge is trained
-    from the same policy, on other pairs and with another seed. The other machines call
-    `load_reward_models_as_worker` meanwhile.
+    The reward model is `reward_model` itself, or one trained from the policy. With pairs of the
+    policy's samples another one is trained on these alone, and the better of both is returned. The
+    judge is trained from the same policy, on other pairs and with another seed. The other machines
+    call `load_reward_models_as_worker` meanwhile.
     """
     if settings.reward_model:
         reward_model = _given_model(settings.reward_model, run)
     else:
         reward_model = _train_and_log(_reward_training(settings, sft, run), run, here, tracker)
+    if fresh:
+        training = _fresh_training(settings, sft, fresh, run)
+        trained = _train_and_log(training, run, here, tracker)
+        reward_model = _better(settings, reward_model, trained, fresh, run, tracker)
     if settings.judge:
         return reward_model, None
     judge, _ = _train_once(_judge_training(settings, sft, run), run, here, tracker)
@@ -105,11 +124,17 @@ def load_policy_as_worker(settings: Settings, run: FlowRun, here: Machines) -> N
 
 
 def load_reward_models_as_worker(
-    settings: Settings, sft: PreparedModel, run: FlowRun, here: Machines
+    settings: Settings,
+    sft: PreparedModel,
+    run: FlowRun,
+    here: Machines,
+    fresh: FreshPairs | None = None,
 ) -> None:
     """Take part in the trainings of `load_reward_models`, as a machine after the first."""
     if not settings.reward_model:
         _take_part(_reward_training(settings, sft, run), run, here)
+    if fresh:
+        _take_part(_fresh_training(settings, sft, fresh, run), run, here)
     if not settings.judge:
         _take_part(_judge_training(settings, sft, run), run, here)
 
@@ -126,6 +151,56 @@ def _reward_training(settings: Settings, sft: PreparedModel, run: FlowRun) -> _T
     data, section = RunData(settings), settings.reward_model_training
     rows = data.training_pairs()
     return _Training(name=REWARD_MODEL, model=sft.path, rows=rows, section=section, data=data)
+
+
+@with_files("settings", "sft", "fresh")
+def _fresh_training(
+    settings: Settings, sft: PreparedModel, fresh: FreshPairs, run: FlowRun
+) -> _Training:
+    data, section = RunData(settings), settings.reward_model_training
+    rows = data.fresh_pairs(fresh.path)[0]
+    return _Training(name=FRESH, model=sft.path, rows=rows, section=section, data=data)
+
+
+@with_files("settings", "given", "trained", "fresh")
+def _better(
+    settings: Settings,
+    given: PreparedModel,
+    trained: PreparedModel,
+    fresh: FreshPairs,
+    run: FlowRun,
+    tracker: Tracker,
+) -> PreparedModel:
+    """Return which of two reward models orders held-out pairs of the policy's samples better.
+
+    `trained` was trained on such pairs; it is returned if both are equally good.
+    """
+    # Imported here: most runs compare no reward models, and statsmodels is slow to import.
+    from pipeline.reward_validation.accuracy import measure_model
+
+    data = RunData(settings)
+    pairs = label_pairs(data.fresh_pairs(fresh.path)[1])
+    rates = []
+    for name, model, prompt_format in (
+        (REWARD_MODEL, given, data.reward_format),
+        (FRESH, trained, settings.prompt_format),
+    ):
+        rate = measure_model(
+            model.path,
+            pairs,
+            end_of_text=settings.reward_model_training.end_of_text,
+            prompt_format=prompt_format,
+        )
+        print(
+            f"{name}: right in {rate.accuracy:.1%} of {rate.n} held-out pairs of the policy's "
+            f"samples, 95 % interval {rate.low:.1%} .. {rate.high:.1%}",
+            flush=True,
+        )
+        tracker.step.log_metrics({f"{name}/on_policy_accuracy": rate.accuracy})
+        rates.append(rate.accuracy)
+    better = trained if rates[1] >= rates[0] else given
+    print(f"reward model: PPO trains against {original_names(better.path)}", flush=True)
+    return better
 
 
 @with_files("settings", "sft")

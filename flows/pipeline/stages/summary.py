@@ -6,9 +6,11 @@ from typing import Any
 
 from pipeline.cost.measured_cost import cost_numbers, cost_of_run
 from pipeline.inputs.flow_run import FlowRun
+from pipeline.judges.budget import sum_spent
 from pipeline.reports.terminal import decision_in_words, render_summary
 from pipeline.results.report_files import as_json, write_report
 from pipeline.results.step_records import (
+    FreshPairs,
     RegisteredPolicy,
     TrainedPolicy,
     ValidatedReward,
@@ -27,6 +29,7 @@ def summarize(
     registered: RegisteredPolicy,
     run: FlowRun,
     seconds: Mapping[str, float],
+    fresh: FreshPairs | None = None,
 ) -> dict[str, Any]:
     """Log, print and return the summary of the run, and write it to `summary_json` if set."""
     fetch_files = run.workspace.fetch_files
@@ -34,7 +37,9 @@ def summarize(
     evaluation, reward_model = registered.evaluation.report(), validation.report()
     with track(run, PARENT) as tracker:
         # Read inside, because the files of earlier steps may come from another machine.
-        cost = cost_of_run(run, settings.hardware, policy, evaluation.spent)
+        labelled = fresh.spent if fresh else {}
+        spent = sum_spent(labelled, reward_model.spent, evaluation.spent)
+        cost = cost_of_run(run, settings.hardware, policy, spent)
         summary = Summary(
             **vars(evaluation),
             # Record addresses, not local paths: this machine's disk is temporary.

@@ -24,7 +24,7 @@ Made = TypeVar("Made")
 LAST_STEP = "end"
 """Step of the flow that the parent run tracks."""
 
-LARGE = ("answers", "judge", "policy", "ppo", "reward-model", "sft")
+LARGE = ("answers", "fresh-reward-model", "judge", "policy", "ppo", "reward-model", "sft")
 """Folders of a run with models and checkpoints, or with files of running processes."""
 
 

@@ -1,6 +1,5 @@
 """Validate the reward model before PPO trains against it."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,28 +10,29 @@ from pipeline.evaluation.notes import describe_accuracy, doubts_about_trained_ju
 from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
 from pipeline.inputs.preference_pairs import label_pairs
-from pipeline.launch.answers import answer_in_run
+from pipeline.judges.budget import Budget
+from pipeline.judges.judge_names import has_access_to_judge, read_judges
+from pipeline.judges.spec import make_judge_of_run
+from pipeline.launch.answers import answer_as_ppo
 from pipeline.reports.log_reports import log_reward_report
 from pipeline.reports.terminal import reward_model_in_words
 from pipeline.results.evaluation import TrainedJudge
 from pipeline.results.report_files import REWARD_REPORT_FILE, write_report
 from pipeline.results.reward_report import RewardReport
 from pipeline.results.step_records import PreparedModel, ValidatedReward
-from pipeline.reward_validation.accuracy import measure_accuracy
+from pipeline.reward_validation.accuracy import measure_model
+from pipeline.reward_validation.on_policy import measure_on_policy
 from pipeline.reward_validation.samples import draw_samples
-from pipeline.reward_validation.scores import TextScorer, score_pairs
-from pipeline.reward_validation.validate import validate
+from pipeline.reward_validation.scores import TextScorer
+from pipeline.reward_validation.validate import Compare, validate
 from pipeline.settings.settings import Settings
 from pipeline.stages.tracked import stage
 from pipeline.storage.addresses import is_in_s3
 from pipeline.tracking.tracker import Tracker
 from ppo_core.config.placement import is_fast_in_bf16, placement_for_reading
-from ppo_core.data.chat_template import Messages
 from ppo_core.data.text_config import text_config
 from ppo_core.errors import ModelError
 from ppo_core.models.loading import load_config, load_reward_model
-from ppo_core.rollout.sampler import server_of
-from ppo_core.training.answers import AnswerJob
 
 
 @stage("validate_reward_model", "settings", "sft", "reward_model", "judge_model", patient=True)
@@ -51,7 +51,7 @@ def validate_reward_model(
     If the reward model is refused, the MLflow runs of this run end; then call `stop_run`.
     """
     data = RunData(settings)
-    report = examine_reward_model(data, sft, reward_model, run.folder)
+    report = examine_reward_model(data, sft, reward_model, judge_model, run.folder)
     by_hand = settings.accept_reward_model and not report.fit
     report = replace(report, accepted_by_hand=by_hand)
     print(f"reward model: {reward_model_in_words(report)}", flush=True)
@@ -102,7 +102,11 @@ def stop_run(validation: ValidatedReward, settings: Settings, run: FlowRun) -> N
 
 
 def examine_reward_model(
-    data: RunData, sft: PreparedModel, reward_model: PreparedModel, folder: Path
+    data: RunData,
+    sft: PreparedModel,
+    reward_model: PreparedModel,
+    judge_model: PreparedModel | None,
+    folder: Path,
 ) -> RewardReport:
     """Return the report on the reward model that `reward_validation.validate` makes."""
     settings = data.settings
@@ -116,11 +120,30 @@ def examine_reward_model(
         TextScorer(model, bf16=_scores_in_bf16(settings)),
         data.test_pairs(),
         data.training_prompts(),
-        partial(draw_samples, partial(_sample_texts, settings, sft.path, folder)),
+        partial(draw_samples, partial(answer_as_ppo, settings, sft.path, folder)),
         settings.reward_gate,
+        compare=_comparer(settings, judge_model),
         training=reward_model.metrics,
         seed=settings.seed,
     )
+
+
+def _comparer(settings: Settings, trained: PreparedModel | None) -> Compare | None:
+    """Return what lets the judge compare samples; None if only the judging step has its key."""
+    spec = f"reward-model:{trained.path}" if trained else settings.judge
+    if has_access_to_judge() or all(part.kind != "openai" for part in read_judges(spec)):
+        budget = Budget.of(settings.judging)
+        judge = make_judge_of_run(settings, spec, budget)
+        least = settings.reward_gate.min_best_of_4
+        return partial(measure_on_policy, judge, budget, least=least, seed=settings.seed)
+    print(
+        f"judge={settings.judge} is not asked about the policy's samples, because this step has no "
+        "key of the judge, so only the accuracy on held-out pairs decides. To measure the reward "
+        "model where PPO uses it, give steps.validate_reward_model the secret of "
+        "steps.evaluate_win_rate in the deployment file.",
+        flush=True,
+    )
+    return None
 
 
 def _scores_in_bf16(settings: Settings) -> bool:
@@ -132,38 +155,14 @@ def _scores_in_bf16(settings: Settings) -> bool:
     return in_fp32 and is_fast_in_bf16(width, use_cpu=settings.ppo.use_cpu)
 
 
-def _sample_texts(
-    settings: Settings, policy: str, folder: Path, prompts: Sequence[str | Messages]
-) -> list[str]:
-    """Sample answers as PPO does."""
-    job = AnswerJob(
-        policy=policy,
-        tokenizer=policy,
-        prompts=list(prompts),
-        prompt_format=settings.prompt_format,
-        response_length=settings.ppo.response_length,
-        temperature=settings.ppo.temperature,
-        stop=settings.ppo.stop_token,
-        stop_token_id=settings.ppo.stop_token_id,
-        seed=settings.seed,
-        batch_size=settings.ppo.local_rollout_forward_batch_size,
-        precision=settings.precision,
-        server=server_of(settings.ppo),
-    )
-    return answer_in_run(job, settings, folder).texts
-
-
 def _measure_judge(data: RunData, judge: PreparedModel) -> TrainedJudge:
     """Measure a judge that the run trained on held-out preferences, and print its accuracy."""
-    model = load_reward_model(
+    found = measure_model(
         judge.path,
+        label_pairs(data.judge_test_pairs()),
         end_of_text=data.settings.reward_model_training.end_of_text,
         prompt_format=data.settings.prompt_format,
-        placement=placement_for_reading(),
     )
-    pairs = label_pairs(data.judge_test_pairs())
-    # In fp32, as `RewardModelJudge` scores.
-    found = measure_accuracy(*score_pairs(TextScorer(model), pairs), pairs)
     measured = TrainedJudge(
         path=judge.path, accuracy=found.accuracy, low=found.low, high=found.high, n=found.n
     )

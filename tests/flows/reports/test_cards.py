@@ -214,7 +214,8 @@ def test_a_card_begins_with_the_verdict_and_why(cards: dict[str, Path]):
     verdict, why, *_ = components(cards["reward"])
     assert verdict["value"] == "Refused"
     assert verdict["theme"] == "danger"
-    assert why["data"] == [[f"It likes {HOSTILE}"]]
+    good = "Good for this policy: labelled pairs of its own answers would add little."
+    assert why["data"] == [[f"It likes {HOSTILE}"], [good]]
     verdict, why, *_ = components(cards["evaluation"])
     assert verdict["value"] == "Inconclusive"
     assert why["data"][1:] == [[f"The judge said {HOSTILE}"]]
@@ -308,7 +309,19 @@ def test_the_verdict_on_a_reward_model(fit: bool, accepted: bool, verdict: str, 
     changes = {"fit": fit, "accepted_by_hand": accepted, "reasons": reasons}
     document = reward_document(replace(reward_report(), **changes))
     assert (document.verdict, document.tone) == (verdict, tone)
-    assert document.reasons == tuple(reasons or ["It keeps every limit of the gate."])
+    assert document.reasons[0] == (reasons or ["It keeps every limit of the gate."])[0]
+
+
+@pytest.mark.parametrize(
+    ("best", "low", "usefulness"),
+    [(0.52, 0.5, "Useless"), (0.59, 0.51, "Usable"), (0.6, 0.51, "Good")],
+)
+def test_what_follows_from_the_choices_among_samples(best: float, low: float, usefulness: str):
+    changes = {"on_policy.best_of": {"2": best, "4": best}, "on_policy.low": low}
+    document = reward_document(changed(reward_report(), changes | {"warnings": ["Few pairs."]}))
+    assert document.reasons[1].startswith(f"{usefulness} for this policy: ")
+    assert document.reasons[2] == "Few pairs."
+    assert document.sections[0].title == "Choices among the policy's own answers"
 
 
 @pytest.mark.parametrize(

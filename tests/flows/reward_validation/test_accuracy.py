@@ -6,10 +6,10 @@ from random import Random
 import pytest
 import torch
 
+from pipeline.evaluation.rates import hits, measure_rate
 from pipeline.inputs.preference_pairs import LabelledPair, label_pairs
 from pipeline.results.reward_report import Accuracy
 from pipeline.reward_validation.accuracy import ANCHORS, measure_accuracy
-from pipeline.reward_validation.rates import hits, measure_rate
 from pipeline.reward_validation.scores import TextScorer, score_pairs
 from ppo_core.data.rows.reader import read_rows
 from ppo_core.errors import DataError, ModelError

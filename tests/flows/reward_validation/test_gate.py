@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.results.reward_report import RewardReport
+from pipeline.results.reward_report import OnPolicy, RewardReport
 from pipeline.reward_validation.samples import draw_samples
 from pipeline.reward_validation.scores import TextScorer
-from pipeline.reward_validation.validate import validate
+from pipeline.reward_validation.validate import Compare, validate
 from pipeline.settings.gate_configs import RewardGateConfig
 from ppo_core.data.rows.reader import read_rows
 from ppo_core.errors import ModelError
@@ -76,6 +76,7 @@ def report_on(
         prompts,
         draw,
         RewardGateConfig(**limits),
+        compare=None,
         training=training or {},
         seed=1,
     )
@@ -156,6 +157,7 @@ def report_on_words(
     pairs: list[dict[str, Any]] = PAIRS,
     num_prompts: int = 8,
     training: dict[str, float] | None = None,
+    compare: Compare | None = None,
     **limits: Any,
 ) -> RewardReport:
     """The report on a reward model, a random one if none is given, and texts of few words."""
@@ -169,6 +171,7 @@ def report_on_words(
         rows_of("prompts", prompts),
         draw,
         RewardGateConfig(num_prompts=num_prompts, **limits),
+        compare=compare,
         training=training or {},
         seed=1,
     )
@@ -199,7 +202,7 @@ def test_prompts_without_references_leave_the_reward_as_it_is(capsys):
 
 def test_bias_and_samples_may_be_of_more_prompts_than_a_thousand():
     prompts = [{"prompt": "w1", "reference": f"w{n % 58}"} for n in range(1010)]
-    report = report_on_words(prompts, num_prompts=1005, samples_per_prompt=2)
+    report = report_on_words(prompts, num_prompts=1005, samples_per_prompt=5)
     assert report.samples.prompts == 1005
     scores = RewardModel(make_classifier(), make_tokenizer()).score_texts(
         ["w1"] * 1005, [row["reference"] for row in prompts[:1005]]
@@ -281,3 +284,67 @@ def test_a_model_at_chance_is_refused_with_the_cause_that_its_training_shows(tra
     (reason,) = [reason for reason in report.reasons if "accuracy on" in reason]
     assert cause in reason
     assert report.training == training
+
+
+def on_policy(rate: float, low: float, high: float) -> OnPolicy:
+    return OnPolicy(
+        judge="rule",
+        prompts=64,
+        per_prompt=8,
+        pairs=256,
+        ties=0,
+        invalid=0,
+        accuracy=None,
+        best_of={"2": rate, "4": rate},
+        low=low,
+        high=high,
+        least=0.5,
+        spent={},
+    )
+
+
+NOTHING_ELSE = {
+    "max_calibration_error": 1.0,
+    "max_length_correlation": 1.0,
+    "min_shorter_accuracy": 0.0,
+    "min_sample_deviation": 0.0,
+    "max_degenerate_preferred": 1.0,
+    "min_accuracy": 1.0,
+}
+
+
+def test_what_is_good_on_the_policys_samples_is_only_warned_of_for_its_given_pairs():
+    found = on_policy(0.66, 0.57, 0.75)
+    report = report_on_words(WORDS, compare=lambda blocks: found, **NOTHING_ELSE)
+    assert report.fit
+    assert found.usefulness == "good"
+    (warning,) = report.warnings
+    assert "min_accuracy=100.0%" in warning
+
+
+@pytest.mark.parametrize(
+    ("found", "cause"),
+    [
+        (on_policy(0.44, 0.41, 0.48), "the judge does not prefer what this model prefers"),
+        (on_policy(0.52, 0.48, 0.56), "256 pairs of answers do not show"),
+    ],
+)
+def test_what_is_useless_on_the_policys_samples_is_refused(found: OnPolicy, cause: str):
+    limits = {**NOTHING_ELSE, "min_accuracy": 0.0}
+    report = report_on_words(WORDS, compare=lambda blocks: found, **limits)
+    (reason,) = report.reasons
+    assert cause in reason
+    assert f"wins {found.best_of['4']:.1%} against another answer" in reason
+    assert not report.warnings
+
+
+def test_a_good_model_is_only_warned_of_for_degenerate_text_that_it_likes():
+    # Its score grows with every word, so it likes the answer that is repeated three times.
+    wordy = word_reward("sum", every=1.0)
+    limits = {**NOTHING_ELSE, "min_accuracy": 0.0, "max_degenerate_preferred": 0.6}
+    for best, low, fit in ((0.66, 0.57, True), (0.58, 0.51, False)):
+        found = on_policy(best, low, 0.75)
+        report = report_on_words(WORDS, model=wordy, compare=lambda _, found=found: found, **limits)
+        assert report.fit == fit
+        said = report.warnings if fit else report.reasons
+        assert any("It prefers degenerate text" in sentence for sentence in said)

@@ -122,7 +122,7 @@ def test_the_plain_dict_holds_every_setting():
         ({"reward_gate": {"max_degenerate_preferred": 2.0}}, r"max_degenerate_preferred=2\.0"),
         ({"reward_gate": {"tolerance": 0.0}}, r"tolerance=0\.0"),
         ({"reward_gate": {"num_prompts": 0}}, r"num_prompts=0"),
-        ({"reward_gate": {"samples_per_prompt": 1}}, r"samples_per_prompt=1"),
+        ({"reward_gate": {"samples_per_prompt": 4}}, r"samples_per_prompt=4"),
         ({"promotion": {"min_win_rate": 1.0}}, r"^\[promotion\] min_win_rate=1\.0 must be"),
         ({"promotion": {"max_kl": 0.0}}, r"max_kl=0\.0 must be above 0"),
         ({"promotion": {"max_kl": 10**400}}, r"promotion\.max_kl=10+ must be a number"),

@@ -27,7 +27,9 @@ EXCLUDED = {
     "ppo": {
         *("batch_size", "warmup_ratio", "missing_eos_penalty", "reference_refresh_updates"),
         *REFUSED,
-    }
+    },
+    # Labels go with the labeller `people` alone.
+    "fresh_pairs": {"labels"},
 }
 """What cannot be changed beside all other settings."""
 

@@ -126,7 +126,7 @@ def test_on_machines_that_share_no_disk_a_step_fetches_what_it_reads(
     def models_on(name: str) -> int:
         return len([*(tmp_path / name).rglob("fetched/**/*.safetensors")])
 
-    sft = load_policy(settings, machine("a"))
+    sft, _ = load_policy(settings, machine("a"))
     reward_model, judge = load_reward_models(settings, sft, machine("b"))
     assert judge is not None
     assert all(is_in_s3(model.path) for model in (sft, reward_model, judge))

@@ -1,0 +1,62 @@
+"""Bound the mean of bounded values by betting: the interval holds whenever one looks.
+
+Waudby-Smith and Ramdas, Estimating means of bounded random variables by betting (arXiv:2010.09686).
+"""
+
+import numpy as np
+from scipy.optimize import brentq
+from scipy.special import logsumexp
+
+from pipeline.evaluation.rates import Array
+
+BETS = np.array((0.05, 0.1, 0.2, 0.4, 0.6, 0.8))
+"""Fractions of the largest bet that cannot lose everything: small ones show small differences after
+many values, large ones show large differences after few."""
+
+
+def log_capital(values: Array, mean: float, lowest: float) -> float:
+    """Return the log of the capital that bets on "the mean is above `mean`" have won.
+
+        W = mean over bets b of  prod_i (1 + b (x_i - mean) / (mean - lowest))
+
+    If the mean is at most `mean`, W is a nonnegative supermartingale that starts at 1, so the
+    probability that it ever reaches 1 / alpha is at most alpha (Ville's inequality).
+
+    Args:
+        values: values (N,), independent, each at least `lowest`.
+        mean: the mean to bet against, above `lowest`.
+        lowest: lowest possible value.
+    """
+    gains = (values - mean) / (mean - lowest)
+    logs = np.log1p(BETS[:, None] * gains).sum(axis=1)
+    return float(logsumexp(logs) - np.log(len(BETS)))
+
+
+def mean_interval(
+    values: Array, *, lowest: float, highest: float, alpha: float = 0.05
+) -> tuple[float, float]:
+    """Return the interval of the mean of values (N,), N >= 1, from a confidence sequence.
+
+    All intervals of a growing sample hold at once with probability 1 - alpha, so one may stop
+    after any value.
+    """
+    values = np.asarray(values, dtype=float)
+    low = _lower_end(values, lowest, highest, alpha / 2)
+    high = -_lower_end(-values, -highest, -lowest, alpha / 2)
+    return low, high
+
+
+def _lower_end(values: Array, lowest: float, highest: float, alpha: float) -> float:
+    """Return the lowest mean against which the capital stays below 1 / alpha."""
+    wanted = -np.log(alpha)
+
+    def surplus(mean: float) -> float:
+        return log_capital(values, mean, lowest) - wanted
+
+    # The surplus falls as the mean grows.
+    start = lowest + 1e-9 * (highest - lowest)
+    if surplus(start) <= 0:
+        return lowest
+    if surplus(highest) >= 0:
+        return highest
+    return float(brentq(surplus, start, highest, xtol=1e-6 * (highest - lowest)))

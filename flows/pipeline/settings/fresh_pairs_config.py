@@ -1,0 +1,54 @@
+"""Settings of the labelled pairs of the policy's own samples."""
+
+from dataclasses import dataclass
+
+from ppo_core.config.checks import check_fields
+from ppo_core.errors import ConfigError
+from ppo_core.io.validation import Natural
+
+PEOPLE = "people"
+"""Labeller that means: write the pairs to a file, and end the run until people have labelled it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FreshPairsConfig:
+    """How many pairs of the policy's own samples train the reward model, and who labels them.
+
+    Raises:
+        ConfigError: a value is out of range, or two settings contradict each other.
+    """
+
+    count: Natural = 0
+    """Number of pairs; 0 for none. They answer `prompts`, as evenly as the number allows."""
+
+    labeller: str = ""
+    """Who says which answer is better: a judge, as for `judge`, but never the judge of the run; or
+    `people`, for whom the run writes `to-label.jsonl` and ends."""
+
+    labels: str = ""
+    """Rows with prompt, first, second and label (first, second or tie), such as `to-label.jsonl`
+    with the labels of people; with them nothing is sampled."""
+
+    def __post_init__(self) -> None:
+        """Raise if a value is out of range, or the labeller is missing."""
+        check_fields(self)
+        if bool(self.count) != bool(self.labeller):
+            raise ConfigError(
+                f"count={self.count} and labeller={self.labeller!r}: pairs need a labeller, and a "
+                "labeller pairs. Set both, or neither."
+            )
+        if self.labels and self.labeller not in ("", PEOPLE):
+            raise ConfigError(
+                f"labels={self.labels!r} would be ignored, because labeller={self.labeller!r} "
+                f"labels the pairs. Set labeller={PEOPLE!r}, or remove labels."
+            )
+
+    @property
+    def judge(self) -> str:
+        """The labeller, if it is asked as a judge is; else empty."""
+        return "" if self.labeller == PEOPLE else self.labeller
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the reward model is trained on such pairs."""
+        return bool(self.count or self.labels)

@@ -1,0 +1,189 @@
+"""Label pairs of the policy's own samples, for the training of the reward model."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from pipeline.evaluation.comparison import compare
+from pipeline.inputs.data_sets import PAIRS_FILE, RunData
+from pipeline.inputs.flow_run import FlowRun
+from pipeline.inputs.json_lines import write_jsonl
+from pipeline.judges.budget import Budget
+from pipeline.judges.spec import make_judge_of_run
+from pipeline.judges.verdict import Judge, JudgedPrompt
+from pipeline.launch.answers import answer_as_ppo
+from pipeline.results.step_records import FreshPairs, PreparedModel
+from pipeline.settings.fresh_pairs_config import PEOPLE
+from pipeline.stages.made_once import make_or_reuse
+from pipeline.storage.workspace import original_names
+from pipeline.tracking.tracker import Tracker
+from ppo_core.data.rows.forms import Row
+from ppo_core.errors import DataError
+from ppo_core.io.folder_cache import digest_of_code
+
+FRESH_PAIRS = "fresh-pairs"
+"""Name of the pairs, which begins the name of their folder in the cache."""
+
+TO_LABEL = "to-label.jsonl"
+"""File of pairs that people label."""
+
+LEAST_PAIRS = 20
+"""Minimum number of pairs with a preference: fewer cannot be held out and trained on."""
+
+
+class SampledPairs(NamedTuple):
+    """Two samples of the policy for each of N prompts."""
+
+    prompts: list[JudgedPrompt]
+    firsts: list[str]
+    seconds: list[str]
+
+    def different(self) -> "SampledPairs":
+        """Return the pairs of different texts."""
+        rows = [row for row in zip(*self, strict=True) if row[1] != row[2]]
+        return (
+            SampledPairs(*map(list, zip(*rows, strict=True))) if rows else SampledPairs([], [], [])
+        )
+
+
+def label_samples(
+    tracker: Tracker, data: RunData, sft: PreparedModel, run: FlowRun
+) -> FreshPairs | None:
+    """Return labelled pairs of samples of the policy from which PPO starts; None if none are asked.
+
+    Pairs are labelled once for equal inputs, so a resumed or repeated run asks nobody twice.
+
+    Raises:
+        ConfigError: the labeller cannot be used.
+        DataError: there are too few prompts or too few pairs with a preference, or people have to
+            label the pairs first; then the message names the file.
+        JudgeError: the labeller does not answer, or its budget is spent.
+    """
+    settings = data.settings
+    config, budget = settings.fresh_pairs, Budget.of(settings.judging)
+    if not config.wanted:
+        return None
+    votes = data.fresh_labels()
+    if votes is not None:
+        inputs: dict[str, Any] = {"labels": votes.digest}
+        made = make_or_reuse(
+            run.workspace, FRESH_PAIRS, inputs, lambda folder: _keep_votes(list(votes), folder)
+        )
+    elif config.labeller == PEOPLE:
+        _ask_people(tracker, sample_pairs(data, sft.path, run.folder), run)
+    else:
+        labeller = make_judge_of_run(settings, config.judge, budget)
+        made = make_or_reuse(
+            run.workspace,
+            FRESH_PAIRS,
+            _inputs(data, sft, labeller),
+            lambda folder: _ask(labeller, sample_pairs(data, sft.path, run.folder), folder),
+        )
+    numbers = {name: float(value) for name, value in made.values.items()}
+    tracker.step.log_metrics({f"fresh_pairs/{name}": value for name, value in numbers.items()})
+    print(f"{FRESH_PAIRS}: {describe_labels(made.values)}", flush=True)
+    spent = {} if made.reused else budget.spent({})
+    return FreshPairs(path=made.place, digest=made.digest, spent=spent)
+
+
+def sample_pairs(data: RunData, policy: str, folder: Path) -> SampledPairs:
+    """Sample two answers, as PPO does, to each of `RunData.fresh_prompts`."""
+    settings, asked = data.settings, data.fresh_prompts()
+    texts = answer_as_ppo(settings, policy, folder, [prompt for prompt in asked for _ in range(2)])
+    return SampledPairs(asked, texts[::2], texts[1::2])
+
+
+def describe_labels(counts: Mapping[str, Any]) -> str:
+    """Return in words how the pairs were labelled."""
+    words = [f"{counts['pairs']} of {counts['asked']} pairs have a preference"]
+    words += [f"{counts[name]} {name}" for name in ("ties", "flips", "invalid") if counts.get(name)]
+    return ", ".join(words)
+
+
+def _inputs(data: RunData, sft: PreparedModel, labeller: Judge) -> dict[str, Any]:
+    """Return everything that decides the pairs and their labels."""
+    settings = data.settings
+    sampling = ("response_length", "temperature", "top_k", "top_p", "stop_token", "stop_token_id")
+    return {
+        "policy": sft.digest,
+        "prompts": data.training_prompts().digest,
+        "prompt_format": settings.prompt_format,
+        "sampling": {name: getattr(settings.ppo, name) for name in sampling},
+        "count": settings.fresh_pairs.count,
+        "seed": settings.seed,
+        "labeller": [labeller.name, labeller.version],
+        "code": digest_of_code(__name__),
+    }
+
+
+def _ask(labeller: Judge, pairs: SampledPairs, folder: Path) -> dict[str, int]:
+    """Let a labeller compare the pairs in both orders, and write those with a preference.
+
+    Equal texts tie without a question.
+    """
+    different = pairs.different()
+    judged = compare(labeller, *different)
+    rows = [
+        _preference(prompt, first, second, outcome)
+        for prompt, first, second, outcome in zip(*different, judged.outcomes, strict=True)
+        if outcome in ("first", "second")
+    ]
+    invalid = judged.outcomes.count("invalid")
+    _write(folder, rows, len(pairs.prompts))
+    return {
+        "asked": len(pairs.prompts),
+        "pairs": len(rows),
+        "ties": len(pairs.prompts) - len(rows) - invalid,
+        "flips": sum(judged.flipped),
+        "invalid": invalid,
+    }
+
+
+def _keep_votes(votes: list[Row], folder: Path) -> dict[str, int]:
+    """Write the pairs of which people prefer one answer."""
+    columns = ("prompt", "first", "second", "label")
+    rows = [
+        _preference(*(vote[name] for name in columns)) for vote in votes if vote["label"] != "tie"
+    ]
+    _write(folder, rows, len(votes))
+    return {"asked": len(votes), "pairs": len(rows), "ties": len(votes) - len(rows)}
+
+
+def _preference(prompt: JudgedPrompt, first: str, second: str, winner: str) -> Row:
+    chosen, rejected = (first, second) if winner == "first" else (second, first)
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+
+
+def _write(folder: Path, rows: list[Row], asked: int) -> None:
+    if len(rows) < LEAST_PAIRS:
+        raise DataError(
+            f"Only {len(rows)} of {asked} pairs of the policy's samples have a preference, and a "
+            f"reward model needs at least {LEAST_PAIRS}. Label more pairs, or choose a labeller "
+            "that can compare answers to your prompts."
+        )
+    write_jsonl(folder / PAIRS_FILE, rows)
+
+
+def _ask_people(tracker: Tracker, pairs: SampledPairs, run: FlowRun) -> NoReturn:
+    """Write the pairs for people, and end the run.
+
+    Raises:
+        DataError: always; the message says how to continue.
+    """
+    file = run.folder / TO_LABEL
+    rows = zip(*pairs, strict=True)
+    write_jsonl(
+        file,
+        [
+            {**dict(zip(("prompt", "first", "second"), row, strict=True)), "label": ""}
+            for row in rows
+        ],
+    )
+    tracker.step.log_artifact(file)
+    raise DataError(
+        f"People have to label {len(pairs.prompts)} pairs of the policy's samples before the "
+        f"reward model is trained. {original_names(str(file))} has them, and so has the MLflow "
+        f"run, as {TO_LABEL}. Set `label` of each row to first, second or tie; rows without a "
+        "label are left out. Then start again with `--set fresh_pairs.labels=FILE`: the "
+        "fine-tuned policy is reused."
+    )

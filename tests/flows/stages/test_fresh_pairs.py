@@ -1,0 +1,227 @@
+"""Pairs of the policy's own samples: labelled once, by a judge or by people, and trained on."""
+
+from collections.abc import Callable
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.inputs.data_sets import RunData
+from pipeline.inputs.flow_run import FlowRun
+from pipeline.inputs.json_lines import read_jsonl, write_jsonl
+from pipeline.results.step_records import FreshPairs
+from pipeline.settings.settings import Settings, make_settings
+from pipeline.stages.given_settings import read_settings
+from pipeline.stages.models import FRESH, REWARD_MODEL, load_policy, load_reward_models
+from pipeline.stages.start import prepare_inputs, start_run
+from ppo_core.errors import ConfigError, DataError
+from tests.helpers.chat import make_chat_tokenizer, say
+from tests.helpers.pipeline_inputs import tiny_table, write_rows
+
+LABELLER = """
+from pathlib import Path
+
+def prefer(prompts, pairs):
+    with Path(__file__).with_suffix(".asked").open("a") as asked:
+        asked.writelines("x" for _ in pairs)
+    return ["first" if a > b else "second" for a, b in pairs]
+
+def low(prompts, pairs):
+    points = [[sum(int(word[1:]) < 29 for word in text.split()) for text in pair] for pair in pairs]
+    return ["first" if a > b else "second" if b > a else "tie" for a, b in points]
+
+def undecided(prompts, pairs):
+    return ["tie" for _ in pairs]
+
+def dies(prompts, pairs):
+    raise RuntimeError("half-way")
+"""
+
+
+def fresh(folder: Path, labeller: str = "prefer", **changes: Any) -> dict[str, Any]:
+    """Settings of a run with 32 pairs of samples; of two texts, the later one by name is better."""
+    (folder / "labeller.py").write_text(LABELLER)
+    prompts = [{"prompt": f"w{number} w2 w3"} for number in range(40)]
+    table = tiny_table(folder) | {"prompts": write_rows(folder / "many.jsonl", prompts)}
+    pairs = {"count": 32, "labeller": f"python:{folder / 'labeller.py'}:{labeller}"}
+    return table | {"sft_data": "", "fresh_pairs": pairs | changes}
+
+
+def asked(folder: Path) -> int:
+    file = folder / "labeller.asked"
+    return len(file.read_text()) if file.exists() else 0
+
+
+@pytest.fixture
+def start(mlflow_client) -> Callable[[Settings], FlowRun]:
+    """Start a run of the steps that train models before PPO."""
+    steps = ["load_policy", "load_reward_model"]
+    return lambda settings: start_run(settings, settings, "RLHF", "1", steps)
+
+
+def rows_of(pairs: FreshPairs) -> list[dict[str, Any]]:
+    return read_jsonl(Path(pairs.path) / "pairs.jsonl")
+
+
+def test_without_the_section_nothing_is_sampled(tmp_path: Path, start):
+    settings = make_settings(tiny_table(tmp_path) | {"sft_data": ""}, {})
+    assert load_policy(settings, start(settings))[1] is None
+
+
+def test_a_labeller_is_asked_once_in_both_orders(tmp_path: Path, start, capsys):
+    settings = make_settings(fresh(tmp_path), {})
+    run = start(settings)
+    _, pairs = load_policy(settings, run)
+    assert pairs
+    rows = rows_of(pairs)
+    assert len({row["prompt"] for row in rows}) == len(rows) > 20
+    assert all(row["chosen"] > row["rejected"] for row in rows)
+    # Equal texts are ties that nobody is asked about.
+    assert asked(tmp_path) == 2 * len(rows)
+    assert f"{len(rows)} of 32 pairs have a preference" in capsys.readouterr().out
+    assert load_policy(settings, run)[1] == pairs
+    assert asked(tmp_path) == 2 * len(rows)
+    # Another seed of PPO's section samples the same; another seed of the run does not.
+    other = make_settings(fresh(tmp_path) | {"seed": 7}, {})
+    _, others = load_policy(other, run)
+    assert others
+    assert rows_of(others) != rows
+
+
+def test_the_better_reward_model_on_held_out_pairs_of_samples_is_used(
+    tmp_path: Path, start, capsys
+):
+    table = fresh(tmp_path, "low", count=400)
+    prompts = [{"prompt": f"w{one} w{other}"} for one in range(20) for other in range(20)]
+    table["prompts"] = write_rows(tmp_path / "400.jsonl", prompts)
+    # The given pairs prefer what the labeller rejects.
+    pairs = [{"prompt": "w1", "chosen": f"w50 w{i}", "rejected": f"w5 w{i}"} for i in range(40)]
+    table["preferences"] = write_rows(tmp_path / "opposite.jsonl", pairs)
+    training = {"num_epochs": 6, "batch_size": 16, "max_length": 32, "learning_rate": 3e-3}
+    settings = make_settings(table | {"reward_model_training": training}, {})
+    run = start(settings)
+    sft, labelled = load_policy(settings, run)
+    model, _ = load_reward_models(settings, sft, run, fresh=labelled)
+    told = capsys.readouterr().out
+    given, trained = (
+        float(told.split(f"\n{name}: right in ")[1].split("%")[0]) for name in (REWARD_MODEL, FRESH)
+    )
+    assert given < 50 < 70 < trained
+    assert Path(model.path).name.startswith(f"{FRESH}-")
+
+
+def test_pairs_of_a_chat_keep_its_messages(tmp_path: Path, start):
+    table = fresh(tmp_path)
+    make_chat_tokenizer().save_pretrained(table["policy"])
+    turns = [say(f"w{number}", "w1", "w2") for number in range(40)]
+    table["prompts"] = write_rows(tmp_path / "chats.jsonl", [{"messages": turn} for turn in turns])
+    settings = make_settings(table, {})
+    run = start(settings)
+    sft, labelled = load_policy(settings, run)
+    assert labelled
+    assert all(row["prompt"] in turns for row in rows_of(labelled))
+    training, held_out = RunData(settings).fresh_pairs(labelled.path)
+    assert len(training) + len(held_out) == len(rows_of(labelled))
+    model, _ = load_reward_models(settings, sft, run, fresh=labelled)
+    assert Path(model.path).is_dir()
+
+
+def test_people_get_a_file_and_the_labelled_file_continues_the_run(tmp_path: Path, start):
+    table = fresh(tmp_path, labeller="prefer")
+    table["fresh_pairs"] = {"count": 32, "labeller": "people"}
+    settings = make_settings(table, {})
+    run = start(settings)
+    with pytest.raises(DataError, match="People have to label 32 pairs") as error:
+        load_policy(settings, run)
+    file = run.folder / "to-label.jsonl"
+    assert str(file) in str(error.value)
+    rows = read_jsonl(file)
+    assert [set(row) for row in rows] == [{"prompt", "first", "second", "label"}] * 32
+    for number, row in enumerate(rows):
+        row["label"] = "" if number < 3 else "tie" if number < 5 else "second"
+    write_jsonl(tmp_path / "labelled.jsonl", rows)
+    table["fresh_pairs"]["labels"] = str(tmp_path / "labelled.jsonl")
+    _, pairs = load_policy(make_settings(table, {}), run)
+    assert pairs
+    assert rows_of(pairs) == [
+        {"prompt": row["prompt"], "chosen": row["second"], "rejected": row["first"]}
+        for row in rows[5:]
+    ]
+
+
+def test_a_label_that_is_none_is_refused_by_name(tmp_path: Path, start):
+    rows = [{"prompt": "w1", "first": "w2", "second": "w3", "label": "best"}] * 30
+    file = write_rows(tmp_path / "labelled.jsonl", rows)
+    settings = make_settings(
+        fresh(tmp_path) | {"fresh_pairs": {"count": 0, "labels": file, "labeller": ""}}, {}
+    )
+    with pytest.raises(DataError, match=r"fresh_pairs.labels=.*: the label 'best' is none of"):
+        load_policy(settings, start(settings))
+
+
+@pytest.mark.parametrize(
+    ("labeller", "message"),
+    [
+        ("undecided", "Only 0 of 32 pairs of the policy's samples have a preference"),
+        ("dies", "half-way"),
+    ],
+)
+def test_a_labeller_that_is_of_no_use_ends_the_step(
+    tmp_path: Path, start, labeller: str, message: str
+):
+    settings = make_settings(fresh(tmp_path, labeller), {})
+    with pytest.raises(DataError, match=message):
+        load_policy(settings, start(settings))
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"count": 8}, "pairs need a labeller"),
+        ({"labeller": "people"}, "pairs need a labeller"),
+        ({"count": -1, "labeller": "people"}, "count=-1 must be at least 0"),
+        ({"count": 8, "labeller": "python:j.py:f", "labels": "x.jsonl"}, "would be ignored"),
+        ({"count": 8, "labellor": "people"}, "labeller"),
+        ({"count": 8, "labeller": "persons"}, "persons"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(
+    tmp_path: Path, section: dict[str, Any], message: str
+):
+    with pytest.raises(ConfigError, match=message):
+        read_settings(tiny_table(tmp_path) | {"fresh_pairs": section}, {}, ())
+
+
+def test_the_labeller_is_never_the_judge(tmp_path: Path):
+    table = fresh(tmp_path)
+    judge = table["judge"]
+    other = table["fresh_pairs"]["labeller"]
+    for labeller, judges in (
+        (judge, judge),
+        (f"{other},{judge}", judge),
+        (judge, f"{other},{judge}"),
+    ):
+        table["judge"], table["fresh_pairs"]["labeller"] = judges, labeller
+        with pytest.raises(ConfigError, match="is also a judge of the run"):
+            read_settings(table, {}, ())
+
+
+def test_too_few_prompts_are_found_before_any_training(tmp_path: Path):
+    settings = make_settings(fresh(tmp_path, count=641), {})
+    with pytest.raises(DataError, match=r"count=641 needs 17 pairs of each of the 40 different"):
+        prepare_inputs(settings)
+
+
+def test_prompts_have_several_pairs_if_there_are_fewer_than_pairs(tmp_path: Path):
+    data = RunData(make_settings(fresh(tmp_path, count=100), {}))
+    prompts = data.fresh_prompts()
+    assert len(prompts) == 100
+    assert [len(list(same)) for _, same in groupby(prompts)] == [3] * 33 + [1]
+
+
+def test_a_labeller_that_cannot_be_called_is_found_before_any_training(tmp_path: Path):
+    table = fresh(tmp_path)
+    Path(tmp_path / "labeller.py").write_text("def prefer(prompt):\n    return 'first'\n")
+    with pytest.raises(ConfigError, match="is called with two lists"):
+        prepare_inputs(make_settings(table, {}))
