@@ -15,7 +15,7 @@ import torch
 
 import ppo_core
 import ppo_core.classic
-from deployment.deployment_file import read_deployment
+from deployment.deployment_file import STEPS, read_deployment
 from pipeline.evaluation.win_rate import describe
 from pipeline.registry.artifact import VersionContents, write_artifact
 from pipeline.registry.champions import promote_by_hand
@@ -58,15 +58,6 @@ COST = ROOT / "docs" / "cost.md"
 RETRAINING = ROOT / "docs" / "retraining.md"
 RUNBOOK = ROOT / "docs" / "runbook.md"
 EXAMPLES = ROOT / "docs" / "examples" / "README.md"
-PHASES = (
-    "start",
-    "load_policy",
-    "load_reward_model",
-    "validate_reward_model",
-    "train_policy",
-    "evaluate_win_rate",
-    "register",
-)
 PAGES = [
     README,
     ROOT / "CONTRIBUTING.md",
@@ -241,7 +232,7 @@ def test_the_summary_in_the_readme_is_printed_so():
         kl={"ppo": 1.89},
         distinct={"ppo": 0.973},
         timings=Timings(
-            seconds={phase: times[phase] for phase in PHASES},
+            seconds={phase: times[phase] for phase in STEPS[:-1]},
             episodes_per_second=times["episodes/s"],
             peak_rss_bytes=round(times["GiB"] * 2**30),
         ),
@@ -262,7 +253,7 @@ def test_the_summary_in_the_readme_is_printed_so():
 
 def times_of_the_run(tables: str) -> dict[str, float]:
     """Read what differs from run to run: seconds of each phase, speed, memory, CPU hours."""
-    phases = rf"({'|'.join(PHASES)}) ([\d.]+)"
+    phases = rf"({'|'.join(STEPS)}) ([\d.]+)"
     units = r"([\d.]+) (episodes/s|GiB|CPU hours)"
     found = re.findall(phases, tables) + [pair[::-1] for pair in re.findall(units, tables)]
     return {name: float(value) for name, value in found}

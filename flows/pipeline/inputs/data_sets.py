@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from math import ceil
 from pathlib import Path
 
 import numpy as np
@@ -182,14 +181,7 @@ class RunData:
 
     def labels(self) -> Rows | None:
         """Read the labelled pairs, see `human_labels`."""
-        return read_labels(
-            "human_labels",
-            self.settings.evaluation.human_labels,
-            self.policy_tokenizer,
-            renamed=self.settings.columns,
-            allow_urls=self.settings.allow_data_urls,
-            max_left_out=self.settings.max_left_out,
-        )
+        return self._labels("human_labels", self.settings.evaluation.human_labels)
 
     def fresh_prompts(self) -> list[str | Messages]:
         """Return the prompt of each of `fresh_pairs.count` pairs, equal prompts side by side.
@@ -201,31 +193,35 @@ class RunData:
         """
         count, rows = self.settings.fresh_pairs.count, self.training_prompts()
         prompts = list({prompt_key(prompt): prompt for prompt in rows.column("prompt")}.values())
-        per_prompt = ceil(count / len(prompts))
-        if per_prompt > MOST_PAIRS_PER_PROMPT:
+        each, more = divmod(count, len(prompts))
+        if count > MOST_PAIRS_PER_PROMPT * len(prompts):
             raise DataError(
-                f"fresh_pairs.count={count} needs {per_prompt} pairs of each of the {len(prompts)} "
-                f"different prompts of {rows.source}, and more than {MOST_PAIRS_PER_PROMPT} teach "
-                "little. Lower the count, or add prompts."
+                f"fresh_pairs.count={count} needs {count / len(prompts):.1f} pairs of each of the "
+                f"{len(prompts)} different prompts of {rows.source}, and more than "
+                f"{MOST_PAIRS_PER_PROMPT} teach little. Lower the count, or add prompts."
             )
+        pairs = np.full(len(prompts), each) + (np.arange(len(prompts)) < more)
         lots = np.random.default_rng(self.settings.seed).permutation(len(prompts))
-        return [prompts[number] for number in np.repeat(lots, per_prompt)[:count]]
+        return [prompts[number] for number in np.repeat(lots, pairs)]
 
     def fresh_labels(self) -> Rows | None:
         """Read the labelled pairs of the policy's samples, see `fresh_pairs.labels`."""
-        return read_labels(
-            "fresh_pairs.labels",
-            self.settings.fresh_pairs.labels,
-            self.policy_tokenizer,
-            renamed=self.settings.columns,
-            allow_urls=self.settings.allow_data_urls,
-            max_left_out=self.settings.max_left_out,
-        )
+        return self._labels("fresh_pairs.labels", self.settings.fresh_pairs.labels)
 
     def fresh_pairs(self, folder: str) -> tuple[Rows, Rows]:
         """Read pairs of the policy's samples: those to train on, and those held out."""
         rows = self._read(str(Path(folder) / PAIRS_FILE), "pairs")
         return held_out(rows, self.settings.held_out_share)
+
+    def _labels(self, name: str, source: str) -> Rows | None:
+        return read_labels(
+            name,
+            source,
+            self.policy_tokenizer,
+            renamed=self.settings.columns,
+            allow_urls=self.settings.allow_data_urls,
+            max_left_out=self.settings.max_left_out,
+        )
 
     def _read(self, source: str, kind: Kind) -> Rows:
         return read_rows(

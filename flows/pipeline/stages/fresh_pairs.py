@@ -19,7 +19,7 @@ from pipeline.storage.workspace import original_names
 from pipeline.tracking.tracker import Tracker
 from ppo_core.data.rows.forms import Row
 from ppo_core.errors import DataError
-from ppo_core.io.folder_cache import digest_of_code
+from ppo_core.io.folder_cache import digest_of, digest_of_code
 
 FRESH_PAIRS = "fresh-pairs"
 """Name of the pairs, which begins the name of their folder in the cache."""
@@ -106,7 +106,7 @@ def _inputs(data: RunData, sft: PreparedModel, labeller: Judge) -> dict[str, Any
     sampling = ("response_length", "temperature", "top_k", "top_p", "stop_token", "stop_token_id")
     return {
         "policy": sft.digest,
-        "prompts": data.training_prompts().digest,
+        "prompts": digest_of(data.fresh_prompts()),
         "prompt_format": settings.prompt_format,
         "sampling": {name: getattr(settings.ppo, name) for name in sampling},
         "count": settings.fresh_pairs.count,

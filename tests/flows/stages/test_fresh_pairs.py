@@ -209,7 +209,7 @@ def test_the_labeller_is_never_the_judge(tmp_path: Path):
 
 def test_too_few_prompts_are_found_before_any_training(tmp_path: Path):
     settings = make_settings(fresh(tmp_path, count=641), {})
-    with pytest.raises(DataError, match=r"count=641 needs 17 pairs of each of the 40 different"):
+    with pytest.raises(DataError, match=r"count=641 needs 16.0 pairs of each of the 40 different"):
         prepare_inputs(settings)
 
 
@@ -217,7 +217,7 @@ def test_prompts_have_several_pairs_if_there_are_fewer_than_pairs(tmp_path: Path
     data = RunData(make_settings(fresh(tmp_path, count=100), {}))
     prompts = data.fresh_prompts()
     assert len(prompts) == 100
-    assert [len(list(same)) for _, same in groupby(prompts)] == [3] * 33 + [1]
+    assert [len(list(same)) for _, same in groupby(prompts)] == [3] * 20 + [2] * 20
 
 
 def test_a_labeller_that_cannot_be_called_is_found_before_any_training(tmp_path: Path):
