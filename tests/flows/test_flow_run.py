@@ -46,9 +46,10 @@ def journey(tmp_path_factory) -> Journey:
     table["reward_model_training"] |= {"num_epochs": 15, "learning_rate": 1e-2}
     (folder / "tiny.toml").write_text(as_toml(table))
     (folder / "judge.py").write_text(
-        # The first step asks it about one pair, in both orders.
+        # Of no use in the evaluation alone.
+        f"EVALUATED = open({str(folder / 'eval.jsonl')!r}).read()\n"
         "def judge(prompts, pairs):\n"
-        "    return ['first' if len(pairs) == 2 else 'maybe'] * len(pairs)"
+        "    return ['maybe' if prompts[0] in EVALUATED else 'first'] * len(pairs)"
     )
     refused = run_flow(folder, *RUN, "none.json")
     run_id = re.search(r"\[(\d+)/validate_reward_model/\d+ ", refused.log)

@@ -94,13 +94,13 @@ def test_a_value_of_another_type_is_refused_by_its_file_and_field(field: str, tm
     def replace_it(part: Any, key: Any) -> None:
         part[key] = DAMAGED[field]
 
-    assert f": {field}: " in refusal_of(field, replace_it, tmp_path / "report.json")
+    assert f": {field}=" in refusal_of(field, replace_it, tmp_path / "report.json")
 
 
 @pytest.mark.parametrize("field", MISSING)
 def test_a_field_that_is_missing_is_refused_by_its_file_and_name(field: str, tmp_path: Path):
     refusal = refusal_of(field, lambda part, key: part.pop(key), tmp_path / "report.json")
-    assert f": {field}: Field required." in refusal
+    assert f": {field} is missing." in refusal
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "null", '{"fit": tru', '{"fit": true, "fit": false}'])
@@ -128,5 +128,5 @@ def test_the_damaged_time_of_a_step_is_refused_by_its_file_and_field(
     (attempt,) = recorded_attempts(run)
     assert attempt.gpu_seconds == 120
     file.write_text(json.dumps(ATTEMPT | {field: value}))
-    with pytest.raises(DataError, match=rf"train_policy-1\.json' is damaged.*: {field}: "):
+    with pytest.raises(DataError, match=rf"train_policy-1\.json' is damaged.*: {field}="):
         recorded_attempts(run)

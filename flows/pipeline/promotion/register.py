@@ -167,7 +167,7 @@ def _facts(
     settings, run, evaluation = candidate.settings, candidate.run, evaluated.report()
     judge = NamedModel(name=evaluation.judge.name, digest=evaluation.judge.version)
     labelled = candidate.fresh.spent if candidate.fresh else {}
-    spent = sum_spent(labelled, candidate.validation.report().spent, evaluation.spent)
+    spent = sum_spent(labelled, candidate.validation.spent, evaluation.spent)
     return VersionFacts(
         name=settings.registered_model,
         version=version,

@@ -434,8 +434,3 @@ class RewardReport:
 
     accepted_by_hand: bool = False
     """Whether a person accepted the reward model although it failed the gate."""
-
-    @property
-    def spent(self) -> dict[str, Spent]:
-        """Calls and tokens of the judges, by name."""
-        return self.on_policy.spent if self.on_policy else {}

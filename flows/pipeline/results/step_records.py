@@ -7,7 +7,7 @@ Metaflow pickles these records between steps, so this module imports nothing lar
 JSON files, which `ValidatedReward.report` and `EvaluatedPolicy.report` read.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -92,6 +92,9 @@ class ValidatedReward:
 
     judge: TrainedJudge | None = None
     """The judge that the run trained; None if a judge is named."""
+
+    spent: dict[str, Spent] = field(default_factory=dict)
+    """Calls and tokens of the judges that compared samples, by name."""
 
     @property
     def refused(self) -> bool:

@@ -38,7 +38,7 @@ def summarize(
     with track(run, PARENT) as tracker:
         # Read inside, because the files of earlier steps may come from another machine.
         labelled = fresh.spent if fresh else {}
-        spent = sum_spent(labelled, reward_model.spent, evaluation.spent)
+        spent = sum_spent(labelled, validation.spent, evaluation.spent)
         cost = cost_of_run(run, settings.hardware, policy, spent)
         summary = Summary(
             **vars(evaluation),

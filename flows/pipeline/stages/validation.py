@@ -65,6 +65,7 @@ def validate_reward_model(
         bias=report.bias,
         gain=report.gain,
         report_file=str(file),
+        spent=report.on_policy.spent if report.on_policy else {},
         judge=_measure_judge(data, judge_model) if judge_model else None,
     )
     if validation.refused:
