@@ -21,6 +21,10 @@ Entry = dict[str, Any]
 the fields of the kind."""
 
 
+IMPORTING_MLFLOW = threading.Lock()
+"""Held while a thread imports MLflow: two that do so at once may end in a deadlock of imports."""
+
+
 class Journal:
     """Stores entries in order, and the position up to which entries were sent.
 

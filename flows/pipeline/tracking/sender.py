@@ -11,7 +11,7 @@ from tenacity.nap import sleep_using_event
 from tenacity.stop import stop_when_event_set
 from tenacity.wait import wait_exponential
 
-from pipeline.tracking.journal import Entry, Journal
+from pipeline.tracking.journal import IMPORTING_MLFLOW, Entry, Journal
 from ppo_core.errors import PPOError
 from ppo_core.errors.redaction import redact
 
@@ -79,7 +79,8 @@ class Sender:
             return
         self.sends = True
         # Imported in this thread, so that no step waits for this slow import.
-        from pipeline.tracking.mlflow_client import connect
+        with IMPORTING_MLFLOW:
+            from pipeline.tracking.mlflow_client import connect
 
         # urllib3 would log every attempt; this class prints only when failures begin and end.
         logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)

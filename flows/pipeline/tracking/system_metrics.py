@@ -5,6 +5,7 @@ from typing import Any
 
 import psutil
 
+from pipeline.tracking.journal import IMPORTING_MLFLOW
 from pipeline.tracking.run_log import RunLog
 from ppo_core.errors import PPOError
 
@@ -44,9 +45,10 @@ class SystemMetrics:
         # psutil returns the mean load since the previous call in the same thread.
         psutil.cpu_percent()
         # Imported in this thread, so that no step waits for this slow import.
-        from mlflow.environment_variables import MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL
+        with IMPORTING_MLFLOW:
+            from mlflow.environment_variables import MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL
 
-        monitors = _monitors()
+            monitors = _monitors()
         step = self._log.journal.next_step(self._log.run, PREFIX)
         seconds = MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL.get() or SECONDS
         last = False
