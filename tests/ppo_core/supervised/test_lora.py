@@ -77,8 +77,9 @@ def test_the_saved_policy_is_the_base_with_its_adapter(base, sft):
 
 
 def test_the_reward_model_moves_the_adapted_weights_and_its_head(base, reward):
-    torch.manual_seed(CONFIG.seed)
     before = make_classifier(load_policy(base), pad_token_id=0)
+    # Otherwise the head has what lay in its memory, which may be the head that was trained.
+    torch.nn.init.zeros_(before.score.weight)
     after = AutoModelForSequenceClassification.from_pretrained(reward)
     assert moved(before, after) == ADAPTED | {"score.weight"}
     assert after.config.num_labels == 1
