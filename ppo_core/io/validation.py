@@ -35,6 +35,7 @@ Steps = Annotated[float, Field(ge=0), AfterValidator(_check_steps)]
 """A number of steps, or below 1 a fraction of all steps."""
 
 Interval = Annotated[float, Field(gt=0), AfterValidator(_check_steps)]
+"""The same, above 0."""
 
 _FAULTS = {
     "int_type": "must be a whole number",
@@ -79,7 +80,7 @@ def read_record(
 
 def describe_error(error: ValidationError, name: str = "") -> str:
     """Return the place of an error in the value `name`, and what is wrong there."""
-    # Of a value of several forms, the forms whose fields are missing were not meant.
+    # A value may have one of several forms: ignore the forms whose fields it does not have.
     wrong = min(error.errors(), key=lambda one: one["type"] == "missing")
     # pydantic adds the name of the form's class.
     inner = [str(part) for part in wrong["loc"] if not str(part).startswith("_")]

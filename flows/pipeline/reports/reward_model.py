@@ -29,7 +29,7 @@ WHAT_FOLLOWS = {
     "useless": "Useless for this policy: PPO would gain nothing that the judge sees.",
     "usable": "Usable for this policy: PPO moves it far for what it gains. A reward model trained "
     "on labelled pairs of the policy's own answers gains more.",
-    "good": "Good for this policy: labelled pairs of its own answers would add little.",
+    "good": "Good for this policy: what PPO gains from this model, the judge sees as well.",
 }
 """What follows from how well a reward model chooses among the policy's own answers."""
 

@@ -214,9 +214,8 @@ class Samples(SampleScores):
 
 
 GOOD_BEST_OF_4 = 0.6
-"""Win rate of the best of four from which a reward model is good. On the real stories, PPO against
-models of 0.54 won 0.74 to 0.78 of its pairs at a KL of 7 to 10, and against models of 0.65 won 0.85
-to 0.93 at 5 to 10."""
+"""Win rate of the best of four from which a reward model is good; docs/trusting-a-result.md has the
+experiments."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,8 +49,6 @@ class FreshPairs:
     path: str
     """Place of the folder with the pairs, see `RunData.fresh_pairs`."""
 
-    digest: str
-
     spent: dict[str, Spent]
     """Calls and tokens of the labellers in this run, by name."""
 

@@ -96,8 +96,8 @@ def validate(
         *contract.reasons,
     ]
     doubts = [chance(accuracy, limits, training)] if on_policy else []
-    # No sample of the policy is like the probes. A model that chooses well among samples is
-    # trained against, and the gate of the promotion sees repetition that PPO has taught.
+    # The policy's samples are unlike the probes. If the model chooses well among the samples, PPO
+    # may train against it: the promotion gate refuses a policy that learned to repeat itself.
     is_good = on_policy is not None and on_policy.usefulness == "good"
     (doubts if is_good else reasons).extend(probes.reasons)
     return RewardReport(

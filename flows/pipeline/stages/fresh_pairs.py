@@ -83,7 +83,7 @@ def label_samples(
     tracker.step.log_metrics({f"fresh_pairs/{name}": value for name, value in numbers.items()})
     print(f"{FRESH_PAIRS}: {describe_labels(made.values)}", flush=True)
     spent = {} if made.reused else budget.spent({})
-    return FreshPairs(path=made.place, digest=made.digest, spent=spent)
+    return FreshPairs(path=made.place, spent=spent)
 
 
 def sample_pairs(data: RunData, policy: str, folder: Path) -> SampledPairs:

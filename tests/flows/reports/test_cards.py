@@ -214,7 +214,7 @@ def test_a_card_begins_with_the_verdict_and_why(cards: dict[str, Path]):
     verdict, why, *_ = components(cards["reward"])
     assert verdict["value"] == "Refused"
     assert verdict["theme"] == "danger"
-    good = "Good for this policy: labelled pairs of its own answers would add little."
+    good = "Good for this policy: what PPO gains from this model, the judge sees as well."
     assert why["data"] == [[f"It likes {HOSTILE}"], [good]]
     verdict, why, *_ = components(cards["evaluation"])
     assert verdict["value"] == "Inconclusive"

@@ -82,7 +82,7 @@ def test_a_labeller_is_asked_once_in_both_orders(tmp_path: Path, start, capsys):
     assert f"{len(rows)} of 32 pairs have a preference" in capsys.readouterr().out
     assert load_policy(settings, run)[1] == pairs
     assert asked(tmp_path) == 2 * len(rows)
-    # Another seed of PPO's section samples the same; another seed of the run does not.
+    # Another seed of the run draws other samples.
     other = make_settings(fresh(tmp_path) | {"seed": 7}, {})
     _, others = load_policy(other, run)
     assert others
