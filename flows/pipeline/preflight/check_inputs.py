@@ -74,11 +74,11 @@ def check_inputs(settings: Settings) -> None:
         read = data.by_use().values()
         require_columns_read(settings.columns, *read, *labels)
     # Judges are checked last, because a request to a server may cost money.
-    _check_judge(data, settings.judge, settings.reward_model)
-    _check_judge(data, settings.fresh_pairs.judge, "")
+    _check_judge(data, "judge", settings.judge, settings.reward_model)
+    _check_judge(data, "fresh_pairs.labeller", settings.fresh_pairs.judge)
 
 
-def _check_judge(data: RunData, spec: str, reward_model: str) -> None:
+def _check_judge(data: RunData, setting: str, spec: str, reward_model: str = "") -> None:
     """Check a judge or a labeller, and ask it about one pair; nothing if there is none."""
     if not spec:
         return
@@ -86,7 +86,7 @@ def _check_judge(data: RunData, spec: str, reward_model: str) -> None:
         if part.kind == "reward-model":
             _require_template(data, load_tokenizer(part.source), part.source)
     check_judge(spec, reward_model, data.settings.judging)
-    try_judges(data, spec)
+    try_judges(data, setting, spec)
 
 
 def check_outputs(output_dir: str, summary_json: str) -> None:

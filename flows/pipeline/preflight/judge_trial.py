@@ -21,8 +21,8 @@ BESIDE_WEIGHTS = 0.25
 """Extra memory of a judging model, as a fraction of its weights."""
 
 
-def try_judges(data: RunData, spec: str) -> None:
-    """Ask each judge of a specification about a held-out pair in both orders, and print its answer.
+def try_judges(data: RunData, setting: str, spec: str) -> None:
+    """Ask each judge of a setting about a held-out pair in both orders, and print its answer.
 
     A judge that gives no verdict is asked about the next pair, up to `MOST_PAIRS`. Replies of
     servers are kept, so a later run with the same pairs does not pay for them. A model that does
@@ -46,7 +46,7 @@ def try_judges(data: RunData, spec: str) -> None:
         for part in read_judges(spec):
             reason = _why_not_here(part, settings)
             said = f"not asked yet, because {reason}" if reason else _ask(part, settings, pairs)
-            print(f"judge={part.spec}: {said}", flush=True)
+            print(f"{setting}={part.spec}: {said}", flush=True)
 
 
 def _ask(part: JudgePart, settings: Settings, pairs: Sequence[LabelledPair]) -> str:
