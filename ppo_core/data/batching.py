@@ -10,6 +10,9 @@ from torch import Tensor
 PASS_COST = 128
 """Fixed cost of a forward pass, in tokens; a larger value gives fewer batches, more padding."""
 
+GPU_PASS_COST = 1024
+"""The same on a GPU, where launching the kernels of a pass takes longer than padding."""
+
 
 def pad_rows(rows: Sequence[Sequence[int]], *, side: str = "right") -> tuple[Tensor, Tensor]:
     """Return lists of token ids as one zero-padded tensor (B, longest), and their lengths (B,).
@@ -36,24 +39,30 @@ def length_sorted_batches(lengths: Tensor, batch_size: int) -> list[Tensor]:
 
 
 def token_batches(
-    lengths: Tensor, batch_size: int, *, max_tokens: int | None = None
+    lengths: Tensor,
+    batch_size: int,
+    *,
+    max_tokens: int | None = None,
+    device: torch.device | None = None,
 ) -> list[Tensor]:
     """Return indices of sequences in batches of similar length, longest first, at minimum cost.
 
-    The cost of a batch is its tokens, padding included, plus `PASS_COST`. Dynamic programming
-    finds the split with the lowest total cost. A batch has at most `max_tokens` tokens, padding
-    included, or is a single longer sequence. None allows `batch_size` sequences of the greatest
-    length. Sequences of equal length keep their order.
+    The cost of a batch is its tokens, padding included, plus the fixed cost of a pass on `device`;
+    None is the device of the lengths. Dynamic programming finds the split with the lowest total
+    cost. A batch has at most `max_tokens` tokens, padding included, or is a single longer sequence.
+    None allows `batch_size` sequences of the greatest length. Sequences of equal length keep their
+    order.
     """
     order = torch.argsort(lengths, descending=True, stable=True)
     ordered = lengths[order].double().numpy(force=True)
     max_tokens = max_tokens or batch_size * int(ordered[0])
+    pass_cost = GPU_PASS_COST if (device or lengths.device).type == "cuda" else PASS_COST
     numbers = np.arange(1, len(ordered) + 1)
     # least[n]: lowest cost of the first n sequences. starts[n]: where their last batch starts.
     least, starts = np.zeros(len(ordered) + 1), [0]
     for n in numbers:
         padded = ordered[:n] * (n - numbers[:n] + 1)
-        cost = least[:n] + padded + PASS_COST
+        cost = least[:n] + padded + pass_cost
         cost[:-1][padded[:-1] > max_tokens] = np.inf
         starts.append(int(cost.argmin()))
         least[n] = cost.min()

@@ -61,10 +61,10 @@ class Rollout:
         width = int(lengths.max())
         prompts = self.prompt_ids[rows][:, :width]
         ids = torch.nn.functional.pad(prompts, (0, width - prompts.shape[1]))
-        ids = torch.where(length_mask(prompt_lengths, width), ids, 0)
-        present = length_mask(self.response_lengths[rows], responses.shape[1])
-        row, t = present.nonzero(as_tuple=True)
-        ids[row, prompt_lengths[row] + t] = responses[row, t]
+        t = torch.arange(width, device=ids.device) - prompt_lengths[:, None]
+        ids = torch.where(t < 0, ids, responses.gather(1, t.clamp(0, responses.shape[1] - 1)))
+        ids = torch.where(length_mask(lengths, width), ids, 0)
+        # The one index that waits for the device: every other tensor is read with its entries.
         row, t = self.response_mask[rows].nonzero(as_tuple=True)
         position = prompt_lengths[row] + t
         return TokenRows(

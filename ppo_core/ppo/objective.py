@@ -9,7 +9,7 @@ from torch import Tensor
 from ppo_core.algorithm.kl import kl_per_token
 from ppo_core.algorithm.losses import importance_weights, policy_loss, value_loss
 from ppo_core.config.ppo_config import PPOConfig
-from ppo_core.data.types import Experience, TokenSums
+from ppo_core.data.types import Experience, TokenRows, TokenSums
 from ppo_core.models.policy import Predictions
 
 SUMS = [entry.name for entry in fields(TokenSums) if not entry.name.startswith("first_")]
@@ -39,23 +39,25 @@ class CountedTokens:
     """Weight of the KL divergence in the loss."""
 
     @classmethod
-    def of(cls, experience: Experience, rows: Tensor, weights: Tensor) -> Self:
-        """Take the counted tokens of `rows` (n,); `weights` (n,) weigh each token of a row."""
+    def of(
+        cls, experience: Experience, sequences: Tensor, rows: TokenRows, weights: Tensor
+    ) -> Self:
+        """Take the counted tokens of sequences (n,), which `rows` holds; weights (n,) are theirs.
+
+        Every token of a sequence has the weight of the sequence.
+        """
         rollout = experience.rollout
-        mask = rollout.response_mask[rows]
-
-        def counted(values: Tensor) -> Tensor:
-            return values[rows][mask]
-
+        t = rows.state + 1 - rows.prompt_lengths[rows.row]
+        counted = sequences[rows.row], t
         behaviour = rollout.behaviour_logprobs
         return cls(
-            weights=weights[mask.nonzero()[:, 0]],
-            old_logprobs=counted(rollout.logprobs),
-            behaviour_logprobs=None if behaviour is None else counted(behaviour),
-            ref_logprobs=counted(experience.ref_logprobs),
-            advantages=counted(experience.advantages),
-            old_values=counted(experience.values),
-            returns=counted(experience.returns),
+            weights=weights[rows.row],
+            old_logprobs=rollout.logprobs[counted],
+            behaviour_logprobs=None if behaviour is None else behaviour[counted],
+            ref_logprobs=experience.ref_logprobs[counted],
+            advantages=experience.advantages[counted],
+            old_values=experience.values[counted],
+            returns=experience.returns[counted],
             kl_coef=experience.kl_loss_coef,
         )
 

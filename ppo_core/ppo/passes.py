@@ -73,8 +73,9 @@ class Passes:
         is_empty = len(sequences) == 0
         if is_empty:
             sequences, weights = sequences.new_zeros(1), weights.new_zeros(1)
-        objective = Objective(self.config, CountedTokens.of(experience, sequences, weights))
         rows = experience.rollout.token_rows(sequences)
+        tokens = CountedTokens.of(experience, sequences, rows, weights)
+        objective = Objective(self.config, tokens)
         with self.engine.accumulate_only(self.module, not microbatch.is_last):
             if not self.engine.is_plain or self._models.shares_backbone:
                 with self._models.policy.backbone.products(rows.ids):

@@ -17,7 +17,8 @@ class AlignedSequences:
         self.longest = 0
         """Tokens of the longest sequence."""
         self.end = self._longest_prompt = longest_prompt
-        self._width = longest_prompt + max_new_tokens
+        self.width = longest_prompt + max_new_tokens
+        """Columns of all sequences."""
         self._align()
 
     @property
@@ -42,6 +43,6 @@ class AlignedSequences:
 
     def _align(self) -> None:
         starts = (self.end - self.lengths)[:, None, None]
-        before = torch.arange(self._width, device=starts.device) < starts
+        before = torch.arange(self.width, device=starts.device) < starts
         self.mask = torch.zeros(before.shape, device=starts.device).masked_fill_(before, -torch.inf)
         """(B, 1, columns): -inf before the first token of a sequence, else 0."""

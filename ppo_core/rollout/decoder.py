@@ -5,7 +5,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from ppo_core.data.batching import token_batches
 from ppo_core.data.prompts import Tokens
@@ -86,9 +85,9 @@ class Decoder:
         """Read prompts in batches of similar length; return last states (b, D) in prompt order."""
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         batches = [torch.arange(len(prompts))]
-        if self._backend.splits_prompts:
-            batches = token_batches(lengths, len(prompts))
         first, device = len(self._cache.lengths), self._cache.lengths.device
+        if self._backend.splits_prompts:
+            batches = token_batches(lengths, len(prompts), device=device)
         self._cache.add(lengths)
         states = [
             self._backend.prefill([prompts[n] for n in batch.tolist()], (first + batch).to(device))
@@ -120,7 +119,10 @@ def new_decoder(
     if backbone.decoding is Decoding.FAST:
         layers = fast_path(packed(backbone.module, len(prompts), passes=max_new_tokens))
         assert layers is not None, "The packed copy has the fast path, as its original."
-        fast = FastBackend(layers, KVCache(len(prompts), *size), backbone.within)
+        # Angles that depend on the longest sequence are computed on the host.
+        captures = policy.device.type == "cuda" and not _has_dynamic_angles(policy)
+        own_cache = KVCache(len(prompts), *size)
+        fast = FastBackend(layers, own_cache, backbone.within, captures=captures)
         return Decoder(fast, prompts)
     cache: KVCache | SelectableCache = SelectableCache(*size)
     if keeps_all_positions(empty_cache(text_config(policy.model.config))):
@@ -136,15 +138,16 @@ def can_add_prompts(policy: LanguageModel, backbone: DecoderBackbone) -> bool:
     and values of all positions. Nor is it possible if the rotary angles depend on the longest
     sequence in the batch.
     """
-    config = text_config(policy.model.config)
-    if not backbone.pads_prompts:
+    if not backbone.pads_prompts or _has_dynamic_angles(policy):
         return False
-    keeps_all = backbone.decoding is Decoding.FAST or keeps_all_positions(empty_cache(config))
-    return keeps_all and _rotary_kinds(config).isdisjoint({"dynamic", "longrope"})
+    if backbone.decoding is Decoding.FAST:
+        return True
+    return keeps_all_positions(empty_cache(text_config(policy.model.config)))
 
 
-def _rotary_kinds(config: PreTrainedConfig) -> set[str]:
-    """Return the types of rotary embedding that the layers use."""
-    parameters = getattr(config, "rope_parameters", None) or {}
+def _has_dynamic_angles(policy: LanguageModel) -> bool:
+    """Return whether the rotary angles depend on the longest sequence in the batch."""
+    parameters = getattr(text_config(policy.model.config), "rope_parameters", None) or {}
     each = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
-    return {part["rope_type"] for part in each if "rope_type" in part}
+    kinds = {part["rope_type"] for part in each if "rope_type" in part}
+    return not kinds.isdisjoint({"dynamic", "longrope"})

@@ -13,6 +13,7 @@ from ppo_core.data.prompts import Tokens
 from ppo_core.models.kernels.decoder_families import DecoderLayers
 from ppo_core.models.kernels.decoder_forward import FullSequences, Selection, forward
 from ppo_core.models.kernels.rotary import Angles, write_by_head
+from ppo_core.rollout.captured_steps import CapturedSteps
 from ppo_core.rollout.kv_cache import KVCache
 
 
@@ -27,11 +28,17 @@ class FastBackend:
         layers: DecoderLayers,
         cache: KVCache,
         within: Callable[[], AbstractContextManager[Any]],
+        *,
+        captures: bool = False,
     ) -> None:
-        """Take an empty cache; forward passes run in the context `within()`."""
+        """Take an empty cache; forward passes run in the context `within()`.
+
+        With `captures` the cache is on a GPU, and decoding steps are captured.
+        """
         self.cache = cache
         self._layers = layers
         self._within = within
+        self._captured = CapturedSteps(layers, cache, within) if captures else None
 
     def prefill(self, prompts: Sequence[Tokens], sequences: Tensor) -> Tensor:
         """Read prompts into rows `sequences` (b,) of the cache; return their last states (b, D)."""
@@ -44,6 +51,8 @@ class FastBackend:
 
     def decode(self, tokens: Tensor) -> Tensor:
         """Read the next token (B,) of each sequence; return its last hidden states (B, D)."""
+        if self._captured is not None:
+            return self._captured.decode(tokens)
         with self._within():
             return forward(self._layers, tokens[:, None], _NextTokens(self.cache))[:, 0]
 

@@ -20,7 +20,7 @@ class KVCache(AlignedSequences):
     ) -> None:
         """Reserve nothing yet: the first prompts tell the number and size of the heads."""
         super().__init__(longest_prompt, max_new_tokens, device)
-        self._max_sequences = max_sequences
+        self.max_sequences = max_sequences
         self._layers: list[tuple[Tensor, Tensor]] = []
         """Keys and values (max_sequences, G, columns, E) of each layer."""
 
@@ -59,6 +59,11 @@ class KVCache(AlignedSequences):
         """Return keys and values (B, G, S, E) from column `first` to the next token's."""
         return self._columns(layer, first, self.end + 1)
 
+    def block(self, layer: int, sequences: int, columns: int) -> tuple[Tensor, Tensor]:
+        """Return the memory of the first sequences and columns, for keys and values alike."""
+        keys, values = self._layers[layer]
+        return keys[:sequences, :, :columns], values[:sequences, :, :columns]
+
     def _columns(self, layer: int, first: int, end: int) -> tuple[Tensor, Tensor]:
         keys, values = self._layers[layer]
         sequences, columns = slice(len(self.lengths)), slice(first, end)
@@ -66,7 +71,7 @@ class KVCache(AlignedSequences):
 
     def _reserve(self, like: Tensor) -> Tensor:
         heads, size = like.shape[1], like.shape[-1]
-        return like.new_zeros(self._max_sequences, heads, self._width, size)
+        return like.new_zeros(self.max_sequences, heads, self.width, size)
 
     def _parts(self) -> list[Tensor]:
         return [part for layer in self._layers for part in layer]

@@ -11,7 +11,7 @@ from tests.benchmarks.cases import Case, Workload
 from tests.benchmarks.floor import episode_flops
 from tests.benchmarks.models import linear_parameters, make_prompts
 from tests.benchmarks.processes import TRL_PYTHON, Worker
-from tests.benchmarks.tasks import SIDES, Run, Side, Task, Update
+from tests.benchmarks.tasks import Run, Side, Task, Update
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,25 +82,14 @@ def alternate(
     *,
     warmups: int,
     rounds: int,
-    resident: bool = True,
     trl_python: Path = TRL_PYTHON,
 ) -> list[Run]:
-    """Run one update of each task in alternation, `rounds` times; return the measured updates.
-
-    With `resident`, all processes stay alive and wait for their turn. Without it each update is a
-    new process, for a GPU whose memory holds one.
-    """
+    """Run one update of each task in alternation, `rounds` times; return the measured updates."""
     updates: list[list[Update]] = [[] for _ in tasks]
-    if not resident:
+    with _started(tasks, warmups, rounds, trl_python) as workers:
         for _ in range(rounds):
-            for task, own in zip(tasks, updates, strict=True):
-                with _started([task], warmups, 1, trl_python) as workers:
-                    own.append(workers[0].run_update())
-    else:
-        with _started(tasks, warmups, rounds, trl_python) as workers:
-            for _ in range(rounds):
-                for worker, own in zip(workers, updates, strict=True):
-                    own.append(worker.run_update())
+            for worker, own in zip(workers, updates, strict=True):
+                own.append(worker.run_update())
     return [Run(task=task, updates=own) for task, own in zip(tasks, updates, strict=True)]
 
 
@@ -144,9 +133,23 @@ def compare_cpu(case: Case, models: Path, *, pairs: int, trl_python: Path) -> li
 
 
 def compare_gpu(case: Case, models: Path, *, pairs: int, trl_python: Path) -> list[Pairing]:
-    """Compare in bfloat16 on the GPU, one process at a time: memory has no room for two."""
-    tasks = [task_of(case.workload, models, side=side, device="cuda", bf16=True) for side in SIDES]
-    ours, theirs = alternate(
-        tasks, warmups=case.warmups, rounds=pairs, resident=False, trl_python=trl_python
-    )
-    return [Pairing(title="both bf16", ours=ours, theirs=theirs)]
+    """Compare in bfloat16 on the GPU, with passes of a microbatch and of the whole batch.
+
+    One process runs after the other: memory has no room for two.
+    """
+
+    def run(side: Side, workload: Workload) -> Run:
+        task = task_of(workload, models, side=side, device="cuda", bf16=True)
+        (measured,) = alternate([task], warmups=case.warmups, rounds=pairs, trl_python=trl_python)
+        return measured
+
+    given = case.workload
+    whole = replace(given, microbatch=given.batch, accumulation=1)
+    return [
+        Pairing(
+            title=f"both bf16, passes of {workload.microbatch}",
+            ours=run("ours", workload),
+            theirs=run("trl", workload),
+        )
+        for workload in (given, whole)
+    ]

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Literal
 
 Side = Literal["ours", "trl"]
-SIDES: tuple[Side, Side] = ("ours", "trl")
 Precision = Literal["highest", "medium"]
 
 READY = "ready"

@@ -70,7 +70,9 @@ class Selection:
         selected position.
         """
         sequence, device = self.sequence, self.sequence.device
-        count = torch.bincount(sequence, minlength=num_sequences)
+        # Not `bincount`, which waits for the device.
+        count = torch.zeros(num_sequences, dtype=torch.long, device=device)
+        count.index_add_(0, sequence, torch.ones_like(sequence))
         column = torch.arange(len(sequence), device=device) - (count.cumsum(0) - count)[sequence]
         positions = torch.zeros(num_sequences, int(count.max()), dtype=torch.long, device=device)
         positions[sequence, column] = self.position

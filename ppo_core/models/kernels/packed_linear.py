@@ -1,7 +1,8 @@
-"""Linear layers with weights packed by oneDNN, for the small batches of decoding.
+"""Linear layers with weights as decoding reads them: packed by oneDNN, or cast once on a GPU.
 
 A matmul of few rows takes about as long as reading the weight matrix from memory. oneDNN's packed
-layout stores the matrix in the order in which the matmul reads it.
+layout stores the matrix in the order in which the matmul reads it. On a GPU under autocast, the
+copy is in autocast's precision: half as many bytes, and a captured step does not cast again.
 """
 
 import copy
@@ -27,8 +28,8 @@ def packed(module: nn.Module, rows: int, passes: int) -> nn.Module:
     """Return a copy of the module with packed weights, for `passes` passes of up to `rows` rows.
 
     The copy shares everything else with the module, records no gradient, and is valid until the
-    weights change. The module itself is returned if nothing can be packed, as on a GPU, or if
-    packing would take too much time or memory.
+    weights change. The module itself is returned if nothing can be packed, as in fp32 on a GPU, or
+    if packing would take too much time or memory.
     """
     if passes < MIN_PASSES or _packable_numel(module) > MAX_NUMEL:
         return module
@@ -38,6 +39,8 @@ def packed(module: nn.Module, rows: int, passes: int) -> nn.Module:
 def _packed(module: nn.Module, rows: int) -> nn.Module:
     if _can_be_packed(module):
         return _PackedLinear(cast(nn.Linear | Conv1D, module), rows)
+    if _can_be_cast(module):
+        return _CastLinear(cast(nn.Linear | Conv1D, module))
     children = {name: _packed(child, rows) for name, child in _children(module).items()}
     if all(child is module._modules[name] for name, child in children.items()):
         return module
@@ -61,11 +64,22 @@ def _packable_numel(module: nn.Module) -> int:
 def _can_be_packed(module: nn.Module) -> bool:
     return (
         _onednn_supports_precision()
-        and type(module) in (nn.Linear, Conv1D)
+        and _is_plain(module, "cpu")
+        and cast(nn.Linear, module).weight.numel() >= MIN_NUMEL
+    )
+
+
+def _can_be_cast(module: nn.Module) -> bool:
+    return torch.is_autocast_enabled("cuda") and _is_plain(module, "cuda")
+
+
+def _is_plain(module: nn.Module, device: str) -> bool:
+    """Return whether the module is a linear layer of fp32 weights that nothing else changes."""
+    return (
+        type(module) in (nn.Linear, Conv1D)
         and type(module.weight) is nn.Parameter
-        and module.weight.device.type == "cpu"
+        and module.weight.device.type == device
         and module.weight.dtype == torch.float32
-        and module.weight.numel() >= MIN_NUMEL
         and not is_hooked(module)
     )
 
@@ -85,9 +99,7 @@ class _PackedLinear(nn.Module):
 
     def __init__(self, module: nn.Linear | Conv1D, rows: int) -> None:
         super().__init__()
-        matrix = module.weight.detach()
-        if isinstance(module, Conv1D):
-            matrix = matrix.T.contiguous()
+        matrix = _matrix_of(module).contiguous()
         is_autocast = torch.is_autocast_enabled("cpu")
         self._dtype = torch.get_autocast_dtype("cpu") if is_autocast else matrix.dtype
         self._matrix = torch.ops.mkldnn._reorder_linear_weight(matrix.to(self._dtype), rows)
@@ -98,3 +110,23 @@ class _PackedLinear(nn.Module):
         flat = states.to(self._dtype).flatten(0, -2)
         output = torch.ops.mkldnn._linear_pointwise(flat, self._matrix, self._bias, "none", [], "")
         return output.view(*states.shape[:-1], output.shape[-1])
+
+
+class _CastLinear(nn.Module):
+    """A linear layer in autocast's precision on a GPU, cast at its construction."""
+
+    def __init__(self, module: nn.Linear | Conv1D) -> None:
+        super().__init__()
+        self._dtype = torch.get_autocast_dtype("cuda")
+        self._matrix = _matrix_of(module).to(self._dtype)
+        self._bias = None if module.bias is None else module.bias.detach().to(self._dtype)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Return the layer's output for states (..., D)."""
+        return nn.functional.linear(states.to(self._dtype), self._matrix, self._bias)
+
+
+def _matrix_of(module: nn.Linear | Conv1D) -> Tensor:
+    """Return the weights (outputs, inputs), without a gradient."""
+    matrix = module.weight.detach()
+    return matrix.T if isinstance(module, Conv1D) else matrix

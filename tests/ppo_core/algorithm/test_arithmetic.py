@@ -576,6 +576,12 @@ def test_batches_of_tokens_are_cut_where_passes_cost_least(lengths, size, most, 
     assert [batch.tolist() for batch in batches] == expected
 
 
+def test_a_gpu_gets_fewer_passes():
+    lengths = tensor([149] * 12 + [120] * 12 + [85] * 12)
+    numbers = [len(token_batches(lengths, 36, device=torch.device(d))) for d in ("cpu", "cuda")]
+    assert numbers == [3, 1]
+
+
 @given(
     lengths=st.lists(st.integers(1, 500), min_size=1, max_size=9),
     size=st.integers(1, 4),

@@ -26,6 +26,7 @@ from ppo_core.models.kernels import attention, matmul_backend
 from ppo_core.models.kernels.decoder_families import fast_path
 from ppo_core.models.kernels.decoder_forward import states_at
 from ppo_core.models.kernels.matmul_backend import uses_onednn
+from ppo_core.rollout.captured_steps import FixedStep, rounded
 from ppo_core.rollout.decoder import Decoder
 from ppo_core.rollout.fast_decoder import FastBackend
 from ppo_core.rollout.kv_cache import KVCache
@@ -127,8 +128,22 @@ def test_states_and_gradients_with_an_adapter_are_those_of_transformers():
     assert_same_states_and_gradients(model, model.base_model.model.model)
 
 
+class FixedBackend(FastBackend):
+    """Decodes as a GPU does, by steps of rounded shapes, without capturing them."""
+
+    def decode(self, tokens: Tensor) -> Tensor:
+        rows = rounded(len(tokens), self.cache.max_sequences)
+        step = FixedStep(self._layers, self.cache, rows, self.cache.width)
+        step.take(tokens)
+        return step.compute()[: len(tokens)]
+
+
+BACKENDS = pytest.mark.parametrize("make_backend", [FastBackend, FixedBackend])
+
+
+@BACKENDS
 @pytest.mark.parametrize("family", PLAIN)
-def test_decoding_makes_the_states_of_the_full_sequences(family):
+def test_decoding_makes_the_states_of_the_full_sequences(family, make_backend):
     backbone = make_backbone(PLAIN[family])
     prompts, answers = make_prompts(LENGTHS), make_prompts([4, 4, 4], seed=1)
     parts = fast_path(backbone)
@@ -136,7 +151,7 @@ def test_decoding_makes_the_states_of_the_full_sequences(family):
     kept = torch.tensor([2, 0])
     with torch.no_grad():
         cache = KVCache(3, max(LENGTHS), 4, SEQUENCE.device)
-        decoder = Decoder(FastBackend(parts, cache, nullcontext), prompts)
+        decoder = Decoder(make_backend(parts, cache, nullcontext), prompts)
         for t in range(5):
             rows = range(3) if t < 3 else kept.tolist()
             whole = [torch.tensor([prompts[n] + answers[n][:t]]) for n in rows]
@@ -149,8 +164,9 @@ def test_decoding_makes_the_states_of_the_full_sequences(family):
                 decoder.step(torch.tensor([answers[n][t] for n in rows]))
 
 
+@BACKENDS
 @pytest.mark.parametrize("family", PLAIN)
-def test_added_prompts_see_nothing_of_the_dropped_sequences(family):
+def test_added_prompts_see_nothing_of_the_dropped_sequences(family, make_backend):
     backbone = make_backbone(PLAIN[family])
     first, later = make_prompts([3, 9]), make_prompts([2, 7], seed=2)
     answers = make_prompts([6] * 3, seed=1)
@@ -158,7 +174,7 @@ def test_added_prompts_see_nothing_of_the_dropped_sequences(family):
     assert parts is not None
     with torch.no_grad():
         cache = KVCache(2, 9, 6, SEQUENCE.device)
-        decoder = Decoder(FastBackend(parts, cache, nullcontext), first)
+        decoder = Decoder(make_backend(parts, cache, nullcontext), first)
         for t in range(2):
             decoder.step(torch.tensor([answers[0][t], answers[1][t]]))
         for part in itertools.chain(*cache._layers):
@@ -218,3 +234,11 @@ def test_large_layers_are_multiplied_by_onednn_where_attention_is_not(
     with DecoderBackbone(backbone).products(torch.zeros(2, 20)):
         assert uses_onednn() == by_onednn
     assert not uses_onednn()
+
+
+@pytest.mark.parametrize(
+    ("sequences", "most", "expected"),
+    [(64, 64, 64), (33, 64, 64), (32, 64, 32), (1, 12, 1), (4, 7, 4)],
+)
+def test_captured_rows_are_the_batch_or_a_half_of_it_again_and_again(sequences, most, expected):
+    assert rounded(sequences, most) == expected

@@ -1,0 +1,158 @@
+"""Decoding steps that a GPU replays from captured graphs.
+
+The host needs several times as long to launch the kernels of a step one by one as a GPU needs to
+compute them, unless the model is large. A captured graph is launched at once, but its shapes and
+addresses are fixed. So a graph decodes a rounded number of sequences over a rounded number of
+columns of the cache, and each decoder captures a few of them.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ppo_core.models.kernels.decoder_families import DecoderLayers
+from ppo_core.models.kernels.decoder_forward import forward
+from ppo_core.models.kernels.rotary import Angles, by_head
+from ppo_core.rollout.kv_cache import KVCache
+
+COLUMNS = 128
+"""The columns of a graph are a multiple of this number, or all of the cache."""
+
+
+class CapturedSteps:
+    """The captured decoding steps of one decoder."""
+
+    def __init__(
+        self,
+        layers: DecoderLayers,
+        cache: KVCache,
+        within: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        """Take a cache on a GPU; steps are computed in the context `within()`."""
+        self._layers = layers
+        self._cache = cache
+        self._within = within
+        self._graphs: dict[tuple[int, int], _Graph] = {}
+
+    def decode(self, tokens: Tensor) -> Tensor:
+        """Read the next token (B,) of each sequence; return its last hidden states (B, D).
+
+        The states are valid until the next call.
+        """
+        shape = rounded(len(tokens), self._cache.max_sequences), self._columns()
+        if shape not in self._graphs:
+            step = FixedStep(self._layers, self._cache, *shape)
+            self._graphs[shape] = _Graph(step, self._within)
+        return self._graphs[shape].run(tokens)[: len(tokens)]
+
+    def _columns(self) -> int:
+        """Return the number of columns of the next step."""
+        needed = self._cache.end + 1
+        return min(-(-needed // COLUMNS) * COLUMNS, self._cache.width)
+
+
+def rounded(sequences: int, most: int) -> int:
+    """Return the smallest of most, most / 2, most / 4, ... that is at least `sequences`."""
+    while (half := -(-most // 2)) >= sequences and half < most:
+        most = half
+    return most
+
+
+class FixedStep:
+    """A decoding step of fixed shape: R sequences over the first C columns of a cache.
+
+    Rows after the last sequence attend to their own token alone, and nobody reads their states.
+    """
+
+    def __init__(self, layers: DecoderLayers, cache: KVCache, rows: int, columns: int) -> None:
+        """Reserve the inputs of a step."""
+        device = cache.lengths.device
+        self._layers = layers
+        self._cache = cache
+        self._columns = columns
+        self._tokens = torch.zeros(rows, 1, dtype=torch.long, device=device)
+        self._lengths = torch.zeros(rows, dtype=torch.long, device=device)
+        self._column = torch.zeros(1, dtype=torch.long, device=device)
+
+    def take(self, tokens: Tensor) -> None:
+        """Write the next token (B,) of each sequence, and where it comes, to the inputs."""
+        sequences = len(tokens)
+        self._tokens[:sequences, 0] = tokens
+        self._lengths[:sequences] = self._cache.lengths
+        self._lengths[sequences:] = 0
+        self._column.fill_(self._cache.end)
+
+    def compute(self) -> Tensor:
+        """Read the inputs; return last hidden states (R, D). No address or shape changes."""
+        context = _NextTokens(self._cache, self._lengths, self._column, self._columns)
+        return forward(self._layers, self._tokens, context)[:, 0]
+
+
+class _NextTokens:
+    """Context of a step whose column is read on the device."""
+
+    is_causal = False
+
+    def __init__(self, cache: KVCache, lengths: Tensor, column: Tensor, columns: int) -> None:
+        self._cache = cache
+        self._column = column
+        self._shape = len(lengths), columns
+        self.positions = lengths[:, None]
+        each = torch.arange(columns, device=lengths.device)
+        hidden = (each < (column - lengths)[:, None]) | (each > column)
+        mask = torch.zeros(hidden.shape, device=lengths.device).masked_fill_(hidden, -torch.inf)
+        self.mask = mask[:, None]
+
+    def update(
+        self, layer: int, keys: Tensor, values: Tensor, angles: Angles | None
+    ) -> tuple[Tensor, Tensor]:
+        stored = self._cache.block(layer, *self._shape)
+        stored[0].index_copy_(2, self._column, by_head(keys, angles))
+        stored[1].index_copy_(2, self._column, by_head(values, None))
+        return stored
+
+
+class _Graph:
+    """A step that is computed once, then captured, then replayed."""
+
+    def __init__(self, step: FixedStep, within: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._step = step
+        self._within = within
+        self._is_warm = False
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._states: Tensor
+        """Where the captured step writes its states (R, D)."""
+
+    def run(self, tokens: Tensor) -> Tensor:
+        """Return the last hidden states (R, D) of the next tokens (B,)."""
+        self._step.take(tokens)
+        if not self._is_warm:
+            # Libraries make their plans for a new shape in a pass that is not captured.
+            self._is_warm = True
+            return self._computed()
+        if self._graph is None:
+            self._graph = self._captured()
+        self._graph.replay()
+        return self._states
+
+    def _computed(self) -> Tensor:
+        # Autocast's cache would keep copies of weights that a captured step only promises to make.
+        dtype, enabled = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
+        autocast = torch.autocast("cuda", dtype=dtype, enabled=enabled, cache_enabled=False)
+        with self._within(), autocast:
+            return self._step.compute()
+
+    def _captured(self) -> torch.cuda.CUDAGraph:
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            # Not `torch.cuda.graph`, which gives all cached memory back. Other threads may use the
+            # GPU: NCCL's asks it for finished work.
+            graph.capture_begin(capture_error_mode="thread_local")
+            self._states = self._computed()
+            graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+        return graph
