@@ -43,20 +43,21 @@ soak: $(VENV)/installed-dev ## The tests that take minutes.
 
 phases: $(VENV)/installed-dev ## Every phase with several processes, on another device, killed and hanging.
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "slow or not slow" -n 2 --dist loadfile \
-		tests/ppo_core/supervised tests/flows/launch tests/flows/test_placement.py \
-		tests/flows/test_flow_supervised.py tests/flows/test_flow_vllm.py
+		tests/ppo_core/supervised tests/flows/launch tests/flows/whole_flow/test_placement.py \
+		tests/flows/whole_flow/test_flow_supervised.py tests/flows/whole_flow/test_flow_vllm.py
 
 remote: $(VENV)/installed-dev ## The flow on machines that share nothing: S3, Step Functions, Argo, lost machines.
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "slow or not slow" -n 2 --dist loadfile --no-loadscope-reorder \
-		tests/flows/test_remote.py tests/flows/storage tests/flows/launch/test_mirror.py \
+		tests/flows/whole_flow/test_remote.py tests/flows/storage tests/flows/launch/test_mirror.py \
 		tests/flows/launch/test_spot_notice.py tests/flows/stages/test_models.py \
-		tests/flows/test_state_machine.py tests/flows/test_graph.py tests/flows/test_argo.py \
-		tests/flows/test_code_package.py tests/flows/test_images.py
+		tests/flows/whole_flow/test_state_machine.py tests/flows/whole_flow/test_graph.py \
+		tests/flows/whole_flow/test_argo.py \
+		tests/flows/whole_flow/test_code_package.py tests/flows/whole_flow/test_images.py
 
 deployed: $(VENV)/installed-dev $(AWS_VENV)/installed ## Deployments and their weeks, stacks, rights, images, sizes.
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "slow or not slow" -n 2 --dist loadfile --no-loadscope-reorder \
-		tests/flows/test_weekly_life.py tests/infra tests/flows/deployment tests/flows/retraining \
-		tests/flows/test_deploy.py tests/flows/test_code_package.py tests/flows/cost
+		tests/flows/whole_flow/test_weekly_life.py tests/infra tests/flows/deployment tests/flows/retraining \
+		tests/flows/test_deploy.py tests/flows/whole_flow/test_code_package.py tests/flows/cost
 
 hostile: $(VENV)/installed-dev ## Hostile and broken inputs, with a table of the cases of each part.
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/hostile -m "slow or not slow" -n 2 --dist loadfile
@@ -83,7 +84,7 @@ tldr stories: $(VENV)/installed-dev
 		$(BIN)/python flows/rlhf.py --config settings flows/presets/$@.toml run \
 			--seed $$seed --summary-json outputs/$@/seed-$$seed.json || exit 1; \
 	done
-	$(BIN)/python tests/helpers/print_runs.py $(SEEDS:%=outputs/$@/seed-%.json)
+	$(BIN)/python tests/helpers/runs/print_runs.py $(SEEDS:%=outputs/$@/seed-%.json)
 
 # Ours and TRL 1.12 in alternation, about 25 minutes. BENCH_ARGS="--cases neox-10m" measures one case.
 bench: $(VENV)/installed-dev $(TRL_VENV)/installed

@@ -18,7 +18,7 @@ os.environ.setdefault("HF_DATASETS_CACHE", tempfile.mkdtemp(prefix="datasets-"))
 def mlflow_client(tmp_path: Path):
     """A client of an MLflow of this test's own, to which all tracking goes."""
     mlflow = pytest.importorskip("mlflow")
-    from tests.helpers.mlflow_store import tracking_to, write_database
+    from tests.helpers.servers.mlflow_store import tracking_to, write_database
 
     with chdir(tmp_path), tracking_to(write_database(tmp_path / "mlflow.db")):
         yield mlflow.MlflowClient()

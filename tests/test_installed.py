@@ -10,8 +10,8 @@ from zipfile import ZipFile
 
 import pytest
 
+from tests.helpers.inputs.pipeline_inputs import as_toml, tiny_table
 from tests.helpers.paths import ROOT
-from tests.helpers.pipeline_inputs import as_toml, tiny_table
 
 SHORT = ("ppo.total_episodes=128", "evaluation.num_examples=64", "reward_gate.num_prompts=8")
 """Settings of a short run of the built-in task."""

@@ -18,7 +18,7 @@ from ppo_core.rollout.generate import sample_responses
 from ppo_core.rollout.sampler import SamplingSettings
 from ppo_core.trl.ppo_trainer import PPOTrainer
 from tests.architectures.zoo import small_model
-from tests.helpers.tiny import EOS, make_prompts, make_tokenizer
+from tests.helpers.models.tiny import EOS, make_prompts, make_tokenizer
 
 LIMIT = 1e-5
 """Largest difference of an exact log-probability."""

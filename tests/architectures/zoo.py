@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto as auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from tests.helpers.tiny import EOS, PAD, VOCABULARY
+from tests.helpers.models.tiny import EOS, PAD, VOCABULARY
 
 CAUSAL = dict(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 MULTIMODAL = {

@@ -105,7 +105,7 @@ def start(folder: Path, environment: dict[str, str], imports: dict[str, int]) ->
 
 
 def main() -> None:
-    from tests.helpers.pipeline_inputs import write_model
+    from tests.helpers.inputs.pipeline_inputs import write_model
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=1_000_000)

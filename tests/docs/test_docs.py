@@ -38,11 +38,11 @@ from ppo_core.config.unsupported_settings import INSTEAD, NO_EFFECT
 from ppo_core.data.rows.reader import read_rows
 from ppo_core.supervised.supervised_cli import SupervisedArguments, SupervisedLoraArguments
 from ppo_core.supervised.supervised_config import SupervisedConfig
-from tests.helpers.forked_python import run_python
+from tests.helpers.inputs.pipeline_inputs import write_inputs, write_model
+from tests.helpers.inputs.sample_reports import changed, decision, run_cost, summary, win_rate
+from tests.helpers.models.tiny import make_policy, make_tokenizer
 from tests.helpers.paths import ROOT
-from tests.helpers.pipeline_inputs import write_inputs, write_model
-from tests.helpers.sample_reports import changed, decision, run_cost, summary, win_rate
-from tests.helpers.tiny import make_policy, make_tokenizer
+from tests.helpers.runs.forked_python import run_python
 from win_rate import WinRateArguments
 
 DATA = ROOT.parent / "shared" / "data"

@@ -21,10 +21,8 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
-from tests.helpers.families import make_model
-from tests.helpers.forked_python import run_python
-from tests.helpers.paths import ROOT
-from tests.helpers.tiny import (
+from tests.helpers.models.families import make_model
+from tests.helpers.models.tiny import (
     EOS,
     PAD,
     VOCABULARY,
@@ -32,6 +30,8 @@ from tests.helpers.tiny import (
     make_policy,
     make_tokenizer,
 )
+from tests.helpers.paths import ROOT
+from tests.helpers.runs.forked_python import run_python
 
 EXAMPLES = ROOT / "docs" / "examples"
 SHORT = "--batch_size 8 --mini_batch_size 4 --learning_rate 1e-3 --steps 16".split()

@@ -16,13 +16,13 @@ from hera.workflows.models import CronWorkflow
 
 from deploy import main
 from deployment.deployed import SETTINGS
-from tests.helpers.argo_templates import as_argo_reads_it, without_nulls
-from tests.helpers.batch_jobs import Job
-from tests.helpers.canaries import CANARY, VARIABLES
-from tests.helpers.deployments import both_schedulers, example, write_deployment
-from tests.helpers.kubernetes_api import Cluster
+from tests.helpers.aws.batch_jobs import Job
+from tests.helpers.aws.state_machine import StateMachines
+from tests.helpers.kubernetes.argo_templates import as_argo_reads_it, without_nulls
+from tests.helpers.kubernetes.kubernetes_api import Cluster
 from tests.helpers.paths import ROOT
-from tests.helpers.state_machine import StateMachines
+from tests.helpers.runs.canaries import CANARY, VARIABLES
+from tests.helpers.runs.deployments import both_schedulers, example, write_deployment
 
 API = "/apis/argoproj.io/v1alpha1/namespaces/rlhf"
 TEMPLATES, CRONS, RUNS = (

@@ -13,9 +13,9 @@ from pipeline.cost.training_sizes import Processes, ppo_size
 from pipeline.settings.settings import PRESETS, Settings, make_settings, read_preset
 from pipeline.stages.check import check_run
 from ppo_core.ppo.schedule import make_schedule
+from tests.helpers.inputs.pipeline_inputs import as_toml
+from tests.helpers.inputs.preset_inputs import tiny_preset, write_published_config
 from tests.helpers.paths import ROOT
-from tests.helpers.pipeline_inputs import as_toml
-from tests.helpers.preset_inputs import tiny_preset, write_published_config
 
 BUILT_IN = {"tldr", "stories"}
 NAMES = sorted(path.stem for path in PRESETS.glob("*.toml") if path.stem not in BUILT_IN)

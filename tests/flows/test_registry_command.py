@@ -17,8 +17,8 @@ from pipeline.registry import champions
 from pipeline.registry.alias_sync import settle
 from pipeline.registry.champions import decide
 from pipeline.tracking.mlflow_client import connect
-from tests.helpers.mlflow_store import tracking_to, write_database
 from tests.helpers.paths import ROOT
+from tests.helpers.servers.mlflow_store import tracking_to, write_database
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,9 @@ import pytest
 import transformers
 
 import win_rate
-from tests.helpers.full_disk import full_disk
+from tests.helpers.inputs.pipeline_inputs import JUDGE, write_model, write_rows
 from tests.helpers.paths import ROOT
-from tests.helpers.pipeline_inputs import JUDGE, write_model, write_rows
+from tests.helpers.servers.full_disk import full_disk
 
 FIRST = "def judge(prompts, pairs):\n    return ['first'] * len(pairs)\n"
 

@@ -18,10 +18,10 @@ from tests.forms.data_forms import (
     Make,
     write_container,
 )
-from tests.helpers.chat import make_chat_tokenizer
-from tests.helpers.forked_python import run_python
-from tests.helpers.pipeline_inputs import write_model
-from tests.helpers.tiny import make_policy
+from tests.helpers.inputs.pipeline_inputs import write_model
+from tests.helpers.models.chat import make_chat_tokenizer
+from tests.helpers.models.tiny import make_policy
+from tests.helpers.runs.forked_python import run_python
 
 RECURSIVE = {container for container in CONTAINERS if container[:3] not in ("csv", "tsv")}
 

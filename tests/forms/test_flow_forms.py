@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.preflight.check_inputs import check_inputs
 from pipeline.settings.settings import make_settings
-from tests.flows.test_flow_run import client_of, run_flow
+from tests.flows.whole_flow.test_flow_run import client_of, run_flow
 from tests.forms.data_forms import (
     CONTAINERS,
     DEMONSTRATIONS,
@@ -25,9 +25,9 @@ from tests.forms.data_forms import (
     Make,
     write_container,
 )
-from tests.helpers.chat import make_chat_tokenizer
-from tests.helpers.pipeline_inputs import JUDGE, as_toml, write_model
-from tests.helpers.tiny import make_policy
+from tests.helpers.inputs.pipeline_inputs import JUDGE, as_toml, write_model
+from tests.helpers.models.chat import make_chat_tokenizer
+from tests.helpers.models.tiny import make_policy
 
 pytestmark = pytest.mark.timeout(900)
 

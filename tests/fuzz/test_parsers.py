@@ -59,8 +59,8 @@ from tests.fuzz.strategies import (
     values,
     with_other_values,
 )
-from tests.helpers.rollouts import make_rollout
-from tests.helpers.tiny import make_tokenizer
+from tests.helpers.models.rollouts import make_rollout
+from tests.helpers.models.tiny import make_tokenizer
 
 EXAMPLES = 40
 """Examples of each property in the suite."""

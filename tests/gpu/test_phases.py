@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 
 from ppo_core.reporting.metrics_file import METRICS_FILE, read_metrics
 from ppo_core.training.answers import AnswerJob, write_answer_job
-from tests.flows.test_flow_processes import start
-from tests.flows.test_placement import PLACES, require_equal, run_places
-from tests.helpers.forked_python import run_python
-from tests.helpers.pipeline_inputs import as_toml, tiny_table, write_model, write_rows
+from tests.flows.whole_flow.test_flow_processes import start
+from tests.flows.whole_flow.test_placement import PLACES, require_equal, run_places
+from tests.helpers.inputs.pipeline_inputs import as_toml, tiny_table, write_model, write_rows
+from tests.helpers.runs.forked_python import run_python
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),

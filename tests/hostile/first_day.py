@@ -12,11 +12,11 @@ import mlflow
 from datasets import Dataset
 from transformers import BertConfig, BertForMaskedLM
 
-from tests.helpers.chat import make_chat_tokenizer, say
-from tests.helpers.mlflow_store import tracking_to, write_database
+from tests.helpers.inputs.pipeline_inputs import JUDGE, write_model, write_rows
+from tests.helpers.models.chat import make_chat_tokenizer, say
+from tests.helpers.models.tiny import EOS, PAD, VOCABULARY, make_policy, make_tokenizer
 from tests.helpers.paths import ROOT
-from tests.helpers.pipeline_inputs import JUDGE, write_model, write_rows
-from tests.helpers.tiny import EOS, PAD, VOCABULARY, make_policy, make_tokenizer
+from tests.helpers.servers.mlflow_store import tracking_to, write_database
 from tests.hostile.natural_mistakes import Mistake
 
 PAIRS = [

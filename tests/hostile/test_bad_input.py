@@ -32,11 +32,11 @@ from ppo_core.data.rows.reader import read_rows
 from ppo_core.errors import DataError, JudgeError, PPOError
 from ppo_core.ppo.reward_functions import make_rewards
 from ppo_core.supervised.supervised_cli import main as train_supervised
-from tests.helpers.chat import make_chat_tokenizer
+from tests.helpers.inputs.pipeline_inputs import write_model
+from tests.helpers.models.chat import make_chat_tokenizer
+from tests.helpers.models.rollouts import make_rollout
+from tests.helpers.models.tiny import make_tokenizer
 from tests.helpers.paths import ROOT
-from tests.helpers.pipeline_inputs import write_model
-from tests.helpers.rollouts import make_rollout
-from tests.helpers.tiny import make_tokenizer
 
 GOOD = b'{"prompt": "a"}\n'
 

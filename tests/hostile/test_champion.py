@@ -11,8 +11,8 @@ from mlflow import MlflowClient
 from ppo_core.data import chat_template
 from ppo_core.errors import ModelError
 from serving.champion import champion_version, load_champion
-from tests.helpers.mlflow_store import tracking_to, write_database
-from tests.helpers.served_versions import NAME, register, write_version
+from tests.helpers.runs.served_versions import NAME, register, write_version
+from tests.helpers.servers.mlflow_store import tracking_to, write_database
 from tests.hostile.test_model_files import (
     POLICY_CASES,
     TOKENIZER_CASES,

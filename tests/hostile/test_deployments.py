@@ -8,8 +8,8 @@ import pytest
 
 from deployment.size_check import check_sizes
 from ppo_core.errors import ConfigError
-from tests.helpers.deployments import write_deployment
-from tests.helpers.preset_inputs import write_published_config
+from tests.helpers.inputs.preset_inputs import write_published_config
+from tests.helpers.runs.deployments import write_deployment
 
 SMALL, LARGE = "Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-7B-Instruct"
 

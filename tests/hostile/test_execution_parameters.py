@@ -18,10 +18,10 @@ from metaflow_glue.execution_parameters import (
     read_step_functions,
 )
 from ppo_core.errors import ConfigError
-from tests.helpers.argo_templates import encoded, without_nulls
-from tests.helpers.first_job import FirstJob, as_argo_sends, of_argo, of_step_functions
-from tests.helpers.scheduled_flow import flow_command
-from tests.helpers.state_machine import StateMachines, state_machines
+from tests.helpers.aws.state_machine import StateMachines, state_machines
+from tests.helpers.jobs.first_job import FirstJob, as_argo_sends, of_argo, of_step_functions
+from tests.helpers.kubernetes.argo_templates import encoded, without_nulls
+from tests.helpers.runs.scheduled_flow import flow_command
 
 TOUCH = "touch MARK"
 HOSTILE = [

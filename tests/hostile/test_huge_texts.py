@@ -16,8 +16,8 @@ from ppo_core.data.rows.reader import Rows, read_rows
 from ppo_core.errors import DataError
 from ppo_core.supervised.examples.encoded_rows import encode_rows
 from ppo_core.supervised.supervised_config import SupervisedConfig
-from tests.helpers.chat import make_chat_tokenizer
-from tests.helpers.tiny import make_policy, make_tokenizer
+from tests.helpers.models.chat import make_chat_tokenizer
+from tests.helpers.models.tiny import make_policy, make_tokenizer
 
 HUGE = "w1 " * 1_000_000
 """3 MB, of which a model with a context of 64 tokens reads at most 0.1 MB."""

@@ -16,7 +16,7 @@ from pipeline.preflight.judge_trial import MOST_PAIRS, ask_judge
 from pipeline.settings.settings import make_settings
 from ppo_core.errors import ConfigError, DataError, JudgeError, ModelError, PPOError
 from ppo_core.models.files.finite_weights import require_finite_weights
-from tests.helpers.pipeline_inputs import tiny_table, write_model
+from tests.helpers.inputs.pipeline_inputs import tiny_table, write_model
 
 Change = Callable[[Path, dict[str, Any]], object]
 

@@ -16,7 +16,7 @@ from pipeline.storage.lease import LIMIT, Lease
 from pipeline.storage.objects import read_object, write_object
 from ppo_core.checkpointing.lease import Lease as CheckpointLease
 from ppo_core.errors import ConfigError, TrainingError
-from tests.helpers.servers import BUCKET, s3
+from tests.helpers.servers.servers import BUCKET, s3
 
 FUTURE = {
     "ten minutes": timedelta(minutes=10),

@@ -28,11 +28,11 @@ from pipeline.tracking.run_record import ENDED_EARLY, PARENT, RECORD, RESUMED, w
 from pipeline.tracking.tracker import Tracker
 from ppo_core.errors import ModelError
 from serving.champion import champion_version, fetch_champion, load_champion
-from tests.helpers.full_disk import full_disk
-from tests.helpers.mlflow_store import tracking_to, write_database
+from tests.helpers.inputs.pipeline_inputs import as_toml, tiny_table
 from tests.helpers.paths import ROOT
-from tests.helpers.pipeline_inputs import as_toml, tiny_table
-from tests.helpers.slow_servers import (
+from tests.helpers.servers.full_disk import full_disk
+from tests.helpers.servers.mlflow_store import tracking_to, write_database
+from tests.helpers.servers.slow_servers import (
     drip,
     drip_the_head,
     list_then_drip,

@@ -12,8 +12,8 @@ import pytest
 
 from pipeline.registry.ledger import RUN_TAG
 from pipeline.tracking.mlflow_client import connect
-from tests.helpers.browser import CHROMEDRIVER, CHROMIUM, Browser, chromium
-from tests.helpers.hostile_run import (
+from tests.helpers.inputs.sample_reports import HOSTILE
+from tests.helpers.runs.hostile_run import (
     FOLDER,
     MARKDOWN,
     NAME,
@@ -22,9 +22,9 @@ from tests.helpers.hostile_run import (
     HostileRun,
     log_hostile_run,
 )
-from tests.helpers.mlflow_store import tracking_to
-from tests.helpers.sample_reports import HOSTILE
-from tests.helpers.servers import shared_server
+from tests.helpers.servers.browser import CHROMEDRIVER, CHROMIUM, Browser, chromium
+from tests.helpers.servers.mlflow_store import tracking_to
+from tests.helpers.servers.servers import shared_server
 
 pytestmark = pytest.mark.skipif(
     not (CHROMIUM and CHROMEDRIVER), reason="needs Chromium and its driver"

@@ -25,9 +25,9 @@ from ppo_core.models.loading import (
     load_reward_model,
     load_tokenizer,
 )
-from tests.helpers.chat import make_chat_tokenizer
-from tests.helpers.pipeline_inputs import write_model
-from tests.helpers.tiny import make_tokenizer
+from tests.helpers.inputs.pipeline_inputs import write_model
+from tests.helpers.models.chat import make_chat_tokenizer
+from tests.helpers.models.tiny import make_tokenizer
 
 CANARY = "canary"
 """File that the code in a hostile folder would write."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.forked_python import run_python
+from tests.helpers.runs.forked_python import run_python
 from tests.hostile.first_day import (
     environment_in,
     make_inputs,

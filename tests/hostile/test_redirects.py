@@ -16,9 +16,9 @@ from ppo_core.errors import JudgeError, PPOError, TrainingError
 from ppo_core.io.http_client import MAX_REPLY_BYTES
 from ppo_core.rollout.vllm_client import VLLMServer
 from serving.champion import champion_version
-from tests.helpers.fault_server import Behaviour, drip, fault_server, respond
-from tests.helpers.mlflow_store import tracking_to
-from tests.helpers.redirects import redirecting_server
+from tests.helpers.servers.fault_server import Behaviour, drip, fault_server, respond
+from tests.helpers.servers.mlflow_store import tracking_to
+from tests.helpers.servers.redirects import redirecting_server
 
 STATUSES = (301, 302, 303, 307, 308)
 

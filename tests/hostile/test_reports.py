@@ -13,7 +13,7 @@ from pipeline.results.report_files import as_json, read_report
 from pipeline.results.reward_report import RewardReport
 from pipeline.storage.workspace import Workspace
 from ppo_core.errors import DataError
-from tests.helpers.sample_reports import evaluation_result, reward_report
+from tests.helpers.inputs.sample_reports import evaluation_result, reward_report
 
 DAMAGED = {
     "accuracy.low": "0.5",

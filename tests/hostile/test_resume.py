@@ -23,9 +23,9 @@ from ppo_core.errors import ConfigError, PPOError, TrainingError
 from ppo_core.reporting.metrics_file import METRICS_FILE, MetricsFile, read_metrics
 from ppo_core.supervised.supervised_config import SupervisedConfig
 from ppo_core.supervised.training import train_reward_model, train_sft
-from tests.helpers.full_disk import full_disk
-from tests.helpers.sample_reports import summary
-from tests.helpers.tiny import make_tokenizer
+from tests.helpers.inputs.sample_reports import summary
+from tests.helpers.models.tiny import make_tokenizer
+from tests.helpers.servers.full_disk import full_disk
 from tests.ppo_core.checkpointing.test_recovery import vouch_for
 from tests.ppo_core.training.test_trainer import CONFIG, make_trainer
 

@@ -8,7 +8,7 @@ from deployment.deployment_file import read_deployment
 from pipeline.settings.settings import make_settings
 from ppo_core.errors import ConfigError, ModelError
 from ppo_core.errors.redaction import describe_secret, redact
-from tests.helpers.deployments import example
+from tests.helpers.runs.deployments import example
 
 KEY = "\n".join(["canary7Qx" + "A1b2" * 12] * 3)
 

@@ -30,9 +30,9 @@ from ppo_core.distributed.process import ERROR_FILE, reported_errors
 from ppo_core.errors import ConfigError, JudgeError, ModelError
 from ppo_core.errors.redaction import redact
 from serving.champion import champion_version
-from tests.helpers.fault_server import fault_server, refuse, say
-from tests.helpers.mlflow_store import tracking_to
-from tests.helpers.sample_reports import reward_report
+from tests.helpers.inputs.sample_reports import reward_report
+from tests.helpers.servers.fault_server import fault_server, refuse, say
+from tests.helpers.servers.mlflow_store import tracking_to
 
 CANARY = "canary7Qx-plainText"
 ODD = 'canary7Qx/p@ss w"ord+&<1>'

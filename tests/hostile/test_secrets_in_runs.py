@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.canaries import (
+from tests.helpers.inputs.pipeline_inputs import JUDGE, as_toml, tiny_table
+from tests.helpers.runs.canaries import (
     CANARY,
     TRACKING_URI,
     VARIABLES,
@@ -16,9 +17,8 @@ from tests.helpers.canaries import (
     copy_project,
     run_with_canaries,
 )
-from tests.helpers.fault_server import fault_server, refuse
-from tests.helpers.pipeline_inputs import JUDGE, as_toml, tiny_table
-from tests.helpers.redirects import redirecting_server
+from tests.helpers.servers.fault_server import fault_server, refuse
+from tests.helpers.servers.redirects import redirecting_server
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -17,7 +17,7 @@ from ppo_core.data import chat_template
 from ppo_core.data.chat_template import encode_with_mask, render_chat, set_prompt_format
 from ppo_core.data.rows.template_process import MAX_BYTES
 from ppo_core.errors import DataError
-from tests.helpers.chat import make_chat_tokenizer, say
+from tests.helpers.models.chat import make_chat_tokenizer, say
 from tests.helpers.paths import ROOT
 
 DOUBLED = "{% set n = namespace(x='xxxxxxxx') %}{% for i in range(40) %}DOUBLE{% endfor %}{{ n.x }}"
@@ -146,7 +146,7 @@ def test_the_process_ends_with_its_parent(tmp_path: Path):
     code = (
         "import os, signal\n"
         "from ppo_core.data import chat_template\n"
-        "from tests.helpers.chat import make_chat_tokenizer, say\n"
+        "from tests.helpers.models.chat import make_chat_tokenizer, say\n"
         "chat_template.render_chat(make_chat_tokenizer(), say('w1'), answer_follows=True)\n"
         "print(chat_template._PROCESS._process.pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -25,9 +25,9 @@ from ppo_core.data.rows.describe import describe_reading
 from ppo_core.data.rows.reader import read_rows
 from ppo_core.errors import PPOError
 from ppo_core.models.loading import load_config, load_policy, load_tokenizer
-from tests.helpers.fault_server import fault_server, refuse
+from tests.helpers.inputs.pipeline_inputs import write_model
 from tests.helpers.paths import ROOT
-from tests.helpers.pipeline_inputs import write_model
+from tests.helpers.servers.fault_server import fault_server, refuse
 
 CONTROLS = {
     "color": "\x1b[31m",

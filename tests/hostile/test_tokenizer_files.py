@@ -13,7 +13,7 @@ from ppo_core.data.prompts import encode_prompt, prompt_text
 from ppo_core.errors import DataError, ModelError
 from ppo_core.models.files import tokenizer_checks
 from ppo_core.models.loading import load_tokenizer
-from tests.helpers.tiny import make_tokenizer
+from tests.helpers.models.tiny import make_tokenizer
 
 PLAIN: dict[str, Any] = json.loads(make_tokenizer().backend_tokenizer.to_str())
 

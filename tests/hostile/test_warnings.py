@@ -13,7 +13,7 @@ from pipeline.reward_validation.gate import chance
 from pipeline.settings.gate_configs import RewardGateConfig
 from ppo_core.data.types import Rollout
 from ppo_core.reporting.metrics import repetition_reward
-from tests.helpers.forked_python import run_python
+from tests.helpers.runs.forked_python import run_python
 from tests.ppo_core.training.test_trainer import CONFIG, make_trainer
 
 THREE_UPDATES = dataclasses.replace(
@@ -227,7 +227,11 @@ NOT_FINITE = {
 def test_numbers_that_are_not_finite_in_one_process_are_said_by_both(where):
     started = time.monotonic()
     ran = run_python(
-        "-m", "tests.helpers.nan_job", where, variables={"CUDA_VISIBLE_DEVICES": ""}, processes=2
+        "-m",
+        "tests.helpers.jobs.nan_job",
+        where,
+        variables={"CUDA_VISIBLE_DEVICES": ""},
+        processes=2,
     )
     assert time.monotonic() - started < 60
     assert ran.returncode != 0, ran.stderr[-3000:]

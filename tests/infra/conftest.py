@@ -2,7 +2,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.helpers.stacks import Cloud, cloud, parameters
+from tests.helpers.aws.stacks import Cloud, cloud, parameters
 
 STACK = "rlhf"
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.buildah import Buildah, Container, buildah
+from tests.helpers.kubernetes.buildah import Buildah, Container, buildah
 from tests.helpers.paths import ROOT
-from tests.helpers.scheduled_flow import deployment_variables, flow_command
-from tests.helpers.servers import BUCKET, mlflow_server, s3
+from tests.helpers.runs.scheduled_flow import deployment_variables, flow_command
+from tests.helpers.servers.servers import BUCKET, mlflow_server, s3
 
 MISSING = [name for name in ("buildah", "debootstrap") if not shutil.which(name)]
 

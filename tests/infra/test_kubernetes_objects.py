@@ -6,7 +6,7 @@ import kubernetes_validate
 import pytest
 from hera.workflows.models import Workflow
 
-from tests.helpers.kubernetes_files import FOLDER, argo_defaults, kustomization, objects
+from tests.helpers.kubernetes.kubernetes_files import FOLDER, argo_defaults, kustomization, objects
 
 KUBERNETES = "1.37"
 """Version whose schemas the objects are compared with."""

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.helpers.kubernetes_files import objects
-from tests.helpers.network_policies import Outside, Peer, Pod, can_connect
-from tests.helpers.scheduled_flow import deployment_variables, flow_command
-from tests.helpers.servers import s3
+from tests.helpers.kubernetes.kubernetes_files import objects
+from tests.helpers.kubernetes.network_policies import Outside, Peer, Pod, can_connect
+from tests.helpers.runs.scheduled_flow import deployment_variables, flow_command
+from tests.helpers.servers.servers import s3
 
 LABEL = "rlhf/service-account"
 """Label of a pod with the name of its service account."""

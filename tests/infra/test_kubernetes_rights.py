@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.kubernetes_api import Cluster, kubernetes_api
-from tests.helpers.kubernetes_files import objects
-from tests.helpers.kubernetes_rights import VERBS, is_allowed
+from tests.helpers.kubernetes.kubernetes_api import Cluster, kubernetes_api
+from tests.helpers.kubernetes.kubernetes_files import objects
+from tests.helpers.kubernetes.kubernetes_rights import VERBS, is_allowed
 from tests.helpers.paths import ROOT
-from tests.helpers.scheduled_flow import deployment_variables, flow_command
-from tests.helpers.servers import s3
+from tests.helpers.runs.scheduled_flow import deployment_variables, flow_command
+from tests.helpers.servers.servers import s3
 
 ARGO = "argoproj.io"
 

@@ -5,7 +5,7 @@ from typing import Any
 import cel
 import pytest
 
-from tests.helpers.kubernetes_files import objects
+from tests.helpers.kubernetes.kubernetes_files import objects
 
 OWNERS = {"rlhf-judge": "rlhf-judge", "rlhf-registry": "rlhf-register"}
 """Secrets with the only account that gets them."""

@@ -16,7 +16,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.server.auth.client import AuthServiceClient
 
 from tests.helpers.paths import ROOT
-from tests.helpers.servers import free_port, wait_until_answering
+from tests.helpers.servers.servers import free_port, wait_until_answering
 
 # Each request waits for a hash of the password, and there are many.
 pytestmark = pytest.mark.slow

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.network_policies import Outside, Peer, Pod, can_connect
+from tests.helpers.kubernetes.network_policies import Outside, Peer, Pod, can_connect
 
 DATABASE = Pod("shop", {"role": "db"})
 SHOP = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "shop"}}}

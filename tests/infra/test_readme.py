@@ -13,8 +13,8 @@ import jmespath
 import pytest
 from botocore import xform_name
 
+from tests.helpers.aws.stacks import FOLDER, parameters, resources, template
 from tests.helpers.paths import ROOT
-from tests.helpers.stacks import FOLDER, parameters, resources, template
 
 README = FOLDER / "README.md"
 TEXTS = [

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.policies import MISSING, Request, decide, policies_of, policies_on_resources
-from tests.helpers.stacks import ACCOUNT, REGION, Cloud, parameters
+from tests.helpers.aws.policies import MISSING, Request, decide, policies_of, policies_on_resources
+from tests.helpers.aws.stacks import ACCOUNT, REGION, Cloud, parameters
 from tests.infra.conftest import STACK
 
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))

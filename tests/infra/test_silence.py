@@ -17,8 +17,8 @@ from moto.stepfunctions.parser.asl.component.state.exec.state_task.service impor
     state_task_service_aws_sdk,
 )
 
-from tests.helpers.moto_gaps import execute_machines
-from tests.helpers.stacks import ACCOUNT, REGION, Cloud, cloud, parameters
+from tests.helpers.aws.moto_gaps import execute_machines
+from tests.helpers.aws.stacks import ACCOUNT, REGION, Cloud, cloud, parameters
 
 ROLE = f"arn:aws:iam::{ACCOUNT}:role/any"
 NOTHING = json.dumps({"StartAt": "End", "States": {"End": {"Type": "Succeed"}}})

@@ -7,7 +7,7 @@ show that references and their order are right, and test_templates.py the rest.
 import re
 from typing import Any
 
-from tests.helpers.stacks import Cloud, parameters, template
+from tests.helpers.aws.stacks import Cloud, parameters, template
 from tests.infra.conftest import STACK
 
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.paths import ROOT
-from tests.helpers.stacks import (
+from tests.helpers.aws.stacks import (
     FOLDER,
     TEMPLATES,
     YOURS,
@@ -20,6 +19,7 @@ from tests.helpers.stacks import (
     resources,
     template,
 )
+from tests.helpers.paths import ROOT
 
 REASONS = {
     "key.Key PoliciesOfThisAccount": "a key policy applies to its own key alone",

@@ -8,9 +8,9 @@ import subprocess
 
 import pytest
 
+from tests.helpers.aws.policies import FOLDER as TOOLS
+from tests.helpers.aws.stacks import FOLDER, UPLOADS, cloud, parameters
 from tests.helpers.paths import ROOT
-from tests.helpers.policies import FOLDER as TOOLS
-from tests.helpers.stacks import FOLDER, UPLOADS, cloud, parameters
 
 pytestmark = [
     pytest.mark.slow,

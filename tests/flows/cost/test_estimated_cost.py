@@ -24,16 +24,16 @@ from ppo_core.errors import ConfigError
 from ppo_core.models.loading import load_policy
 from ppo_core.ppo.schedule import Schedule, make_schedule
 from ppo_core.training.precision import trains_in_bf16
+from tests.helpers.inputs.pipeline_inputs import tiny_table
+from tests.helpers.models.published_sizes import LLAMA, table, trainings
 from tests.helpers.paths import ROOT
-from tests.helpers.pipeline_inputs import tiny_table
-from tests.helpers.published_sizes import LLAMA, table, trainings
 
 H100 = read_gpus(HardwareConfig())["h100-80gb"]
 
 
 @pytest.mark.parametrize("name", LLAMA)
 def test_the_page_has_the_table_that_is_computed(name: str):
-    """Print the tables by `python -m tests.helpers.published_sizes`."""
+    """Print the tables by `python -m tests.helpers.models.published_sizes`."""
     page = (ROOT / "docs" / "cost.md").read_text()
     for line in table(name).splitlines():
         assert line.strip() in page

@@ -21,7 +21,7 @@ from pipeline.settings.hardware_config import HardwareConfig
 from ppo_core.errors import ModelError, ProcessError
 from ppo_core.training.speed.job import FoundSpeed, PassSeconds
 from tests.architectures.zoo import small_config
-from tests.helpers.tiny import make_policy
+from tests.helpers.models.tiny import make_policy
 
 POLICY = ModelSize(
     parameters=100 + 20,

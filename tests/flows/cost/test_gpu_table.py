@@ -16,7 +16,7 @@ from pipeline.launch.commands import FoundGpu
 from pipeline.settings.hardware_config import HardwareConfig
 from pipeline.settings.settings import make_settings
 from ppo_core.errors import ConfigError
-from tests.helpers.pipeline_inputs import tiny_table
+from tests.helpers.inputs.pipeline_inputs import tiny_table
 
 
 def test_the_table_has_all_numbers_of_every_gpu():

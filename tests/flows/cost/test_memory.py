@@ -16,8 +16,8 @@ from pipeline.cost.memory.model_size import count_adapter_parameters, model_size
 from pipeline.cost.memory.ppo_memory import PPOSize, host_memory, peak_memory, phases
 from pipeline.cost.memory.sizes import PROCESS, ModelSize, describe_training_memory
 from pipeline.cost.memory.supervised_memory import SupervisedSize, supervised_phases
-from tests.helpers.published_sizes import LLAMA
-from tests.helpers.tiny import make_policy
+from tests.helpers.models.published_sizes import LLAMA
+from tests.helpers.models.tiny import make_policy
 
 MODEL = ModelSize(
     parameters=1_000,

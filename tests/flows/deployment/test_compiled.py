@@ -14,7 +14,8 @@ import pytest
 from deployment.deployment_file import STEPS
 from deployment.flow_commands import DeploymentFiles, compile_flow
 from ppo_core.errors import ConfigError
-from tests.helpers.argo_templates import (
+from tests.helpers.aws.state_machine import StateMachines
+from tests.helpers.kubernetes.argo_templates import (
     as_argo_reads_it,
     jobsets,
     pods,
@@ -22,10 +23,9 @@ from tests.helpers.argo_templates import (
     validate_pods,
     without_nulls,
 )
-from tests.helpers.canaries import CANARY, VARIABLES
-from tests.helpers.deployments import both_schedulers, write_deployment
 from tests.helpers.paths import ROOT
-from tests.helpers.state_machine import StateMachines
+from tests.helpers.runs.canaries import CANARY, VARIABLES
+from tests.helpers.runs.deployments import both_schedulers, write_deployment
 
 GIB = 2**30
 

@@ -18,9 +18,9 @@ from deployment.deployment_file import (
 from deployment.flow_commands import read_deployment_file
 from pipeline.settings.overrides import merge_tables
 from ppo_core.errors import ConfigError
-from tests.helpers.canaries import CANARY, VARIABLES
-from tests.helpers.deployments import EXAMPLES, SCHEDULERS, example, write_deployment
 from tests.helpers.paths import ROOT
+from tests.helpers.runs.canaries import CANARY, VARIABLES
+from tests.helpers.runs.deployments import EXAMPLES, SCHEDULERS, example, write_deployment
 
 TRAINING = {"start", "load_policy", "load_reward_model", "validate_reward_model", "train_policy"}
 

@@ -12,8 +12,8 @@ import pytest
 from deployment.flow_commands import DeploymentFiles
 from deployment.size_check import check_sizes
 from ppo_core.errors import ConfigError
-from tests.helpers.deployments import SCHEDULERS, write_deployment
-from tests.helpers.preset_inputs import write_published_config
+from tests.helpers.inputs.preset_inputs import write_published_config
+from tests.helpers.runs.deployments import SCHEDULERS, write_deployment
 
 SMALL = "Qwen/Qwen2.5-0.5B-Instruct"
 

@@ -14,7 +14,7 @@ from pipeline.results.evaluation import Evaluation, HumanAgreement
 from pipeline.settings.evaluation_config import EvaluationConfig
 from pipeline.settings.gate_configs import PromotionConfig
 from ppo_core.errors import ConfigError, DataError
-from tests.helpers.sample_reports import changed, evaluation_result, win_rate
+from tests.helpers.inputs.sample_reports import changed, evaluation_result, win_rate
 
 SAMPLE = evaluation_result()
 

@@ -11,9 +11,9 @@ from pipeline.preflight.check_inputs import check_inputs
 from pipeline.settings.settings import Settings, make_settings
 from pipeline.tracking.mlflow_client import check_registry
 from ppo_core.errors import ConfigError, DataError, ModelError, PPOError
-from tests.helpers.pipeline_inputs import tiny_table, write_model, write_rows
-from tests.helpers.rows import plain
-from tests.helpers.tiny import make_tokenizer
+from tests.helpers.inputs.pipeline_inputs import tiny_table, write_model, write_rows
+from tests.helpers.inputs.rows import plain
+from tests.helpers.models.tiny import make_tokenizer
 
 
 def check(folder: Path, **changes: Any) -> None:

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from pipeline.inputs.model_digests import digest_of_model
-from tests.helpers.model_hub import commit_of, model_hub
-from tests.helpers.tiny import make_policy
+from tests.helpers.models.model_hub import commit_of, model_hub
+from tests.helpers.models.tiny import make_policy
 
 
 def test_a_model_on_the_hub_is_its_commit_however_the_revision_is_named(tmp_path: Path):

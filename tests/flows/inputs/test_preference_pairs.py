@@ -9,7 +9,7 @@ from pipeline.inputs.preference_pairs import (
     training_pairs_of,
 )
 from ppo_core.errors import DataError
-from tests.helpers.rows import plain, rows_of
+from tests.helpers.inputs.rows import plain, rows_of
 
 
 def vote(chosen: str, rejected: str, **labels) -> dict:

@@ -18,7 +18,7 @@ from pipeline.storage.addresses import S3Address
 from pipeline.storage.objects import write_object
 from pipeline.storage.s3_client import s3_client
 from ppo_core.errors import JudgeError
-from tests.helpers.servers import BUCKET, s3
+from tests.helpers.servers.servers import BUCKET, s3
 
 PROMPTS = ["p0", "p1", "p2"]
 PAIRS = [("good", "bad"), ("bad", "good"), ("good", "good")]

@@ -20,11 +20,11 @@ from pipeline.judges.openai_model import OpenAIModel
 from pipeline.judges.reply_cache import ReplyCache
 from pipeline.settings.judge_config import JudgingConfig
 from ppo_core.errors import JudgeError
-from tests.helpers.chat import ASSISTANT, LETTER_A, write_parrot
-from tests.helpers.fault_server import Behaviour, Request, fault_server, refuse, say
+from tests.helpers.inputs.pipeline_inputs import write_model, write_rows
+from tests.helpers.models.chat import ASSISTANT, LETTER_A, write_parrot
+from tests.helpers.models.tiny import EOS
 from tests.helpers.paths import ROOT
-from tests.helpers.pipeline_inputs import write_model, write_rows
-from tests.helpers.tiny import EOS
+from tests.helpers.servers.fault_server import Behaviour, Request, fault_server, refuse, say
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -14,7 +14,7 @@ from pipeline.judges.chat_model import Question, Reply
 from pipeline.judges.openai_model import OpenAIModel
 from pipeline.settings.judge_config import JudgingConfig
 from ppo_core.errors import ConfigError, JudgeError
-from tests.helpers.fault_server import (
+from tests.helpers.servers.fault_server import (
     Behaviour,
     Request,
     Script,

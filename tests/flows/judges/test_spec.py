@@ -16,10 +16,10 @@ from pipeline.judges.verdict import Judge, Verdict, swapped
 from pipeline.settings.judge_config import JudgingConfig
 from ppo_core.errors import ConfigError, DataError, JudgeError, ModelError
 from ppo_core.models.loading import load_reward_model
-from tests.helpers.chat import STRICT, make_chat_tokenizer
-from tests.helpers.fault_server import fault_server, say
-from tests.helpers.pipeline_inputs import JUDGE, write_model
-from tests.helpers.tiny import make_tokenizer
+from tests.helpers.inputs.pipeline_inputs import JUDGE, write_model
+from tests.helpers.models.chat import STRICT, make_chat_tokenizer
+from tests.helpers.models.tiny import make_tokenizer
+from tests.helpers.servers.fault_server import fault_server, say
 
 PAIRS = [("w1 w1", "w2"), ("w2", "w1"), ("w2", "w3")]
 PROMPTS = ["w4"] * 3

@@ -16,7 +16,7 @@ from pipeline.judges.verdict import Verdict
 from pipeline.settings.judge_config import JudgingConfig
 from ppo_core.data.prompts import encode_prompt
 from ppo_core.errors import ModelError
-from tests.helpers.chat import (
+from tests.helpers.models.chat import (
     ASSISTANT,
     ENDED,
     LETTER_A,
@@ -29,7 +29,7 @@ from tests.helpers.chat import (
     say,
     write_parrot,
 )
-from tests.helpers.tiny import EOS, make_policy
+from tests.helpers.models.tiny import EOS, make_policy
 
 END_OF_TURN = 20
 """`w17`, for templates that end a turn otherwise than a text ends."""

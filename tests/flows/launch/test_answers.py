@@ -13,10 +13,10 @@ from ppo_core.io.progress_bar import PROGRESS_FILE
 from ppo_core.models.loading import is_same_architecture
 from ppo_core.rollout.sampler import ServerSettings
 from ppo_core.training.answers import AnswerJob, run_answer_job, write_answer_job
-from tests.helpers.forked_python import run_python
-from tests.helpers.pipeline_inputs import write_model
-from tests.helpers.tiny import make_policy
-from tests.helpers.vllm_server import VLLMServerOfTests, vllm_server
+from tests.helpers.inputs.pipeline_inputs import write_model
+from tests.helpers.models.tiny import make_policy
+from tests.helpers.runs.forked_python import run_python
+from tests.helpers.servers.vllm_server import VLLMServerOfTests, vllm_server
 
 
 def job_of(folder: Path, **changes: object) -> AnswerJob:

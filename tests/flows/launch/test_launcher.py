@@ -24,8 +24,8 @@ from ppo_core.distributed.process import ErrorReport
 from ppo_core.distributed.torchrun import Failure, first_failure
 from ppo_core.errors import ConfigError, ProcessError, RunInterruptedError
 from ppo_core.reporting.metrics_file import METRICS_FILE, read_metrics
+from tests.helpers.inputs.pipeline_inputs import write_ppo_inputs
 from tests.helpers.paths import ROOT
-from tests.helpers.pipeline_inputs import write_ppo_inputs
 
 CLOCKS = ("eps", "time/")
 UPDATES = 12
@@ -269,7 +269,7 @@ def test_a_frozen_process_ends_the_training_in_under_a_minute(make_job):
 @pytest.mark.slow
 def test_a_reward_function_that_never_returns_ends_the_training_with_its_stack(tmp_path):
     job = tmp_path / "settings.json"
-    program = ("tests.helpers.hanging_job",)
+    program = ("tests.helpers.jobs.hanging_job",)
     with pytest.raises(ProcessError, match=r"no progress for 0\.5 minutes") as error:
         train(job, processes=1, program=program, stall_minutes=0.5)
     assert len(read_metrics(tmp_path / METRICS_FILE)) == 2
@@ -280,7 +280,7 @@ def test_a_reward_function_that_never_returns_ends_the_training_with_its_stack(t
 
 
 def is_training(process: psutil.Process) -> bool:
-    return "tests.helpers.hanging_job" in process.cmdline()
+    return "tests.helpers.jobs.hanging_job" in process.cmdline()
 
 
 @pytest.mark.slow

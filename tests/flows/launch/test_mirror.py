@@ -20,9 +20,9 @@ from pipeline.launch.mirror import mirrored
 from pipeline.storage.s3_client import s3_client
 from pipeline.storage.workspace import Workspace
 from ppo_core.reporting.metrics_file import METRICS_FILE, read_metrics
+from tests.helpers.inputs.pipeline_inputs import write_ppo_inputs
 from tests.helpers.paths import ROOT
-from tests.helpers.pipeline_inputs import write_ppo_inputs
-from tests.helpers.servers import BUCKET, s3
+from tests.helpers.servers.servers import BUCKET, s3
 
 UPDATES = 30
 
@@ -98,7 +98,7 @@ class Machine:
 
     def start(self, index: int, count: int, attempt: int, prefix: str) -> subprocess.Popen[bytes]:
         """Start the processes of this machine; an empty prefix copies nothing to S3."""
-        words = [sys.executable, "-m", "tests.helpers.machine_job", json.dumps(self.settings)]
+        words = [sys.executable, "-m", "tests.helpers.jobs.machine_job", json.dumps(self.settings)]
         with self.log.open("ab") as log:
             return subprocess.Popen(
                 [*words, str(index), str(count), str(attempt), prefix],

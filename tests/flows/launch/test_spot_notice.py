@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from ppo_core.reporting.metrics_file import METRICS_FILE, read_metrics
+from tests.helpers.aws.spot_machine import UPDATES
+from tests.helpers.inputs.pipeline_inputs import write_ppo_inputs
 from tests.helpers.paths import ROOT
-from tests.helpers.pipeline_inputs import write_ppo_inputs
-from tests.helpers.servers import s3
-from tests.helpers.spot_machine import UPDATES
+from tests.helpers.servers.servers import s3
 
 SECONDS_TO_LEAVE = 110.0
 """AWS takes the machine two minutes after its notice."""
@@ -50,7 +50,7 @@ class Machine:
         """Train until the process ends; return its exit code."""
         given = [self.training, str(self.root), json.dumps(inputs), prefix, phase]
         ran = subprocess.run(
-            [sys.executable, "-m", "tests.helpers.spot_machine", *given],
+            [sys.executable, "-m", "tests.helpers.aws.spot_machine", *given],
             cwd=ROOT,
             env=os.environ
             | store

@@ -21,8 +21,8 @@ from ppo_core.data.rows.reader import read_source
 from ppo_core.data.sources.source import source_of_rows
 from ppo_core.errors import ConfigError, ProcessError, RunInterruptedError
 from ppo_core.supervised.job import read_result
-from tests.helpers.chat import make_chat_tokenizer
-from tests.helpers.tiny import make_policy
+from tests.helpers.models.chat import make_chat_tokenizer
+from tests.helpers.models.tiny import make_policy
 
 ROWS = {
     "sft": [{"prompt": f"w{n}", "completion": " ".join(["w1"] * (1 + n % 6))} for n in range(60)],

@@ -29,7 +29,9 @@ from pipeline.settings.decoding import Decoding
 from pipeline.stages.evaluation import fetch_again
 from pipeline.tracking.mlflow_client import connect
 from ppo_core.errors import DataError, ModelError
-from tests.helpers.candidates import (
+from tests.helpers.inputs.pipeline_inputs import write_model
+from tests.helpers.models.tiny import make_tokenizer
+from tests.helpers.runs.candidates import (
     ALWAYS_FIRST,
     FIT,
     World,
@@ -38,11 +40,9 @@ from tests.helpers.candidates import (
     make_world,
     write_policy,
 )
-from tests.helpers.fault_proxy import Fault, fault_proxy, fork, start_process
-from tests.helpers.mlflow_store import tracking_to
-from tests.helpers.pipeline_inputs import write_model
-from tests.helpers.servers import MlflowServer, shared_server
-from tests.helpers.tiny import make_tokenizer
+from tests.helpers.servers.fault_proxy import Fault, fault_proxy, fork, start_process
+from tests.helpers.servers.mlflow_store import tracking_to
+from tests.helpers.servers.servers import MlflowServer, shared_server
 
 
 @pytest.fixture(scope="module")

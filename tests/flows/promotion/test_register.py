@@ -28,10 +28,10 @@ from pipeline.settings.settings_file import settings_text
 from pipeline.storage.workspace import Workspace
 from pipeline.tracking.mlflow_client import connect
 from serving.champion import load_champion
-from tests.helpers.candidates import FIT, World, artifact_root, make_world
-from tests.helpers.fault_proxy import Fault, fault_proxy, start_process
-from tests.helpers.mlflow_store import tracking_to
-from tests.helpers.servers import MlflowServer, shared_server
+from tests.helpers.runs.candidates import FIT, World, artifact_root, make_world
+from tests.helpers.servers.fault_proxy import Fault, fault_proxy, start_process
+from tests.helpers.servers.mlflow_store import tracking_to
+from tests.helpers.servers.servers import MlflowServer, shared_server
 
 ACCEPTED = replace(FIT, fit=False, accepted_by_hand=True, reasons=["It guesses."])
 

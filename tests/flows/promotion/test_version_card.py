@@ -16,7 +16,13 @@ from pipeline.promotion.version_card import (
     VersionFacts,
     version_card,
 )
-from tests.helpers.sample_reports import changed, decision, evaluation_result, run_cost, win_rate
+from tests.helpers.inputs.sample_reports import (
+    changed,
+    decision,
+    evaluation_result,
+    run_cost,
+    win_rate,
+)
 
 EVALUATION = evaluation_result()
 

@@ -26,10 +26,10 @@ from pipeline.tracking.mlflow_client import connect
 from ppo_core.errors import ModelError
 from ppo_core.training.evaluation import answer_prompts
 from serving.manifest import check_folder
-from tests.helpers.chat import make_chat_tokenizer, say, write_parrot
-from tests.helpers.mlflow_store import tracking_to, write_database
-from tests.helpers.servers import free_port, wait_until_answering
-from tests.helpers.tiny import EOS, make_policy, make_tokenizer
+from tests.helpers.models.chat import make_chat_tokenizer, say, write_parrot
+from tests.helpers.models.tiny import EOS, make_policy, make_tokenizer
+from tests.helpers.servers.mlflow_store import tracking_to, write_database
+from tests.helpers.servers.servers import free_port, wait_until_answering
 
 PROMPTS = ["w1 w2 w3", "w7", "w20 w21 w22 w23 w24 w25", "w40 w3"]
 LENGTH = 12

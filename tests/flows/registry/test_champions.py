@@ -25,9 +25,16 @@ from pipeline.registry.decisions import Action, Decision
 from pipeline.registry.ledger import find_ledger
 from pipeline.tracking.mlflow_client import connect
 from ppo_core.errors import ModelError
-from tests.helpers.fault_proxy import Fault, FaultProxy, fault_proxy, fork, start_process, stop
-from tests.helpers.mlflow_store import tracking_to, write_database
-from tests.helpers.servers import MlflowServer, shared_server
+from tests.helpers.servers.fault_proxy import (
+    Fault,
+    FaultProxy,
+    fault_proxy,
+    fork,
+    start_process,
+    stop,
+)
+from tests.helpers.servers.mlflow_store import tracking_to, write_database
+from tests.helpers.servers.servers import MlflowServer, shared_server
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ from pipeline.registry.ledger import History, find_ledger, open_ledger
 from pipeline.tracking.mlflow_client import connect
 from ppo_core.errors import ModelError
 from tests.flows.registry.test_decisions import FIRST
-from tests.helpers.fault_proxy import Fault, FaultProxy, fault_proxy, fork, start_process
-from tests.helpers.mlflow_store import tracking_to
-from tests.helpers.servers import MlflowServer, shared_server
+from tests.helpers.servers.fault_proxy import Fault, FaultProxy, fault_proxy, fork, start_process
+from tests.helpers.servers.mlflow_store import tracking_to
+from tests.helpers.servers.servers import MlflowServer, shared_server
 
 
 @pytest.fixture

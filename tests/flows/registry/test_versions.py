@@ -26,10 +26,10 @@ from pipeline.registry.versions import (
 )
 from pipeline.settings.decoding import Decoding
 from ppo_core.errors import ModelError
-from tests.helpers.fault_proxy import Fault, fault_proxy, start_process
-from tests.helpers.mlflow_store import tracking_to
-from tests.helpers.servers import BUCKET, MlflowServer, mlflow_server, s3
-from tests.helpers.tiny import make_policy, make_tokenizer
+from tests.helpers.models.tiny import make_policy, make_tokenizer
+from tests.helpers.servers.fault_proxy import Fault, fault_proxy, start_process
+from tests.helpers.servers.mlflow_store import tracking_to
+from tests.helpers.servers.servers import BUCKET, MlflowServer, mlflow_server, s3
 
 CARD = "---\ntags:\n- ppo\n---\n\n# The card"
 

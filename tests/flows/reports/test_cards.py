@@ -38,8 +38,7 @@ from pipeline.results.step_records import Change, RegisteredPolicy
 from pipeline.settings.gate_configs import PromotionConfig
 from pipeline.stages.cards import evaluation_card, promotion_card, reward_model_card
 from pipeline.storage.workspace import Workspace
-from tests.helpers.paths import ROOT
-from tests.helpers.sample_reports import (
+from tests.helpers.inputs.sample_reports import (
     HOSTILE,
     changed,
     decision,
@@ -49,6 +48,7 @@ from tests.helpers.sample_reports import (
     summary,
     validated,
 )
+from tests.helpers.paths import ROOT
 
 RUN = FlowRun(id="RLHF/1", workspace=Workspace("outputs"), tracking={}, origin={}, data=[])
 """A run on one disk."""

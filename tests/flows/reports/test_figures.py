@@ -21,7 +21,7 @@ from pipeline.reports.figures import (
 )
 from pipeline.results.evaluation import WinRate
 from pipeline.results.reward_report import Bin, Rate, References, Samples
-from tests.helpers.sample_reports import evaluation_result, reward_report, win_rate
+from tests.helpers.inputs.sample_reports import evaluation_result, reward_report, win_rate
 
 
 def pixels(png: bytes) -> np.ndarray:

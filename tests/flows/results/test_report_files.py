@@ -22,8 +22,8 @@ from pipeline.results.step_records import (
     PreparedModel,
     ValidatedReward,
 )
+from tests.helpers.inputs.sample_reports import changed, evaluation_result, reward_report
 from tests.helpers.paths import ROOT
-from tests.helpers.sample_reports import changed, evaluation_result, reward_report
 
 TRAINED = TrainedJudge(path="cache/judge-1", accuracy=0.7, low=0.6, high=0.79, n=90)
 

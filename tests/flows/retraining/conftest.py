@@ -11,8 +11,8 @@ import boto3
 import pytest
 
 from pipeline.storage.s3_client import s3_client
-from tests.helpers.pipeline_inputs import tiny_table
-from tests.helpers.servers import BUCKET, s3
+from tests.helpers.inputs.pipeline_inputs import tiny_table
+from tests.helpers.servers.servers import BUCKET, s3
 
 
 @dataclass

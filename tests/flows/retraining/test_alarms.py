@@ -16,7 +16,7 @@ from pipeline.settings.settings import Settings, make_settings
 from pipeline.storage.workspace import Workspace
 from pipeline.tracking.mlflow_client import connect
 from retraining import alarms
-from tests.helpers.candidates import FIT
+from tests.helpers.runs.candidates import FIT
 
 RUN = "RLHF/7"
 

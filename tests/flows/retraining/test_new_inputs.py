@@ -17,7 +17,7 @@ from pipeline.tracking.mlflow_runs import start_runs
 from ppo_core.errors import ConfigError, DataError
 from retraining.new_inputs import NewInputs, find_new_inputs
 from tests.flows.retraining.conftest import Bucket
-from tests.helpers.pipeline_inputs import write_model
+from tests.helpers.inputs.pipeline_inputs import write_model
 
 NAME = "rlhf-policy"
 

@@ -15,8 +15,8 @@ from ppo_core.data.rows.reader import read_rows
 from ppo_core.errors import DataError, ModelError
 from ppo_core.models.loading import load_reward_model
 from ppo_core.models.reward_model import RewardModel
+from tests.helpers.inputs.pipeline_inputs import write_model
 from tests.helpers.paths import SHARED
-from tests.helpers.pipeline_inputs import write_model
 
 DATA = SHARED / "sentiment-pairs"
 

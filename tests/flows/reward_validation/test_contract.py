@@ -16,8 +16,16 @@ from pipeline.reward_validation.odd_texts import LONGEST, odd_rows
 from pipeline.reward_validation.padding import score_left_padded
 from pipeline.reward_validation.scores import TextScorer
 from ppo_core.models.reward_model import RewardModel
-from tests.helpers.tiny import CONFIGS, EOS, PAD, UNK, VOCABULARY, make_classifier, make_tokenizer
-from tests.helpers.word_models import word_reward
+from tests.helpers.models.tiny import (
+    CONFIGS,
+    EOS,
+    PAD,
+    UNK,
+    VOCABULARY,
+    make_classifier,
+    make_tokenizer,
+)
+from tests.helpers.models.word_models import word_reward
 
 
 def pair(chosen: str, rejected: str, prompt: str = "w9", *, tie: bool = False) -> LabelledPair:

@@ -20,10 +20,10 @@ from ppo_core.models.reward_model import RewardModel
 from ppo_core.supervised.supervised_config import SupervisedConfig
 from ppo_core.supervised.training import train_reward_model
 from ppo_core.training.answers import AnswerJob, run_answer_job
+from tests.helpers.inputs.rows import rows_of
+from tests.helpers.models.tiny import make_classifier, make_tokenizer
+from tests.helpers.models.word_models import word_reward
 from tests.helpers.paths import SHARED
-from tests.helpers.rows import rows_of
-from tests.helpers.tiny import make_classifier, make_tokenizer
-from tests.helpers.word_models import word_reward
 
 DATA = SHARED
 POLICY = str(DATA / "tinystories-656k")

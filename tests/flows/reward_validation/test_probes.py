@@ -13,8 +13,8 @@ from pipeline.reward_validation.probes import GATING, run_probes
 from pipeline.reward_validation.scores import TextScorer
 from ppo_core.errors import ModelError
 from ppo_core.models.reward_model import RewardModel
-from tests.helpers.tiny import make_classifier, make_tokenizer
-from tests.helpers.word_models import word_reward
+from tests.helpers.models.tiny import make_classifier, make_tokenizer
+from tests.helpers.models.word_models import word_reward
 
 RISING = [f"w{i} w{i + 1} w{i + 2} w{i + 3}" for i in range(30)]
 

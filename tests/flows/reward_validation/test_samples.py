@@ -12,7 +12,7 @@ from pipeline.reward_validation.samples import best_of, draw_samples, duplicates
 from pipeline.settings.decoding import Decoding
 from ppo_core.errors import DataError, ModelError
 from ppo_core.training.answers import AnswerJob, run_answer_job
-from tests.helpers.pipeline_inputs import write_model
+from tests.helpers.inputs.pipeline_inputs import write_model
 
 SCORES = np.array([[0.0, 2.0], [6.0, 4.0]])
 

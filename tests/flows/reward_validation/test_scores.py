@@ -8,7 +8,7 @@ from torch.testing import assert_close
 from pipeline.reward_validation import scores
 from pipeline.reward_validation.scores import TextScorer
 from ppo_core.models.reward_model import RewardModel
-from tests.helpers.tiny import make_classifier, make_tokenizer
+from tests.helpers.models.tiny import make_classifier, make_tokenizer
 
 
 class CountingModel(RewardModel):

@@ -17,11 +17,11 @@ from mlflow import MlflowClient
 from ppo_core.errors import ModelError
 from serving.champion import champion_version, fetch_champion, load_champion
 from serving.manifest import MANIFEST, check_folder, write_manifest
-from tests.helpers.mlflow_store import tracking_to, write_database
+from tests.helpers.models.tiny import make_policy, make_tokenizer
 from tests.helpers.paths import ROOT
-from tests.helpers.served_versions import NAME, register, write_version
-from tests.helpers.servers import mlflow_server, s3
-from tests.helpers.tiny import make_policy, make_tokenizer
+from tests.helpers.runs.served_versions import NAME, register, write_version
+from tests.helpers.servers.mlflow_store import tracking_to, write_database
+from tests.helpers.servers.servers import mlflow_server, s3
 
 
 def force_manifest(folder: Path, **files: str) -> str:

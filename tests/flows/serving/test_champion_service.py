@@ -18,10 +18,15 @@ from transformers import AutoModelForCausalLM
 
 from serving.manifest import write_manifest
 from tests.flows.serving.test_champion import change_a_byte
-from tests.helpers.mlflow_store import tracking_to
+from tests.helpers.models.tiny import make_policy, make_tokenizer
 from tests.helpers.paths import ROOT
-from tests.helpers.servers import MlflowServer, free_port, mlflow_server, wait_until_answering
-from tests.helpers.tiny import make_policy, make_tokenizer
+from tests.helpers.servers.mlflow_store import tracking_to
+from tests.helpers.servers.servers import (
+    MlflowServer,
+    free_port,
+    mlflow_server,
+    wait_until_answering,
+)
 
 NAME = "rlhf-policy"
 PROMPTS = ("w1 w2 w3", "w7 w5")

@@ -11,7 +11,7 @@ from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.errors import ConfigError
 from ppo_core.models.adapters import add_adapter, lora_config
 from ppo_core.reporting.health import HealthMonitor
-from tests.helpers.tiny import make_policy
+from tests.helpers.models.tiny import make_policy
 
 OWN = {
     "policy": "p",

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from pipeline.storage.s3_client import s3_client
-from tests.helpers.servers import BUCKET, s3
+from tests.helpers.servers.servers import BUCKET, s3
 
 
 @pytest.fixture

@@ -18,11 +18,11 @@ from pipeline.storage.workspace import Workspace
 from ppo_core.data.rows.reader import read_rows
 from ppo_core.errors import DataError, ModelError
 from ppo_core.models.loading import load_policy, load_tokenizer
-from tests.helpers.candidates import World, make_world
-from tests.helpers.mlflow_store import tracking_to
-from tests.helpers.model_hub import commit_of, model_hub
-from tests.helpers.pipeline_inputs import tiny_table
-from tests.helpers.servers import shared_server
+from tests.helpers.inputs.pipeline_inputs import tiny_table
+from tests.helpers.models.model_hub import commit_of, model_hub
+from tests.helpers.runs.candidates import World, make_world
+from tests.helpers.servers.mlflow_store import tracking_to
+from tests.helpers.servers.servers import shared_server
 
 
 def upload(path: Path, address: str) -> str:

@@ -16,8 +16,8 @@ from pipeline.stages.given_settings import read_settings
 from pipeline.stages.models import FRESH, REWARD_MODEL, load_policy, load_reward_models
 from pipeline.stages.start import prepare_inputs, start_run
 from ppo_core.errors import ConfigError, DataError
-from tests.helpers.chat import make_chat_tokenizer, say
-from tests.helpers.pipeline_inputs import tiny_table, write_rows
+from tests.helpers.inputs.pipeline_inputs import tiny_table, write_rows
+from tests.helpers.models.chat import make_chat_tokenizer, say
 
 LABELLER = """
 from pathlib import Path

@@ -16,8 +16,8 @@ from pipeline.settings.settings import Settings, make_settings
 from pipeline.settings.settings_file import settings_text
 from ppo_core.errors import ModelError
 from tests.architectures.zoo import small_model
-from tests.helpers.pipeline_inputs import tiny_table, write_model
-from tests.helpers.tiny import VOCABULARY, make_tokenizer
+from tests.helpers.inputs.pipeline_inputs import tiny_table, write_model
+from tests.helpers.models.tiny import VOCABULARY, make_tokenizer
 
 
 def given(folder: Path, **changes: Any) -> Settings:

@@ -20,7 +20,7 @@ from pipeline.stages.validation import validate_reward_model
 from pipeline.storage.addresses import is_in_s3
 from pipeline.storage.workspace import Workspace
 from ppo_core.models.loading import load_reward_model
-from tests.helpers.pipeline_inputs import tiny_table, write_model
+from tests.helpers.inputs.pipeline_inputs import tiny_table, write_model
 
 Models = tuple[PreparedModel, PreparedModel | None]
 

@@ -8,8 +8,8 @@ import pytest
 from pipeline.preflight import remote_machine
 from pipeline.preflight.remote_machine import check_machine, refuse_proxied_artifacts
 from ppo_core.errors import ConfigError
+from tests.helpers.inputs.pipeline_inputs import write_model
 from tests.helpers.paths import ROOT
-from tests.helpers.pipeline_inputs import write_model
 
 MODULES = {
     "scikit-learn": "sklearn",

@@ -14,7 +14,7 @@ from pipeline.settings.training_sections import LoraConfig
 from pipeline.stages.start import start_run
 from pipeline.stages.training import _decides_the_result, train_policy
 from ppo_core.io.folder_cache import digest_of
-from tests.helpers.pipeline_inputs import tiny_table, write_model
+from tests.helpers.inputs.pipeline_inputs import tiny_table, write_model
 
 VALIDATION = ValidatedReward(
     fit=True, accepted_by_hand=False, reasons=[], bias=0.123456, gain=1.0, report_file=""

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from pipeline.storage import s3_client
-from tests.helpers.s3_faults import S3Faults, faulty_s3
-from tests.helpers.servers import s3
+from tests.helpers.servers.s3_faults import S3Faults, faulty_s3
+from tests.helpers.servers.servers import s3
 
 
 @pytest.fixture(scope="package")

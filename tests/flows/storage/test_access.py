@@ -8,8 +8,8 @@ from pipeline.storage.access import check_store
 from pipeline.storage.addresses import S3Address
 from pipeline.storage.objects import list_objects
 from ppo_core.errors import ConfigError, StorageError
-from tests.helpers.s3_faults import S3Faults
-from tests.helpers.servers import BUCKET
+from tests.helpers.servers.s3_faults import S3Faults
+from tests.helpers.servers.servers import BUCKET
 
 
 def test_a_store_that_may_be_written_is_left_as_it_was(faults: S3Faults):

@@ -13,8 +13,8 @@ from pipeline.storage.workspace import Workspace
 from ppo_core.data.rows.forms import Row
 from ppo_core.data.rows.reader import LEAST_SHARED, Rows, derive, each, read_rows
 from ppo_core.errors import StorageError
-from tests.helpers.pipeline_inputs import write_rows
-from tests.helpers.s3_faults import S3Faults
+from tests.helpers.inputs.pipeline_inputs import write_rows
+from tests.helpers.servers.s3_faults import S3Faults
 
 STORE = "s3://artifacts/copies"
 

@@ -19,8 +19,8 @@ from pipeline.storage.objects import (
     write_object,
 )
 from ppo_core.errors import ConfigError, StorageError
-from tests.helpers.s3_faults import S3Faults
-from tests.helpers.servers import BUCKET
+from tests.helpers.servers.s3_faults import S3Faults
+from tests.helpers.servers.servers import BUCKET
 
 pytestmark = pytest.mark.usefixtures("faults")
 

@@ -14,7 +14,7 @@ from pipeline.storage.manifest import BLOCK_BYTES, Manifest, manifest_of
 from pipeline.storage.objects import write_object
 from pipeline.storage.upload import find, publish, replace
 from ppo_core.errors import DataError, StorageError
-from tests.helpers.s3_faults import S3Faults
+from tests.helpers.servers.s3_faults import S3Faults
 
 SHA256 = hashlib.sha256(b"text").hexdigest()
 

@@ -26,7 +26,7 @@ from pipeline.storage.transfer_manager import PART_BYTES
 from pipeline.storage.upload import find, publish, replace
 from ppo_core.errors import ConfigError, DataError, PPOError, StorageError
 from tests.helpers.paths import ROOT
-from tests.helpers.s3_faults import ERRORS, SPOILT, S3Faults
+from tests.helpers.servers.s3_faults import ERRORS, SPOILT, S3Faults
 
 BUCKET = "s3://artifacts"
 
@@ -187,7 +187,7 @@ def test_finished_files_are_not_transferred_again(
         for name, content in contents(source).items():
             write_object(address.below(name), content)
     faults.sent = faults.received = 0
-    words = [sys.executable, "-m", "tests.helpers.transfer_job", word, str(address)]
+    words = [sys.executable, "-m", "tests.helpers.jobs.transfer_job", word, str(address)]
     words.append(str(cache if word == "fetch" else source))
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'flows'}"}
     job = subprocess.Popen(words, cwd=ROOT, env=environment)
@@ -440,7 +440,7 @@ def test_the_cache_keeps_to_its_limit(faults: S3Faults, tmp_path: Path):
     addresses = [
         publish(write_folder(tmp_path / str(n), [1000], seed=n), at(f"limit/{n}")) for n in range(3)
     ]
-    words = (sys.executable, "-m", "tests.helpers.transfer_job", "fetch")
+    words = (sys.executable, "-m", "tests.helpers.jobs.transfer_job", "fetch")
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'flows'}"}
     for address in addresses[:2]:
         # By another process, because what this process uses is not removed.

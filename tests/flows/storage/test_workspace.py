@@ -10,7 +10,7 @@ import pytest
 from pipeline.settings.settings import Settings, make_settings
 from pipeline.storage.workspace import Workspace, original_names, workspace_of
 from ppo_core.errors import ConfigError
-from tests.helpers.s3_faults import S3Faults
+from tests.helpers.servers.s3_faults import S3Faults
 
 INPUTS = {"policy": "policy", "preferences": "pairs", "prompts": "prompts", "judge": "rule"}
 

@@ -26,11 +26,11 @@ from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.errors import ModelError
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.trl.ppo_trainer import PPOTrainer
-from tests.helpers.fault_proxy import Fault, fault_proxy
-from tests.helpers.mlflow_store import tracking_to
+from tests.helpers.models.tiny import make_classifier, make_policy, make_tokenizer
 from tests.helpers.paths import ROOT
-from tests.helpers.servers import MlflowServer, free_port, mlflow_server
-from tests.helpers.tiny import make_classifier, make_policy, make_tokenizer
+from tests.helpers.servers.fault_proxy import Fault, fault_proxy
+from tests.helpers.servers.mlflow_store import tracking_to
+from tests.helpers.servers.servers import MlflowServer, free_port, mlflow_server
 
 CLOCKS = {"eps", "seconds"}
 

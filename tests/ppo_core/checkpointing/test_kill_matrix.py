@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.kill_matrix import UPDATES, Matrix, choose_moment, left_behind, read_counts
+from tests.helpers.runs.kill_matrix import UPDATES, Matrix, choose_moment, left_behind, read_counts
 
 PHASES = ("rollout", "scoring", "update", "save")
 

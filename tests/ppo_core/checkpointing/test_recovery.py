@@ -26,8 +26,8 @@ from ppo_core.checkpointing.lease import Lease
 from ppo_core.errors import ConfigError, TrainingError
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.reporting.metrics_file import METRICS_FILE, read_metrics
-from tests.helpers.forked_python import run_python
-from tests.helpers.tiny import make_classifier, make_policy, make_tokenizer
+from tests.helpers.models.tiny import make_classifier, make_policy, make_tokenizer
+from tests.helpers.runs.forked_python import run_python
 from tests.ppo_core.training.test_export import LONG, StopAfter, without_clocks
 from tests.ppo_core.training.test_trainer import make_trainer
 
@@ -461,13 +461,13 @@ def test_a_resumed_run_logs_it(runs, tmp_path, caplog):
 )
 def test_a_run_resumes_with_another_number_of_processes(sharding, tmp_path):
     # Imported here, because recovery_job imports this file.
-    from tests.helpers.recovery_job import trainer_of, weights_and_moments
+    from tests.helpers.jobs.recovery_job import trainer_of, weights_and_moments
 
     whole = trainer_of(tmp_path / "whole", "none")
     history = whole.train()
     trainer_of(tmp_path / "begun", "none", callbacks=[StopAfter(1)]).train()
     ran = run_python(
-        *("-m", "tests.helpers.recovery_job", tmp_path, sharding),
+        *("-m", "tests.helpers.jobs.recovery_job", tmp_path, sharding),
         variables={"CUDA_VISIBLE_DEVICES": ""},
         processes=2,
     )

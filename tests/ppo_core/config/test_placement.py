@@ -6,7 +6,7 @@ import torch
 from ppo_core.config import placement
 from ppo_core.config.placement import Placement, free_memory, placement_for_reading
 from ppo_core.models.loading import load_policy, load_reward_model
-from tests.helpers.tiny import make_classifier, make_policy, make_tokenizer
+from tests.helpers.models.tiny import make_classifier, make_policy, make_tokenizer
 
 GPU = torch.device("cuda", 0)
 CPU = torch.device("cpu")

@@ -9,9 +9,9 @@ from ppo_core.data.chat_template import (
     set_prompt_format,
 )
 from ppo_core.errors import ConfigError, DataError
-from tests.helpers.chat import ASSISTANT, ENDED, OPEN, STRICT, USER, make_chat_tokenizer, say
-from tests.helpers.chat_models import END_OF_TEXT, TEMPLATES, make_instruct_tokenizer
-from tests.helpers.tiny import EOS
+from tests.helpers.models.chat import ASSISTANT, ENDED, OPEN, STRICT, USER, make_chat_tokenizer, say
+from tests.helpers.models.chat_models import END_OF_TEXT, TEMPLATES, make_instruct_tokenizer
+from tests.helpers.models.tiny import EOS
 
 
 def test_only_a_list_of_mappings_is_a_conversation():

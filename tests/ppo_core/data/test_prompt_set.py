@@ -9,8 +9,8 @@ from transformers import DataCollatorWithPadding
 
 from ppo_core.data.prompt_set import make_prompt_set
 from ppo_core.errors import DataError
-from tests.helpers.chat import ASSISTANT, OPEN, USER, make_chat_tokenizer, say
-from tests.helpers.tiny import PAD, VOCABULARY, make_policy, make_tokenizer
+from tests.helpers.models.chat import ASSISTANT, OPEN, USER, make_chat_tokenizer, say
+from tests.helpers.models.tiny import PAD, VOCABULARY, make_policy, make_tokenizer
 from tests.ppo_core.training.test_trainer import CONFIG, make_trainer
 
 ROWS = [[5, 6, 7], [8], [9, 10]]

@@ -15,8 +15,8 @@ from ppo_core.data.prompts import (
 )
 from ppo_core.data.segments import encode_sequence
 from ppo_core.errors import DataError
-from tests.helpers.chat import ASSISTANT, ENDED, OPEN, USER, make_chat_tokenizer, say
-from tests.helpers.tiny import EOS, make_tokenizer
+from tests.helpers.models.chat import ASSISTANT, ENDED, OPEN, USER, make_chat_tokenizer, say
+from tests.helpers.models.tiny import EOS, make_tokenizer
 
 # --- From data sets to prompts -----------------------------------------------------
 

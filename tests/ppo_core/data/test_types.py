@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.helpers.rollouts import make_rollout, row_of
+from tests.helpers.models.rollouts import make_rollout, row_of
 
 
 def test_rows_join_prompt_and_response_without_a_gap():

@@ -8,7 +8,7 @@ from ppo_core.distributed.choose_engine import choose_engine
 from ppo_core.distributed.deepspeed_settings import fill_settings
 from ppo_core.distributed.engine import Engine
 from ppo_core.errors import ConfigError, TrainingError
-from tests.helpers.tiny import make_policy
+from tests.helpers.models.tiny import make_policy
 from tests.ppo_core.distributed.test_strategy import Run
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.forked_python import run_python
 from tests.helpers.paths import ROOT
+from tests.helpers.runs.forked_python import run_python
 
 SCRIPT = """
 import torch

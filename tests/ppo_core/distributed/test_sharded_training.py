@@ -20,9 +20,9 @@ from ppo_core.models.reward_model import RewardModel
 from ppo_core.ppo.reward_functions import score_tokens
 from ppo_core.ppo.scoring import critic_values, response_logprobs, score
 from ppo_core.trl.ppo_trainer import PPOTrainer
-from tests.helpers.recovery_job import weights_and_moments
-from tests.helpers.rollouts import make_rollout
-from tests.helpers.tiny import make_classifier, make_policy, make_tokenizer
+from tests.helpers.jobs.recovery_job import weights_and_moments
+from tests.helpers.models.rollouts import make_rollout
+from tests.helpers.models.tiny import make_classifier, make_policy, make_tokenizer
 from tests.ppo_core.distributed.test_strategy import run_call
 from tests.ppo_core.models.test_adapters import save_classifier
 from tests.ppo_core.training.test_export import without_clocks

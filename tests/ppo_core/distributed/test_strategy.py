@@ -27,10 +27,10 @@ from ppo_core.models.policy import LanguageModel
 from ppo_core.ppo.scoring import critic_values, response_logprobs
 from ppo_core.rollout.generate import SamplingCallbacks, sample_responses
 from ppo_core.rollout.sampler import SamplingSettings
-from tests.helpers.forked_python import run_python
+from tests.helpers.models.rollouts import make_rollout
+from tests.helpers.models.tiny import EOS, VOCABULARY, make_policy
 from tests.helpers.paths import ROOT
-from tests.helpers.rollouts import make_rollout
-from tests.helpers.tiny import EOS, VOCABULARY, make_policy
+from tests.helpers.runs.forked_python import run_python
 
 # The first process has the long responses, the other the short ones.
 ROLLOUT = make_rollout((3, 7, 1, 2, 6, 4, 5, 2), (9, 1, 8, 1, 9, 2, 7, 1))

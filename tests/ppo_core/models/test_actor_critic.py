@@ -7,8 +7,8 @@ from torch.testing import assert_close
 from ppo_core.models.actor_critic import ActorCritic, Critic
 from ppo_core.models.policy import LanguageModel
 from ppo_core.models.reward_model import RewardModel
-from tests.helpers.rollouts import TEMPERATURE, make_rollout, row_of
-from tests.helpers.tiny import make_classifier, make_policy, make_tokenizer
+from tests.helpers.models.rollouts import TEMPERATURE, make_rollout, row_of
+from tests.helpers.models.tiny import make_classifier, make_policy, make_tokenizer
 
 
 def test_the_critic_starts_as_the_centred_score_of_the_response_so_far():

@@ -28,8 +28,8 @@ from ppo_core.models.reward_adapter import AdapterClassifier, load_reward_adapte
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.rollout.generate import sample_responses
 from ppo_core.rollout.sampler import SamplingSettings
+from tests.helpers.models.tiny import CONFIGS, EOS, make_policy, make_prompts, make_tokenizer
 from tests.helpers.paths import ROOT
-from tests.helpers.tiny import CONFIGS, EOS, make_policy, make_prompts, make_tokenizer
 
 peft = pytest.importorskip("peft")
 
@@ -457,7 +457,8 @@ def test_a_saved_adapter_loads_again_onto_the_base(tmp_path, name: str):
 def test_a_saved_adapter_is_the_same_file_in_every_process(tmp_path):
     # PEFT keeps names in a set, whose order is another one for another hash seed.
     code = (
-        "import sys; from peft import LoraConfig; from tests.helpers.tiny import make_policy; "
+        "import sys; from peft import LoraConfig; "
+        "from tests.helpers.models.tiny import make_policy; "
         "from ppo_core.models.files.adapter_weights import save_adapter; "
         "from ppo_core.models.adapters import add_adapter; "
         "names = ['q_proj', 'k_proj', 'v_proj', 'o_proj', 'up_proj', 'down_proj']; "

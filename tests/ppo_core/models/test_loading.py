@@ -20,8 +20,8 @@ from ppo_core.models.loading import (
     load_tokenizer,
 )
 from tests.architectures.zoo import small_config
-from tests.helpers.model_hub import model_hub
-from tests.helpers.tiny import make_classifier, make_policy, make_tokenizer
+from tests.helpers.models.model_hub import model_hub
+from tests.helpers.models.tiny import make_classifier, make_policy, make_tokenizer
 
 
 def test_models_survive_the_way_to_a_folder_and_back(tmp_path):

@@ -10,8 +10,8 @@ from transformers import AutoModelForSequenceClassification
 from ppo_core.models.files.model_types import EXACT, SCORING_ENCODERS, UNTRAINABLE
 from ppo_core.models.reward_model import RewardModel
 from tests.architectures.zoo import small_config
+from tests.helpers.models.tiny import make_tokenizer
 from tests.helpers.paths import ROOT
-from tests.helpers.tiny import make_tokenizer
 
 TABLE = ROOT / "tests" / "benchmarks" / "ARCHITECTURES.md"
 

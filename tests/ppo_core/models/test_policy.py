@@ -12,8 +12,8 @@ from ppo_core.models import lm_head
 from ppo_core.models.adapters import add_adapter, plain_model
 from ppo_core.models.policy import LanguageModel
 from tests.architectures.zoo import small_model
-from tests.helpers.rollouts import TEMPERATURE, make_rollout, row_of
-from tests.helpers.tiny import CONFIGS, VOCABULARY, make_policy
+from tests.helpers.models.rollouts import TEMPERATURE, make_rollout, row_of
+from tests.helpers.models.tiny import CONFIGS, VOCABULARY, make_policy
 
 
 @pytest.mark.parametrize("family", CONFIGS)

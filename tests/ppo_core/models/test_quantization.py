@@ -6,7 +6,7 @@ import torch
 from ppo_core.errors import ConfigError, ModelError
 from ppo_core.models.adapters import add_adapter
 from ppo_core.models.quantization import bitsandbytes_config, check_quantized_trainable
-from tests.helpers.tiny import make_policy
+from tests.helpers.models.tiny import make_policy
 
 peft = pytest.importorskip("peft")
 

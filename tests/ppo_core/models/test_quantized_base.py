@@ -11,7 +11,7 @@ from ppo_core.models.files.adapter_weights import merged_copy
 from ppo_core.models.loading import load_policy
 from ppo_core.models.quantization import bitsandbytes_config, is_quantized
 from ppo_core.models.value_head import AutoModelForCausalLMWithValueHead
-from tests.helpers.tiny import make_policy
+from tests.helpers.models.tiny import make_policy
 
 peft = pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")

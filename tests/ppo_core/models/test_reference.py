@@ -15,7 +15,13 @@ from ppo_core.models.value_head import (
     AutoModelForCausalLMWithValueHead,
     AutoModelForSeq2SeqLMWithValueHead,
 )
-from tests.helpers.families import ENCODER_DECODERS, FAMILIES, LAYERS, make_inputs, make_model
+from tests.helpers.models.families import (
+    ENCODER_DECODERS,
+    FAMILIES,
+    LAYERS,
+    make_inputs,
+    make_model,
+)
 
 PLACES = {
     "bloom": "transformer.h",

@@ -8,7 +8,7 @@ from transformers import BertConfig, BertForSequenceClassification
 from ppo_core.errors import DataError, ModelError
 from ppo_core.models.actor_critic import Critic
 from ppo_core.models.reward_model import RewardModel
-from tests.helpers.tiny import (
+from tests.helpers.models.tiny import (
     CONFIGS,
     EOS,
     VOCABULARY,

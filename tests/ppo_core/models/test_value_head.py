@@ -20,7 +20,13 @@ from ppo_core.models.value_head import (
     AutoModelForCausalLMWithValueHead,
     AutoModelForSeq2SeqLMWithValueHead,
 )
-from tests.helpers.families import DECODERS, ENCODER_DECODERS, FAMILIES, make_inputs, make_model
+from tests.helpers.models.families import (
+    DECODERS,
+    ENCODER_DECODERS,
+    FAMILIES,
+    make_inputs,
+    make_model,
+)
 
 LORA = {"r": 2, "task_type": "CAUSAL_LM", "init_lora_weights": False}
 

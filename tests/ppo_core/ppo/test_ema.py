@@ -7,7 +7,7 @@ from torch.testing import assert_close
 
 from ppo_core.errors import TrainingError
 from ppo_core.ppo.ema import WeightAverage
-from tests.helpers.tiny import make_policy
+from tests.helpers.models.tiny import make_policy
 
 
 def linear(*weights: float, dtype=torch.float32) -> nn.Linear:

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from ppo_core.models.policy import LanguageModel
 from ppo_core.ppo import passes
 from ppo_core.ppo.passes import run_both, two_threads
-from tests.helpers.tiny import make_policy
+from tests.helpers.models.tiny import make_policy
 from tests.ppo_core.ppo.test_update import (
     make_config,
     make_experience,

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from ppo_core.errors import DataError, TrainingError
 from ppo_core.models.policy import LanguageModel
 from ppo_core.ppo.ptx import PretrainingTexts, joined_texts, pretraining_loss
-from tests.helpers.tiny import make_policy, make_prompts
+from tests.helpers.models.tiny import make_policy, make_prompts
 
 
 def numbered(count: int) -> list[list[int]]:

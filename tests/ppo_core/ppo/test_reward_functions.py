@@ -14,8 +14,8 @@ from ppo_core.errors import ConfigError, DataError, ModelError
 from ppo_core.models.policy import LanguageModel
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.ppo.reward_functions import RewardMix, make_rewards, score_tokens
-from tests.helpers.chat import ENDED, OPEN, make_chat_tokenizer, say
-from tests.helpers.tiny import EOS, make_classifier, make_policy, make_tokenizer
+from tests.helpers.models.chat import ENDED, OPEN, make_chat_tokenizer, say
+from tests.helpers.models.tiny import EOS, make_classifier, make_policy, make_tokenizer
 from tests.ppo_core.rollout.test_generate import sample
 from tests.ppo_core.training.test_trainer import CONFIG, make_trainer
 

@@ -12,8 +12,8 @@ from ppo_core.models.policy import LanguageModel
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.ppo.reward_functions import ModelReward, score_tokens
 from ppo_core.ppo.scoring import critic_values, exact_kl, response_logprobs
-from tests.helpers.rollouts import make_rollout, row_of
-from tests.helpers.tiny import EOS, make_classifier, make_policy, make_tokenizer
+from tests.helpers.models.rollouts import make_rollout, row_of
+from tests.helpers.models.tiny import EOS, make_classifier, make_policy, make_tokenizer
 
 
 def make_wordy_rollout():

@@ -25,8 +25,8 @@ from ppo_core.ppo.optimizer import parameter_groups
 from ppo_core.ppo.ptx import PretrainingTexts, joined_texts
 from ppo_core.ppo.schedule import make_schedule, make_scheduler
 from ppo_core.ppo.update import TrainState, UpdateProgress, update_policy
-from tests.helpers.rollouts import make_rollout, row_of
-from tests.helpers.tiny import VOCABULARY, make_policy, make_prompts
+from tests.helpers.models.rollouts import make_rollout, row_of
+from tests.helpers.models.tiny import VOCABULARY, make_policy, make_prompts
 
 LENGTHS = (5, 1, 3, 5, 2, 4, 1, 1)
 

@@ -14,7 +14,7 @@ from transformers.trainer_callback import ExportableState
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.errors import ConfigError
 from ppo_core.reporting.callbacks import Reporter, training_arguments
-from tests.helpers.tiny import make_policy, make_tokenizer
+from tests.helpers.models.tiny import make_policy, make_tokenizer
 
 TOKEN = "hf_thisIsASecret"
 MISSING = {name for name in ("wandb", "tensorboard") if importlib.util.find_spec(name) is None}

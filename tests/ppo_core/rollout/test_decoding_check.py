@@ -31,7 +31,7 @@ from ppo_core.rollout.decoding_check import (
 from ppo_core.rollout.generate import SamplingCallbacks, sample_responses
 from ppo_core.rollout.sampler import SamplingSettings
 from tests.architectures.zoo import small_model
-from tests.helpers.tiny import EOS, PAD, VOCABULARY, make_policy, make_prompts
+from tests.helpers.models.tiny import EOS, PAD, VOCABULARY, make_policy, make_prompts
 
 LENGTHS = [3, 9, 5, 9, 1, 3, 9]
 TOKENS = {"vocab_size": VOCABULARY, "eos_token_id": EOS, "pad_token_id": PAD, "bos_token_id": 2}

@@ -35,7 +35,7 @@ from ppo_core.rollout.sampler import (
     sample_tokens,
     stop_token,
 )
-from tests.helpers.tiny import CONFIGS, EOS, PAD, make_policy, make_prompts, make_tokenizer
+from tests.helpers.models.tiny import CONFIGS, EOS, PAD, make_policy, make_prompts, make_tokenizer
 
 LENGTHS = [3, 9, 5, 12, 1, 7]
 

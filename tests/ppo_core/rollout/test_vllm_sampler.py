@@ -23,8 +23,8 @@ from ppo_core.reporting.metrics import sampler_metrics
 from ppo_core.rollout.generate import sample_responses
 from ppo_core.rollout.sampler import SamplingSettings, server_of
 from ppo_core.rollout.vllm_sampler import VLLMSampler, request_seeds
-from tests.helpers.tiny import make_policy, make_prompts
-from tests.helpers.vllm_server import VLLMServerOfTests, vllm_server
+from tests.helpers.models.tiny import make_policy, make_prompts
+from tests.helpers.servers.vllm_server import VLLMServerOfTests, vllm_server
 from tests.ppo_core.distributed.test_strategy import run_call
 from tests.ppo_core.ppo.test_update import make_config, make_experience, weights_after
 from tests.ppo_core.training.test_trainer import CONFIG, make_trainer, weights

@@ -20,8 +20,8 @@ from ppo_core.supervised.lora import (
 from ppo_core.supervised.pair_ranker import make_classifier
 from ppo_core.supervised.supervised_config import SupervisedConfig
 from ppo_core.supervised.training import train_reward_model, train_sft
-from tests.helpers.chat import make_chat_tokenizer
-from tests.helpers.tiny import make_policy
+from tests.helpers.models.chat import make_chat_tokenizer
+from tests.helpers.models.tiny import make_policy
 
 EXAMPLES = [{"prompt": "w0 w1", "completion": "w2"}, {"prompt": "w3", "completion": "w4 w5"}]
 PAIRS = [{"prompt": "w0", "chosen": "w1", "rejected": "w2"}]

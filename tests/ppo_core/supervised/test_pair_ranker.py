@@ -22,7 +22,7 @@ from ppo_core.supervised.pair_ranker import (
     preference_losses,
 )
 from ppo_core.supervised.pair_ranker import make_classifier as make_ranked_classifier
-from tests.helpers.tiny import make_classifier
+from tests.helpers.models.tiny import make_classifier
 
 
 @pytest.fixture(scope="module")

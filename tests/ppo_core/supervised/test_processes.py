@@ -13,9 +13,9 @@ from torch.testing import assert_close
 from ppo_core.supervised import training_loop
 from ppo_core.supervised.supervised_config import SupervisedConfig
 from ppo_core.supervised.training import train_reward_model, train_sft
-from tests.helpers.chat import make_chat_tokenizer
-from tests.helpers.forked_python import run_python
-from tests.helpers.tiny import make_policy
+from tests.helpers.models.chat import make_chat_tokenizer
+from tests.helpers.models.tiny import make_policy
+from tests.helpers.runs.forked_python import run_python
 
 ROWS = {
     "sft": [

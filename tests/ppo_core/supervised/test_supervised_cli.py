@@ -17,9 +17,9 @@ from ppo_core.supervised.supervised_cli import (
     parse_supervised,
 )
 from ppo_core.supervised.supervised_config import SupervisedConfig
-from tests.helpers.chat import make_chat_tokenizer, say
-from tests.helpers.forked_python import Ended, run_python
-from tests.helpers.tiny import make_policy
+from tests.helpers.models.chat import make_chat_tokenizer, say
+from tests.helpers.models.tiny import make_policy
+from tests.helpers.runs.forked_python import Ended, run_python
 
 REQUIRED = "--model_name_or_path m --dataset_name d --output_dir o".split()
 

@@ -29,7 +29,7 @@ from ppo_core.supervised.examples.reward_pairs import pair_encoding
 from ppo_core.supervised.supervised_config import SupervisedConfig
 from ppo_core.supervised.training import train_reward_model, train_sft
 from ppo_core.supervised.training_loop import TrainingLoop
-from tests.helpers.rows import read_row
+from tests.helpers.inputs.rows import read_row
 
 EXAMPLES = [
     {"prompt": "i lost the ring . tl;dr :", "completion": "lost ring"},

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from ppo_core.supervised.training_code import modules_of_training
-from tests.helpers.chat import make_chat_tokenizer
+from tests.helpers.inputs.pipeline_inputs import write_ppo_inputs
+from tests.helpers.models.chat import make_chat_tokenizer
+from tests.helpers.models.tiny import make_policy
 from tests.helpers.paths import ROOT
-from tests.helpers.pipeline_inputs import write_ppo_inputs
-from tests.helpers.tiny import make_policy
 
 SUPERVISED, PPO = "ppo_core.supervised.training", "ppo_core.__main__"
 

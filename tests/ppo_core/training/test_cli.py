@@ -17,9 +17,9 @@ from ppo_core.config.argument_parser import field_docs, parse_arguments
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
 from ppo_core.training.cli import load_prompts, load_reward, load_start, train_ppo
-from tests.helpers.forked_python import Ended, run_python
+from tests.helpers.models.tiny import make_classifier, make_policy, make_tokenizer
 from tests.helpers.paths import ROOT
-from tests.helpers.tiny import make_classifier, make_policy, make_tokenizer
+from tests.helpers.runs.forked_python import Ended, run_python
 
 KINDS = (PPOConfig, ScriptArguments, ModelArguments)
 

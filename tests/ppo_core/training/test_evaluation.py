@@ -5,7 +5,7 @@ import torch
 
 from ppo_core.models.policy import LanguageModel
 from ppo_core.training.evaluation import answer_prompts
-from tests.helpers.tiny import make_policy, make_tokenizer
+from tests.helpers.models.tiny import make_policy, make_tokenizer
 
 PROMPTS = ["w1 w2 w3", "w4", "w5 w6", "w7 w8 w9 w10"]
 SAMPLING = {"response_length": 12, "temperature": 0.7, "seed": 3, "stop_token_id": 9}

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from ppo_core.errors import TrainingError
 from ppo_core.models.loading import load_policy
-from tests.helpers.tiny import make_policy
+from tests.helpers.models.tiny import make_policy
 from tests.ppo_core.training.test_trainer import CLOCKS, CONFIG, make_trainer, weights
 
 LONG = dataclasses.replace(

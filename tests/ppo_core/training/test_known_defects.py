@@ -38,11 +38,17 @@ from ppo_core.reporting.health import HealthMonitor
 from ppo_core.reporting.metrics import objective_metrics, update_metrics
 from ppo_core.supervised.examples.reward_pairs import pair_encoding
 from ppo_core.supervised.supervised_config import SupervisedConfig
-from tests.helpers.fault_server import fault_server, say
+from tests.helpers.inputs.pipeline_inputs import tiny_table
+from tests.helpers.models.rollouts import make_rollout, row_of
+from tests.helpers.models.tiny import (
+    EOS,
+    make_classifier,
+    make_policy,
+    make_prompts,
+    make_tokenizer,
+)
 from tests.helpers.paths import ROOT
-from tests.helpers.pipeline_inputs import tiny_table
-from tests.helpers.rollouts import make_rollout, row_of
-from tests.helpers.tiny import EOS, make_classifier, make_policy, make_prompts, make_tokenizer
+from tests.helpers.servers.fault_server import fault_server, say
 from tests.ppo_core.ppo.test_update import (
     make_config,
     make_experience,
@@ -258,7 +264,7 @@ def test_a_pad_token_that_is_the_end_of_sequence_token_changes_nothing():
         tokenizer.pad_token = pad
         policy.config = copy.deepcopy(
             policy.config
-        )  # tests.helpers.tiny shares it between policies
+        )  # tests.helpers.models.tiny shares it between policies
         policy.config.pad_token_id = classifier.config.pad_token_id = tokenizer.pad_token_id
         parts = {
             "processing_class": tokenizer,

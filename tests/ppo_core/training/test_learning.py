@@ -11,8 +11,8 @@ from ppo_core.classic import PPOConfig as ClassicConfig
 from ppo_core.classic import PPOTrainer as ClassicTrainer
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.trl.ppo_trainer import PPOTrainer
-from tests.helpers.families import make_model
-from tests.helpers.tiny import make_policy, make_prompts, make_tokenizer
+from tests.helpers.models.families import make_model
+from tests.helpers.models.tiny import make_policy, make_prompts, make_tokenizer
 
 SEED = 1
 LENGTH = 8

@@ -15,7 +15,7 @@ from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.errors import ConfigError, TrainingError
 from ppo_core.reporting.sample_table import Completions
 from ppo_core.training.model_card import push_folder, write_model_card
-from tests.helpers.tiny import make_policy, make_tokenizer
+from tests.helpers.models.tiny import make_policy, make_tokenizer
 
 TOKEN = "hf_thisIsASecret"
 

@@ -20,8 +20,8 @@ from ppo_core.models.reward_model import RewardModel
 from ppo_core.models.value_head import AutoModelForCausalLMWithValueHead
 from ppo_core.ppo.optimizer import parameter_groups
 from ppo_core.training.model_setup import disable_dropout
-from tests.helpers.families import DECODERS, make_model
-from tests.helpers.tiny import make_classifier, make_policy, make_prompts, make_tokenizer
+from tests.helpers.models.families import DECODERS, make_model
+from tests.helpers.models.tiny import make_classifier, make_policy, make_prompts, make_tokenizer
 from tests.ppo_core.models.test_adapters import save_classifier, spread
 from tests.ppo_core.training.test_trainer import CONFIG as WHOLE_CONFIG
 from tests.ppo_core.training.test_trainer import make_trainer as make_whole_trainer

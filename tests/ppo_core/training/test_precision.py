@@ -7,7 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ppo_core.config import placement
 from ppo_core.models.policy import LanguageModel
 from ppo_core.training.precision import trains_in_bf16
-from tests.helpers.tiny import make_policy
+from tests.helpers.models.tiny import make_policy
 
 
 def policy_of_width(width: int) -> LlamaForCausalLM:

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from ppo_core import PPOConfig
 from ppo_core.errors import ConfigError, DataError, ModelError
 from ppo_core.models.reward_model import RewardModel
-from tests.helpers.tiny import CONFIGS, make_classifier, make_policy, make_tokenizer
+from tests.helpers.models.tiny import CONFIGS, make_classifier, make_policy, make_tokenizer
 from tests.ppo_core.training.test_export import LONG, StopAfter, without_clocks
 from tests.ppo_core.training.test_trainer import CONFIG, PROMPTS, make_trainer, weights
 

@@ -16,7 +16,7 @@ from ppo_core.ppo.reward_functions import make_rewards
 from ppo_core.rollout.kv_cache import KVCache
 from ppo_core.training.model_setup import make_engine
 from ppo_core.training.self_check import SelfCheck, check_numbers
-from tests.helpers.tiny import make_classifier, make_policy, make_prompts, make_tokenizer
+from tests.helpers.models.tiny import make_classifier, make_policy, make_prompts, make_tokenizer
 from tests.ppo_core.training.test_trainer import CONFIG
 
 

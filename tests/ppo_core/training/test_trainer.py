@@ -19,8 +19,8 @@ from ppo_core.ppo import objective, update
 from ppo_core.training.model_setup import join_processes, set_up_models
 from ppo_core.training.trainer import Trainer
 from ppo_core.trl.ppo_trainer import PPOTrainer
-from tests.helpers.forked_python import run_python
-from tests.helpers.tiny import make_classifier, make_policy, make_tokenizer
+from tests.helpers.models.tiny import make_classifier, make_policy, make_tokenizer
+from tests.helpers.runs.forked_python import run_python
 
 PROMPTS = [f"w{i} w{(3 * i) % 50} w{(7 * i) % 50}"[: 3 + 3 * (i % 3)].strip() for i in range(40)]
 

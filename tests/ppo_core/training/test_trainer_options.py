@@ -12,7 +12,7 @@ from ppo_core import PPOConfig
 from ppo_core.errors import ConfigError, DataError, TrainingError
 from ppo_core.models.kernels.decoder_families import fast_path
 from ppo_core.models.loading import load_policy
-from tests.helpers.tiny import make_classifier, make_policy, make_tokenizer
+from tests.helpers.models.tiny import make_classifier, make_policy, make_tokenizer
 from tests.ppo_core.training.test_trainer import CONFIG as WHOLE_CONFIG
 from tests.ppo_core.training.test_trainer import PROMPTS, weights
 from tests.ppo_core.training.test_trainer import make_trainer as make_whole_trainer

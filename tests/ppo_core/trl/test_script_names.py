@@ -10,7 +10,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from ppo_core import ConfigError, PPOConfig, PPOTrainer
-from tests.helpers.tiny import make_classifier, make_policy, make_tokenizer
+from tests.helpers.models.tiny import make_classifier, make_policy, make_tokenizer
 from tests.ppo_core.training.test_trainer import CONFIG, PROMPTS, make_trainer
 
 ONE_UPDATE = replace(CONFIG, total_episodes=8, batch_size=8, response_length=4)

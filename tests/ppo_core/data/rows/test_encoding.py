@@ -17,9 +17,9 @@ from ppo_core.supervised.examples.encoded_rows import encode_rows
 from ppo_core.supervised.examples.reward_pairs import pair_encoding
 from ppo_core.supervised.examples.sft_examples import example_encoding
 from ppo_core.supervised.supervised_config import SupervisedConfig
-from tests.helpers.chat import say
-from tests.helpers.chat_models import TEMPLATES, make_instruct_tokenizer
-from tests.helpers.rows import rows_of
+from tests.helpers.inputs.rows import rows_of
+from tests.helpers.models.chat import say
+from tests.helpers.models.chat_models import TEMPLATES, make_instruct_tokenizer
 
 FAMILIES = [*TEMPLATES, "text"]
 

@@ -8,7 +8,7 @@ from ppo_core.config.row_settings import FIELDS, LABEL_FIELDS
 from ppo_core.data.rows.forms import find_form
 from ppo_core.data.rows.row_error import RowError
 from ppo_core.errors import DataError
-from tests.helpers.rows import read_row
+from tests.helpers.inputs.rows import read_row
 
 
 def user(text: str) -> dict[str, str]:

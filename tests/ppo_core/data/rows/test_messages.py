@@ -6,7 +6,7 @@ import pytest
 
 from ppo_core.data.rows.forms import find_form
 from ppo_core.data.rows.row_error import RowError
-from tests.helpers.rows import read_row
+from tests.helpers.inputs.rows import read_row
 
 Message = dict[str, Any]
 

@@ -10,8 +10,8 @@ import pytest
 from ppo_core.data.rows.rankings import MAX_PAIRS, MAX_RANKED, pairs_of_ranking
 from ppo_core.data.rows.reader import read_rows
 from ppo_core.errors import DataError
-from tests.helpers.pipeline_inputs import write_rows
-from tests.helpers.rows import plain, rows_of
+from tests.helpers.inputs.pipeline_inputs import write_rows
+from tests.helpers.inputs.rows import plain, rows_of
 
 Pair = tuple[str, str]
 

@@ -18,10 +18,10 @@ from ppo_core.data.rows.reader import derive, each, read_rows
 from ppo_core.data.rows.row_error import RowError
 from ppo_core.errors import ConfigError, DataError, TrainingError
 from ppo_core.supervised.supervised_cli import SupervisedArguments
-from tests.helpers.chat import ENDED, make_chat_tokenizer, say
-from tests.helpers.pipeline_inputs import write_rows
-from tests.helpers.rows import plain, rows_of
-from tests.helpers.tiny import make_tokenizer
+from tests.helpers.inputs.pipeline_inputs import write_rows
+from tests.helpers.inputs.rows import plain, rows_of
+from tests.helpers.models.chat import ENDED, make_chat_tokenizer, say
+from tests.helpers.models.tiny import make_tokenizer
 
 
 @pytest.fixture(autouse=True)

@@ -26,7 +26,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from ppo_core.models.backbones import DecoderBackbone
 from ppo_core.models.kernels.decoder_families import fast_path
 from ppo_core.models.kernels.packed_linear import MIN_PASSES, packed
-from tests.helpers.tiny import CONFIGS, VOCABULARY
+from tests.helpers.models.tiny import CONFIGS, VOCABULARY
 
 _LLAMA_LIKE: dict[str, Any] = {
     "vocab_size": VOCABULARY,

@@ -30,7 +30,7 @@ from ppo_core.rollout.captured_steps import FixedStep, rounded
 from ppo_core.rollout.decoder import Decoder
 from ppo_core.rollout.fast_decoder import FastBackend
 from ppo_core.rollout.kv_cache import KVCache
-from tests.helpers.tiny import VOCABULARY, make_policy, make_prompts
+from tests.helpers.models.tiny import VOCABULARY, make_policy, make_prompts
 
 _LLAMA_LIKE: dict[str, Any] = {
     "vocab_size": VOCABULARY,

@@ -15,7 +15,7 @@ from ppo_core.models.kernels.packed_linear import packed
 from ppo_core.models.policy import LanguageModel
 from ppo_core.rollout.generate import sample_responses
 from ppo_core.rollout.sampler import SamplingSettings
-from tests.helpers.tiny import EOS, make_policy, make_prompts
+from tests.helpers.models.tiny import EOS, make_policy, make_prompts
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(), reason="a PyTorch without oneDNN"

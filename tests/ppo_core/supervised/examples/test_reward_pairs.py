@@ -7,9 +7,9 @@ from ppo_core.data.rows.encoding import encode_row
 from ppo_core.data.rows.row_error import RowError
 from ppo_core.supervised.examples.reward_pairs import collate_pairs, pair_encoding
 from ppo_core.supervised.supervised_config import SupervisedConfig
-from tests.helpers.chat import ASSISTANT, ENDED, make_chat_tokenizer, say
-from tests.helpers.rows import read_row
-from tests.helpers.tiny import EOS
+from tests.helpers.inputs.rows import read_row
+from tests.helpers.models.chat import ASSISTANT, ENDED, make_chat_tokenizer, say
+from tests.helpers.models.tiny import EOS
 
 
 def pair(row, template=None, **changes):

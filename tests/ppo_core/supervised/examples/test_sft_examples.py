@@ -13,7 +13,8 @@ from ppo_core.supervised.examples.sft_examples import (
     example_encoding,
 )
 from ppo_core.supervised.supervised_config import SupervisedConfig
-from tests.helpers.chat import (
+from tests.helpers.inputs.rows import read_row
+from tests.helpers.models.chat import (
     ASSISTANT,
     ENDED,
     FORGETFUL,
@@ -23,8 +24,7 @@ from tests.helpers.chat import (
     make_chat_tokenizer,
     say,
 )
-from tests.helpers.rows import read_row
-from tests.helpers.tiny import EOS, make_tokenizer
+from tests.helpers.models.tiny import EOS, make_tokenizer
 
 _ = IGNORED_LABEL
 

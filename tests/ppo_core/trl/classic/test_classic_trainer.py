@@ -24,9 +24,9 @@ from ppo_core.config.ppo_config import PPOConfig as UpdateConfig
 from ppo_core.errors import ConfigError, DataError, ModelError, TrainingError
 from ppo_core.trl.classic.classic_config import CLASSIC_INSTEAD, CLASSIC_NO_EFFECT
 from ppo_core.trl.classic.generation import generate_responses
-from tests.helpers.families import make_model
-from tests.helpers.forked_python import run_python
-from tests.helpers.tiny import EOS, PAD, make_policy, make_prompts, make_tokenizer
+from tests.helpers.models.families import make_model
+from tests.helpers.models.tiny import EOS, PAD, make_policy, make_prompts, make_tokenizer
+from tests.helpers.runs.forked_python import run_python
 from tests.ppo_core.config.test_unsupported_settings import TRL_0_11
 
 CONFIG = PPOConfig(
@@ -607,7 +607,7 @@ import torch
 torch.set_num_threads(1)
 from ppo_core.classic import PPOConfig, PPOTrainer
 from tests.ppo_core.trl.classic.test_classic_trainer import read, with_head
-from tests.helpers.tiny import make_tokenizer
+from tests.helpers.models.tiny import make_tokenizer
 
 class Watching(torch.optim.SGD):
     def step(self, closure=None):

@@ -9,7 +9,7 @@ from scipy.stats import chisquare
 from ppo_core.errors import ConfigError, ModelError
 from ppo_core.models.value_head import AutoModelForCausalLMWithValueHead
 from ppo_core.trl.classic.sampling import LengthSampler, respond_to_batch
-from tests.helpers.families import make_inputs, make_model
+from tests.helpers.models.families import make_inputs, make_model
 
 
 def seeded(seed: int = 0) -> torch.Generator:

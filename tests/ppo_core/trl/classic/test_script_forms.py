@@ -23,8 +23,8 @@ from ppo_core.classic import (
     create_reference_model,
 )
 from ppo_core.errors import ConfigError, ModelError
-from tests.helpers.families import make_model
-from tests.helpers.tiny import make_policy
+from tests.helpers.models.families import make_model
+from tests.helpers.models.tiny import make_policy
 from tests.ppo_core.models.test_adapters import save_classifier
 from tests.ppo_core.trl.classic.test_classic_trainer import (
     CONFIG,

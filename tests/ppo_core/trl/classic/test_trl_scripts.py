@@ -20,8 +20,8 @@ from ppo_core import (
 from ppo_core.classic import AutoModelForCausalLMWithValueHead
 from ppo_core.config.argument_parser import parse_arguments
 from ppo_core.config.ppo_config import PPOConfig as UpdateConfig
-from tests.helpers.forked_python import run_python
-from tests.helpers.tiny import make_classifier, make_policy, make_tokenizer
+from tests.helpers.models.tiny import make_classifier, make_policy, make_tokenizer
+from tests.helpers.runs.forked_python import run_python
 
 TRAINER_SCRIPT = """
 import shutil

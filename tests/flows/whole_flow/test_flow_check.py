@@ -1,0 +1,133 @@
+"""`python flows/rlhf.py run --check`: every input is checked, and nothing is started."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import mlflow
+import pytest
+
+from pipeline.cost.run_size import describe_run, describe_time, measure_run
+from pipeline.cost.run_time import describe_seconds
+from pipeline.settings.settings import make_settings
+from pipeline.stages.check import self_check
+from tests.helpers.inputs.pipeline_inputs import as_toml, tiny_table, write_model
+from tests.helpers.paths import ROOT
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def check(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("MLFLOW_")}
+    environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    environment["METAFLOW_DATASTORE_SYSROOT_LOCAL"] = str(folder)
+    flow = [sys.executable, str(ROOT / "flows" / "rlhf.py")]
+    return subprocess.run(
+        [*flow, "--config", "settings", "tiny.toml", "run", "--check", *words],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_check_prints_the_sizes_and_leaves_no_run(tmp_path: Path):
+    (tmp_path / "tiny.toml").write_text(as_toml(tiny_table(tmp_path)))
+    ran = check(tmp_path, "--set", "reward_model_training.num_epochs=2")
+    assert ran.returncode == 0, ran.stderr
+    lines = ran.stdout.splitlines()
+    assert lines[-1].startswith("All checks passed. Nothing was trained or registered")
+    # 58 pairs in batches of 16 are 4 batches, twice.
+    assert any("training: rows 58" in line and "steps 8" in line for line in lines), ran.stdout
+    # 3 updates of 4 epochs and 1 minibatch.
+    assert any("episodes 24" in line and "optimizer steps 12" in line for line in lines)
+    (checked,) = (line for line in lines if line.startswith("self-check"))
+    # What costs nothing to know comes first, and the measurement, with its bar, last.
+    beginnings = ("policy: parameters", "PPO: prompts", "memory: about", "self-check", "time:")
+    found = [one for line in lines for one in beginnings if line.startswith(one)]
+    assert list(dict.fromkeys(found)) == list(beginnings), ran.stdout
+    assert re.search(r"timing this machine \(fp32, none\): 100%\|#+\| (\d+)/\1 \[", ran.stderr)
+    assert "backend the fast path" in checked
+    assert not list((tmp_path / ".metaflow").glob("RLHF/*/_parameters"))
+    assert not (tmp_path / ".metaflow" / "RLHF" / "latest_run").exists()
+    assert not (tmp_path / "outputs" / "runs").exists()
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    assert client.get_experiment_by_name("rlhf") is None
+    assert not client.search_registered_models()
+
+
+def test_a_misspelt_judge_is_reported_before_anything_is_read(tmp_path: Path):
+    table = {"policy": "gone", "preferences": "gone", "prompts": "gone", "eval_prompts": "gone"}
+    (tmp_path / "tiny.toml").write_text(as_toml(table))
+    ran = check(tmp_path, "--judge", "opnai:gpt-4o")
+    assert ran.returncode == 1
+    assert "judge='opnai:gpt-4o' is unknown. Did you mean openai:gpt-4o?" in ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_the_self_check_reads_a_given_reward_model_and_is_left_out_without_memory(
+    tmp_path: Path, monkeypatch
+):
+    table = tiny_table(tmp_path) | {"reward_model": write_model(tmp_path / "reward", labels=1)}
+    settings = make_settings(table, {})
+    found = re.search(
+        r"policy_padded (\S+), reward_model_padded (\S+), backend the fast path, decoded (\S+)$",
+        self_check(settings),
+    )
+    assert found is not None
+    assert all(float(difference) < 1e-4 for difference in found.groups())
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=2**10))
+    assert re.search("left out, because the models need .* GiB are free", self_check(settings))
+
+
+def test_the_sizes_are_those_of_the_settings(tmp_path: Path):
+    table = tiny_table(tmp_path) | {
+        "reward_model": write_model(tmp_path / "reward", labels=1),
+        "preferences_test": str(tmp_path / "pairs.jsonl"),
+        "preferences": "",
+        "sft_data": "",
+        "processes": 2,
+        "evaluation": {"num_examples": 10},
+    }
+    settings = make_settings(table, {})
+    size = measure_run(settings, has_champion=True)
+    assert size.sft is size.reward_model is None
+    assert (size.validation_pairs, size.prompts, size.evaluation_prompts) == (64, 32, 10)
+    # Prompts of four words, each one token.
+    assert size.prompt_tokens == 4 * 32
+    assert (size.ppo.num_updates, size.processes, size.contests) == (3, 2, 4)
+    # Of each prompt four pairs of samples, in both orders.
+    assert "pairs 64, questions to each judge at most 256" in describe_run(size)
+    # Four comparisons in both orders.
+    assert "questions to each judge about 80" in describe_run(size)
+    assert re.search("^time: roughly PPO .* on this machine$", describe_time(size, settings))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(0.2, "1 s"), (89, "89 s"), (600, "10 min"), (9000, "2.5 h")]
+)
+def test_times_are_rounded(seconds, words):
+    assert describe_seconds(seconds) == words
+
+
+@pytest.mark.parametrize(("has_champion", "contests"), [(False, 1), (True, 2)])
+def test_the_sizes_of_three_inputs_have_a_second_reward_model(
+    tmp_path: Path, has_champion: bool, contests: int
+):
+    table = tiny_table(tmp_path) | {"sft_data": "", "eval_prompts": "", "judge": ""}
+    size = measure_run(make_settings(table, {}), has_champion=has_champion)
+    # 6 of 64 pairs are held out, and a third of 58 is the judge's: 2, 5, ... 56.
+    assert size.reward_model and size.judge
+    assert (size.validation_pairs, size.reward_model.rows, size.judge.rows) == (6, 39, 19)
+    assert (size.reward_model.optimizer_steps, size.judge.optimizer_steps) == (3, 2)
+    assert (size.prompts, size.evaluation_prompts, size.contests) == (29, 3, contests)
+    described = describe_run(size)
+    # Nine words and the end-of-sequence token in each of the two texts of a pair.
+    assert "judge training: rows 19, tokens 380" in described
+    # Three prompts in both orders.
+    assert f"questions to each judge about {6 * contests}" in described

@@ -1,0 +1,318 @@
+"""The flow from end to end on tiny inputs: refused, failing, mended, and repeated."""
+
+import base64
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.inputs.pipeline_inputs import JUDGE, as_toml, tiny_table
+from tests.helpers.runs.flow_runs import Ran, artifacts_of, client_of, run_flow, runs_of
+
+RUN = ("--config", "settings", "tiny.toml", "run", "--summary-json")
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@dataclass(frozen=True)
+class Journey:
+    """A run whose reward model is refused; with it accepted, a run that fails at the judge, and its
+    resumption."""
+
+    folder: Path
+    refused: Ran
+    card: Ran
+    failed: Ran
+    versions_after_failure: int
+    resumed: Ran
+
+
+def versions(folder: Path) -> int:
+    return len(client_of(folder).search_model_versions("name='tiny-policy'"))
+
+
+@pytest.fixture(scope="module")
+def journey(tmp_path_factory) -> Journey:
+    folder: Path = tmp_path_factory.mktemp("flow")
+    table = tiny_table(folder) | {"registered_model": "tiny-policy"}
+    # Long enough to learn that the chosen texts repeat a word, for which it is refused.
+    table["reward_model_training"] |= {"num_epochs": 15, "learning_rate": 1e-2}
+    (folder / "tiny.toml").write_text(as_toml(table))
+    (folder / "judge.py").write_text(
+        # Of no use in the evaluation alone.
+        f"EVALUATED = open({str(folder / 'eval.jsonl')!r}).read()\n"
+        "def judge(prompts, pairs):\n"
+        "    return ['maybe' if prompts[0] in EVALUATED else 'first'] * len(pairs)"
+    )
+    refused = run_flow(folder, *RUN, "none.json")
+    run_id = re.search(r"\[(\d+)/validate_reward_model/\d+ ", refused.log)
+    assert run_id, refused.log
+    card = run_flow(folder, "card", "get", f"{run_id[1]}/validate_reward_model")
+    command = re.search(r"python flows/rlhf\.py (.* --accept-reward-model)", refused.log)
+    assert command, refused.log
+    changes = ("--set", "promotion.max_kl=19.5", "--set", "judging.attempts=2")
+    failed = run_flow(folder, *shlex.split(command[1]), "--summary-json", "first.json", *changes)
+    registered = versions(folder)
+    (folder / "judge.py").write_text(JUDGE)
+    resumed = run_flow(folder, "resume")
+    return Journey(folder, refused, card, failed, registered, resumed)
+
+
+@pytest.fixture(scope="module")
+def summary(journey: Journey) -> dict[str, Any]:
+    assert journey.resumed.code == 0, journey.resumed.log
+    return json.loads((journey.folder / "first.json").read_text())
+
+
+def test_a_reward_model_that_is_not_fit_stops_the_run_with_the_reasons(journey: Journey):
+    assert journey.refused.code == 1
+    assert "The reward model is not fit to train against:" in journey.refused.log
+    assert re.search(
+        r"- It prefers degenerate text \(repeated answer\) for .* of 6", journey.refused.log
+    )
+    assert "--accept-reward-model" in journey.refused.log
+    assert "Traceback" not in journey.refused.log
+    assert journey.refused.log.count("The reward model is not fit to train against:") == 1
+    assert "/train_policy/" not in journey.refused.log
+    assert not (journey.folder / "none.json").exists()
+
+
+def test_the_report_on_a_refused_reward_model_is_there_to_be_read(journey: Journey):
+    assert journey.card.code == 0, journey.card.log
+    (data,) = re.findall(r'window\.__MF_DATA__\["[^"]+"\] = "([^"]+)"', journey.card.log)
+    assert '"Refused"' in base64.b64decode(data).decode()
+    number = re.search(r"\[(\d+)/validate_reward_model/", journey.refused.log)
+    runs = runs_of(journey.folder, f"RLHF/{number[1]}")
+    assert runs["parent"].data.tags["reward_model"] == "refused"
+    assert runs["parent"].info.status == "FAILED"
+    assert runs["validate_reward_model"].info.status == "FINISHED"
+    assert runs["train_policy"].info.status == runs["register"].info.status == "KILLED"
+    why = "The reward model is not fit to train against."
+    assert runs["parent"].data.tags["ended_early"] == why
+    assert runs["train_policy"].data.tags["ended_early"] == f"not reached: {why}"
+    description = runs["parent"].data.tags["mlflow.note.content"]
+    assert description.startswith(f"**Refused**\n\n- {why}\n- ")
+    assert "\n- It prefers degenerate text" in description
+    (report,) = re.findall(
+        r"(outputs/runs/\d+/reward-model\.json), and in MLflow", journey.refused.log
+    )
+    assert not json.loads((journey.folder / report).read_text())["fit"]
+    kept = artifacts_of(journey.folder, runs["validate_reward_model"], "reward-model")
+    assert {"reward-model/report.json", "reward-model/report.html"} < kept
+    assert "reward-model/reliability.png" in kept
+
+
+def test_a_reward_model_accepted_by_hand_is_on_record(journey: Journey, summary: dict[str, Any]):
+    assert not summary["reward_model"]["fit"]
+    assert summary["reward_model"]["accepted_by_hand"]
+    assert summary["settings"]["accept_reward_model"]
+    assert "The reward model was refused, but a person accepted it:" in journey.failed.log
+    run = client_of(journey.folder).get_run(summary["model"]["run_id"])
+    assert run.data.tags["reward_model"] == "accepted by hand"
+
+
+def test_a_run_that_failed_and_was_resumed_is_one_run_with_its_steps_below(
+    journey: Journey, summary: dict[str, Any]
+):
+    parent = client_of(journey.folder).get_run(summary["model"]["run_id"])
+    runs = runs_of(journey.folder, parent.data.tags["flow_run"])
+    assert runs["parent"].info.run_id == parent.info.run_id
+    assert {run.info.status for run in runs.values()} == {"FINISHED"}
+    description = parent.data.tags["mlflow.note.content"]
+    assert description.startswith(
+        "**Refused**\n\n- models:/tiny-policy/1: refused, and there is no"
+    )
+    assert "reward model failed validation" in description
+    children = {step for step in runs if step != "parent"}
+    assert {runs[step].data.tags["mlflow.parentRunId"] for step in children} == {parent.info.run_id}
+    assert "system/cpu_utilization_percentage" in runs["train_policy"].data.metrics
+
+
+def test_a_policy_that_won_nothing_is_registered_and_refused(
+    journey: Journey, summary: dict[str, Any]
+):
+    assert summary["promotion"]["action"] == "refused"
+    version = client_of(journey.folder).get_model_version("tiny-policy", "1")
+    assert version.tags["promotion"] == "refused"
+    assert json.loads(version.tags["self_check"])["policy_padded"] < 1e-3
+    assert "min_win_rate" in version.tags["promotion_reasons"]
+    assert "reward model failed validation" in version.tags["promotion_reasons"]
+    assert "**Refused** by run RLHF/" in version.description
+    aliases = client_of(journey.folder).get_registered_model("tiny-policy").aliases
+    assert {alias: int(version) for alias, version in aliases.items()} == {"challenger": 1}
+
+
+def test_a_failing_step_says_what_to_mend_and_registers_nothing(journey: Journey):
+    assert journey.failed.code == 1
+    assert "gave 'maybe' for pair 0; a verdict is one of" in journey.failed.log
+    assert "`python flows/rlhf.py resume` continues after a correction" in journey.failed.log
+    assert "continues after a correction" not in journey.refused.log
+    assert "Traceback" not in journey.failed.log
+    assert journey.versions_after_failure == 0
+
+
+def test_a_resumed_run_does_not_train_again(journey: Journey, summary: dict[str, Any]):
+    failed_id = re.search(r"\[(\d+)/train_policy/\d+ ", journey.failed.log)
+    assert failed_id, journey.failed.log
+    assert f"Resuming run {failed_id[1]}." in journey.resumed.log
+    assert "Cloning previously run task" in journey.resumed.log
+    assert not re.search(r"/train_policy/\d+ \(pid", journey.resumed.log)
+    assert re.search(r"/evaluate_win_rate/\d+ \(pid", journey.resumed.log)
+
+
+def test_the_summary_has_its_parts(summary: dict[str, Any]):
+    assert set(summary["win_rate"]) == {"sft_vs_reference", "ppo_vs_reference", "ppo_vs_sft"}
+    for win_rate in summary["win_rate"].values():
+        assert 0 <= win_rate["low"] <= win_rate["rate"] <= win_rate["high"] <= 1
+        assert win_rate["n"] == 16
+        assert win_rate["judge"].startswith("python:")
+        assert 0 <= win_rate["length_controlled"] <= 1
+    assert summary["reward_model"]["accuracy"]["n"] == 6
+    assert summary["improvement"]["n"] == 16
+    assert summary["canaries"]["kinds"]["same"]["won"] == 0
+    assert summary["people"] is None
+    assert summary["judge"]["version"]
+    assert set(summary["objective"]["objective/kl"]) == {"first", "last"}
+    assert summary["objective"]["episode"] == {"first": 8.0, "last": 24.0}
+    assert summary["timings"]["episodes_per_second"] > 0
+    assert 2**27 < summary["timings"]["peak_rss_bytes"] < 3 * 2**30
+    assert set(summary["timings"]["seconds"]) == {
+        "start",
+        "load_policy",
+        "load_reward_model",
+        "validate_reward_model",
+        "train_policy",
+        "evaluate_win_rate",
+        "register",
+    }
+    assert summary["settings"]["ppo"]["response_length"] == 6
+    # Given by --set, and kept when the run was resumed.
+    assert summary["settings"]["promotion"]["max_kl"] == 19.5
+    assert summary["settings"]["judging"]["attempts"] == 2
+    assert summary["model"]["uri"] == "models:/tiny-policy/1"
+
+
+def test_the_policy_starts_as_its_own_reference(summary: dict[str, Any]):
+    assert summary["objective"]["objective/kl"]["first"] == pytest.approx(0, abs=1e-4)
+
+
+def test_the_terminal_shows_the_result(journey: Journey, summary: dict[str, Any]):
+    assert "PPO against the references" in journey.resumed.log
+    assert f"{summary['win_rate']['ppo_vs_sft']['rate']:.1%}" in journey.resumed.log
+    assert "models:/tiny-policy/1" in journey.resumed.log
+
+
+def test_the_summary_repeats_the_warnings_of_the_training(
+    journey: Journey, summary: dict[str, Any]
+):
+    logged = re.findall(r"Update \d+\. [A-Z].*", journey.failed.log)
+    assert summary["warnings"] == logged
+    assert all(f"Warning: {warning[:60]}" in journey.resumed.log for warning in logged)
+
+
+def test_progress_is_readable_in_the_log(journey: Journey):
+    assert re.search(r"ppo: +\d+%.*episode/s", journey.failed.log)
+    assert "\r" not in journey.failed.log
+
+
+def test_the_registry_keeps_settings_metrics_and_samples(journey: Journey, summary: dict[str, Any]):
+    client = client_of(journey.folder)
+    parent = client.get_run(summary["model"]["run_id"])
+    runs = runs_of(journey.folder, parent.data.tags["flow_run"])
+    assert parent.data.params["ppo.response_length"] == "6"
+    rate = summary["win_rate"]["ppo_vs_sft"]["rate"]
+    assert parent.data.metrics["win_rate/ppo_vs_sft/rate"] == rate
+    history = client.get_metric_history(runs["train_policy"].info.run_id, "objective/kl")
+    assert [metric.step for metric in history] == [1, 2, 3]
+    assert len(parent.inputs.dataset_inputs) == 5
+    evaluated = artifacts_of(journey.folder, runs["evaluate_win_rate"])
+    assert evaluated == {"samples.json", "judgements.jsonl", "evaluation"}
+    assert artifacts_of(journey.folder, parent) == {"packages.txt", "settings.toml", "summary.json"}
+
+
+CONSUMER = """
+import sys
+import mlflow
+generate = mlflow.transformers.load_model("models:/tiny-policy/1")
+text = generate("w1 w2 w3", max_new_tokens=4, min_new_tokens=4)[0]["generated_text"]
+assert text.startswith("w1 w2 w3"), text
+assert len(text.split()) > 3, text
+assert not {"ppo_core", "pipeline", "metaflow"} & set(sys.modules)
+print("continued")
+"""
+
+
+def test_the_registered_version_continues_a_prompt_in_a_fresh_process(journey: Journey):
+    assert journey.resumed.code == 0
+    environment = {
+        key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")
+    }
+    environment |= {
+        "HF_HUB_OFFLINE": "1",
+        "MLFLOW_TRACKING_URI": f"sqlite:///{journey.folder / 'mlflow.db'}",
+        "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false",
+    }
+    ran = subprocess.run(
+        [sys.executable, "-c", CONSUMER],
+        cwd=journey.folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.stdout.strip() == "continued", ran.stderr
+
+
+def test_a_later_run_reuses_what_has_not_changed(journey: Journey):
+    assert re.search(r"sft: reused .*/cache/sft-", journey.failed.log)
+    assert re.search(r"reward-model: reused .*/cache/reward-model-", journey.failed.log)
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments", "message"),
+    [
+        ({"ppo": {"kl_coeff": 0.1}}, (), "Unknown setting ppo.kl_coeff. Did you mean ppo.kl_coef?"),
+        ({}, ("--prompts", "gone.jsonl"), "There is no file"),
+    ],
+)
+def test_bad_input_stops_the_flow_before_any_training(
+    tmp_path: Path, changes: dict[str, Any], arguments: tuple[str, ...], message: str
+):
+    (tmp_path / "bad.toml").write_text(as_toml(tiny_table(tmp_path) | changes))
+    ran = run_flow(tmp_path, "--config", "settings", "bad.toml", "run", *arguments)
+    assert ran.code == 1
+    assert message in ran.log
+    assert "Traceback" not in ran.log
+    assert "load_policy" not in ran.log
+    assert not (tmp_path / "mlflow.db").exists()
+
+
+def test_a_settings_file_that_is_no_toml_is_refused(tmp_path: Path):
+    (tmp_path / "bad.toml").write_text("seed = = 1")
+    ran = run_flow(tmp_path, "--config", "settings", "bad.toml", "run")
+    assert ran.code == 1
+    assert "not valid TOML: Invalid value (at line 1" in ran.log
+    assert "Traceback" not in ran.log
+
+
+@pytest.mark.slow
+def test_the_same_seed_gives_the_same_weights_and_the_same_result(
+    journey: Journey, summary: dict[str, Any]
+):
+    (trained,) = journey.folder.glob("outputs/cache/policy-*")
+    trained.rename(journey.folder / "trained")
+    repeated = run_flow(journey.folder, *RUN, "second.json", "--accept-reward-model")
+    assert repeated.code == 0, repeated.log
+    weights = [folder / "model.safetensors" for folder in (trained, journey.folder / "trained")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    second = json.loads((journey.folder / "second.json").read_text())
+    for part in ("win_rate", "reward_model", "distinct"):
+        assert second[part] == summary[part]
+    assert second["model"]["uri"] == "models:/tiny-policy/2"
