@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeline.evaluation.comparison import contests_between
 from pipeline.evaluation.notes import doubts_about_trained_judge, notes_on
@@ -16,9 +16,11 @@ from pipeline.judges.verdict import JudgedPrompt
 from pipeline.launch.answers import answer_in_run
 from pipeline.results.evaluation import Evaluation, TrainedJudge
 from pipeline.results.report_files import EVALUATION_FILE, write_report
+from pipeline.results.selection import Selection
 from pipeline.results.step_records import (
     EvaluatedPolicy,
     FetchedChampion,
+    PreparedModel,
 )
 from pipeline.settings.settings import Settings
 from ppo_core.algorithm.repetition import repeated_ngrams
@@ -36,6 +38,7 @@ def evaluate_policies(
     folder: Path,
     *,
     judge: TrainedJudge | None = None,
+    selection: Selection | None = None,
 ) -> EvaluatedPolicy:
     """Judge the answers of the trained policy against SFT, the champion, and any references.
 
@@ -46,19 +49,21 @@ def evaluate_policies(
         champion: current champion; None if the registered model has no champion.
         folder: existing folder for the report, the samples and the judgements.
         judge: the judge that the run trained; None for the judge of the settings.
+        selection: how the policy was chosen, if it was not simply the last.
     """
     data = RunData(settings)
     rows = data.examples()
     prompts = [row["prompt"] for row in rows]
     answers = {
-        "sft": _answer(settings, sft, prompts, sft, folder),
-        "ppo": _answer(settings, policy, prompts, sft, folder),
+        "sft": answer_as_evaluated(settings, sft, prompts, sft, folder),
+        "ppo": answer_as_evaluated(settings, policy, prompts, sft, folder),
     }
     references = references_of(rows)
     texts: dict[str, list[str]] = {"reference": references} if references else {}
     texts |= {who: given.texts for who, given in answers.items()}
-    kl = {who: given.kl for who, given in answers.items()}
-    return _judge(data, prompts, texts, kl, champion, folder, judge)
+    answered = _Answered(prompts, texts, {who: given.kl for who, given in answers.items()})
+    spent = selection.spent if selection else {}
+    return _judge(data, answered, champion, folder, judge, selection, spent)
 
 
 def evaluate_again(
@@ -76,33 +81,45 @@ def evaluate_again(
     rows = read_jsonl(evaluation.samples)
     contestants = [who for who in rows[0] if who not in ("prompt", "champion")]
     texts = {who: [row[who] for row in rows] for who in contestants}
-    prompts = [row["prompt"] for row in rows]
     earlier = evaluation.report()
-    data = RunData(settings)
-    return _judge(data, prompts, texts, earlier.kl, champion, folder, judge, earlier.spent)
+    answered = _Answered([row["prompt"] for row in rows], texts, earlier.kl)
+    data, selection = RunData(settings), evaluation.selection
+    return _judge(data, answered, champion, folder, judge, selection, earlier.spent)
+
+
+class _Answered(NamedTuple):
+    """Prompts, and the answers of each contestant but the champion."""
+
+    prompts: Sequence[JudgedPrompt]
+    texts: Mapping[str, Sequence[str]]
+    kl: dict[str, float | None]
+    """KL divergence from SFT in nats per answer, by contestant."""
+
+
+def judge_of_run(settings: Settings, trained: TrainedJudge | PreparedModel | None) -> str:
+    """Return the name of the judge: the one that the run trained, or else that of the settings."""
+    return f"reward-model:{trained.path}" if trained else settings.judge
 
 
 def _judge(
     data: RunData,
-    prompts: Sequence[JudgedPrompt],
-    texts: Mapping[str, Sequence[str]],
-    kl: dict[str, float | None],
+    answered: _Answered,
     champion: FetchedChampion | None,
     folder: Path,
     trained_judge: TrainedJudge | None,
-    spent_before: Mapping[str, Spent] | None = None,
+    selection: Selection | None,
+    spent_before: Mapping[str, Spent],
 ) -> EvaluatedPolicy:
     # Imported here because scipy and statsmodels are slow to import and most importers of this
     # module judge nothing.
     from pipeline.evaluation.contests import distinct_share, evaluate, judgements
     from pipeline.evaluation.win_rate import compare_policies
 
-    settings = data.settings
+    settings, (prompts, texts, kl) = data.settings, answered
     if champion is not None:
         texts = {**texts, "champion": _answer_as_champion(settings, champion, prompts, folder)}
     budget = Budget.of(settings.judging)
-    spec = f"reward-model:{trained_judge.path}" if trained_judge else settings.judge
-    judge = make_judge_of_run(settings, spec, budget)
+    judge = make_judge_of_run(settings, judge_of_run(settings, trained_judge), budget)
     contests = evaluate(
         judge,
         prompts,
@@ -122,17 +139,22 @@ def _judge(
     columns = {"prompt": prompts, **texts}
     rows = zip(*columns.values(), strict=True)
     version = None if champion is None else champion.version
-    evaluated = EvaluatedPolicy(champion=version, kl=kl["ppo"], folder=str(folder))
+    evaluated = EvaluatedPolicy(
+        champion=version, kl=kl["ppo"], folder=str(folder), selection=selection
+    )
     write_jsonl(evaluated.samples, [dict(zip(columns, row, strict=True)) for row in rows])
     write_jsonl(evaluated.judgements, judgements(contests))
     report = Evaluation(
         **vars(replace(contests.result, conclusive=not reasons, reasons=reasons)),
-        notes=notes_on(
-            trained_judge,
-            contests.result.canaries,
-            is_reward_model_given=bool(settings.reward_model),
-            has_references="reference" in texts,
-        ),
+        notes=[
+            *([str(selection)] if selection else []),
+            *notes_on(
+                trained_judge,
+                contests.result.canaries,
+                is_reward_model_given=bool(settings.reward_model),
+                has_references="reference" in texts,
+            ),
+        ],
         trained_judge=trained_judge,
         champion=version,
         improvement=improvement,
@@ -140,16 +162,19 @@ def _judge(
         length={who: mean_words(given) for who, given in texts.items()},
         repetition={who: repeated_share(given) for who, given in texts.items()},
         kl=kl,
-        spent=budget.spent(spent_before or {}),
+        spent=budget.spent(spent_before),
     )
     write_report(folder / EVALUATION_FILE, report)
     return evaluated
 
 
-def _answer(
+def answer_as_evaluated(
     settings: Settings, path: str, prompts: Sequence[JudgedPrompt], reference: str, folder: Path
 ) -> Answers:
-    """Return a policy's answers, and its KL divergence from the reference policy."""
+    """Return a policy's answers in an evaluation, and its KL divergence from a reference policy.
+
+    The divergence is None for decoding that allows no estimate.
+    """
     return _sample(
         settings,
         path,

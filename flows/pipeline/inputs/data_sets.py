@@ -149,14 +149,32 @@ class RunData:
     def evaluation_rows(self) -> Rows:
         """Read the prompts to judge the policies on; all rows have a reference, or none has.
 
+        Prompts on which the judge chooses the policy are left out.
+
         Raises:
             DataError: some rows have no reference.
         """
-        if self.settings.eval_prompts:
-            rows = self._fitting(self._read(self.settings.eval_prompts, "prompts"))
-        else:
-            rows = self._split_prompts()[1]
+        rows = self._unseen_prompts()
+        if self.settings.selection.method == "judge":
+            rows = held_out(rows, 0.5)[1]
         return rows if _missing_references(rows) == len(rows) else require_reference(rows)
+
+    def selection_prompts(self) -> list[str | Messages]:
+        """Return the prompts on which the policy is chosen, by lot, see `SelectionConfig`.
+
+        The divergence alone is measured on prompts of PPO.
+        """
+        by_judge = self.settings.selection.method == "judge"
+        rows = held_out(self._unseen_prompts(), 0.5)[0] if by_judge else self.training_prompts()
+        prompts = list({prompt_key(prompt): prompt for prompt in rows.column("prompt")}.values())
+        lots = np.random.default_rng(self.settings.seed).permutation(len(prompts))
+        return [prompts[number] for number in lots[: self.settings.selection.num_prompts]]
+
+    def _unseen_prompts(self) -> Rows:
+        """Read the prompts that PPO does not train on."""
+        if self.settings.eval_prompts:
+            return self._fitting(self._read(self.settings.eval_prompts, "prompts"))
+        return self._split_prompts()[1]
 
     def _split_prompts(self) -> tuple[Rows, Rows]:
         """Split the rows of `prompts` into rows to train on, and rows of the evaluation."""

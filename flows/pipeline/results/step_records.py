@@ -15,6 +15,7 @@ from pipeline.judges.budget import Spent
 from pipeline.results.evaluation import Evaluation, TrainedJudge
 from pipeline.results.report_files import EVALUATION_FILE, read_report
 from pipeline.results.reward_report import RewardReport
+from pipeline.results.selection import Selection
 
 if TYPE_CHECKING:
     from pipeline.registry.decisions import Decision
@@ -161,6 +162,9 @@ class EvaluatedPolicy:
 
     folder: str
     """Folder of the report, the samples and the judgements."""
+
+    selection: Selection | None = None
+    """How the policy was chosen; None if it is the policy with which PPO ended, unasked."""
 
     @property
     def samples(self) -> Path:

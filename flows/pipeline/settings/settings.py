@@ -1,6 +1,7 @@
 """Settings of a run of the flow, read strictly from a TOML file and the command line."""
 
 import dataclasses
+import math
 import sys
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
@@ -17,6 +18,7 @@ from pipeline.settings.gate_configs import PromotionConfig, RewardGateConfig
 from pipeline.settings.hardware_config import HardwareConfig
 from pipeline.settings.judge_config import JudgingConfig
 from pipeline.settings.overrides import merge_tables, read_overrides
+from pipeline.settings.selection_config import SelectionConfig
 from pipeline.settings.training_sections import LoraConfig, SupervisedSection
 from pipeline.settings.unknown_names import describe_unknown_setting
 from ppo_core.config.checks import check_fields, check_type, refuse_secrets
@@ -194,6 +196,9 @@ class Settings:
     fresh_pairs: FreshPairsConfig = field(default_factory=FreshPairsConfig)
     """Labelled pairs of the policy's own samples, for the training of the reward model."""
 
+    selection: SelectionConfig = field(default_factory=SelectionConfig)
+    """Which policy between the start and the end of PPO is evaluated and registered."""
+
     reward_gate: RewardGateConfig = field(default_factory=RewardGateConfig)
     """Limits that a reward model must meet before PPO trains against it."""
 
@@ -217,6 +222,7 @@ class Settings:
         self._refuse_a_reference_without_weights()
         self._refuse_a_late_kl_warning()
         self._refuse_prices_of_no_judge()
+        self._refuse_a_choice_without_divergence()
         if self.task:
             self._refuse_inputs_of_a_task()
         else:
@@ -243,6 +249,23 @@ class Settings:
                 f"ppo.warn_kl={warn_kl:g} must be below promotion.max_kl={max_kl:g}: the warning "
                 "would come after the promotion is lost. Remove warn_kl, whose default is "
                 f"{WARN_SHARE:g} x max_kl, or raise max_kl."
+            )
+
+    def _refuse_a_choice_without_divergence(self) -> None:
+        method, evaluation = self.selection.method, self.evaluation
+        if method == "last":
+            return
+        if not evaluation.temperature or evaluation.top_k or evaluation.top_p < 1:
+            raise ConfigError(
+                f"selection.method={method!r} needs the KL divergence of the answers, which cannot "
+                f"be estimated with evaluation.temperature={evaluation.temperature:g}, "
+                f"top_k={evaluation.top_k} and top_p={evaluation.top_p:g}. Set a temperature above "
+                "0, top_k=0 and top_p=1, or selection.method='last'."
+            )
+        if method == "kl" and self.ppo.kl_target is None and math.isinf(self.promotion.max_kl):
+            raise ConfigError(
+                "selection.method='kl' has no limit to keep: promotion.max_kl is infinite, and "
+                "ppo.kl_target is not set. Set one of them, or selection.method='last'."
             )
 
     def _refuse_prices_of_no_judge(self) -> None:

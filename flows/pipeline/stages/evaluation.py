@@ -1,12 +1,19 @@
 """Judge the trained policy's answers against SFT, the champion, and any references."""
 
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
-from pipeline.evaluation.evaluate_policies import evaluate_policies
+from pipeline.evaluation.evaluate_policies import evaluate_policies, judge_of_run
+from pipeline.evaluation.selection import choose_policy, divergence_limit
+from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.inputs.model_digests import require_unchanged
+from pipeline.judges.budget import Budget
+from pipeline.judges.spec import make_judge_of_run
 from pipeline.reports.log_reports import log_evaluation
 from pipeline.results.evaluation import TrainedJudge
+from pipeline.results.selection import Selection
 from pipeline.results.step_records import (
     EvaluatedPolicy,
     FetchedChampion,
@@ -14,9 +21,18 @@ from pipeline.results.step_records import (
     TrainedPolicy,
 )
 from pipeline.settings.settings import Settings
+from pipeline.stages.made_once import MadeModel, make_or_reuse
 from pipeline.stages.tracked import stage
 from pipeline.tracking.tracker import Tracker
 from ppo_core.distributed.process import large_imports
+from ppo_core.io.folder_cache import digest_of, digest_of_code
+from ppo_core.io.validation import read_record
+
+INTERPOLATION = "ppo_core.training.interpolation"
+"""Module by which policies between two others are written; it imports torch."""
+
+SELECTED = "selected-policy"
+"""Name of the chosen policy, which begins the name of its folder in the cache."""
 
 
 @stage("evaluate_win_rate", "settings", "sft", "policy", "judge", patient=True)
@@ -28,19 +44,73 @@ def evaluate_win_rate(
     champion: FetchedChampion | None,
     judge: TrainedJudge | None,
     run: FlowRun,
-) -> EvaluatedPolicy:
-    """Judge the policy's answers, and log the report.
+) -> tuple[TrainedPolicy | None, EvaluatedPolicy]:
+    """Choose the policy, judge its answers, and log the report.
+
+    Returns the policy that replaces `policy`, or None if it stays, and the evaluation.
 
     Raises:
         ModelError: the files of the policy were changed after training.
     """
     champion = fetch_again(settings, champion)
     require_unchanged(policy.path, policy.digest, "The trained policy")
+    made, selection = _choose(tracker, settings, sft, policy, judge, run)
+    chosen = None
+    if made is not None:
+        chosen = replace(policy, path=made.place, digest=made.digest)
+    path = policy.path if chosen is None else run.workspace.fetch_files(chosen).path
     folder = run.folder / "evaluation"
     folder.mkdir(exist_ok=True)
-    evaluation = evaluate_policies(settings, sft.path, policy.path, champion, folder, judge=judge)
+    evaluation = evaluate_policies(
+        settings, sft.path, path, champion, folder, judge=judge, selection=selection
+    )
     log_evaluation(tracker, evaluation)
-    return evaluation
+    return chosen, evaluation
+
+
+def _choose(
+    tracker: Tracker,
+    settings: Settings,
+    sft: PreparedModel,
+    trained: TrainedPolicy,
+    trained_judge: TrainedJudge | None,
+    run: FlowRun,
+) -> tuple[MadeModel | None, Selection | None]:
+    """Choose between the start and the end of PPO; the model is None if it is the end.
+
+    It is chosen once for equal inputs, so a step that is tried again asks no judge twice.
+    """
+    if settings.selection.method == "last":
+        return None, None
+    data, judge = RunData(settings), None
+    budget = Budget.of(settings.judging)
+    if settings.selection.method == "judge":
+        judge = make_judge_of_run(settings, judge_of_run(settings, trained_judge), budget)
+    inputs = {
+        "start": sft.digest,
+        "end": trained.digest,
+        "prompts": digest_of(data.selection_prompts()),
+        "prompt_format": settings.prompt_format,
+        "response_length": settings.ppo.response_length,
+        "evaluation": asdict(settings.evaluation),
+        "selection": asdict(settings.selection),
+        "limit": divergence_limit(settings),
+        "seed": settings.seed,
+        "judge": judge and [judge.name, judge.version],
+        "code": digest_of_code(choose_policy.__module__, INTERPOLATION),
+    }
+
+    def choose(folder: Path) -> dict[str, Any]:
+        selection = choose_policy(data, sft.path, trained.path, judge, folder)
+        return asdict(replace(selection, spent=budget.spent({})))
+
+    made = make_or_reuse(run.workspace, SELECTED, inputs, choose)
+    selection = read_record(made.values, Selection)
+    print(f"{SELECTED}: {selection}", flush=True)
+    tracker.step.log_metrics(
+        {"selection/weight": selection.weight, "selection/max_kl": selection.limit}
+    )
+    return (None if selection.weight == 1 else made), selection
 
 
 def fetch_again(settings: Settings, champion: FetchedChampion | None) -> FetchedChampion | None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from shlex import quote
 from typing import NoReturn
 
+from pipeline.evaluation.evaluate_policies import judge_of_run
 from pipeline.evaluation.notes import describe_accuracy, doubts_about_trained_judge
 from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
@@ -131,7 +132,7 @@ def examine_reward_model(
 
 def _comparer(settings: Settings, trained: PreparedModel | None) -> Compare | None:
     """Return what lets the judge compare samples; None if only the judging step has its key."""
-    spec = f"reward-model:{trained.path}" if trained else settings.judge
+    spec = judge_of_run(settings, trained)
     if has_access_to_judge() or all(part.kind != "openai" for part in read_judges(spec)):
         budget = Budget.of(settings.judging)
         judge = make_judge_of_run(settings, spec, budget)

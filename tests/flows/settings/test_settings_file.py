@@ -30,6 +30,8 @@ EXCLUDED = {
     },
     # Labels go with the labeller `people` alone.
     "fresh_pairs": {"labels"},
+    # A choice needs answers that are plain samples.
+    "selection": {"method"},
 }
 """What cannot be changed beside all other settings."""
 
@@ -150,7 +152,7 @@ def changed(kind: Any, default: Any) -> Any:
     if get_origin(kind) is dict:
         return {"prompt": "the post", "chosen": 'a "better" one'}
     if default is MISSING:
-        return ["q_proj", "v_proj"]
+        return ["q_proj", "v_proj"] if parts[0] is str else [0.75, 0.5]
     if get_origin(kind) is Literal:
         return next(choice for choice in parts if choice != default)
     if default is None:

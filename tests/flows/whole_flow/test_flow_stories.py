@@ -42,7 +42,9 @@ def test_ppo_makes_stories_happier(tmp_path: Path, monkeypatch):
     validation = stages.validation.validate_reward_model(settings, policy, reward_model, judge, run)
     trained = stages.training.train_policy(settings, policy, reward_model, validation, run)
     champion = stages.start.find_champion(settings)
-    evaluation = stages.evaluation.evaluate_win_rate(settings, policy, trained, champion, None, run)
+    _, evaluation = stages.evaluation.evaluate_win_rate(
+        settings, policy, trained, champion, None, run
+    )
 
     assert policy.path == settings.policy
     assert validation.fit, validation.reasons

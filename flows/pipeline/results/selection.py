@@ -1,0 +1,52 @@
+"""Records of the choice between the start and the end of PPO."""
+
+from dataclasses import dataclass, field
+
+from pipeline.judges.budget import Spent
+
+
+@dataclass(frozen=True, kw_only=True)
+class TriedPolicy:
+    """A policy between the start and the end of PPO, as it was measured for the choice."""
+
+    weight: float
+    """Its position: 0 is the start, and 1 the end."""
+
+    kl: float
+    """KL divergence of its answers from the start, in nats per answer."""
+
+    points: float | None = None
+    """Mean points against the start by the judge: 1 for a win, 0.5 for a tie; None if the judge was
+    not asked."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """The policy that was chosen, and what was measured for it."""
+
+    weight: float
+    """Position of the chosen policy."""
+
+    limit: float
+    """Largest KL divergence of a policy that may be chosen, in nats per answer."""
+
+    prompts: int
+    """Number of prompts that were answered."""
+
+    candidates: list[TriedPolicy]
+    """In the order in which they were measured."""
+
+    spent: dict[str, Spent] = field(default_factory=dict)
+    """Calls and tokens of the judges, by name."""
+
+    def __str__(self) -> str:
+        """Return a sentence for the log."""
+        measured = ", ".join(
+            f"{each.weight:.3g}: KL {each.kl:.3g}"
+            + ("" if each.points is None else f", points {each.points:.3f}")
+            for each in self.candidates
+        )
+        return (
+            f"The policy at {self.weight:.3g} of the way from SFT to the end of PPO is chosen, on "
+            f"{self.prompts} prompts, within a KL of {self.limit:g} nats ({measured})."
+        )

@@ -1,0 +1,45 @@
+"""Policies between two policies, whose weights are interpolated."""
+
+from pathlib import Path
+
+import torch
+
+from ppo_core.algorithm.logits import at_least_fp32
+from ppo_core.data.model_files import replaced_together, save_tokenizer
+from ppo_core.errors import ModelError
+from ppo_core.models.loading import load_policy, load_tokenizer
+
+
+@torch.no_grad()
+def write_interpolated(start: str | Path, end: str | Path, weight: float, folder: Path) -> None:
+    """Write the policy start + weight * (end - start) with the tokenizer of `end`.
+
+    Towards the start, the divergence from it falls faster than the reward (WARP, arXiv:2406.16768,
+    section 3.3). The weights have the precision of `end`, and are computed in fp32 or higher.
+
+    Args:
+        start: folder or hub id of a causal language model.
+        end: folder of a model of the same parameters.
+        weight: number from 0, the start, to 1, the end.
+        folder: folder for the policy; it is written completely or not at all.
+
+    Raises:
+        ModelError: a model cannot be loaded, or the two have other parameters.
+        TrainingError: a file cannot be written, for example because the disk is full.
+    """
+    model = load_policy(end, dtype="auto")
+    begun = dict(load_policy(start, dtype="auto").named_parameters())
+    ended = dict(model.named_parameters())
+    shapes = [{name: weights.shape for name, weights in part.items()} for part in (begun, ended)]
+    if shapes[0] != shapes[1]:
+        names = sorted(name for name, _ in shapes[0].items() ^ shapes[1].items())
+        raise ModelError(
+            f"'{start}' and '{end}' have other parameters, such as {names[0]}, so there is no "
+            "policy between them. Set selection.method='last'."
+        )
+    for name, weights in ended.items():
+        target = at_least_fp32(weights)
+        weights.copy_(torch.lerp(begun[name].to(target.dtype), target, weight))
+    with replaced_together(folder) as unfinished:
+        model.save_pretrained(unfinished)
+        save_tokenizer(load_tokenizer(end), unfinished)

@@ -1,0 +1,182 @@
+"""The choice between the start and the end of PPO."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.evaluation.selection import MOST, NEAR, nearest_within
+from pipeline.inputs.data_sets import RunData
+from pipeline.results.step_records import EvaluatedPolicy, TrainedPolicy
+from pipeline.settings.selection_config import SelectionConfig
+from pipeline.settings.settings import Settings, make_settings
+from pipeline.stages.evaluation import evaluate_win_rate
+from pipeline.stages.start import start_run
+from ppo_core.errors import ConfigError
+from ppo_core.io.folder_cache import digest_of_folder
+from ppo_core.models.loading import load_policy
+from tests.helpers.inputs.pipeline_inputs import tiny_table, write_rows
+from tests.helpers.runs.candidates import World, make_world
+
+
+@pytest.mark.parametrize(
+    "divergence",
+    [
+        lambda w: 30 * w**2,
+        lambda w: 30 * w,
+        lambda w: 30 * w**4,
+        lambda w: 30 * (math.exp(3 * w) - 1) / (math.exp(3) - 1),
+        lambda w: 8.0 if w < 0.9 else 30.0,
+    ],
+)
+def test_a_policy_lands_below_the_limit_and_near_it(divergence: Callable[[float], float]):
+    tried = nearest_within(divergence, 10.0)
+    assert len(tried) <= MOST
+    assert NEAR * 10 <= tried[-1].kl <= 10 or divergence(0.5) == 8.0
+
+
+def test_the_end_stays_if_it_is_within_the_limit():
+    assert [each.weight for each in nearest_within(lambda w: 3 * w, 10.0)] == [1.0]
+
+
+def test_a_divergence_that_is_always_above_the_limit_ends_the_search():
+    tried = nearest_within(lambda w: 50.0, 10.0)
+    assert len(tried) == MOST
+    assert [each.weight for each in tried] == sorted({each.weight for each in tried}, reverse=True)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return make_world(tmp_path_factory.mktemp("world"))
+
+
+def in_world(world: World, folder: Path, **changes: Any) -> Settings:
+    """Settings with 64 prompts to evaluate on, and outputs of their own."""
+    rows = [{"prompt": f"w{2 + n % 50} w{2 + n // 50} w5"} for n in range(64)]
+    limits = {"max_kl": changes.pop("max_kl", 1000.0), "max_repetition": 1.0}
+    evaluation = replace(world.settings.evaluation, num_examples=64)
+    return replace(
+        world.settings,
+        output_dir=str(folder / "outputs"),
+        eval_prompts=write_rows(folder / "eval.jsonl", rows),
+        evaluation=evaluation,
+        promotion=replace(world.settings.promotion, **limits),
+        ppo=replace(world.settings.ppo, warn_kl=limits["max_kl"] / 2),
+        **changes,
+    )
+
+
+@pytest.fixture
+def evaluated(world: World, mlflow_client) -> Callable[..., tuple[TrainedPolicy, EvaluatedPolicy]]:
+    """Evaluate the policy that likes w1 most."""
+
+    def evaluate(settings: Settings, number: str = "1") -> tuple[TrainedPolicy, EvaluatedPolicy]:
+        run = start_run(settings, settings, "RLHF", number, ["evaluate_win_rate"])
+        trained = world.trained("best")
+        sft = world.model("sft")
+        chosen, evaluation = evaluate_win_rate(settings, sft, trained, None, None, run)
+        return chosen or trained, evaluation
+
+    return evaluate
+
+
+def liking_of(path: str) -> float:
+    """By how much the logit of w1 is above the others."""
+    return load_policy(path).transformer.wte.weight[4, 0].item()
+
+
+def test_a_policy_beyond_the_limit_is_drawn_back_to_it(world: World, tmp_path: Path, evaluated):
+    settings = in_world(world, tmp_path, max_kl=8.0, selection=SelectionConfig(method="kl"))
+    policy, evaluation = evaluated(settings)
+    selection = evaluation.selection
+    assert selection.candidates[0].weight == 1 and selection.candidates[0].kl > 8
+    assert 0 < selection.weight < 1
+    assert liking_of(policy.path) == pytest.approx(9 * selection.weight, abs=1e-5)
+    assert policy.digest == digest_of_folder(Path(policy.path))
+    # On other prompts than those of the choice.
+    assert 0.8 * 8 < evaluation.kl < 1.1 * 8
+    assert str(selection) in evaluation.report().notes
+    assert evaluation.report().win_rate["ppo_vs_sft"].rate > 0.8
+
+
+def test_a_policy_within_the_limit_stays(world: World, tmp_path: Path, evaluated):
+    settings = in_world(world, tmp_path, selection=SelectionConfig(method="kl"))
+    policy, evaluation = evaluated(settings)
+    assert policy == world.trained("best")
+    assert [each.weight for each in evaluation.selection.candidates] == [1.0]
+
+
+FEW = """
+from pathlib import Path
+
+def judge(prompts, pairs):
+    with (Path(__file__).parent / "questions").open("a") as file:
+        file.writelines(f"{prompt}\\n" for prompt in prompts)
+    far = lambda text: abs(text.split().count("w1") - 2)
+    return [
+        "tie" if far(a) == far(b) else "first" if far(a) < far(b) else "second" for a, b in pairs
+    ]
+"""
+"""Likes w1 twice, so that a policy that always says it is over-optimised."""
+
+
+def test_the_judge_chooses_a_policy_that_beats_the_last_one(
+    world: World, tmp_path: Path, evaluated
+):
+    (tmp_path / "few.py").write_text(FEW)
+    judge = f"python:{tmp_path / 'few.py'}:judge"
+    last = in_world(world, tmp_path, judge=judge)
+    _, of_last = evaluated(last)
+    assert of_last.selection is None
+    (tmp_path / "questions").unlink()
+    choice = SelectionConfig(method="judge", weights=[1.0, 0.6, 0.3, 0.1])
+    settings = in_world(world, tmp_path, judge=judge, selection=choice)
+    policy, evaluation = evaluated(settings, "2")
+    assert evaluation.selection.weight < 1
+    rates = [each.report().win_rate["ppo_vs_sft"].rate for each in (of_last, evaluation)]
+    assert rates[1] > rates[0] + 0.1
+    assert liking_of(policy.path) == pytest.approx(9 * evaluation.selection.weight, abs=1e-5)
+
+    # No prompt of the choice is one of the evaluation.
+    data = RunData(settings)
+    chosen_on, judged_on = data.selection_prompts(), [row["prompt"] for row in data.examples()]
+    assert len(chosen_on) == len(judged_on) == 32
+    assert not {*chosen_on} & {*judged_on}
+    asked = (tmp_path / "questions").read_text().splitlines()
+    assert sum(prompt in {*chosen_on} for prompt in asked) == 2 * 32 * len(choice.weights)
+
+    # A step that is tried again chooses the same policy, and asks about none of these prompts.
+    (tmp_path / "questions").unlink()
+    again, repeated = evaluated(settings, "2")
+    assert (again.path, repeated.selection) == (policy.path, evaluation.selection)
+    asked = (tmp_path / "questions").read_text().splitlines()
+    assert not any(prompt in {*chosen_on} for prompt in asked)
+
+
+def test_policies_beyond_the_limit_are_not_asked_about(world: World, tmp_path: Path, evaluated):
+    choice = SelectionConfig(method="judge", weights=[1.0, 0.3])
+    settings = in_world(world, tmp_path, max_kl=10.0, selection=choice)
+    _, evaluation = evaluated(settings)
+    assert [each.points is None for each in evaluation.selection.candidates] == [True, False]
+    assert evaluation.selection.weight == 0.3
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"selection": {"method": "kl"}, "evaluation": {"temperature": 0.0}}, "cannot be estimate"),
+        ({"selection": {"method": "judge"}, "evaluation": {"top_k": 5}}, "top_k=5"),
+        ({"selection": {"method": "kl"}, "promotion": {"max_kl": math.inf}}, "no limit to keep"),
+        ({"selection": {"weights": []}}, "at least one number"),
+        ({"selection": {"weights": [0.0]}}, "above 0 and at most 1"),
+        ({"selection": {"method": "first"}}, "first"),
+    ],
+)
+def test_a_choice_that_cannot_be_made_is_refused(section: dict, words: str, tmp_path: Path):
+    table = tiny_table(tmp_path)
+    merged = {name: {**table.get(name, {}), **values} for name, values in section.items()}
+    with pytest.raises(ConfigError, match=words):
+        make_settings(table | merged, {})
