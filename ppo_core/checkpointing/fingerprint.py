@@ -33,7 +33,7 @@ class Fingerprint:
 
     def differences(self, saved: Mapping[str, Any]) -> list[str]:
         """Return a phrase for each difference from a checkpoint's fingerprint `saved`."""
-        old, new = saved["settings"], self.settings
+        old, new = _in_use(saved["settings"]), _in_use(self.settings)
         settings = [
             f"written with {name}={old.get(name)!r}, which is now {new.get(name)!r}"
             for name in _different(new, old)
@@ -43,6 +43,12 @@ class Fingerprint:
             for part in _different(self.models, saved["models"])
         ]
         return settings + models
+
+
+def _in_use(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings without those that have no effect, whose default may change."""
+    unused = () if settings.get("kl_target") else ("kl_horizon",)
+    return {name: value for name, value in settings.items() if name not in unused}
 
 
 def _different(new: Mapping[str, Any], old: Mapping[str, Any]) -> list[str]:

@@ -78,6 +78,7 @@ class _Moments(BaseModel):
 
 class _AdaptiveKl(BaseModel):
     kl_coef: Finite
+    mean: Annotated[Finite | None, Field(default=None)]
 
 
 class _RewardDrop(BaseModel):

@@ -150,11 +150,13 @@ class PPOConfig(RunConfig):
     KL(reference || policy) (`ppo_core.algorithm.kl`)."""
 
     kl_target: Positive | None = None
-    """Adapt kl_coef to keep the KL divergence near this target, in nats per response
-    (arXiv:1909.08593, section 2.2); None keeps kl_coef fixed."""
+    """Adapt kl_coef so that the KL divergence reaches this target, in nats per response; None keeps
+    kl_coef fixed."""
 
-    kl_horizon: Count = 10_000
-    """Episodes over which an adaptive kl_coef changes by at most about 20%."""
+    kl_horizon: Count | None = None
+    """Episodes over which an adaptive kl_coef changes by at most about 20% (arXiv:1909.08593,
+    section 2.2). None: a 24th of the run, with the mean and the trend of the divergence in place of
+    the last batch (`AdaptiveKL.landing`)."""
 
     reference_refresh_updates: Natural = 0
     """Number of updates after which the policy is copied into the reference; 0: never."""

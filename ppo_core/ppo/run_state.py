@@ -113,7 +113,7 @@ class RunState:
         return cls(
             stream=PromptStream(num_prompts, seed=config.seed),
             health=HealthMonitor(config),
-            adaptive_kl=make_adaptive_kl(config, schedule.batch_size),
+            adaptive_kl=make_adaptive_kl(config, schedule),
             generators={
                 name: torch.Generator().manual_seed(config.seed)
                 for name in ("sampling", "shuffling")
@@ -172,17 +172,21 @@ class RunContext:
     """The running mean of the policy's weights, with `ema_decay`."""
 
 
-def make_adaptive_kl(config: PPOConfig, batch_size: int) -> AdaptiveKL | None:
+def make_adaptive_kl(config: PPOConfig, schedule: Schedule) -> AdaptiveKL | None:
     """Return the controller of kl_coef; None without kl_target.
 
     Raises:
         ConfigError: kl_horizon is too short for the batch size.
     """
-    if config.kl_target is None:
+    target, size = config.kl_target, schedule.batch_size
+    if target is None:
         return None
-    if (least := LARGEST_ERROR * batch_size) >= config.kl_horizon:
+    if config.kl_horizon is None:
+        episodes = schedule.total_episodes
+        return AdaptiveKL.landing(config.kl_coef, target, episodes=episodes, batch=size)
+    if (least := LARGEST_ERROR * size) >= config.kl_horizon:
         raise ConfigError(
-            f"kl_horizon={config.kl_horizon} is too short for {batch_size} episodes per update: "
+            f"kl_horizon={config.kl_horizon} is too short for {size} episodes per update: "
             f"one update could make kl_coef 0 or negative. Set kl_horizon above {least:g}."
         )
-    return AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon)
+    return AdaptiveKL(config.kl_coef, target, config.kl_horizon)

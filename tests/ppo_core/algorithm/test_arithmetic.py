@@ -5,6 +5,7 @@ import json
 import math
 import statistics
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -154,6 +155,40 @@ def test_a_resumed_controller_goes_on_where_the_first_one_stopped():
     for control in (first, resumed):
         control.update(1.0, 100)
     assert resumed.kl_coef == first.kl_coef
+
+
+def test_the_mean_and_the_trend_of_the_divergence_decide():
+    control = AdaptiveKL(0.1, target=6.0, horizon=1000, window=400, lookahead=1000)
+    control.update(2.0, 100)  # the mean begins at the first batch: error -2/3, clipped
+    assert control.kl_coef == pytest.approx(0.1 * 0.98)
+    # The mean rises by a quarter of 4, to 3, at 0.01 an episode: 13 ahead, far above the target.
+    control.update(6.0, 100)
+    assert control.kl_coef == pytest.approx(0.1 * 0.98 * 1.02)
+    resumed = AdaptiveKL(0.1, target=6.0, horizon=1000, window=400, lookahead=1000)
+    resumed.load_state_dict(json.loads(json.dumps(control.state_dict())))
+    for each in (control, resumed):
+        each.update(2.7, 100)  # 2.925, and 2.175 ahead
+    assert resumed.kl_coef == control.kl_coef == pytest.approx(0.1 * 0.98 * 1.02 * 0.98)
+
+
+@pytest.mark.parametrize("updates", [30, 60, 240])
+@pytest.mark.parametrize("equilibrium", [3.0, 8.0, 25.0])
+def test_a_run_lands_on_its_target(updates: int, equilibrium: float):
+    """A run whose divergence moves towards an equilibrium that falls as kl_coef rises."""
+    control = AdaptiveKL.landing(0.05, 8.0, episodes=64 * updates, batch=64)
+    noise = np.random.default_rng(updates).normal(size=updates)
+    divergence = 0.0
+    for n in range(updates):
+        pull = equilibrium * (0.05 / control.kl_coef) ** 0.75
+        divergence += (pull - divergence) * (1 - math.exp(-4 / updates))
+        control.update(divergence * math.exp(0.12 * noise[n]), 64)
+    assert divergence == pytest.approx(8.0, rel=0.15)
+
+
+def test_one_update_of_a_short_run_moves_the_coefficient_by_a_fifth_at_most():
+    control = AdaptiveKL.landing(0.1, 6.0, episodes=128, batch=64)
+    control.update(600.0, 64)
+    assert control.kl_coef == pytest.approx(0.12)
 
 
 def test_a_missing_stop_costs_the_penalty_and_a_present_one_nothing():

@@ -9,6 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from ppo_core.checkpointing.files import read_newest
+from ppo_core.checkpointing.fingerprint import Fingerprint
 from ppo_core.errors import RunInterruptedError
 from tests.ppo_core.distributed.test_interruption import MOMENTS, trainer_in
 
@@ -18,8 +19,8 @@ BY_NAME = ("identity", "optimizer", "kept", "scheduler", "reporter", "groups")
 STATE_KEYS = """
 step processes identity optimizer kept scheduler skipped_steps skipped_in_a_row pretraining groups
 run.updates run.episodes run.moments.count run.moments.mean run.moments.squares
-run.adaptive_kl.kl_coef run.health.warned run.health.drop.recent run.health.drop.best
-run.health.drop.changes run.health.drop.updates run.pending.steps_done
+run.adaptive_kl.kl_coef run.adaptive_kl.mean run.health.warned run.health.drop.recent
+run.health.drop.best run.health.drop.changes run.health.drop.updates run.pending.steps_done
 run.pending.values.kl_loss_coef run.pending.values.rollout.temperature
 run.pending.values.rollout.behaviour_logprobs
 run.pending.sums.tokens run.pending.sums.policy_loss run.pending.sums.value_loss
@@ -84,3 +85,13 @@ def test_the_names_of_tensors(checkpoint):
         "generators",
         "experience",
     }
+
+
+@pytest.mark.parametrize(("target", "phrases"), [(None, 0), (6.0, 1)])
+def test_a_horizon_counts_only_with_a_target_so_that_its_default_may_change(
+    target: float | None, phrases: int
+):
+    """Version 0.1 wrote a kl_horizon of 10,000 into every checkpoint."""
+    now = Fingerprint(settings={"kl_target": target, "kl_horizon": None, "seed": 1}, models={})
+    saved = {"settings": {"kl_target": target, "kl_horizon": 10_000, "seed": 1}, "models": {}}
+    assert len(now.differences(saved)) == phrases
