@@ -1,6 +1,7 @@
 """Validate a reward model before PPO: make all measurements and decide whether it is fit."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Protocol, TypeAlias
 
@@ -91,19 +92,10 @@ def validate(
     probes = run_probes(
         scorer, *_good_answers(prompts, labelled), seed=seed, limit=limits.max_degenerate_preferred
     )
-    reasons = [
-        *reasons_against(on_policy, accuracy, calibration, lengths, sampled, limits, training),
-        *contract.reasons,
-    ]
-    doubts = [chance(accuracy, limits, training)] if on_policy else []
-    # The policy's samples are unlike the probes. If the model chooses well among the samples, PPO
-    # may train against it: the promotion gate refuses a policy that learned to repeat itself.
-    is_good = on_policy is not None and on_policy.usefulness == "good"
-    (doubts if is_good else reasons).extend(probes.reasons)
-    return RewardReport(
-        fit=not reasons,
-        reasons=reasons,
-        warnings=[doubt for doubt in doubts if doubt],
+    measured = RewardReport(
+        fit=True,
+        reasons=[],
+        warnings=[],
         on_policy=on_policy,
         training=dict(training),
         accuracy=accuracy,
@@ -115,6 +107,29 @@ def validate(
         bias=0.0 if references is None else float(references.mean()),
         gain=1 / sampled.deviation if limits.unit_deviation and sampled.deviation else 1.0,
     )
+    return _with_verdict(measured, limits)
+
+
+def _with_verdict(measured: RewardReport, limits: RewardGateConfig) -> RewardReport:
+    """Return the report with the verdict of the gate, its reasons and its warnings."""
+    on_policy, training = measured.on_policy, measured.training
+    reasons = reasons_against(
+        on_policy,
+        measured.accuracy,
+        measured.calibration,
+        measured.lengths,
+        measured.samples,
+        limits,
+        training,
+    )
+    reasons += measured.contract.reasons
+    doubts = [chance(measured.accuracy, limits, training)] if on_policy else []
+    # The policy's samples are unlike the probes. If the model chooses well among the samples, PPO
+    # may train against it: the promotion gate refuses a policy that learned to repeat itself.
+    is_good = on_policy is not None and on_policy.usefulness == "good"
+    (doubts if is_good else reasons).extend(measured.probes.reasons)
+    warnings = [doubt for doubt in doubts if doubt]
+    return replace(measured, fit=not reasons, reasons=reasons, warnings=warnings)
 
 
 def _score_references(scorer: TextScorer, prompts: Rows, limit: int) -> Array | None:
