@@ -1,11 +1,12 @@
 # Two verbs do everything on a machine with Python 3.11 and make: `make run` and `make test`.
-# The others: lint, types, soak, phases, remote, deployed, hostile, forms, architectures, tldr and stories
-# (both for three seeds), bench, test-gpu, bench-gpu, install, lock, audit, clean.
+# The others: lint, types, soak, phases, remote, deployed, hostile, forms, architectures, tldr, stories and
+# fresh-stories (for three seeds each), bench, test-gpu, bench-gpu, install, lock, audit, clean.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SEEDS ?= 1 2 3
+LABELS ?= 4000
 RUN_ARGS ?=
 BENCH_ARGS ?= --results tests/benchmarks/RESULTS.md
 TRL_VENV := .venv-trl
@@ -29,7 +30,7 @@ IMAGE_EXTRAS := $(addprefix --extra ,deploy evaluation judge peft quantised vllm
 COMPILE = $(BIN)/uv pip compile --quiet --generate-hashes --no-annotate $(WHEELS) $(LOCK_ARGS) \
 	--python-platform x86_64-manylinux_2_28 --custom-compile-command "make lock"
 
-.PHONY: run test soak phases remote deployed hostile forms architectures lint types tldr stories bench test-gpu bench-gpu install lock audit clean
+.PHONY: run test soak phases remote deployed hostile forms architectures lint types tldr stories fresh-stories bench test-gpu bench-gpu install lock audit clean
 
 run: $(VENV)/installed ## Run the flow on the built-in task and print the result.
 	$(BIN)/python flows/rlhf.py run $(RUN_ARGS)
@@ -83,6 +84,18 @@ tldr stories: $(VENV)/installed-dev
 	for seed in $(SEEDS); do \
 		$(BIN)/python flows/rlhf.py --config settings flows/presets/$@.toml run \
 			--seed $$seed --summary-json outputs/$@/seed-$$seed.json || exit 1; \
+	done
+	$(BIN)/python tests/helpers/runs/print_runs.py $(SEEDS:%=outputs/$@/seed-%.json)
+
+# The stories with a reward model of LABELS pairs of the policy's own samples, another one for each seed.
+fresh-stories: $(VENV)/installed-dev
+	mkdir -p outputs/$@
+	for seed in $(SEEDS); do \
+		$(BIN)/python flows/rlhf.py --config settings flows/presets/stories.toml run \
+			--seed $$seed --set reward_model_training.seed=$$seed --set fresh_pairs.count=$(LABELS) \
+			--set fresh_pairs.labeller=python:tests/helpers/vader_judge.py:people \
+			--set ppo.kl_target=8.0 --set selection.method=kl \
+			--summary-json outputs/$@/seed-$$seed.json || exit 1; \
 	done
 	$(BIN)/python tests/helpers/runs/print_runs.py $(SEEDS:%=outputs/$@/seed-%.json)
 

@@ -1,4 +1,4 @@
-"""Print the figures of several runs and their means: `make tldr` and `make stories` call it."""
+"""Print the figures of several runs and their means: `make tldr` and others call it."""
 
 import json
 import sys
@@ -14,6 +14,7 @@ FIGURES: dict[str, Callable[[dict[str, Any]], float]] = {
     "PPO against SFT": lambda run: run["win_rate"]["ppo_vs_sft"]["rate"],
     "KL of an answer, nats": lambda run: run["kl"]["ppo"],
     "distinct answers": lambda run: run["distinct"]["ppo"],
+    "best of four by it, judged": lambda run: run["reward_model"]["on_policy"]["best_of"]["4"],
     "accuracy of the reward model": lambda run: run["reward_model"]["accuracy"]["accuracy"],
     "seconds of PPO": lambda run: run["timings"]["seconds"]["train_policy"],
     "seconds of all steps": lambda run: sum(run["timings"]["seconds"].values()),
