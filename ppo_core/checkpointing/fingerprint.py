@@ -46,7 +46,7 @@ class Fingerprint:
 
 
 def _in_use(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings without those that have no effect, whose default may change."""
+    """Return the settings that have an effect; defaults of others may change between versions."""
     unused = () if settings.get("kl_target") else ("kl_horizon",)
     return {name: value for name, value in settings.items() if name not in unused}
 

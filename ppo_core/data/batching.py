@@ -11,7 +11,7 @@ PASS_COST = 128
 """Fixed cost of a forward pass, in tokens; a larger value gives fewer batches, more padding."""
 
 GPU_PASS_COST = 1024
-"""The same on a GPU, where launching the kernels of a pass takes longer than padding."""
+"""`PASS_COST` on a GPU, where launching the kernels of a pass takes as long as so many tokens."""
 
 
 def pad_rows(rows: Sequence[Sequence[int]], *, side: str = "right") -> tuple[Tensor, Tensor]:

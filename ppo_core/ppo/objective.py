@@ -42,9 +42,9 @@ class CountedTokens:
     def of(
         cls, experience: Experience, sequences: Tensor, rows: TokenRows, weights: Tensor
     ) -> Self:
-        """Take the counted tokens of sequences (n,), which `rows` holds; weights (n,) are theirs.
+        """Take the counted tokens of sequences (n,).
 
-        Every token of a sequence has the weight of the sequence.
+        `rows` are these sequences, and weights (n,) are the weights of their tokens.
         """
         rollout = experience.rollout
         t = rows.state + 1 - rows.prompt_lengths[rows.row]

@@ -2,8 +2,8 @@
 
 The host needs several times as long to launch the kernels of a step one by one as a GPU needs to
 compute them, unless the model is large. A captured graph is launched at once, but its shapes and
-addresses are fixed. So a graph decodes a rounded number of sequences over a rounded number of
-columns of the cache, and each decoder captures a few of them.
+addresses are fixed. A graph therefore decodes a rounded number of sequences and cache columns, and
+a decoder captures one graph for each pair of numbers that it meets.
 """
 
 from collections.abc import Callable
@@ -22,6 +22,17 @@ COLUMNS = 128
 """The columns of a graph are a multiple of this number, or all of the cache."""
 
 
+class _Place:
+    """The stream and the memory in which all steps of a decoder are captured.
+
+    They share the memory, because the states of a step are read before the next step.
+    """
+
+    def __init__(self) -> None:
+        self.stream = torch.cuda.Stream()
+        self.pool = torch.cuda.graph_pool_handle()
+
+
 class CapturedSteps:
     """The captured decoding steps of one decoder."""
 
@@ -36,6 +47,9 @@ class CapturedSteps:
         self._cache = cache
         self._within = within
         self._graphs: dict[tuple[int, int], _Graph] = {}
+        self._device = cache.lengths.device
+        with torch.cuda.device(self._device):
+            self._place = _Place()
 
     def decode(self, tokens: Tensor) -> Tensor:
         """Read the next token (B,) of each sequence; return its last hidden states (B, D).
@@ -45,8 +59,9 @@ class CapturedSteps:
         shape = rounded(len(tokens), self._cache.max_sequences), self._columns()
         if shape not in self._graphs:
             step = FixedStep(self._layers, self._cache, *shape)
-            self._graphs[shape] = _Graph(step, self._within)
-        return self._graphs[shape].run(tokens)[: len(tokens)]
+            self._graphs[shape] = _Graph(step, self._within, self._place)
+        with torch.cuda.device(self._device):
+            return self._graphs[shape].run(tokens)[: len(tokens)]
 
     def _columns(self) -> int:
         """Return the number of columns of the next step."""
@@ -118,9 +133,12 @@ class _NextTokens:
 class _Graph:
     """A step that is computed once, then captured, then replayed."""
 
-    def __init__(self, step: FixedStep, within: Callable[[], AbstractContextManager[Any]]) -> None:
+    def __init__(
+        self, step: FixedStep, within: Callable[[], AbstractContextManager[Any]], place: _Place
+    ) -> None:
         self._step = step
         self._within = within
+        self._place = place
         self._is_warm = False
         self._graph: torch.cuda.CUDAGraph | None = None
         self._states: Tensor
@@ -139,20 +157,23 @@ class _Graph:
         return self._states
 
     def _computed(self) -> Tensor:
-        # Autocast's cache would keep copies of weights that a captured step only promises to make.
+        # Without autocast's cache: a capture only records the casts, so copies would hold nothing.
         dtype, enabled = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
         autocast = torch.autocast("cuda", dtype=dtype, enabled=enabled, cache_enabled=False)
         with self._within(), autocast:
             return self._step.compute()
 
     def _captured(self) -> torch.cuda.CUDAGraph:
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        graph, stream = torch.cuda.CUDAGraph(), self._place.stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             # Not `torch.cuda.graph`, which gives all cached memory back. Other threads may use the
             # GPU: NCCL's asks it for finished work.
-            graph.capture_begin(capture_error_mode="thread_local")
-            self._states = self._computed()
-            graph.capture_end()
+            graph.capture_begin(pool=self._place.pool, capture_error_mode="thread_local")
+            try:
+                self._states = self._computed()
+            finally:
+                # Also after an error, such as full memory: nothing else runs during a capture.
+                graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         return graph

@@ -35,7 +35,7 @@ def write_interpolated(start: str | Path, end: str | Path, weight: float, folder
         names = sorted(name for name, _ in shapes[0].items() ^ shapes[1].items())
         raise ModelError(
             f"'{start}' and '{end}' have other parameters, such as {names[0]}, so there is no "
-            "policy between them. Set selection.method='last'."
+            "policy between them. Use the last policy as it is."
         )
     for name, weights in ended.items():
         target = at_least_fp32(weights)

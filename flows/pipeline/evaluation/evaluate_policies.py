@@ -49,7 +49,7 @@ def evaluate_policies(
         champion: current champion; None if the registered model has no champion.
         folder: existing folder for the report, the samples and the judgements.
         judge: the judge that the run trained; None for the judge of the settings.
-        selection: how the policy was chosen, if it was not simply the last.
+        selection: how the policy was chosen; None if `selection.method` is `last`.
     """
     data = RunData(settings)
     rows = data.examples()

@@ -1,28 +1,41 @@
 """Choose a policy between the start and the end of PPO, see `SelectionConfig`."""
 
+import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import log
 from pathlib import Path
 from statistics import fmean
 
 import numpy as np
 
-from pipeline.evaluation.comparison import POINTS, compare
+from pipeline.evaluation.comparison import POINTS, Comparison, compare, valid_pairs
 from pipeline.evaluation.evaluate_policies import answer_as_evaluated
 from pipeline.inputs.data_sets import RunData
 from pipeline.judges.verdict import Judge, JudgedPrompt
 from pipeline.results.selection import Selection, TriedPolicy
 from pipeline.settings.settings import Settings
+from ppo_core.errors import JudgeError
 from ppo_core.training.evaluation import Answers
+from ppo_core.training.interpolation import write_interpolated
+
+NO_ESTIMATE = "The settings allow no decoding without an estimate of the divergence."
+
+ABOVE_TARGET = 1.1
+"""Largest divergence within `ppo.kl_target`, as a fraction of it: a run lands within 15 %."""
+
+BELOW_LIMIT = 0.9
+"""Largest divergence within `promotion.max_kl`, as a fraction of it: the gate measures on other
+prompts, where it differs by about 5 %."""
 
 AIM = 0.95
-"""Divergence that is aimed at, as a fraction of the limit."""
+"""Divergence that the search aims at, as a fraction of the limit."""
 
 NEAR = 0.85
-"""Fraction of the limit from which on a policy is near enough to it."""
+"""Smallest fraction of the limit at which the search stops."""
 
-MOST = 6
-"""Largest number of policies that are tried to get near the limit."""
+MOST_TRIES = 6
+"""Largest number of policies that are measured to get near the limit."""
 
 
 def choose_policy(
@@ -38,6 +51,7 @@ def choose_policy(
         folder: existing, empty folder.
 
     Raises:
+        JudgeError: too many verdicts of the judge are invalid.
         ModelError: see `write_interpolated`.
     """
     prompts, limit = data.selection_prompts(), divergence_limit(data.settings)
@@ -45,22 +59,23 @@ def choose_policy(
     if judge is None:
         candidates = nearest_within(between.divergence, limit)
     else:
-        candidates = _judged(between, judge, limit, data.settings.selection.weights)
-    chosen = _chosen(candidates, limit)
+        candidates = _judged(between, judge, limit)
+    chosen = _position_of_best(candidates, limit)
     between.leave_only(chosen)
     return Selection(weight=chosen, limit=limit, prompts=len(prompts), candidates=candidates)
 
 
 def divergence_limit(settings: Settings) -> float:
     """Return the largest KL divergence of a policy that may be chosen, in nats per answer."""
-    return min(settings.ppo.kl_target or np.inf, settings.promotion.max_kl)
+    target, most = settings.ppo.kl_target or np.inf, settings.promotion.max_kl
+    return min(ABOVE_TARGET * target, BELOW_LIMIT * most)
 
 
 def nearest_within(divergence: Callable[[float], float], limit: float) -> list[TriedPolicy]:
     """Measure policies until one is within the limit and near it; return all that were measured.
 
-    The divergence of the policy at w is taken to grow as w^e, from the end down. The exponent e
-    begins at 2, as for a small step of the weights, and then follows the last two measurements.
+    The search starts at the end and assumes KL ~ w^e. The first exponent is 2, as for a small step
+    of the weights; later exponents fit the last two measurements.
 
     Args:
         divergence: position w -> KL divergence in nats per answer.
@@ -68,10 +83,10 @@ def nearest_within(divergence: Callable[[float], float], limit: float) -> list[T
     """
     tried = [TriedPolicy(weight=1.0, kl=divergence(1.0))]
     below, above, exponent = 0.0, 1.0, 2.0
-    while len(tried) < MOST and not _is_near(tried[-1], limit):
+    while len(tried) < MOST_TRIES and not _is_near(tried[-1], limit):
         last = tried[-1]
         guess = last.weight * (AIM * limit / last.kl) ** (1 / exponent) if last.kl > 0 else above
-        # A guess outside of what is known halves it.
+        # If the guess is outside (below, above), take the midpoint.
         weight = guess if below < guess < above else (below + above) / 2
         tried.append(TriedPolicy(weight=weight, kl=divergence(weight)))
         if tried[-1].kl > limit:
@@ -95,32 +110,46 @@ def _exponent(one: TriedPolicy, other: TriedPolicy) -> float | None:
     return exponent if 0.5 <= exponent <= 8 else None
 
 
-def _judged(
-    between: "_Between", judge: Judge, limit: float, weights: Sequence[float]
-) -> list[TriedPolicy]:
+def _judged(between: "_Between", judge: Judge, limit: float) -> list[TriedPolicy]:
     """Measure the policies at `weights`, and let the judge compare those within the limit."""
-    start = between.answers(0.0).texts
-    candidates = []
-    for weight in sorted(weights, reverse=True):
+    start, tried = between.answers(0.0).texts, []
+    for weight in sorted({*between.settings.selection.weights}, reverse=True):
         answers = between.answers(weight)
-        assert answers.kl is not None
+        assert answers.kl is not None, NO_ESTIMATE
         points = None
         if answers.kl <= limit:
-            outcomes = compare(judge, between.prompts, answers.texts, start).outcomes
-            points = fmean(POINTS.get(outcome, POINTS["tie"]) for outcome in outcomes)
-        candidates.append(TriedPolicy(weight=weight, kl=answers.kl, points=points))
-    return candidates
+            judged = compare(judge, between.prompts, answers.texts, start)
+            points = _points(judged, between.settings.evaluation.max_invalid)
+        tried.append(TriedPolicy(weight=weight, kl=answers.kl, points=points))
+    return tried
 
 
-def _chosen(candidates: Sequence[TriedPolicy], limit: float) -> float:
-    """Return the position of the most points within the limit, or without a judge the largest.
+def _points(judged: Comparison, max_invalid: float) -> float:
+    """Return the mean points of the pairs with a valid outcome.
 
-    Of equal points, those nearest to the start count. If nothing is within the limit, the policy of
-    the least divergence is chosen, which the promotion gate then refuses above its own limit.
+    Raises:
+        DataError: there is none.
+        JudgeError: the share of invalid pairs is above `max_invalid`.
     """
-    within = [each for each in candidates if each.kl <= limit]
+    valid, total = valid_pairs(judged), len(judged.outcomes)
+    if total - len(valid) > max_invalid * total:
+        raise JudgeError(
+            f"The judge {judged.judge} gave no valid verdict on {total - len(valid)} of {total} "
+            f"pairs, above evaluation.max_invalid={max_invalid:g}, so it cannot choose the policy. "
+            "Mend the judge and resume the run, or set selection.method='kl'."
+        )
+    return fmean(POINTS[judged.outcomes[number]] for number in valid)
+
+
+def _position_of_best(tried: Sequence[TriedPolicy], limit: float) -> float:
+    """Return the position with the most points within the limit; without a judge, the largest.
+
+    If points are equal, return the position nearest to the start. If no policy is within the limit,
+    return that of the least divergence, which the gate refuses if it is above `max_kl`.
+    """
+    within = [each for each in tried if each.kl <= limit]
     if not within:
-        return min(candidates, key=lambda each: each.kl).weight
+        return min(tried, key=lambda each: each.kl).weight
     if within[0].points is None:
         return max(each.weight for each in within)
     return max(within, key=lambda each: (each.points, -each.weight)).weight
@@ -133,7 +162,8 @@ class _Between:
         self, data: RunData, start: str, end: str, prompts: Sequence[JudgedPrompt], folder: Path
     ) -> None:
         self.prompts = prompts
-        self._data = data
+        # Other random numbers than those of the evaluation, which is to judge the choice.
+        self.settings = replace(data.settings, seed=(data.settings.seed + 1) % 2**32)
         self._start = start
         self._end = end
         self._folder = folder
@@ -142,27 +172,23 @@ class _Between:
     def answers(self, weight: float) -> Answers:
         """Return the answers of the policy at a position, with their divergence from the start."""
         path = {0.0: self._start, 1.0: self._end}.get(weight) or self._write(weight)
-        settings = self._data.settings
-        return answer_as_evaluated(settings, path, self.prompts, self._start, self._folder)
+        return answer_as_evaluated(self.settings, path, self.prompts, self._start, self._folder)
 
     def divergence(self, weight: float) -> float:
         """Return the divergence of the policy at a position from the start."""
         divergence = self.answers(weight).kl
-        assert divergence is not None, "The settings allow no decoding without an estimate."
+        assert divergence is not None, NO_ESTIMATE
         return divergence
 
     def leave_only(self, weight: float) -> None:
         """Leave the files of the policy at this position in the folder; none for the end."""
         if weight == 1:
-            for file in self._folder.iterdir():
-                file.unlink()
+            shutil.rmtree(self._folder)
+            self._folder.mkdir()
         elif self._written != weight:
             self._write(weight)
 
     def _write(self, weight: float) -> str:
-        # Imported here, because it imports torch, and a short step imports this module.
-        from ppo_core.training.interpolation import write_interpolated
-
         write_interpolated(self._start, self._end, weight, self._folder)
         self._written = weight
         return str(self._folder)

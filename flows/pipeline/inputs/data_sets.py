@@ -32,6 +32,10 @@ MOST_PAIRS_PER_PROMPT = 16
 """Maximum number of pairs of the policy's samples for one prompt."""
 
 
+LEAST_TO_CHOOSE = 16
+"""Least number of prompts on which the judge chooses a policy."""
+
+
 @dataclass(frozen=True)
 class RunData:
     """The data sets of a run, as its models read them; each tokenizer is loaded once."""
@@ -154,33 +158,62 @@ class RunData:
         Raises:
             DataError: some rows have no reference.
         """
-        rows = self._unseen_prompts()
-        if self.settings.selection.method == "judge":
-            rows = held_out(rows, 0.5)[1]
+        rows = self._unseen_prompts()[1]
         return rows if _missing_references(rows) == len(rows) else require_reference(rows)
 
     def selection_prompts(self) -> list[str | Messages]:
         """Return the prompts on which the policy is chosen, by lot, see `SelectionConfig`.
 
-        The divergence alone is measured on prompts of PPO.
+        The divergence alone is measured on prompts of PPO. The judge chooses on prompts that the
+        evaluation does not have.
+
+        Raises:
+            DataError: there are too few for the judge.
         """
-        by_judge = self.settings.selection.method == "judge"
-        rows = held_out(self._unseen_prompts(), 0.5)[0] if by_judge else self.training_prompts()
-        prompts = list({prompt_key(prompt): prompt for prompt in rows.column("prompt")}.values())
+        rows, judged_on = self._unseen_prompts()
+        if rows is None:
+            rows = self.training_prompts()
+            found = {prompt_key(prompt): prompt for prompt in rows.column("prompt")}
+        else:
+            found = {prompt_key(prompt): prompt for prompt in rows.column("prompt")}
+            for prompt in judged_on.column("prompt"):
+                found.pop(prompt_key(prompt), None)
+            if len(found) < LEAST_TO_CHOOSE:
+                raise DataError(
+                    f"Only {len(found)} different prompts of {rows.source} are there to choose the "
+                    f"policy on beside those of the evaluation, and selection.method='judge' needs "
+                    f"{LEAST_TO_CHOOSE}. Add prompts, or set selection.method='kl'."
+                )
+        prompts = list(found.values())
         lots = np.random.default_rng(self.settings.seed).permutation(len(prompts))
         return [prompts[number] for number in lots[: self.settings.selection.num_prompts]]
 
-    def _unseen_prompts(self) -> Rows:
-        """Read the prompts that PPO does not train on."""
+    def _unseen_prompts(self) -> tuple[Rows | None, Rows]:
+        """Read the prompts that PPO does not train on: those of the choice, and of the evaluation.
+
+        Without a choice by the judge, all are of the evaluation.
+        """
         if self.settings.eval_prompts:
-            return self._fitting(self._read(self.settings.eval_prompts, "prompts"))
-        return self._split_prompts()[1]
+            rows = self._fitting(self._read(self.settings.eval_prompts, "prompts"))
+        else:
+            rows = self._split_prompts()[1]
+        if self.settings.selection.method != "judge" or len(rows) < 2:
+            return None, rows
+        number = min(len(rows) // 2, self.settings.selection.num_prompts)
+        first, last = held_out(rows, 1 - number / len(rows))
+        # What was left out is reported with the evaluation's rows.
+        last = replace(last, left_out=rows.left_out, left_out_files=rows.left_out_files)
+        return first, last
 
     def _split_prompts(self) -> tuple[Rows, Rows]:
         """Split the rows of `prompts` into rows to train on, and rows of the evaluation."""
         # After long prompts are shortened: the policy is judged on none that it was trained on.
         rows = self._fitting(self._read(self.settings.prompts, "prompts"))
-        return held_out(rows, self.settings.held_out_share, self.settings.evaluation.num_examples)
+        settings = self.settings
+        most = settings.evaluation.num_examples
+        if settings.selection.method == "judge":
+            most += settings.selection.num_prompts
+        return held_out(rows, settings.held_out_share, most)
 
     def by_use(self) -> dict[str, Rows]:
         """Read every data set; the keys are the uses of the data sets."""

@@ -175,6 +175,8 @@ def _check_prompts(data: RunData) -> None:
         _show("prompts", data, encode_prompt(data.policy_tokenizer, rows.table[0]["prompt"]))
     with named_data("eval_prompts" if settings.eval_prompts else "prompts"):
         _report(data.evaluation_rows(), "eval_prompts", settings)
+        if settings.selection.method != "last":
+            data.selection_prompts()
         if references_of(data.examples()) is None:
             print(f"eval_prompts: {WITHOUT_REFERENCES}", flush=True)
     for warning in describe_repeats(rows, data.examples()):

@@ -1,5 +1,6 @@
 """Decide whether a registered candidate is promoted."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -103,7 +104,7 @@ def _evaluated(
     report = as_json(first.report())
     places = {"samples": str(first.samples), "judgements": str(first.judgements)}
     again = make_once(folder, name, {"first": report | places}, evaluate).path
-    return EvaluatedPolicy(champion=champion, kl=first.kl, folder=str(again))
+    return replace(first, champion=champion, folder=str(again))
 
 
 def _promotion_of(version: int, state: Champions) -> Decision:

@@ -16,8 +16,7 @@ class TriedPolicy:
     """KL divergence of its answers from the start, in nats per answer."""
 
     points: float | None = None
-    """Mean points against the start by the judge: 1 for a win, 0.5 for a tie; None if the judge was
-    not asked."""
+    """Mean points against the start: win 1, tie 0.5, loss 0. None if the judge was not asked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +39,20 @@ class Selection:
     """Calls and tokens of the judges, by name."""
 
     def __str__(self) -> str:
-        """Return a sentence for the log."""
+        """Return a sentence for the log and the notes of the evaluation."""
         measured = ", ".join(
             f"{each.weight:.3g}: KL {each.kl:.3g}"
             + ("" if each.points is None else f", points {each.points:.3f}")
             for each in self.candidates
         )
+        chosen = next(each for each in self.candidates if each.weight == self.weight)
+        if chosen.kl > self.limit:
+            why = f"no policy was within a KL of {self.limit:.3g} nats, and it is the nearest"
+        elif chosen.points is None:
+            why = f"it is the last within a KL of {self.limit:.3g} nats"
+        else:
+            why = f"the judge preferred it, of those within a KL of {self.limit:.3g} nats"
         return (
-            f"The policy at {self.weight:.3g} of the way from SFT to the end of PPO is chosen, on "
-            f"{self.prompts} prompts, within a KL of {self.limit:g} nats ({measured})."
+            f"The policy at {self.weight:.3g} of the way from SFT to the end of PPO is chosen: "
+            f"{why}, on {self.prompts} prompts ({measured})."
         )

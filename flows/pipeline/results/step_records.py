@@ -115,7 +115,10 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedPolicy:
-    """The policy after PPO."""
+    """The policy after PPO, or the one that was chosen between SFT and the end of PPO.
+
+    Metrics, warnings and self-check are those of the end of PPO.
+    """
 
     FILE_FIELDS: ClassVar = ("path",)
 
@@ -123,7 +126,7 @@ class TrainedPolicy:
     """Place of the policy."""
 
     digest: str
-    """Digest of the folder's files when training ended."""
+    """Digest of the folder's files when they were written."""
 
     objective: dict[str, Change]
     """First and last values of PPO's metrics, by metric name."""
@@ -164,7 +167,7 @@ class EvaluatedPolicy:
     """Folder of the report, the samples and the judgements."""
 
     selection: Selection | None = None
-    """How the policy was chosen; None if it is the policy with which PPO ended, unasked."""
+    """How the policy was chosen; None if `selection.method` is `last`."""
 
     @property
     def samples(self) -> Path:

@@ -16,14 +16,15 @@ class SelectionConfig:
     """
 
     method: Literal["last", "kl", "judge"] = "last"
-    """`last`: the policy with which PPO ended. `kl`: if its KL divergence from SFT is above
-    `ppo.kl_target` or `promotion.max_kl`, whichever is less, one nearer to SFT that is within this
-    limit. `judge`: of the policies at `weights` within the limit, the one that wins most against
-    SFT by the judge, on half of `eval_prompts`; the evaluation takes the other half."""
+    """`last`: register the last policy. `kl`: if its KL divergence from SFT exceeds the limit,
+    register one nearer to SFT. `judge`: register the policy at `weights`, within the limit, that
+    the judge most often prefers to SFT, on up to `num_prompts` and half of `eval_prompts`, which
+    the evaluation then does not use. The limit is the smaller of 1.1 x `ppo.kl_target` and 0.9 x
+    `promotion.max_kl`."""
 
     weights: list[float] = field(default_factory=lambda: [1.0, 0.8, 0.6, 0.4])
-    """Positions of the policies that the judge compares: 1 is the end of PPO, and 0 would be SFT.
-    A policy between them has interpolated weights."""
+    """Positions of the policies that the judge compares with SFT: 1 is the end of PPO, and 0 would
+    be SFT. A policy between them has interpolated weights."""
 
     num_prompts: Count = 128
     """Largest number of prompts that are answered for the choice."""

@@ -262,6 +262,12 @@ class Settings:
                 f"top_k={evaluation.top_k} and top_p={evaluation.top_p:g}. Set a temperature above "
                 "0, top_k=0 and top_p=1, or selection.method='last'."
             )
+        if self.ppo.kl_target and evaluation.temperature != self.ppo.temperature:
+            raise ConfigError(
+                f"selection.method={method!r} compares the KL divergence of answers at "
+                f"evaluation.temperature={evaluation.temperature:g} with ppo.kl_target, which is "
+                f"meant at ppo.temperature={self.ppo.temperature:g}. Set equal temperatures."
+            )
         if method == "kl" and self.ppo.kl_target is None and math.isinf(self.promotion.max_kl):
             raise ConfigError(
                 "selection.method='kl' has no limit to keep: promotion.max_kl is infinite, and "

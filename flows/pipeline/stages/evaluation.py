@@ -28,8 +28,14 @@ from ppo_core.distributed.process import large_imports
 from ppo_core.io.folder_cache import digest_of, digest_of_code
 from ppo_core.io.validation import read_record
 
-INTERPOLATION = "ppo_core.training.interpolation"
-"""Module by which policies between two others are written; it imports torch."""
+CODE_OF_CHOICE = (
+    "pipeline.evaluation.comparison",
+    "pipeline.evaluation.evaluate_policies",
+    "pipeline.evaluation.selection",
+    "pipeline.results.selection",
+    "ppo_core.training.interpolation",
+)
+"""Modules on which a choice depends."""
 
 SELECTED = "selected-policy"
 """Name of the chosen policy, which begins the name of its folder in the cache."""
@@ -76,9 +82,9 @@ def _choose(
     trained_judge: TrainedJudge | None,
     run: FlowRun,
 ) -> tuple[MadeModel | None, Selection | None]:
-    """Choose between the start and the end of PPO; the model is None if it is the end.
+    """Choose a policy between the start and the end of PPO; the model is None if it is the end.
 
-    It is chosen once for equal inputs, so a step that is tried again asks no judge twice.
+    Equal inputs reuse the earlier choice.
     """
     if settings.selection.method == "last":
         return None, None
@@ -86,26 +92,29 @@ def _choose(
     budget = Budget.of(settings.judging)
     if settings.selection.method == "judge":
         judge = make_judge_of_run(settings, judge_of_run(settings, trained_judge), budget)
+    ppo = settings.ppo
     inputs = {
         "start": sft.digest,
         "end": trained.digest,
         "prompts": digest_of(data.selection_prompts()),
         "prompt_format": settings.prompt_format,
-        "response_length": settings.ppo.response_length,
-        "evaluation": asdict(settings.evaluation),
+        "sampling": [ppo.response_length, ppo.stop_token, ppo.stop_token_id, settings.precision],
+        "temperature": settings.evaluation.temperature,
         "selection": asdict(settings.selection),
         "limit": divergence_limit(settings),
         "seed": settings.seed,
         "judge": judge and [judge.name, judge.version],
-        "code": digest_of_code(choose_policy.__module__, INTERPOLATION),
+        "code": digest_of_code(*CODE_OF_CHOICE),
     }
 
     def choose(folder: Path) -> dict[str, Any]:
         selection = choose_policy(data, sft.path, trained.path, judge, folder)
-        return asdict(replace(selection, spent=budget.spent({})))
+        return {"selection": asdict(selection)}
 
     made = make_or_reuse(run.workspace, SELECTED, inputs, choose)
-    selection = read_record(made.values, Selection)
+    selection = read_record(made.values["selection"], Selection)
+    if not made.reused:
+        selection = replace(selection, spent=budget.spent({}))
     print(f"{SELECTED}: {selection}", flush=True)
     tracker.step.log_metrics(
         {"selection/weight": selection.weight, "selection/max_kl": selection.limit}

@@ -243,7 +243,9 @@ def is_address(name: str) -> bool:
 
 
 def _changed(record: Record, change: Any) -> Record:
-    """Return a record with its texts changed, also in the records within it."""
+    """Return a record or a tuple of records with their texts changed, also in inner records."""
+    if isinstance(record, tuple):
+        return tuple(_changed(each, change) for each in record)  # type: ignore[return-value]
     if not dataclasses.is_dataclass(record) or isinstance(record, type):
         return record
     fields = {

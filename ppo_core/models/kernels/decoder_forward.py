@@ -70,7 +70,7 @@ class Selection:
         selected position.
         """
         sequence, device = self.sequence, self.sequence.device
-        # Not `bincount`, which waits for the device.
+        # `bincount` would wait for the device once more.
         count = torch.zeros(num_sequences, dtype=torch.long, device=device)
         count.index_add_(0, sequence, torch.ones_like(sequence))
         column = torch.arange(len(sequence), device=device) - (count.cumsum(0) - count)[sequence]

@@ -29,7 +29,7 @@ def packed(module: nn.Module, rows: int, passes: int) -> nn.Module:
 
     The copy shares everything else with the module, records no gradient, and is valid until the
     weights change. The module itself is returned if nothing can be packed, as in fp32 on a GPU, or
-    if packing would take too much time or memory.
+    if packing would take too much time, or too much memory beside the originals on a CPU.
     """
     if passes < MIN_PASSES or _packable_numel(module) > MAX_NUMEL:
         return module

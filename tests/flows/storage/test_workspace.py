@@ -50,6 +50,8 @@ def test_a_record_reaches_another_machine(faults: S3Faults, tmp_path: Path):
     assert Path(found.path).is_relative_to(tmp_path / "b")
     assert (Path(found.path) / "model.safetensors").read_bytes() == b"weights"
     assert found.inner is not None and Path(found.inner.path).read_text() == "{}"
+    # A stage may return several records, or none.
+    assert first.publish_files((None, Made(str(model)))) == (None, Made(shared.path))
     # What was fetched has its address already.
     faults.received = 0
     assert second.publish_files(found) == shared
