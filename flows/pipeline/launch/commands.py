@@ -61,13 +61,15 @@ def command(
         name = f"{job.parent.name} {machines.attempt}"
         rendezvous_id = hashlib.sha256(name.encode()).hexdigest()[:16]
         port = PORTS[int(rendezvous_id, 16) % len(PORTS)]
-        timeouts = f"join_timeout={RENDEZVOUS_SECONDS},read_timeout={RENDEZVOUS_SECONDS}"
         rendezvous = [
             f"--nnodes={machines.count}",
-            "--rdzv-backend=c10d",
+            # Fixed: c10d would number the machines by their names, and rank 0, which writes the
+            # policy and the metrics, must be on the first machine.
+            "--rdzv-backend=static",
+            f"--node-rank={machines.index}",
             f"--rdzv-endpoint={machines.main_address}:{port}",
             f"--rdzv-id={rendezvous_id}",
-            f"--rdzv-conf=is_host={machines.index == 0},{timeouts}",
+            f"--rdzv-conf=timeout={RENDEZVOUS_SECONDS}",
         ]
     return [
         *(

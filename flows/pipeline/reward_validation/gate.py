@@ -68,13 +68,13 @@ def chance(accuracy: Accuracy, limits: RewardGateConfig, training: Mapping[str, 
         "the model does not predict people's preferences, or there are too few pairs to show that "
         "it does."
     )
-    if accuracy.high < accuracy.random:
+    if training and training["loss"] >= LEARNED * CHANCE_LOSS:
+        cause = _not_learned(training)
+    elif accuracy.high < accuracy.random:
         cause = (
             "the model prefers what people reject. Probably chosen and rejected are swapped in the "
             "training data or in the held-out pairs."
         )
-    elif training and training["loss"] >= LEARNED * CHANCE_LOSS:
-        cause = _not_learned(training)
     return (
         f"Its accuracy on {accuracy.n} held-out pairs is {accuracy.accuracy:.1%}, 95 % interval "
         f"{accuracy.low:.1%} .. {accuracy.high:.1%}. The lower end must be at least "

@@ -46,10 +46,8 @@ class SampledPairs(NamedTuple):
         )
 
 
-def label_samples(
-    tracker: Tracker, data: RunData, sft: PreparedModel, run: FlowRun
-) -> FreshPairs | None:
-    """Return labelled pairs of samples of the policy from which PPO starts; None if none are asked.
+def label_samples(tracker: Tracker, data: RunData, sft: PreparedModel, run: FlowRun) -> FreshPairs:
+    """Return labelled pairs of samples of the policy from which PPO starts, see `FreshPairsConfig`.
 
     Pairs are labelled once for equal inputs, so a resumed or repeated run asks nobody twice.
 
@@ -61,8 +59,6 @@ def label_samples(
     """
     settings = data.settings
     config, budget = settings.fresh_pairs, Budget.of(settings.judging)
-    if not config.wanted:
-        return None
     votes = data.fresh_labels()
     if votes is not None:
         inputs: dict[str, Any] = {"labels": votes.digest}

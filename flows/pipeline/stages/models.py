@@ -75,13 +75,15 @@ def load_policy(
         policy = _train_and_log(_policy_training(settings, run), run, here, tracker)
     else:
         policy = _given_model(settings.policy, run)
+    if not settings.fresh_pairs.wanted:
+        return policy, None
     return policy, _label_samples(settings, policy, run, tracker)
 
 
 @with_files("settings", "policy")
 def _label_samples(
     settings: Settings, policy: PreparedModel, run: FlowRun, tracker: Tracker
-) -> FreshPairs | None:
+) -> FreshPairs:
     return label_samples(tracker, RunData(settings), policy, run)
 
 

@@ -187,7 +187,7 @@ def test_a_judge_that_says_nothing_usable_chooses_nothing(world: World, tmp_path
         judge=f"python:{tmp_path / 'unsure.py'}:judge",
         selection=SelectionConfig(method="judge"),
     )
-    with pytest.raises(JudgeError, match="no valid verdict on .* of 32 pairs"):
+    with pytest.raises(JudgeError, match=r"no valid verdict on .* of 32 pairs"):
         evaluated(settings)
     assert not list((tmp_path / "outputs").glob("cache/selected-policy-*"))
 

@@ -398,11 +398,11 @@ def test_machines_meet_at_the_first_one_at_a_port_of_their_attempt(tmp_path: Pat
     def words(run: str, index: int, attempt: str = "1") -> dict[str, str]:
         here = Machines(count=2, index=index, main_address="10.0.0.7", attempt=attempt)
         given = command(tmp_path / run / "settings.json", 1, here)
-        return dict(word.split("=", 1) for word in given if word.startswith("--rdzv"))
+        return dict(word.split("=", 1) for word in given if word.startswith(("--rdzv", "--node")))
 
     first, second = words("a", 0), words("a", 1)
-    assert first["--rdzv-conf"].startswith("is_host=True,join_timeout=600,read_timeout=600")
-    assert second["--rdzv-conf"].startswith("is_host=False,join_timeout=600,read_timeout=600")
+    assert (first["--node-rank"], second["--node-rank"]) == ("0", "1")
+    assert first["--rdzv-conf"] == second["--rdzv-conf"] == "timeout=600"
     assert first["--rdzv-endpoint"].startswith("10.0.0.7:")
     # Another run and another attempt meet under another name, at another port.
     others = [first, words("b", 0), words("a", 0, attempt="2")]

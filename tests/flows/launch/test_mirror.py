@@ -146,12 +146,14 @@ def test_two_machines_with_a_folder_each(inputs, store, tmp_path: Path):
     assert [process.wait() for process in first] == [0, 0], shared.log.read_text()
 
     machines = [Machine(tmp_path / f"machine-{index}", inputs, store) for index in range(2)]
-    running = [one.start(index, 2, 1, "two") for index, one in enumerate(machines)]
+    # The second machine comes first, with a lower process id: rank 0 is on the first one all the
+    # same, which returns the metrics and the policy.
+    running = [machines[index].start(index, 2, 1, "two") for index in (1, 0)][::-1]
     wait_for_copies(store, "two/ppo/machine-0", 5)
     wait_for_copies(store, "two/ppo/machine-1", 5)
     lose(running[1], machines[1])
     assert running[0].wait() != 0
-    running = [one.start(index, 2, 2, "two") for index, one in enumerate(machines)]
+    running = [machines[index].start(index, 2, 2, "two") for index in (1, 0)]
     logs = [one.log.read_text() for one in machines]
     assert [process.wait() for process in running] == [0, 0], "".join(logs)
     for machine in machines:
