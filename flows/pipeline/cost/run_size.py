@@ -22,6 +22,7 @@ from pipeline.cost.training_sizes import (
 from pipeline.evaluation.comparison import contests_between
 from pipeline.inputs.data_sets import RunData, references_of
 from pipeline.settings.gate_configs import RewardGateConfig
+from pipeline.settings.selection_config import MOST_TRIES
 from pipeline.settings.settings import Settings
 from pipeline.settings.training_sections import SupervisedSection
 from ppo_core.data.prompts import encode_prompts
@@ -94,6 +95,9 @@ class RunSize:
     works: Sequence[TrainingCost]
     """The trainings, for their memory, time and price; empty if these cannot be computed."""
 
+    selection: str
+    """Answers and questions of the choice of the policy, in words; empty without a choice."""
+
     evaluation_prompts: int
     """Number of prompts that the policies answer."""
 
@@ -145,6 +149,7 @@ def measure_run(settings: Settings, *, has_champion: bool) -> RunSize:
         processes=number,
         ppo=schedule,
         works=[] if None in works else [work for work in works if work is not None],
+        selection=_selection(data),
         evaluation_prompts=len(examples),
         contests=len(contests_between(contestants)),
     )
@@ -154,6 +159,20 @@ def _sample_questions(gate: RewardGateConfig, prompts: int) -> int:
     """Return the number of questions about all pairs of samples, in both orders."""
     asked = min(max(gate.num_prompts, gate.max_prompts), prompts)
     return 2 * (gate.samples_per_prompt // 2) * asked
+
+
+def _selection(data: RunData) -> str:
+    """Return how many answers and questions the choice of the policy takes at most, in words."""
+    choice = data.settings.selection
+    if choice.method == "last":
+        return ""
+    prompts = len(data.selection_prompts())
+    policies = MOST_TRIES if choice.method == "kl" else len({*choice.weights})
+    questions = 0 if choice.method == "kl" else 2 * policies * prompts
+    return (
+        f"prompts {prompts:,}, policies at most {policies}, "
+        f"questions to each judge at most {questions:,}"
+    )
 
 
 def describe_sizes(settings: Settings, *, has_champion: bool) -> str:
@@ -178,6 +197,7 @@ def describe_run(size: RunSize) -> str:
         f"episodes {ppo.total_episodes:,}, sampled tokens at most {tokens:,}, "
         f"updates {ppo.num_updates:,}, optimizer steps {ppo.num_optimizer_steps:,}, "
         f"processes {size.processes}",
+        *([f"selection: {size.selection}"] if size.selection else []),
         f"evaluation: prompts {size.evaluation_prompts:,}, comparisons {size.contests}, "
         f"questions to each judge about {questions:,}",
     ]

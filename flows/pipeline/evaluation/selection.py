@@ -14,6 +14,7 @@ from pipeline.evaluation.evaluate_policies import answer_as_evaluated
 from pipeline.inputs.data_sets import RunData
 from pipeline.judges.verdict import Judge, JudgedPrompt
 from pipeline.results.selection import Selection, TriedPolicy
+from pipeline.settings.selection_config import MOST_TRIES
 from pipeline.settings.settings import Settings
 from ppo_core.errors import JudgeError
 from ppo_core.training.evaluation import Answers
@@ -33,9 +34,6 @@ AIM = 0.95
 
 NEAR = 0.85
 """Smallest fraction of the limit at which the search stops."""
-
-MOST_TRIES = 6
-"""Largest number of policies that are measured to get near the limit."""
 
 
 def choose_policy(

@@ -6,6 +6,9 @@ from typing import Literal
 from ppo_core.config.checks import check_fields, require
 from ppo_core.io.validation import Count
 
+MOST_TRIES = 6
+"""Largest number of policies that are measured to get near the limit of the KL divergence."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SelectionConfig:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.evaluation.selection import BELOW_LIMIT, MOST_TRIES, NEAR, nearest_within
+from pipeline.evaluation.selection import BELOW_LIMIT, NEAR, nearest_within
 from pipeline.inputs.data_sets import RunData
 from pipeline.results.step_records import EvaluatedPolicy, TrainedPolicy
-from pipeline.settings.selection_config import SelectionConfig
+from pipeline.settings.selection_config import MOST_TRIES, SelectionConfig
 from pipeline.settings.settings import Settings, make_settings
 from pipeline.stages.evaluation import evaluate_win_rate
 from pipeline.stages.start import start_run

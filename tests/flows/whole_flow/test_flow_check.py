@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import mlflow
 import pytest
@@ -14,7 +15,7 @@ from pipeline.cost.run_size import describe_run, describe_time, measure_run
 from pipeline.cost.run_time import describe_seconds
 from pipeline.settings.settings import make_settings
 from pipeline.stages.check import self_check
-from tests.helpers.inputs.pipeline_inputs import as_toml, tiny_table, write_model
+from tests.helpers.inputs.pipeline_inputs import as_toml, tiny_table, write_model, write_rows
 from tests.helpers.paths import ROOT
 
 pytestmark = pytest.mark.timeout(600)
@@ -106,6 +107,25 @@ def test_the_sizes_are_those_of_the_settings(tmp_path: Path):
     # Four comparisons in both orders.
     assert "questions to each judge about 80" in describe_run(size)
     assert re.search("^time: roughly PPO .* on this machine$", describe_time(size, settings))
+
+
+@pytest.mark.parametrize(
+    ("choice", "words"),
+    [
+        ({"method": "kl", "num_prompts": 12}, "prompts 12, policies at most 6, .* at most 0\n"),
+        (
+            {"method": "judge", "num_prompts": 20, "weights": [1.0, 0.5]},
+            "prompts 20, policies at most 2, .* at most 80\n",
+        ),
+    ],
+)
+def test_the_answers_and_questions_of_a_choice_are_told(
+    choice: dict[str, Any], words: str, tmp_path: Path
+):
+    rows = [{"prompt": f"w{2 + n} w5"} for n in range(50)]
+    table = tiny_table(tmp_path) | {"eval_prompts": write_rows(tmp_path / "fifty.jsonl", rows)}
+    size = measure_run(make_settings(table | {"selection": choice}, {}), has_champion=False)
+    assert re.search(f"selection: {words}", describe_run(size))
 
 
 @pytest.mark.parametrize(
