@@ -102,11 +102,11 @@ class FixedStep:
 
     def compute(self) -> Tensor:
         """Read the inputs; return last hidden states (R, D). No address or shape changes."""
-        context = _NextTokens(self._cache, self._lengths, self._column, self._columns)
+        context = _FixedNextTokens(self._cache, self._lengths, self._column, self._columns)
         return forward(self._layers, self._tokens, context)[:, 0]
 
 
-class _NextTokens:
+class _FixedNextTokens:
     """Context of a step whose column is read on the device."""
 
     is_causal = False

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.testing import assert_close
 
 from ppo_core.reporting.metrics_file import METRICS_FILE, read_metrics
 from ppo_core.training.answers import AnswerJob, write_answer_job
@@ -143,11 +144,8 @@ def test_sharded_ppo_in_one_process_ends_as_unsharded(sharding: str, folder: Pat
     for name, flags in (("none", ()), (sharding, ("--sharding", sharding))):
         ppo(folder, tmp_path / name, {}, "--bf16", "false", *flags)
         weights[name] = load_file(tmp_path / name / "model.safetensors")
-    # Adam divides by the size of the gradient: where it is near 0, rounding decides the direction.
-    for name, weight in weights["none"].items():
-        moved = (weights[sharding][name] - weight).abs()
-        assert (moved > 5e-4).float().mean() < 0.01, name
-        assert moved.max() < 8e-3, name  # eight steps of the learning rate
+    # Adam divides by the size of the gradient, which amplifies rounding of gradients near 0.
+    assert_close(weights[sharding], weights["none"], rtol=0, atol=5e-4)
 
 
 @pytest.mark.parametrize("bits", ["4", "8"])

@@ -171,11 +171,10 @@ class RunData:
             DataError: there are too few for the judge.
         """
         rows, judged_on = self._unseen_prompts()
-        if rows is None:
-            rows = self.training_prompts()
-            found = {prompt_key(prompt): prompt for prompt in rows.column("prompt")}
-        else:
-            found = {prompt_key(prompt): prompt for prompt in rows.column("prompt")}
+        by_judge = rows is not None
+        rows = self.training_prompts() if rows is None else rows
+        found = {prompt_key(prompt): prompt for prompt in rows.column("prompt")}
+        if by_judge:
             for prompt in judged_on.column("prompt"):
                 found.pop(prompt_key(prompt), None)
             if len(found) < LEAST_TO_CHOOSE:
