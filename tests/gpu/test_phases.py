@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.testing import assert_close
 
 from ppo_core.reporting.metrics_file import METRICS_FILE, read_metrics
 from ppo_core.training.answers import AnswerJob, write_answer_job
@@ -140,12 +139,15 @@ def test_the_losses_of_ppo_in_bf16(folder: Path, tmp_path: Path):
 
 @pytest.mark.parametrize("sharding", ["fsdp2", "zero3"])
 def test_sharded_ppo_in_one_process_ends_as_unsharded(sharding: str, folder: Path, tmp_path: Path):
-    weights = {}
+    start, weights = load_file(folder / "trained" / "model.safetensors"), {}
     for name, flags in (("none", ()), (sharding, ("--sharding", sharding))):
         ppo(folder, tmp_path / name, {}, "--bf16", "false", *flags)
         weights[name] = load_file(tmp_path / name / "model.safetensors")
-    # Adam divides by the size of the gradient, which amplifies rounding of gradients near 0.
-    assert_close(weights[sharding], weights["none"], rtol=0, atol=5e-4)
+    # Adam divides by the size of the gradient, which amplifies rounding of gradients near 0: single
+    # weights may differ, their update as a whole may not.
+    for name, weight in weights["none"].items():
+        update = weight - start[name]
+        assert (weights[sharding][name] - weight).norm() < 0.1 * update.norm(), name
 
 
 @pytest.mark.parametrize("bits", ["4", "8"])
