@@ -41,7 +41,13 @@ def test_a_preset_pins_everything_on_the_hub_or_says_how(name: str):
             assert f"{repository}@REVISION" in (PRESETS / f"{name}.toml").read_text(), setting
 
 
-@pytest.mark.parametrize("name", NAMES)
+QUICK = ("qwen2.5-0.5b-full", "qwen2.5-7b-lora")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES],
+)
 def test_a_preset_passes_every_check_of_a_run(name: str, tmp_path: Path, mlflow_client):
     checked = "\n".join(check_run(make_settings(tiny_preset(name, tmp_path), {})))
     assert "PPO: prompts 16," in checked

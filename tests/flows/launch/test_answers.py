@@ -104,6 +104,7 @@ def test_only_models_that_compute_alike_are_of_the_same_architecture(tmp_path):
 # --- Several processes ----------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_error_of_a_process_is_raised_as_it_was(tmp_path):
     job = job_of(tmp_path, reference=str(tmp_path / "missing"))
     with pytest.raises(ModelError, match="missing"):

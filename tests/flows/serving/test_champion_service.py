@@ -232,6 +232,7 @@ def test_clients_that_leave_do_not_keep_others_waiting(serving_one):
 # --- Another champion --------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_no_request_fails_while_the_champion_changes_and_changes_back(
     registry, serving_one, versions, tmp_path
 ):

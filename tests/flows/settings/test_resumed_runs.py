@@ -93,6 +93,7 @@ def test_resume_continues_the_newest_run_also_after_a_failed_resume(tmp_path: Pa
     assert f"Resuming run {runs[2]}." in said
 
 
+@pytest.mark.slow
 def test_a_run_that_is_named_is_resumed_and_becomes_the_newest(tmp_path: Path):
     chain = Chain(tmp_path)
     chain("run", fails_in="middle")

@@ -111,6 +111,7 @@ def test_the_better_reward_model_on_held_out_pairs_of_samples_is_used(
     assert Path(model.path).name.startswith(f"{FRESH}-")
 
 
+@pytest.mark.slow
 def test_pairs_of_a_chat_keep_its_messages(tmp_path: Path, start):
     table = fresh(tmp_path)
     make_chat_tokenizer().save_pretrained(table["policy"])

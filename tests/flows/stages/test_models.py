@@ -47,6 +47,7 @@ def encoded_rows(cache: Path) -> set[str]:
     return {path.name for path in (cache / "ppo_core").glob("*-tokens-*")}
 
 
+@pytest.mark.slow
 def test_a_judge_is_trained_beside_the_reward_model_once(
     tmp_path: Path, start, capsys, monkeypatch: pytest.MonkeyPatch
 ):

@@ -58,6 +58,7 @@ def test_a_later_run_reuses_the_policy_and_has_its_curve(settings, models, mlflo
     assert [each["reused"] for each in tags] == ["False", "True"]
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_after_its_training_counts_its_tokens(settings, models):
     run = begin(settings, 1)
     first, again = (train_policy(settings, *models, VALIDATION, run) for _ in range(2))

@@ -140,6 +140,7 @@ def many_transfers(faults: S3Faults, folder: Path, sizes: list[int]) -> tuple[in
     return right, failed
 
 
+@pytest.mark.slow
 def test_many_transfers_end_right_or_name_the_object(
     faults: S3Faults, tmp_path: Path, quick_to_give_up_on_slow: None
 ):

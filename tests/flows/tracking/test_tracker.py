@@ -465,6 +465,7 @@ def test_what_a_killed_process_has_not_sent_is_sent_by_the_next_and_nothing_twic
 # --- Replies that are lost -----------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_reply_that_is_lost_after_mlflow_has_stored_doubles_nothing(client, server, tmp_path):
     made = "experiments/create", "runs/create", "runs/update", "runs/set-tag"
     sent = "runs/log-batch", "runs/update", "runs/set-tag"

@@ -164,6 +164,7 @@ def test_parameters_that_are_not_given_are_none_and_settings_arrive_as_they_are(
     assert stored["file_settings"]["registered_model"] == AWKWARD
 
 
+@pytest.mark.slow
 def test_triggered_parameters_arrive_as_they_are(
     cluster: Cluster, variables: dict[str, str], tmp_path: Path
 ):

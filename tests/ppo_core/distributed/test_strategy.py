@@ -282,7 +282,7 @@ SHARD_WISE = {"offload": True, "gather_for_generation": False}
         pytest.param({"sharding": "zero2", "offload": True}, marks=pytest.mark.slow),
         pytest.param({"sharding": "zero3"}, marks=pytest.mark.slow),
         pytest.param({"sharding": "fsdp2", **SHARD_WISE}, marks=pytest.mark.slow),
-        {"sharding": "zero3", **SHARD_WISE},
+        pytest.param({"sharding": "zero3", **SHARD_WISE}, marks=pytest.mark.slow),
         {"sharding": "fsdp2"},
     ],
     ids=lambda settings: "-".join(map(str, settings.values())),

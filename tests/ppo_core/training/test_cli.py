@@ -401,6 +401,7 @@ def test_the_tldr_command_runs(models, data, tmp_path):
     assert (tmp_path / "tokenizer.json").is_file()
 
 
+@pytest.mark.slow
 def test_the_sharded_sentiment_command_runs_under_accelerate_launch(models, data, tmp_path):
     launch = tmp_path / "two_processes.yaml"
     launch.write_text(

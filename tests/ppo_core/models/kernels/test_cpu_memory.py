@@ -175,6 +175,7 @@ def growth(kept: str) -> float:
     return float(printed.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not torch.cpu.get_capabilities().get("avx512_bf16", False),
     reason="a processor whose bfloat16 matmuls need no oneDNN",
