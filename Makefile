@@ -40,7 +40,7 @@ test: lint types ## Check style, types and templates; run the tests, two files a
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 soak: $(VENV)/installed-dev ## The tests that take minutes.
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow -n 2 --dist loadfile --no-loadscope-reorder
 
 phases: $(VENV)/installed-dev ## Every phase with several processes, on another device, killed and hanging.
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "slow or not slow" -n 2 --dist loadfile \
