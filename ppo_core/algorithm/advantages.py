@@ -1,4 +1,4 @@
-"""Advantages of tokens over the critic's values."""
+"""Advantages of tokens over a critic's values, and of responses over other responses."""
 
 import torch
 from torch import Tensor
@@ -28,3 +28,51 @@ def gae_advantages(rewards: Tensor, values: Tensor, *, gamma: float, gae_lambda:
         following = deltas[:, t] + gamma * gae_lambda * following
         advantages[:, t] = following
     return advantages
+
+
+def returns_to_go(rewards: Tensor, *, gamma: float) -> Tensor:
+    """Return the discounted sum of the rewards from each token on (REINFORCE).
+
+        R[t] = rewards[t] + gamma * R[t+1]
+
+    rewards are (B, T), and the caller has set them to 0 after each response's last token. Returns
+    (B, T). REINFORCE++ (arXiv:2501.03262) standardizes these returns over the batch, which takes
+    the place of a critic.
+    """
+    return gae_advantages(rewards, torch.zeros_like(rewards), gamma=gamma, gae_lambda=1.0)
+
+
+def leave_one_out_advantages(rewards: Tensor, *, group: int) -> Tensor:
+    """Return each response's reward minus the mean reward of its group's others (RLOO).
+
+        A[i] = r[i] - 1 / (G - 1) * sum over j != i of r[j]
+
+    This is arXiv:2402.14740, eq. 9. rewards (B,) are those of whole responses; each `group` G >= 2
+    consecutive responses answer the same prompt. Returns (B,).
+    """
+    rewards = _grouped(rewards, group)
+    others = (rewards.sum(dim=1, keepdim=True) - rewards) / (group - 1)
+    return (rewards - others).flatten()
+
+
+def group_relative_advantages(rewards: Tensor, *, group: int, scales: bool = True) -> Tensor:
+    """Return each response's reward minus its group's mean, over the group's deviation (GRPO).
+
+        A[i] = (r[i] - mean(r)) / (std(r) + 1e-4)
+
+    This is arXiv:2402.03300, section 4.1.2, with Bessel's correction in std. Without `scales`, the
+    deviation is left out (Dr. GRPO, arXiv:2503.20783), because it gives prompts whose responses are
+    nearly equal as much weight as all others. For shapes see `leave_one_out_advantages`.
+    """
+    rewards = _grouped(rewards, group)
+    centered = rewards - rewards.mean(dim=1, keepdim=True)
+    if scales:
+        centered = centered / (rewards.std(dim=1, keepdim=True) + 1e-4)
+    return centered.flatten()
+
+
+def _grouped(rewards: Tensor, group: int) -> Tensor:
+    """Return rewards (B,) as (B / group, group)."""
+    if group < 2 or len(rewards) % group:
+        raise ValueError(f"{len(rewards)} responses do not split into groups of {group} >= 2.")
+    return rewards.reshape(-1, group)

@@ -67,7 +67,9 @@ class CheckpointContents(RunContext):
     def _full_weights(self) -> dict[str, Mapping[str, Tensor]]:
         """Return the weights of critic, refreshed reference and average, in the main process."""
         engine, reference = self.engine, self.models.reference
-        weights: dict[str, Mapping[str, Tensor]] = {CRITIC: full_weights(engine, self._critic())}
+        weights: dict[str, Mapping[str, Tensor]] = {}
+        if self.models.critic is not None:
+            weights[CRITIC] = full_weights(engine, self._critic())
         if self.config.reference_refresh_updates:
             weights[REFERENCE] = full_weights(engine, dict(reference.named_parameters()))
         if self.average is not None:

@@ -45,10 +45,14 @@ class Fingerprint:
         return settings + models
 
 
+ADDED = {"advantage_estimator": "gae", "samples_per_prompt": 1, "scale_by_group_std": True}
+"""Settings that version 0.1 lacks, with the values that do what it did."""
+
+
 def _in_use(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that have an effect; defaults of others may change between versions."""
     unused = () if settings.get("kl_target") else ("kl_horizon",)
-    return {name: value for name, value in settings.items() if name not in unused}
+    return {name: value for name, value in {**ADDED, **settings}.items() if name not in unused}
 
 
 def _different(new: Mapping[str, Any], old: Mapping[str, Any]) -> list[str]:

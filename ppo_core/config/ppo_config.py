@@ -48,8 +48,8 @@ class PPOConfig(RunConfig):
 
     total_episodes: Count | None = None
     """Responses sampled in the run, rounded up to a multiple of the batch size; with `max_steps`,
-    the run has the smaller number of updates. None: the batch size times `max_steps`, or one
-    response per prompt in each of `num_train_epochs` passes."""
+    the run has the smaller number of updates. None: the batch size times `max_steps`, or
+    `samples_per_prompt` responses per prompt in each of `num_train_epochs` passes."""
 
     batch_size: Count | None = None
     """Responses sampled for one PPO update, over all processes; None:
@@ -163,11 +163,26 @@ class PPOConfig(RunConfig):
 
     # --- Advantages ---
 
+    advantage_estimator: Literal["gae", "reinforce", "rloo", "grpo"] = "gae"
+    """`gae` compares the rewards with a critic's values (arXiv:1506.02438). The others train no
+    critic, which saves its memory: `reinforce` takes the rewards from each token on
+    (arXiv:2501.03262), and `rloo` (arXiv:2402.14740) and `grpo` (arXiv:2402.03300) compare a
+    response with the others to its prompt."""
+
+    samples_per_prompt: Count = 1
+    """Responses to each prompt of a batch; must divide `batch_size`. rloo and grpo need at least
+    2."""
+
+    scale_by_group_std: bool = True
+    """With grpo, divide advantages by the standard deviation of the rewards in each prompt's group.
+    False, with loss_aggregation="fixed_length", is Dr. GRPO (arXiv:2503.20783)."""
+
     whiten_rewards: bool = False
     """Scale token rewards to standard deviation 1 over the batch, without changing their mean."""
 
-    whiten_advantages: bool = True
-    """Standardize advantages over the batch to mean 0 and standard deviation 1."""
+    whiten_advantages: bool | None = None
+    """Standardize advantages over the batch to mean 0 and standard deviation 1. None: with gae and
+    reinforce, but not with rloo and grpo, as in their papers."""
 
     gamma: Share = 1.0
     """Discount factor per token."""
@@ -282,6 +297,23 @@ class PPOConfig(RunConfig):
         _check_ranges(self)
         _check_combinations(self)
 
+    @property
+    def has_critic(self) -> bool:
+        """Whether a critic is trained."""
+        return self.advantage_estimator == "gae"
+
+    @property
+    def compares_samples(self) -> bool:
+        """Whether advantages compare the responses to one prompt."""
+        return self.advantage_estimator in ("rloo", "grpo")
+
+    @property
+    def standardizes_advantages(self) -> bool:
+        """Whether advantages are standardized over the batch."""
+        if self.whiten_advantages is None:
+            return not self.compares_samples
+        return self.whiten_advantages
+
     def settings_of_result(self) -> dict[str, Any]:
         """Return the settings that change the result of an update by more than rounding.
 
@@ -290,7 +322,7 @@ class PPOConfig(RunConfig):
         names = [field.name for field in fields(self)]
         return {
             name: getattr(self, name) for name in names if not _NOT_OF_THE_RESULT.fullmatch(name)
-        }
+        } | {"whiten_advantages": self.standardizes_advantages}
 
 
 def _check_ranges(config: PPOConfig) -> None:
@@ -348,7 +380,44 @@ def _check_combinations(config: PPOConfig) -> None:
             f"model_adapter_name and ref_adapter_name are both {config.ref_adapter_name!r}: the "
             "reference would change with the policy. Name two different adapters."
         )
+    _check_estimator(config)
     _check_vllm(config)
+
+
+_OF_CRITIC = (
+    "lam",
+    "lam_critic",
+    "vf_coef",
+    "cliprange_value",
+    "critic_learning_rate",
+    "critic_warmup_updates",
+    "shared_critic",
+    "warn_explained_variance",
+)
+"""Settings that only a run with a critic has."""
+
+
+def _check_estimator(config: PPOConfig) -> None:
+    name = config.advantage_estimator
+    if config.compares_samples and config.samples_per_prompt < 2:
+        raise ConfigError(
+            f"advantage_estimator={name!r} compares the responses to one prompt, and "
+            f"samples_per_prompt={config.samples_per_prompt} gives each prompt one. Set "
+            "samples_per_prompt=4, for example."
+        )
+    ignored = [] if config.has_critic else [*_OF_CRITIC]
+    if config.compares_samples:
+        # These estimators see the sum of a response's rewards.
+        ignored += ["gamma", "whiten_rewards"]
+    if name != "grpo":
+        ignored += ["scale_by_group_std"]
+    defaults = {field.name: field.default for field in fields(config)}
+    for setting in ignored:
+        if (value := getattr(config, setting)) != defaults[setting]:
+            raise ConfigError(
+                f"{setting}={value!r} has no effect with advantage_estimator={name!r}. Remove it, "
+                "or choose another estimator."
+            )
 
 
 def _check_vllm(config: PPOConfig) -> None:

@@ -379,9 +379,10 @@ def check_prompt_lengths(
 class PromptStream:
     """Endless batches of row numbers, in a new seeded order for each pass over the data."""
 
-    def __init__(self, num_prompts: int, *, seed: int) -> None:
-        """Start a stream of the row numbers 0 to num_prompts - 1."""
+    def __init__(self, num_prompts: int, *, seed: int, samples: int = 1) -> None:
+        """Start a stream of the row numbers 0 to num_prompts - 1, each `samples` times in a row."""
         self._num_prompts = num_prompts
+        self._samples = samples
         self._seed = seed
         self.restart()
 
@@ -392,7 +393,8 @@ class PromptStream:
 
     def _draw_rows(self) -> Iterator[int]:
         while True:
-            yield from torch.randperm(self._num_prompts, generator=self._generator).tolist()
+            order = torch.randperm(self._num_prompts, generator=self._generator)
+            yield from order.repeat_interleave(self._samples).tolist()
 
     def next_batch(self, batch_size: int) -> list[int]:
         """Return the next row numbers; a batch may span several passes, so no row is dropped."""

@@ -111,8 +111,9 @@ class Scores:
     ref_logprobs: Tensor
     """(B, T) log-probabilities under the reference; 0 where not counted."""
 
-    values: Tensor
-    """(B, T) critic's value of the state before each token; 0 where not counted."""
+    values: Tensor | None
+    """(B, T) critic's value of the state before each token; 0 where not counted. None without a
+    critic."""
 
     scores: Tensor
     """(B,) total score of each response."""
@@ -129,8 +130,8 @@ class Experience:
     """Training data of one update."""
 
     rollout: Rollout
-    values: Tensor
-    """(B, T) values at sampling time."""
+    values: Tensor | None
+    """(B, T) values at sampling time; None without a critic."""
 
     ref_logprobs: Tensor
     """(B, T) log-probabilities under the reference, for the KL term of the loss."""
@@ -139,10 +140,10 @@ class Experience:
     """Weight of the KL term of the loss."""
 
     advantages: Tensor
-    """(B, T) advantages, standardized if `whiten_advantages` is set."""
+    """(B, T) advantages, standardized over the batch if the settings ask for that."""
 
-    returns: Tensor
-    """(B, T) targets of the critic: unstandardized advantages plus values."""
+    returns: Tensor | None
+    """(B, T) targets of the critic, if there is one: unstandardized advantages plus values."""
 
 
 @dataclass(kw_only=True)

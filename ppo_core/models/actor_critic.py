@@ -178,8 +178,11 @@ def _zero_head(backbone: Backbone) -> nn.Linear:
 class ActorCritic(nn.Module):
     """Policy and critic as one module, so that one engine shards and trains both."""
 
-    def __init__(self, policy: LanguageModel, critic: Critic) -> None:
-        """Wrap policy and critic, trained in place; they may share their backbone."""
+    def __init__(self, policy: LanguageModel, critic: Critic | None) -> None:
+        """Wrap policy and critic, trained in place; they may share their backbone.
+
+        Without a critic, only the policy is trained.
+        """
         super().__init__()
         self.policy = policy
         self.critic = critic
@@ -187,12 +190,13 @@ class ActorCritic(nn.Module):
     @property
     def shares_backbone(self) -> bool:
         """Return whether the critic is a head on the policy's backbone."""
-        return self.critic.backbone is self.policy.backbone
+        return self.critic is not None and self.critic.backbone is self.policy.backbone
 
     @property
     def shares_nothing(self) -> bool:
         """Return whether policy and critic have no parameter in common, trained or frozen."""
-        return set(self.policy.parameters()).isdisjoint(self.critic.parameters())
+        of_critic = () if self.critic is None else self.critic.parameters()
+        return set(self.policy.parameters()).isdisjoint(of_critic)
 
     def forward(
         self,
@@ -200,11 +204,14 @@ class ActorCritic(nn.Module):
         temperature: float,
         token_loss: TokenLoss,
         reference: LanguageModel | None = None,
-    ) -> tuple[Predictions, Tensor]:
+    ) -> tuple[Predictions, Tensor | None]:
         """Return the policy's predictions for the counted tokens, and the critic's values (N,).
 
-        With a `reference`, predictions include the exact KL divergence from it.
+        Without a critic, the values are None. With a `reference`, predictions include the exact KL
+        divergence from it.
         """
         states = self.policy.backbone.states(rows)
         predicted = self.policy.predict(states, rows, temperature, token_loss, reference)
+        if self.critic is None:
+            return predicted, None
         return predicted, self.critic.values(states) if self.shares_backbone else self.critic(rows)

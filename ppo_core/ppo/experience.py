@@ -1,13 +1,18 @@
 """Compute token rewards, advantages and returns from a scored rollout."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ppo_core.algorithm.advantages import gae_advantages
+from ppo_core.algorithm.advantages import (
+    gae_advantages,
+    group_relative_advantages,
+    leave_one_out_advantages,
+    returns_to_go,
+)
 from ppo_core.algorithm.kl import kl_per_token
 from ppo_core.algorithm.masking import masked_whiten
 from ppo_core.algorithm.running_moments import RunningMoments
@@ -69,12 +74,15 @@ def make_experience(
     rewards = token_rewards(scores.scores, kl, rollout.response_mask, kl_coef=in_reward)
     if config.whiten_rewards:
         rewards = whiten(rewards, keep_mean=True)
-    advantages = _advantages(rewards, scores.values, rollout, config.gamma, config.lam)
-    returns = advantages + scores.values
-    if config.lam_critic is not None:
-        for_critic = _advantages(rewards, scores.values, rollout, config.gamma, config.lam_critic)
-        returns = for_critic + scores.values
-    if config.whiten_advantages:
+    returns = None
+    if scores.values is not None:
+        advantages, returns = _over_critic(rewards, scores.values, rollout, config)
+    elif config.compares_samples:
+        advantages = _over_other_samples(rewards, rollout, config)
+    else:
+        to_go = partial(returns_to_go, gamma=config.gamma)
+        advantages = _as_if_adjacent(to_go, rollout.response_mask, rewards)
+    if config.standardizes_advantages:
         advantages = whiten(advantages, keep_mean=False)
     return Experience(
         rollout=rollout,
@@ -86,17 +94,38 @@ def make_experience(
     )
 
 
-def _advantages(
-    rewards: Tensor, values: Tensor, rollout: Rollout, gamma: float, gae_lambda: float
-) -> Tensor:
-    """Return advantages (B, T), computed as if the tokens of response_mask were adjacent.
+def _over_critic(
+    rewards: Tensor, values: Tensor, rollout: Rollout, config: PPOConfig
+) -> tuple[Tensor, Tensor]:
+    """Return advantages (B, T) over the critic's values, and the critic's targets (B, T)."""
+
+    def advantages(gae_lambda: float) -> Tensor:
+        gae = partial(gae_advantages, gamma=config.gamma, gae_lambda=gae_lambda)
+        return _as_if_adjacent(gae, rollout.response_mask, rewards, values)
+
+    of_policy = advantages(config.lam)
+    of_critic = of_policy if config.lam_critic is None else advantages(config.lam_critic)
+    return of_policy, of_critic + values
+
+
+def _over_other_samples(rewards: Tensor, rollout: Rollout, config: PPOConfig) -> Tensor:
+    """Return advantages (B, T) over the other responses to the same prompt, equal at each token."""
+    totals, group = rewards.sum(dim=1), config.samples_per_prompt
+    if config.advantage_estimator == "rloo":
+        advantages = leave_one_out_advantages(totals, group=group)
+    else:
+        scales = config.scale_by_group_std
+        advantages = group_relative_advantages(totals, group=group, scales=scales)
+    return torch.where(rollout.response_mask, advantages[:, None], 0)
+
+
+def _as_if_adjacent(function: Callable[..., Tensor], mask: Tensor, *tensors: Tensor) -> Tensor:
+    """Apply a function of (B, T) tensors as if the tokens of the mask were adjacent.
 
     Tokens outside the mask, such as a tool's output, are not actions of the policy.
     """
-    order = (~rollout.response_mask).long().argsort(dim=1, stable=True)
-    together = gae_advantages(
-        rewards.gather(1, order), values.gather(1, order), gamma=gamma, gae_lambda=gae_lambda
-    )
+    order = (~mask).long().argsort(dim=1, stable=True)
+    together = function(*(tensor.gather(1, order) for tensor in tensors))
     return torch.zeros_like(together).scatter(1, order, together)
 
 

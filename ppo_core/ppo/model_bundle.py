@@ -30,7 +30,9 @@ class ModelBundle:
     """Precision of the policy that the script passed, and of the policy that is saved."""
 
     reference: LanguageModel
-    critic: Critic
+    critic: Critic | None
+    """None if the estimator of the advantages needs no critic."""
+
     rewards: RewardMix
 
     fingerprints: Mapping[str, dict[str, str]] = field(default_factory=dict)

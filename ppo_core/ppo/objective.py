@@ -15,6 +15,9 @@ from ppo_core.models.policy import Predictions
 SUMS = [entry.name for entry in fields(TokenSums) if not entry.name.startswith("first_")]
 """Fields of `TokenSums` that an optimizer step adds to, in the order of `Objective.sums`."""
 
+OF_CRITIC = ("value_loss", "value_clipped", "new_values")
+"""The sums that are 0 without a critic."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CountedTokens:
@@ -33,8 +36,10 @@ class CountedTokens:
     """Log-probability under the reference."""
 
     advantages: Tensor
-    old_values: Tensor
-    returns: Tensor
+    old_values: Tensor | None
+    """None without a critic, as `returns`."""
+
+    returns: Tensor | None
     kl_coef: float
     """Weight of the KL divergence in the loss."""
 
@@ -49,15 +54,18 @@ class CountedTokens:
         rollout = experience.rollout
         t = rows.state + 1 - rows.prompt_lengths[rows.row]
         counted = sequences[rows.row], t
-        behaviour = rollout.behaviour_logprobs
+
+        def taken(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor[counted]
+
         return cls(
             weights=weights[rows.row],
             old_logprobs=rollout.logprobs[counted],
-            behaviour_logprobs=None if behaviour is None else behaviour[counted],
+            behaviour_logprobs=taken(rollout.behaviour_logprobs),
             ref_logprobs=experience.ref_logprobs[counted],
             advantages=experience.advantages[counted],
-            old_values=experience.values[counted],
-            returns=experience.returns[counted],
+            old_values=taken(experience.values),
+            returns=taken(experience.returns),
             kl_coef=experience.kl_loss_coef,
         )
 
@@ -105,6 +113,8 @@ class Objective:
     def of_critic(self, values: Tensor) -> Tensor:
         """Return the summed loss () of the critic's values (N,), times `vf_coef`."""
         config, tokens = self._config, self._tokens
+        assert tokens.old_values is not None
+        assert tokens.returns is not None
         losses, clipped = value_loss(
             values, tokens.old_values, tokens.returns, cliprange_value=config.cliprange_value
         )
@@ -124,7 +134,8 @@ class Objective:
         """
         moved = predicted.logprobs - self._tokens.old_logprobs
         ratio_error = torch.expm1(moved)
-        kl = torch.zeros_like(moved) if predicted.full_kl is None else predicted.full_kl
+        nothing = torch.zeros_like(moved)
+        kl = nothing if predicted.full_kl is None else predicted.full_kl
         names = self._of_policy[0]
         per_token = {
             "tokens": torch.ones_like(moved),
@@ -136,6 +147,6 @@ class Objective:
             "abs_ratio_error": ratio_error.abs(),
             "ratio_error_squared": ratio_error**2,
             **{name: torch.cat([part[name] for part in self._of_policy]) for name in names},
-            **self._of_critic,
+            **(self._of_critic or dict.fromkeys(OF_CRITIC, nothing)),
         }
         return torch.stack([per_token[name].sum().double() for name in SUMS])

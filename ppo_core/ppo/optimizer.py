@@ -74,7 +74,7 @@ def make_train_state(
 
 
 def parameter_groups(
-    policy: LanguageModel, critic: Critic, config: PPOConfig
+    policy: LanguageModel, critic: Critic | None, config: PPOConfig
 ) -> list[dict[str, Any]]:
     """Return the named parameter groups; weight decay applies only to matrices.
 
@@ -99,17 +99,19 @@ def parameter_groups(
     return [group for group in groups if group["params"]]
 
 
-def policy_parameters(policy: LanguageModel, critic: Critic) -> list[nn.Parameter]:
+def policy_parameters(policy: LanguageModel, critic: Critic | None) -> list[nn.Parameter]:
     """Return the policy's parameters that the critic does not own."""
     of_critic = set(map(id, critic_parameters(policy, critic).values()))
     return [parameter for parameter in policy.parameters() if id(parameter) not in of_critic]
 
 
-def critic_parameters(policy: LanguageModel, critic: Critic) -> dict[str, nn.Parameter]:
+def critic_parameters(policy: LanguageModel, critic: Critic | None) -> dict[str, nn.Parameter]:
     """Return the parameters that only the critic uses, by name; a shared backbone is left out.
 
     If the critic is an adapter on the policy's base, the adapter's parameters are included.
     """
+    if critic is None:
+        return {}
     of_policy = set(map(id, policy.parameters()))
     return {
         name: parameter

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.data.types import Experience, TokenRows
 from ppo_core.distributed.engine import Engine
-from ppo_core.models.actor_critic import ActorCritic
+from ppo_core.models.actor_critic import ActorCritic, Critic
 from ppo_core.models.kernels.matmul_backend import MIN_NUMEL, uses_onednn
 from ppo_core.models.policy import LanguageModel, Predictions
 from ppo_core.ppo.objective import CountedTokens, Objective
@@ -82,17 +82,21 @@ class Passes:
                     predicted, values = self.module(
                         rows, self.temperature, objective.of_policy, self.reference
                     )
-                    policy_loss = self._policy_weight * objective.of_predictions(predicted)
-                    self.engine.backward(policy_loss + objective.of_critic(values))
+                    loss = self._policy_weight * objective.of_predictions(predicted)
+                    if values is not None:
+                        loss = loss + objective.of_critic(values)
+                    self.engine.backward(loss)
+            elif (critic := self._models.critic) is None:
+                predicted = self._policy_pass(rows, objective)
             elif self.second_thread is not None:
                 predicted, _ = run_both(
                     self.second_thread,
                     partial(self._policy_pass, rows, objective),
-                    partial(self._critic_pass, rows, objective),
+                    partial(self._critic_pass, critic, rows, objective),
                 )
             else:
                 predicted = self._policy_pass(rows, objective)
-                self._critic_pass(rows, objective)
+                self._critic_pass(critic, rows, objective)
         sums = objective.sums(predicted)
         return torch.zeros_like(sums) if is_empty else sums
 
@@ -119,9 +123,8 @@ class Passes:
             self.engine.backward(self._policy_weight * objective.of_predictions(predicted))
         return predicted
 
-    def _critic_pass(self, rows: TokenRows, objective: Objective) -> None:
+    def _critic_pass(self, critic: Critic, rows: TokenRows, objective: Objective) -> None:
         """Add the gradients of the critic's loss."""
-        critic = self._models.critic
         with critic.backbone.products(rows.ids):
             with self.engine.autocast():
                 values = critic(rows)
@@ -141,6 +144,7 @@ def may_run_both(
         engine.is_plain
         and engine.device.type == "cpu"
         and not recomputes
+        and module.critic is not None
         and module.shares_nothing
         and _pays_concurrently(models)
     )

@@ -154,7 +154,8 @@ def add_pretraining_gradients(
             predicted, values = module(rows, 1.0, pretraining_loss(weight))
             # Give the critic a gradient of 0. If a parameter had no gradient in the first pass of
             # a step, ZeRO-3 would add later gradients to the previous step's gradients.
-            engine.backward(predicted.loss + 0.0 * values.sum())
+            of_critic = 0.0 if values is None else 0.0 * values.sum()
+            engine.backward(predicted.loss + of_critic)
 
 
 def pretraining_loss(weight: float) -> TokenLoss:

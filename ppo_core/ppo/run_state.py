@@ -111,7 +111,7 @@ class RunState:
             ConfigError: kl_horizon is too short for the batch size.
         """
         return cls(
-            stream=PromptStream(num_prompts, seed=config.seed),
+            stream=PromptStream(num_prompts, seed=config.seed, samples=config.samples_per_prompt),
             health=HealthMonitor(config),
             adaptive_kl=make_adaptive_kl(config, schedule),
             generators={

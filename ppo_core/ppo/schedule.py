@@ -44,7 +44,7 @@ def batch_sizes(config: PPOConfig, num_processes: int) -> dict[str, int]:
 
     Raises:
         ConfigError: two settings contradict each other, or a batch cannot be split evenly into
-            minibatches.
+            minibatches or prompts.
     """
     product = (
         config.per_device_train_batch_size * config.gradient_accumulation_steps * num_processes
@@ -56,6 +56,12 @@ def batch_sizes(config: PPOConfig, num_processes: int) -> dict[str, int]:
             f"{config.gradient_accumulation_steps} both set the size of a batch, which would be "
             f"{product} with per_device_train_batch_size={config.per_device_train_batch_size} and "
             f"{num_processes} processes. Leave one of the settings at its default."
+        )
+    if left := batch_size % config.samples_per_prompt:
+        raise ConfigError(
+            f"A batch of {batch_size} responses is no multiple of samples_per_prompt="
+            f"{config.samples_per_prompt}: {left} responses would be left over. Set batch_size to "
+            "a multiple of samples_per_prompt."
         )
     number = config.num_mini_batches
     size = config.mini_batch_size or batch_size // number
@@ -92,7 +98,8 @@ def make_schedule(config: PPOConfig, *, num_prompts: int, num_processes: int) ->
         )
     # num_train_epochs may be fractional, but the number of episodes is an integer (TRL #1740,
     # #1743).
-    episodes = config.total_episodes or ceil(config.num_train_epochs * num_prompts)
+    passes = config.num_train_epochs * config.samples_per_prompt
+    episodes = config.total_episodes or ceil(passes * num_prompts)
     num_updates = ceil(episodes / batch_size)
     if config.max_steps != -1 and (config.total_episodes is None or config.max_steps < num_updates):
         num_updates = config.max_steps

@@ -41,8 +41,10 @@ def score(
             ref_logprobs = response_logprobs(
                 models.reference, rollout, size, equal_passes=equal_passes
             )
-        with engine.gathered(module):
-            values = critic_values(models.critic, rollout, size, equal_passes=equal_passes)
+        values = None
+        if models.critic is not None:
+            with engine.gathered(module):
+                values = critic_values(models.critic, rollout, size, equal_passes=equal_passes)
         if config.kl_estimator == "full":
             with engine.all_gathered([module, models.reference]):
                 divergences = exact_kl(

@@ -16,6 +16,9 @@ from ppo_core.data.types import Experience, Rollout, Scores, TokenSums
 
 Metrics = dict[str, float]
 
+OF_CRITIC = ("loss/value_avg", "val/clipfrac_avg")
+"""Metrics of an update that a run without a critic lacks."""
+
 LARGEST = 1 - 1e-6
 """Largest correlation whose Fisher transformation is taken."""
 
@@ -136,8 +139,11 @@ def sampler_metrics(logprobs: Tensor, behaviour_logprobs: Tensor, *, cap: float)
 def explained_variance(experience: Experience) -> float:
     """Return 1 - Var(returns - values) / Var(returns) over counted tokens; 0 if returns are equal.
 
-    1 means a perfect critic, 0 a critic like a constant, and below 0 worse than a constant.
+    The experience must be one with a critic. 1 means a perfect critic, 0 a critic like a constant,
+    and below 0 worse than a constant.
     """
+    assert experience.returns is not None
+    assert experience.values is not None
     mask = experience.rollout.response_mask
     returns = experience.returns[mask].double()
     errors = returns - experience.values[mask].double()
@@ -145,11 +151,11 @@ def explained_variance(experience: Experience) -> float:
     return 1 - errors.var(correction=0).item() / variance if variance > 0 else 0.0
 
 
-def update_metrics(sums: TokenSums) -> Metrics:
+def update_metrics(sums: TokenSums, *, has_critic: bool = True) -> Metrics:
     """Return means over the counted tokens of all optimizer steps of one update."""
     tokens = sums.tokens
     ratio_error = sums.ratio_error / tokens
-    return {
+    means = {
         "policy/approxkl_avg": sums.approxkl / tokens,
         "policy/clipfrac_avg": sums.clipped / tokens,
         "policy/entropy_avg": sums.entropy / tokens,
@@ -161,3 +167,4 @@ def update_metrics(sums: TokenSums) -> Metrics:
         "val/ratio_var": sums.ratio_error_squared / tokens - ratio_error**2,
         "val/first_ratio_error": sums.first_ratio_error / sums.first_tokens,
     }
+    return {name: mean for name, mean in means.items() if has_critic or name not in OF_CRITIC}

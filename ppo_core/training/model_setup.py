@@ -160,7 +160,8 @@ def make_models(
     if given.reference is not None and _shares(model, given.reference):
         # So that its shared layers and its own have one precision.
         given.reference.to(policy.model.dtype)
-    disable_dropout(critic)
+    if critic is not None:
+        disable_dropout(critic)
     if config.gradient_checkpointing:
         _checkpoint_activations(model, critic)
     reference = make_reference(model, given.reference, adapter=config.ref_adapter_name)
@@ -172,7 +173,7 @@ def make_models(
         adapted=adapted,
         saved_dtype=saved_dtype,
         reference=reference,
-        critic=engine.place(critic.eval()),
+        critic=critic and engine.place(critic.eval()),
         rewards=given.rewards,
     )
 
@@ -228,10 +229,10 @@ def _without_adapter(model: nn.Module) -> nn.Module:
     return merged
 
 
-def _require_trainable(policy: LanguageModel, critic: Critic) -> None:
+def _require_trainable(policy: LanguageModel, critic: Critic | None) -> None:
     if not any(parameter.requires_grad for parameter in policy_parameters(policy, critic)):
         raise ModelError("No parameter of the policy requires a gradient: nothing would learn.")
-    if not any(parameter.requires_grad for parameter in critic.parameters()):
+    if critic is not None and not any(each.requires_grad for each in critic.parameters()):
         raise ModelError("No parameter of the critic requires a gradient: nothing would learn.")
 
 
@@ -325,14 +326,15 @@ def disable_dropout(model: nn.Module) -> None:
                 setattr(module, name, dict.fromkeys(value, 0.0))
 
 
-def _train_in_fp32(model: nn.Module, critic: Critic) -> None:
+def _train_in_fp32(model: nn.Module, critic: Critic | None) -> None:
     """Cast trained weights to at least fp32: half precision rounds most steps away.
 
     The base of an adapter keeps its precision.
     """
-    own_backbone = not is_peft(model) or (critic.adapter is None and not _shares(model, critic))
     wholes = [] if is_peft(model) else [model]
-    wholes += [critic] if own_backbone else [critic.head]
+    if critic is not None:
+        own_backbone = not is_peft(model) or (critic.adapter is None and not _shares(model, critic))
+        wholes += [critic] if own_backbone else [critic.head]
     for whole in wholes:
         trained = [parameter for parameter in whole.parameters() if parameter.requires_grad]
         if any(parameter.itemsize < 4 for parameter in trained):
@@ -436,7 +438,10 @@ def _make_critic(
     adapted: "PeftModel | None",
     value_head: nn.Linear | None,
     given: ScriptModels,
-) -> Critic:
+) -> Critic | None:
+    if not config.has_critic:
+        _refuse_critic(config, given)
+        return None
     if given.critic is not None and config.shared_critic:
         raise ConfigError(
             "shared_critic=True and a value_model both say what the critic is. Hand over "
@@ -456,11 +461,24 @@ def _make_critic(
     return Critic.from_policy(policy.model if adapted is None else merged_copy(adapted))
 
 
-def _checkpoint_activations(model: nn.Module, critic: Critic) -> None:
+def _refuse_critic(config: PPOConfig, given: ScriptModels) -> None:
+    for what, is_given in (
+        ("a value_model", given.critic is not None),
+        ("a policy with a value head", isinstance(given.policy, ModelWithValueHead)),
+    ):
+        if is_given:
+            raise ConfigError(
+                f"advantage_estimator={config.advantage_estimator!r} trains no critic, and the run "
+                f"has {what}, which would stay as it is. Leave it away (value_model=None, the "
+                "policy's pretrained_model), or set advantage_estimator='gae'."
+            )
+
+
+def _checkpoint_activations(model: nn.Module, critic: Critic | None) -> None:
     """Recompute activations of policy and critic in the backward pass, in training mode."""
     if is_peft(model):
         checkpoint_activations(model)
-    backbones = [plain_model(model), critic.model]
+    backbones = [plain_model(model)] + ([] if critic is None else [critic.model])
     for backbone in backbones[is_peft(model) :]:
         if isinstance(backbone, PreTrainedModel) and not backbone.is_activation_checkpointing:
             recompute_activations(backbone, {"use_reentrant": False})

@@ -37,7 +37,7 @@ def check_models(
         _check_template(scorer, prompts)
     _check_reader("reference", models.reference.model, known, longest)
     # A script's own value model has no configuration.
-    if hasattr(models.critic.model, "config"):
+    if models.critic is not None and hasattr(models.critic.model, "config"):
         _check_reader("critic", models.critic.model, known, longest)
 
 

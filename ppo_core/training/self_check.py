@@ -72,7 +72,7 @@ def check_numbers(
         with engine.gathered(models.reference):
             padded["reference"] = _check_reference(models.reference, prompts)
         # The numbers of a script's own module are what it returns: there are no others to compare.
-        if isinstance(models.critic.backbone, DecoderBackbone):
+        if models.critic is not None and isinstance(models.critic.backbone, DecoderBackbone):
             padded["critic"] = _check_critic(models.critic, prompts)
         for number, scorer in enumerate(models.rewards.models(), start=1):
             held = [scorer.model] if isinstance(scorer.model, PreTrainedModel) else []

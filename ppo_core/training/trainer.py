@@ -164,8 +164,10 @@ class Trainer:
         """Count the update; then update KL coefficient, averaged weights and reference."""
         state, metrics, times = self._train_state, pending.metrics, self._timer.pop()
         if pending.experience is not None:
-            metrics = metrics | update_metrics(sums)
-            metrics["val/explained_variance"] = explained_variance(pending.experience)
+            has_critic = self.critic is not None
+            metrics = metrics | update_metrics(sums, has_critic=has_critic)
+            if has_critic:
+                metrics["val/explained_variance"] = explained_variance(pending.experience)
             metrics |= times
         self._run.health.check_skipped(state.skipped_in_a_row)
         metrics = metrics | {"val/skipped_steps": float(state.skipped_steps)}

@@ -97,8 +97,8 @@ def add_computed(
 class PolicyAndValue(nn.Module):
     """Policy and value model of a run; calls and all other attributes are the policy's."""
 
-    def __init__(self, policy: nn.Module, value_model: nn.Module) -> None:
-        """Take the models, which may share parameters."""
+    def __init__(self, policy: nn.Module, value_model: nn.Module | None) -> None:
+        """Take the models, which may share parameters; without a critic, `value_model` is None."""
         super().__init__()
         self.policy = policy
         self.value_model = value_model
@@ -141,8 +141,8 @@ class ScriptNames(Trainer):
         return self.model.policy
 
     @property
-    def value_model(self) -> nn.Module:
-        """The value model that the script passed, or else the critic."""
+    def value_model(self) -> nn.Module | None:
+        """The value model that the script passed, or else the critic, if there is one."""
         return self.model.value_model
 
     @property

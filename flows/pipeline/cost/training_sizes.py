@@ -66,7 +66,9 @@ def ppo_size(
     )
     return PPOSize(
         policy=model_size(policy),
-        critic=None if ppo.shared_critic else critic or _without_head(model_size(policy)),
+        critic=None
+        if ppo.shared_critic or not ppo.has_critic
+        else critic or _without_head(model_size(policy)),
         reward=reward,
         adapter=count_adapter_parameters(policy, lora.r, lora.target_modules) if lora.r else 0,
         base_bytes=BF16 if half else FP32,

@@ -41,7 +41,9 @@ def step_stats(
     Means over tokens use counted tokens only. `kl` is (B, T), and `sums` are totals over all
     processes.
     """
-    rollout = experience.rollout
+    rollout, values, returns = experience.rollout, experience.values, experience.returns
+    assert values is not None
+    assert returns is not None
     mask = rollout.response_mask
 
     def token_mean(values: Tensor) -> float:
@@ -64,11 +66,11 @@ def step_stats(
         **_loss_stats(sums, vf_coef),
         "ppo/policy/advantages": _array(experience.advantages),
         "ppo/policy/advantages_mean": token_mean(experience.advantages),
-        "ppo/returns/mean": token_mean(experience.returns),
-        "ppo/returns/var": token_variance(experience.returns),
-        "ppo/val/mean": token_mean(experience.values),
-        "ppo/val/var": token_variance(experience.values),
-        "ppo/val/error": token_mean((experience.values - experience.returns) ** 2),
+        "ppo/returns/mean": token_mean(returns),
+        "ppo/returns/var": token_variance(returns),
+        "ppo/val/mean": token_mean(values),
+        "ppo/val/var": token_variance(values),
+        "ppo/val/error": token_mean((values - returns) ** 2),
         "ppo/val/var_explained": explained_variance(experience),
         **_length_stats("queries", rollout.prompt_lengths.float()),
         **_length_stats("responses", rollout.response_lengths.float()),

@@ -43,14 +43,14 @@ def shaped(*batches: list[float], moments=None, rollout=None, **settings) -> lis
 
 def experience_of(scores, values, mask, kl=None, **settings) -> Experience:
     rollout = make_rollout(mask)
-    values = tensor(values)
+    zeros = torch.zeros(rollout.response_mask.shape)
     judged = Scores(
-        ref_logprobs=torch.zeros_like(values),
-        values=values,
+        ref_logprobs=zeros,
+        values=None if values is None else tensor(values),
         scores=tensor(scores),
-        full_kl=torch.zeros_like(values) if kl is None else tensor(kl),
+        full_kl=zeros if kl is None else tensor(kl),
     )
-    config = PPOConfig(**{**PLAIN, **settings})
+    config = PPOConfig(**({} if values is None else PLAIN) | settings)
     return make_experience(
         rollout,
         judged,
@@ -190,3 +190,74 @@ def test_whitened_rewards_keep_their_mean():
     root = 12**0.5
     expected = tensor([[2 - 2 / root, 2 + 4 / root], [2 - 2 / root, 0.0]])
     assert_close(shifted.returns, expected)
+
+
+# --- Without a critic ---
+
+GAPS = [[1, 0, 1, 0], [1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 0, 1]]
+"""Masks of two responses to each of two prompts; some have a gap, such as the output of a tool."""
+
+KL = [[1.0, 0.0, 2.0, 0.0], [1.0, 1.0, 1.0, 0.0], [4.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 2.0]]
+
+
+def test_reinforce_sums_the_rewards_of_the_counted_tokens_from_each_on():
+    experience = experience_of(
+        [5.0, 0.0, 1.0, 1.0],
+        None,
+        GAPS,
+        KL,
+        advantage_estimator="reinforce",
+        samples_per_prompt=2,
+        whiten_advantages=False,
+        gamma=0.5,
+        kl_coef=1.0,
+    )
+    # Row 0 has the rewards -1 and 5 - 2, one after the other: -1 + 3/2 = 0.5.
+    # Row 1 has -1, -1, -1: -1 - (1 + 1/2)/2 = -1.75.  Row 2 has 1 - 4.
+    # Row 3 has 0, 0 and 1 - 2: its first is -1/4.
+    expected = [[0.5, 0, 3, 0], [-1.75, -1.5, -1, 0], [-3, 0, 0, 0], [-0.25, -0.5, 0, -1]]
+    assert_close(experience.advantages, tensor(expected))
+    assert experience.values is None
+    assert experience.returns is None
+
+
+def test_reinforce_standardizes_over_the_batch():
+    settings = {"advantage_estimator": "reinforce", "kl_coef": 1.0}
+    advantages = experience_of([5.0, 0.0, 1.0, 1.0], None, GAPS, KL, **settings).advantages
+    counted = advantages[tensor(GAPS).bool()]
+    assert counted.mean().item() == pytest.approx(0, abs=1e-6)
+    assert counted.std().item() == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        # The rewards of whole responses are 5 - 3, 0 - 3, 1 - 4 and 1 - 2.
+        ("rloo", [5.0, -5.0, -2.0, 2.0]),
+        ("grpo", [0.5**0.5, -(0.5**0.5), -(0.5**0.5), 0.5**0.5]),
+    ],
+)
+def test_each_counted_token_has_the_advantage_of_its_response(
+    estimator: str, expected: list[float]
+):
+    settings = {"advantage_estimator": estimator, "samples_per_prompt": 2, "kl_coef": 1.0}
+    experience = experience_of([5.0, 0.0, 1.0, 1.0], None, GAPS, KL, **settings)
+    assert_close(experience.advantages, tensor(GAPS) * tensor(expected)[:, None], rtol=0, atol=1e-3)
+
+
+def test_grpo_without_the_deviation_and_with_the_divergence_in_the_loss():
+    experience = experience_of(
+        [5.0, 0.0, 1.0, 1.0],
+        None,
+        GAPS,
+        KL,
+        advantage_estimator="grpo",
+        samples_per_prompt=4,
+        scale_by_group_std=False,
+        kl_in_loss=True,
+        kl_coef=1.0,
+    )
+    mean = 7 / 4
+    expected = tensor([5.0, 0.0, 1.0, 1.0]) - mean
+    assert_close(experience.advantages, tensor(GAPS) * expected[:, None])
+    assert experience.kl_loss_coef == 1.0

@@ -361,14 +361,14 @@ def test_the_published_defaults():
 
 
 TWO_PROCESSES = """
-import json, sys
+import dataclasses, json, sys
 import torch
 torch.set_num_threads(1)
 from tests.ppo_core.training.test_trainer import UNEVEN, make_trainer
-trainer = make_trainer(UNEVEN)
+trainer = make_trainer(dataclasses.replace(UNEVEN, **json.loads(sys.argv[2])))
 metrics = trainer.train()[-1]
+trainer.save_model(sys.argv[1])
 if trainer.engine.is_main:
-    trainer.save_model(sys.argv[1])
     with open(sys.argv[1] + "/metrics.json", "w") as file:
         json.dump(metrics, file)
 """
@@ -386,18 +386,31 @@ UNEVEN = dataclasses.replace(
 )
 
 
-def test_two_processes_are_one(tmp_path):
+RLOO = {"advantage_estimator": "rloo", "samples_per_prompt": 3, "whiten_rewards": False}
+"""With UNEVEN, groups of responses lie in several processes and minibatches."""
+
+
+@pytest.mark.parametrize(
+    ("changes", "of_two"),
+    [
+        ({}, {}),
+        pytest.param(RLOO, {}, marks=pytest.mark.slow),
+        pytest.param(RLOO, {"sharding": "fsdp2"}, marks=pytest.mark.slow),
+        pytest.param(RLOO, {"sharding": "zero3"}, marks=pytest.mark.slow),
+    ],
+)
+def test_two_processes_are_one(changes: dict, of_two: dict, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(TWO_PROCESSES)
     results = []
-    for processes in (1, 2):
+    for processes, settings in ((1, changes), (2, changes | of_two)):
         folder = tmp_path / str(processes)
         folder.mkdir()
-        ran = run_python(script, folder, processes=processes)
+        ran = run_python(script, folder, json.dumps(settings), processes=processes)
         assert ran.returncode == 0, ran.stderr
         results.append((load_policy(folder), json.loads((folder / "metrics.json").read_text())))
     (one, one_metrics), (two, two_metrics) = results
-    for name in METRICS - CLOCKS:
+    for name in (METRICS - CLOCKS) & one_metrics.keys():
         assert two_metrics[name] == pytest.approx(one_metrics[name], abs=1e-5), name
     for name, weight in one.state_dict().items():
         assert_close(two.state_dict()[name], weight, rtol=0, atol=1e-6, msg=name)
