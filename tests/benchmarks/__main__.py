@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from tests.benchmarks import flow_overhead, growth, tables
+from tests.benchmarks import estimators, flow_overhead, growth, tables
 from tests.benchmarks.cases import (
     CASES,
     GPU_CASE,
@@ -57,6 +57,9 @@ EXTRAS: dict[str, Callable[[Path, int], Table]] = {
     "sampling": sampling,
     "padding": lambda folder, rounds: tables.padding_table(
         growth.measure_padding(folder, rounds=rounds)
+    ),
+    "estimators": lambda folder, rounds: tables.estimators_table(
+        estimators.measure_estimators(folder, rounds=rounds)
     ),
     "memory": lambda folder, rounds: tables.memory_table(growth.measure_memory(folder)),
     "growth": lambda folder, rounds: tables.growth_table(

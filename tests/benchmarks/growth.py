@@ -10,6 +10,7 @@ from scipy.stats import linregress
 
 from tests.benchmarks.cases import NEOX_10M, Shape, Workload, neox
 from tests.benchmarks.compare import alternate, task_of
+from tests.benchmarks.estimators import above_imports
 from tests.benchmarks.models import all_parameters, save_models
 from tests.benchmarks.tasks import Run
 
@@ -79,11 +80,6 @@ def median_seconds(run: Run, *phases: str) -> float:
     return statistics.median(sum(getattr(u, phase) for phase in phases) for u in run.updates)
 
 
-def extra_bytes(run: Run) -> int:
-    """Return peak memory above that of the imports."""
-    return run.peak_bytes - run.updates[0].imports_bytes
-
-
 def measure_growth(folder: Path, *, rounds: int) -> list[Growth]:
     """Measure our time and memory as each of four sizes grows."""
     found = []
@@ -95,7 +91,7 @@ def measure_growth(folder: Path, *, rounds: int) -> list[Growth]:
                 what=what,
                 sizes=sizes,
                 seconds=[median_seconds(run, "seconds") / run.task.batch for run in runs],
-                bytes=[extra_bytes(run) for run in runs],
+                bytes=[above_imports(run) for run in runs],
             )
         )
     return found
@@ -162,7 +158,7 @@ def measure_memory(folder: Path) -> VocabularyMemory:
     return VocabularyMemory(
         vocabularies=[shape.vocabulary for shape in shapes],
         state_bytes=[state_bytes(*all_parameters(shape)) for shape in shapes],
-        peak_bytes=[extra_bytes(run) for run in runs],
+        peak_bytes=[above_imports(run) for run in runs],
     )
 
 

@@ -18,6 +18,7 @@ def config(task: Task) -> PPOConfig:
         "per_device_train_batch_size": task.microbatch,
         "num_mini_batches": 1,
         "num_ppo_epochs": task.epochs,
+        "advantage_estimator": task.estimator,
         "total_episodes": task.updates * task.batch,
         "response_length": task.response_length,
         "stop_token": "eos" if task.ends_early else None,
@@ -49,7 +50,7 @@ def measure(pace: Pace) -> None:
         ref_model=load(task, "policy"),
         # TRL scores the sampled tokens without appending an end of text.
         reward_model=RewardModel(load(task, "reward"), tokenizer, end_of_text=False),
-        value_model=load(task, "critic"),
+        value_model=load(task, "critic") if task.estimator == "gae" else None,
         train_dataset=[{"input_ids": row} for row in task.prompts],
         callbacks=[pace],
     ).train()

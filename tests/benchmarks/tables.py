@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from rich.table import Table
 
 from tests.benchmarks.compare import Comparison, Pairing
+from tests.benchmarks.estimators import Estimators, above_imports
 from tests.benchmarks.floor import BF16
 from tests.benchmarks.growth import Growth, Padding, VocabularyMemory, exponent
 from tests.benchmarks.tasks import Run
@@ -139,4 +140,17 @@ def memory_table(memory: VocabularyMemory) -> Table:
             f"{above[number] / MIB:.0f}",
             f"{above[number] / above[0]:.2f}",
         )
+    return table
+
+
+def estimators_table(measured: Estimators) -> Table:
+    """Return the cost of a step with a critic and without."""
+    table = make_table(
+        "neox-10m with a critic and without: ratios of updates in turns",
+        "estimator|sampling / scoring / updating, s|peak, MiB|above imports, MiB|time|memory",
+    )
+    ratios = f"{measured.seconds_ratio():.2f}", f"{measured.bytes_ratio():.2f}"
+    for run, own in ((measured.with_critic, ("", "")), (measured.without, ratios)):
+        peak, above = run.peak_bytes / MIB, above_imports(run) / MIB
+        table.add_row(run.task.estimator, phases(run), f"{peak:.0f}", f"{above:.0f}", *own)
     return table

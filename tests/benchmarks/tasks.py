@@ -35,6 +35,9 @@ class Task:
     best: bool = False
     """Use our fastest setting in place of the one that both sides share."""
 
+    estimator: str = "gae"
+    """Our `advantage_estimator`."""
+
     device: Literal["cpu", "cuda"] = "cpu"
     threads: int = 2
 
