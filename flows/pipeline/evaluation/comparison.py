@@ -1,8 +1,10 @@
 """Compare two policies' answers with a judge, which sees each pair in both orders."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
+from typing import Any
 
 from pipeline.judges.verdict import Judge, JudgedPrompt, Verdict, swapped
 from ppo_core.data.rows.dialogues import shown_prompt
@@ -87,6 +89,15 @@ def compare(
         judge=judge.name,
         members=tuple(judge.members),
     )
+
+
+def joined(parts: Sequence[Comparison]) -> Comparison:
+    """Return the pairs of several comparisons by one judge as one comparison; one part or more."""
+    columns = ("prompts", "candidates", "opponents", "straight", "swapped")
+    pairs: dict[str, Any] = {
+        name: tuple(chain(*(getattr(each, name) for each in parts))) for name in columns
+    }
+    return replace(parts[0], **pairs)
 
 
 def valid_pairs(comparison: Comparison) -> list[int]:

@@ -10,8 +10,14 @@ from pipeline.evaluation.agreement import (
     measure_agreement,
 )
 from pipeline.evaluation.canaries import run_canaries
-from pipeline.evaluation.comparison import Comparison, compare
+from pipeline.evaluation.comparison import Comparison
 from pipeline.evaluation.length_control import length_controlled_rate, rate_by_length_ratio
+from pipeline.evaluation.until_decided import (
+    DecidedComparison,
+    Rule,
+    compare_at,
+    compare_until_decided,
+)
 from pipeline.evaluation.win_rate import measure_win_rate
 from pipeline.judges.verdict import Judge, JudgedPrompt, Verdict
 from pipeline.results.evaluation import ContestResult, JudgedContests, JudgeIdentity, WinRate
@@ -35,6 +41,7 @@ def evaluate(
     texts: Mapping[str, Sequence[str]],
     contests: Sequence[tuple[str, str]],
     *,
+    rules: Mapping[str, Rule],
     people: Sequence[Row],
     config: EvaluationConfig,
     canaries_decide: bool = True,
@@ -42,32 +49,43 @@ def evaluate(
 ) -> Contests:
     """Test the judge with canaries and labels, and let the judge compare answers.
 
+    A contest with a rule is judged until the rule decides. Every other contest is judged on the
+    prompts of a contest with a rule: of that against the same opponent, or else of the first.
+
     Args:
         judge: the judge.
         prompts: prompts of the answers.
         texts: answers to `prompts`, by contestant. The canaries are compared with the texts of the
             contestant `reference`, or of `sft` if there are no references.
         contests: (candidate, opponent) pairs of keys of `texts`.
+        rules: rules of the contests that decide, by name of the contest; at least one.
         people: rows with `prompt`, `first`, `second` and a person's `label`; may be empty.
         config: limits above which the result is inconclusive.
         canaries_decide: whether the result is inconclusive if the judge falls for canaries.
-        seed: seed of the bootstrap intervals.
+        seed: seed of the order of the pairs.
 
     Raises:
         DataError: a contest has no valid verdict.
         JudgeError: the judge does not answer.
     """
     canaries = run_canaries(judge, prompts, texts["reference" if "reference" in texts else "sft"])
-    comparisons = {
-        f"{candidate}_vs_{opponent}": compare(judge, prompts, texts[candidate], texts[opponent])
+    decided = {
+        name: compare_until_decided(
+            judge, prompts, texts[candidate], texts[opponent], rules[name], seed=seed
+        )
         for candidate, opponent in contests
+        if (name := name_of(candidate, opponent)) in rules
+    }
+    comparisons = {
+        name_of(*contest): _comparison(judge, prompts, texts, contest, decided)
+        for contest in contests
     }
     win_rates = {
         name: measure_win_rate(
             comparison,
             max_invalid=config.max_invalid,
             max_flip_rate=config.max_flip_rate,
-            seed=seed,
+            test=decided[name].test if name in decided else None,
         )
         for name, comparison in comparisons.items()
     }
@@ -86,6 +104,27 @@ def evaluate(
         reasons=reasons,
     )
     return Contests(comparisons, result)
+
+
+def name_of(candidate: str, opponent: str) -> str:
+    """Return the name of a contest."""
+    return f"{candidate}_vs_{opponent}"
+
+
+def _comparison(
+    judge: Judge,
+    prompts: Sequence[JudgedPrompt],
+    texts: Mapping[str, Sequence[str]],
+    contest: tuple[str, str],
+    decided: Mapping[str, DecidedComparison],
+) -> Comparison:
+    """Return the comparison of a contest, which is judged now if it has no rule."""
+    if (name := name_of(*contest)) in decided:
+        return decided[name].comparison
+    candidate, opponent = contest
+    against_same = (each for other, each in decided.items() if other.endswith(f"_vs_{opponent}"))
+    positions = next(against_same, next(iter(decided.values()))).positions
+    return compare_at(positions, judge, prompts, texts[candidate], texts[opponent])
 
 
 def judgements(contests: Contests) -> list[dict[str, Any]]:

@@ -1,10 +1,10 @@
 """Sample answers of the policies to unseen prompts, and compare them with a judge."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipeline.evaluation.comparison import contests_between
 from pipeline.evaluation.notes import doubts_about_trained_judge, notes_on
@@ -22,12 +22,16 @@ from pipeline.results.step_records import (
     FetchedChampion,
     PreparedModel,
 )
+from pipeline.settings.gate_configs import PromotionConfig
 from pipeline.settings.settings import Settings
 from ppo_core.algorithm.repetition import repeated_ngrams
 from ppo_core.models.loading import is_same_architecture
 from ppo_core.rollout.sampler import server_of
 from ppo_core.training.answers import AnswerJob
 from ppo_core.training.evaluation import Answers
+
+if TYPE_CHECKING:
+    from pipeline.evaluation.until_decided import Rule
 
 
 def evaluate_policies(
@@ -125,6 +129,7 @@ def _judge(
         prompts,
         texts,
         contests_between(texts),
+        rules=_rules(settings.promotion, texts),
         people=list(data.labels() or []),
         config=settings.evaluation,
         # A reward model reads no instructions, and its accuracy on held-out pairs was measured.
@@ -166,6 +171,19 @@ def _judge(
     )
     write_report(folder / EVALUATION_FILE, report)
     return evaluated
+
+
+def _rules(limits: PromotionConfig, contestants: Collection[str]) -> dict[str, "Rule"]:
+    """Return the rules of the contests that decide about a promotion, the direct one first."""
+    from pipeline.evaluation.until_decided import Rule
+
+    least = {"ppo_vs_champion" if "champion" in contestants else "ppo_vs_sft": limits.min_win_rate}
+    if "reference" in contestants:
+        least["ppo_vs_reference"] = limits.min_reference_win_rate
+    return {
+        name: Rule(least=rate, gain=limits.gain_above(rate), alpha=limits.alpha)
+        for name, rate in least.items()
+    }
 
 
 def answer_as_evaluated(

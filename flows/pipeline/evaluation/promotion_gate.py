@@ -110,13 +110,19 @@ def _inconclusive(evaluation: Evaluation) -> str:
 
 
 def _wins(win_rate: WinRate, opponent: str, limits: PromotionConfig, name: str) -> str:
-    least = getattr(limits, name)
-    finite = all(map(isfinite, (win_rate.rate, win_rate.low, win_rate.high)))
-    if finite and win_rate.low > least:
+    least, test = getattr(limits, name), win_rate.test
+    if test is None:
+        raise DataError(
+            f"The win rate against {opponent} was not tested against {name}={least:g}, so it "
+            "cannot decide. Judge the candidate again."
+        )
+    needed = 1 / limits.alpha
+    if isfinite(win_rate.rate) and test.least >= least and test.evidence >= needed:
         return ""
     return (
-        f"{_won(win_rate, opponent)}. The lower end must be above {name}={least:g}: the policy is "
-        "not better, or there are too few pairs to show that it is better."
+        f"{_won(win_rate, opponent)}. The evidence that it exceeds {name}={least:g} is "
+        f"{test.evidence:.3g} : 1, and alpha={limits.alpha:g} needs {needed:,.0f} : 1: the policy "
+        f"is not better, or {test.asked} of {test.available} pairs do not show that it is better."
     )
 
 

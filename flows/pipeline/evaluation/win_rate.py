@@ -6,8 +6,10 @@ import numpy as np
 from scipy.stats import bootstrap, wilcoxon
 from statsmodels.stats.proportion import proportion_confint
 
+from pipeline.evaluation.betting import mean_interval
 from pipeline.evaluation.comparison import POINTS, Comparison, valid_pairs
-from pipeline.results.evaluation import PairedDifference, WinRate
+from pipeline.evaluation.rates import Array
+from pipeline.results.evaluation import PairedDifference, SequentialTest, WinRate
 from ppo_core.errors import DataError
 
 RESAMPLES = 4_999
@@ -18,29 +20,32 @@ DRAWN_AT_ONCE = 1_000_000
 
 
 def measure_win_rate(
-    comparison: Comparison, *, max_invalid: float, max_flip_rate: float, seed: int
+    comparison: Comparison,
+    *,
+    max_invalid: float,
+    max_flip_rate: float,
+    test: SequentialTest | None = None,
 ) -> WinRate:
     """Return the candidate's win rate against the opponent, with a 95 % interval.
 
-    The interval is a percentile bootstrap that resamples prompts with all of their pairs. If every
-    prompt has the same rate (for example all wins, or a single prompt), all resamples would be
-    equal. Then the interval is Wilson's, with one trial per prompt.
+    The rate is the mean over prompts of the points of their pairs. The interval is a confidence
+    sequence (`mean_interval`): it holds whenever the judge stops.
 
     Args:
         comparison: pairs judged in both orders.
         max_invalid: maximum fraction of invalid pairs among all pairs for a conclusive rate.
         max_flip_rate: maximum `flip_rate` for a conclusive rate.
-        seed: seed of the bootstrap.
+        test: how the rate was decided; None for a contest that decides nothing.
 
     Raises:
         DataError: every pair is invalid.
     """
     valid = valid_pairs(comparison)
-    points = np.array([POINTS[comparison.outcomes[number]] for number in valid])
-    low, high = _interval([comparison.prompts[number] for number in valid], points, seed)
+    values = values_of_prompts(comparison)
+    low, high = mean_interval(values, lowest=0.0, highest=1.0)
     reasons = _doubts(comparison, max_invalid, max_flip_rate)
     return WinRate(
-        rate=float(points.mean()),
+        rate=float(values.mean()),
         low=low,
         high=high,
         n=len(valid),
@@ -52,7 +57,20 @@ def measure_win_rate(
         conclusive=not reasons,
         reasons=reasons,
         judge=comparison.judge,
+        test=test,
     )
+
+
+def values_of_prompts(comparison: Comparison) -> Array:
+    """Return the mean points (N,) of each prompt with a valid pair, in [0, 1].
+
+    Pairs of one prompt are not independent, so the prompt counts once.
+    """
+    points: dict[str, list[float]] = {}
+    for prompt, outcome in zip(comparison.prompts, comparison.outcomes, strict=True):
+        if outcome in POINTS:
+            points.setdefault(prompt, []).append(POINTS[outcome])
+    return np.array([np.mean(each) for each in points.values()])
 
 
 def describe(win_rate: WinRate) -> str:

@@ -67,6 +67,13 @@ def as_interval(of: WinRate | Rate | Probe | References | OnPolicy) -> str:
     return f"{of.low:.1%} .. {of.high:.1%}"
 
 
+def as_evidence(rate: WinRate) -> str:
+    """Return the evidence for a candidate and the pairs behind it; "none" without a test."""
+    if rate.test is None:
+        return "none"
+    return f"{rate.test.evidence:,.3g} : 1 after {rate.test.asked} of {rate.test.available} pairs"
+
+
 def as_points(of: PairedDifference) -> tuple[str, str]:
     """Return a difference of rates and its interval as text, such as `+40.3 points`."""
     difference, low, high = (f"{100 * end:+z.1f}" for end in (of.difference, of.low, of.high))

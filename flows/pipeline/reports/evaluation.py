@@ -10,6 +10,7 @@ from pipeline.reports.document import (
     Tone,
     as_decimal,
     as_equal_length_rate,
+    as_evidence,
     as_interval,
     as_number,
     as_percent,
@@ -85,7 +86,16 @@ def _direct_contest(against_sft: ContestResult) -> str:
 def _win_rates(win_rates: Mapping[str, ContestResult]) -> Section:
     return Section(
         title="Win rates",
-        headers=("", "Wins", "95 % interval", "Pairs", "Ties", "Invalid", "Followed the position"),
+        headers=(
+            "",
+            "Wins",
+            "95 % interval",
+            "Pairs",
+            "Ties",
+            "Invalid",
+            "Followed the position",
+            "Evidence",
+        ),
         rows=tuple(
             (
                 CONTEST_TITLES[name],
@@ -95,6 +105,7 @@ def _win_rates(win_rates: Mapping[str, ContestResult]) -> Section:
                 str(rate.ties),
                 str(rate.invalid),
                 as_percent(rate.flip_rate),
+                as_evidence(rate),
             )
             for name, rate in win_rates.items()
         ),

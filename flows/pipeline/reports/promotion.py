@@ -4,7 +4,14 @@ from collections.abc import Mapping
 
 from pipeline.evaluation.promotion_gate import direct_contest, words_of_both
 from pipeline.registry.decisions import Decision
-from pipeline.reports.document import Document, Section, as_interval, as_number, as_percent
+from pipeline.reports.document import (
+    Document,
+    Section,
+    as_evidence,
+    as_interval,
+    as_number,
+    as_percent,
+)
 from pipeline.reports.terminal import CONTEST_TITLES, decision_in_words
 from pipeline.results.evaluation import ContestResult, Evaluation
 from pipeline.settings.gate_configs import PromotionConfig
@@ -68,8 +75,8 @@ def _figures(
         title="Figures and limits",
         headers=("", "Measured", "Limit"),
         rows=(
-            _win_rate(win_rates, contest, limits.min_win_rate),
-            _win_rate(win_rates, "ppo_vs_reference", limits.min_reference_win_rate),
+            _win_rate(win_rates, contest, limits.min_win_rate, limits.alpha),
+            _win_rate(win_rates, "ppo_vs_reference", limits.min_reference_win_rate, limits.alpha),
             ("KL of an answer from SFT, nats", as_number(kl), f"at most {limits.max_kl:g}"),
             (
                 "Words of an answer, and of its opponent",
@@ -92,12 +99,13 @@ def _figures(
 
 
 def _win_rate(
-    win_rates: Mapping[str, ContestResult], contest: str, least: float
+    win_rates: Mapping[str, ContestResult], contest: str, least: float, alpha: float
 ) -> tuple[str, str, str]:
     if contest not in win_rates:
         return CONTEST_TITLES[contest], "there are no references", "not applied"
+    rate = win_rates[contest]
     return (
         CONTEST_TITLES[contest],
-        f"{as_percent(win_rates[contest].rate)}, {as_interval(win_rates[contest])}",
-        f"lower end above {as_percent(least)}",
+        f"{as_percent(rate.rate)}, {as_interval(rate)}, evidence {as_evidence(rate)}",
+        f"above {as_percent(least)}, by evidence of {1 / alpha:,.0f} : 1",
     )

@@ -1,9 +1,34 @@
 """The evaluation of a policy: win rates, tests of the judge, and figures of the answers."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pipeline.judges.budget import Spent
+
+Decided = Literal["better", "not better", "undecided"]
+"""What the judged pairs show about a candidate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequentialTest:
+    """The test by which a win rate was decided, pair after pair."""
+
+    least: float
+    """Win rate that the candidate must exceed."""
+
+    alpha: float
+    """Largest probability of finding a candidate better that is not."""
+
+    evidence: float
+    """Capital of bets on the candidate, in multiples of the stake; 1 / alpha decides for it."""
+
+    decided: Decided
+
+    asked: int
+    """Number of pairs that the judge compared."""
+
+    available: int
+    """Number of pairs that it could have compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,10 +39,10 @@ class WinRate:
     """Fraction of the valid pairs that the candidate won; a tie counts as half a win."""
 
     low: float
-    """Lower end of the 95 % interval."""
+    """Lower end of the 95 % interval, which holds whenever the judge stops."""
 
     high: float
-    """Upper end of the 95 % interval."""
+    """Upper end of this interval."""
 
     n: int
     """Number of valid pairs."""
@@ -45,6 +70,9 @@ class WinRate:
 
     judge: str
     """Name of the judge."""
+
+    test: SequentialTest | None
+    """How the rate was decided; None for a contest that decides nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)

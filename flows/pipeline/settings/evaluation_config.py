@@ -17,8 +17,9 @@ class EvaluationConfig:
         ConfigError: a value is out of range.
     """
 
-    num_examples: Count = 200
-    """Maximum number of rows of `eval_prompts` to answer and judge; the first rows are used."""
+    num_examples: Count = 1_024
+    """Maximum number of rows of `eval_prompts` to answer; the first rows are used. The judge
+    compares as many of the answers as its decision takes (`promotion.alpha`)."""
 
     temperature: NotNegative = 0.7
     """Temperature of the answers; 0 always takes the likeliest token."""

@@ -6,7 +6,16 @@ from typing import Annotated
 from pydantic import Field
 
 from ppo_core.config.checks import check_fields
-from ppo_core.io.validation import Count, NotNegative, Positive, PositiveOrInf, Share, ShareBelow1
+from ppo_core.errors import ConfigError
+from ppo_core.io.validation import (
+    Count,
+    NotNegative,
+    Positive,
+    PositiveOrInf,
+    Share,
+    ShareAbove0,
+    ShareBelow1,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +75,10 @@ class RewardGateConfig:
         check_fields(self)
 
 
+GAIN = 0.05
+"""Difference between the win rate to exceed and the default of `min_gain`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PromotionConfig:
     """Limits of the promotion gate.
@@ -78,11 +91,18 @@ class PromotionConfig:
     """
 
     min_win_rate: ShareBelow1 = 0.5
-    """Win rate against the champion (SFT if there is no champion) that the lower end of the 95 %
-    interval must exceed."""
+    """Win rate against the champion (SFT if there is no champion) that the policy must exceed."""
 
     min_reference_win_rate: ShareBelow1 = 0.5
-    """Win rate against the references that the lower end of the 95 % interval must exceed."""
+    """Win rate against the references that the policy must exceed."""
+
+    alpha: ShareAbove0 = 0.001
+    """Largest probability of promoting a policy that does not exceed `min_win_rate`. The judge is
+    asked until this is shown, until a rate of `min_gain` is implausible, or for all prompts."""
+
+    min_gain: ShareAbove0 | None = None
+    """Win rate that is worth a promotion: the judge is asked no further when the rate is shown to
+    be lower. None: `min_win_rate` (of the references: `min_reference_win_rate`) + 0.05."""
 
     max_kl: PositiveOrInf = 20.0
     """Maximum KL divergence from SFT in nats per answer. Above 10 to 20 nats, the policy usually
@@ -97,5 +117,17 @@ class PromotionConfig:
     answers count once."""
 
     def __post_init__(self) -> None:
-        """Raise if a value is out of range."""
+        """Raise if a value is out of range, or `min_gain` is not above what must be exceeded."""
         check_fields(self)
+        for name in ("min_win_rate", "min_reference_win_rate"):
+            least = getattr(self, name)
+            if self.min_gain is not None and self.min_gain <= least:
+                raise ConfigError(
+                    f"min_gain={self.min_gain:g} is not above {name}={least:g}, so a policy that "
+                    "exceeds the one could be given up for the other. Raise min_gain, or leave it "
+                    "out."
+                )
+
+    def gain_above(self, least: float) -> float:
+        """Return the win rate that is worth a promotion if `least` must be exceeded."""
+        return min(least + GAIN, 1.0) if self.min_gain is None else self.min_gain

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from pipeline.demo import task
 from pipeline.evaluation.contests import Contests, evaluate, judgements
+from pipeline.evaluation.until_decided import Rule
 from pipeline.evaluation.win_rate import describe
 from pipeline.inputs import data_sets
 from pipeline.inputs.json_lines import write_jsonl
@@ -17,11 +18,12 @@ from pipeline.launch.stall_watch import STALL_MINUTES
 from pipeline.preflight.check_inputs import check_outputs
 from pipeline.promotion.champion import CHAMPIONS
 from pipeline.registry.versions import find_policy
-from pipeline.reports.document import as_equal_length_rate, as_number, as_percent
+from pipeline.reports.document import as_equal_length_rate, as_evidence, as_number, as_percent
 from pipeline.results.evaluation import JudgedContests, ModelWinRate
 from pipeline.results.report_files import write_report
 from pipeline.results.step_records import JUDGEMENTS
 from pipeline.settings.evaluation_config import EvaluationConfig
+from pipeline.settings.gate_configs import GAIN
 from pipeline.settings.judge_config import JudgingConfig
 from pipeline.settings.win_rate_arguments import WinRateArguments
 from ppo_core.config.row_settings import parse_columns
@@ -90,6 +92,7 @@ def compare_with_references(
         prompts,
         texts,
         [("model", "reference")],
+        rules={"model_vs_reference": Rule(least=0.5, gain=0.5 + GAIN, alpha=arguments.alpha)},
         people=list(labels or []),
         config=config,
         seed=arguments.seed,
@@ -117,6 +120,7 @@ def describe_result(result: JudgedContests) -> str:
     (rate,) = result.win_rate.values()
     lines = [
         f"Model win rate: {describe(rate)}",
+        f"Evidence that the model is better: {as_evidence(rate)}.",
         f"Won {rate.wins}, lost {rate.losses}, tied {rate.ties}, no verdict {rate.invalid}; the "
         f"judge followed the order of answers in {rate.flip_rate:.1%}.",
         f"Length-controlled win rate: {as_equal_length_rate(rate)}.",

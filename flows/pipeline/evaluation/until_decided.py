@@ -1,0 +1,148 @@
+"""Ask a judge about pairs in batches, until the win rate is decided or all pairs are judged."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeline.evaluation.betting import log_capital
+from pipeline.evaluation.comparison import Comparison, compare, joined
+from pipeline.evaluation.rates import Array
+from pipeline.evaluation.win_rate import values_of_prompts
+from pipeline.judges.verdict import Judge, JudgedPrompt
+from pipeline.results.evaluation import Decided, SequentialTest
+from ppo_core.data.rows.dialogues import shown_prompt
+
+PAIRS_AT_ONCE = 32
+"""Number of pairs that the judge compares between two looks at the result."""
+
+FUTILE_ALPHA = 0.05
+"""Largest probability of stopping too early at a win rate of `gain` or more. It costs no false
+promotion, only power."""
+
+
+SMALLEST = 1e-9
+"""Distance that is kept from the win rates 0 and 1, against which no bet can lose."""
+
+LARGEST_LOG = 700.0
+"""Largest log of the evidence that is reported: JSON has no infinity."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """When a win rate is decided."""
+
+    least: float
+    """Win rate that the candidate must exceed."""
+
+    gain: float
+    """Win rate that is worth finding, above `least`."""
+
+    alpha: float
+    """Largest probability of finding a candidate better whose win rate is at most `least`."""
+
+    def decide(self, values: Array) -> Decided:
+        """Decide on values (N,) in [0, 1] of independent prompts, at any N.
+
+        "better": the capital of `log_capital` against `least` is at least 1 / alpha. "not better":
+        the mirrored capital, against `gain`, is at least 1 / FUTILE_ALPHA.
+        """
+        if self._log_evidence(values) >= -np.log(self.alpha):
+            return "better"
+        gain = min(self.gain, 1 - SMALLEST)
+        if log_capital(-values, -gain, -1.0) >= -np.log(FUTILE_ALPHA):
+            return "not better"
+        return "undecided"
+
+    def test(self, values: Array, *, asked: int, available: int) -> SequentialTest:
+        """Return the result on the values (N,) of `asked` of `available` pairs."""
+        return SequentialTest(
+            least=self.least,
+            alpha=self.alpha,
+            evidence=float(np.exp(min(self._log_evidence(values), LARGEST_LOG))),
+            decided=self.decide(values),
+            asked=asked,
+            available=available,
+        )
+
+    def least_wins(self) -> int:
+        """Return the smallest number of prompts, all won, after which this rule says "better"."""
+        number = 1
+        while self.decide(np.ones(number)) != "better":
+            number += 1
+        return number
+
+    def _log_evidence(self, values: Array) -> float:
+        return log_capital(values, max(self.least, SMALLEST), 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecidedComparison:
+    """The pairs that a judge compared until their win rate was decided."""
+
+    comparison: Comparison
+
+    positions: list[int]
+    """Position of each pair among all pairs."""
+
+    test: SequentialTest
+
+
+def compare_until_decided(
+    judge: Judge,
+    prompts: Sequence[JudgedPrompt],
+    candidates: Sequence[str],
+    opponents: Sequence[str],
+    rule: Rule,
+    *,
+    seed: int,
+) -> DecidedComparison:
+    """Compare pairs of answers in a random order, in batches, until the rule decides.
+
+    Pairs of equal prompts are in one batch.
+    """
+    judged: list[Comparison] = []
+    order: list[int] = []
+    for batch in _batches(prompts, seed):
+        judged.append(compare_at(batch, judge, prompts, candidates, opponents))
+        order += batch
+        values = values_of_prompts(joined(judged))
+        if rule.decide(values) != "undecided":
+            break
+    return DecidedComparison(
+        comparison=joined(judged),
+        positions=order,
+        test=rule.test(values, asked=len(order), available=len(prompts)),
+    )
+
+
+def compare_at(
+    positions: Sequence[int],
+    judge: Judge,
+    prompts: Sequence[JudgedPrompt],
+    candidates: Sequence[str],
+    opponents: Sequence[str],
+) -> Comparison:
+    """Compare the pairs at some positions."""
+    return compare(
+        judge,
+        [prompts[n] for n in positions],
+        [candidates[n] for n in positions],
+        [opponents[n] for n in positions],
+    )
+
+
+def _batches(prompts: Sequence[JudgedPrompt], seed: int) -> Iterator[list[int]]:
+    """Yield the positions of at least PAIRS_AT_ONCE pairs at a time, in a random order."""
+    positions: dict[str, list[int]] = {}
+    for number, prompt in enumerate(prompts):
+        positions.setdefault(shown_prompt(prompt), []).append(number)
+    groups = list(positions.values())
+    batch: list[int] = []
+    for number in np.random.default_rng(seed).permutation(len(groups)):
+        batch += groups[number]
+        if len(batch) >= PAIRS_AT_ONCE:
+            yield batch
+            batch = []
+    if batch:
+        yield batch

@@ -1,0 +1,150 @@
+"""Pairs are judged until the win rate is decided: the rule by hand, and what it asks a judge."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from pipeline.evaluation.betting import BETS
+from pipeline.evaluation.until_decided import PAIRS_AT_ONCE, Rule, compare_until_decided
+from pipeline.evaluation.win_rate import values_of_prompts
+from pipeline.judges.verdict import Verdict
+
+RULE = Rule(least=0.5, gain=0.55, alpha=0.001)
+
+
+class Recorder:
+    """A judge that decides by a function of the two texts, and counts its questions."""
+
+    name = "recorder"
+    version = "1"
+    members: tuple[str, ...] = ()
+
+    def __init__(self, decide: Callable[[str, str], str]) -> None:
+        self._decide = decide
+        self.asked: Counter[tuple[str, str, str]] = Counter()
+
+    def __call__(self, prompts: Sequence, pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
+        self.asked.update((str(p), *pair) for p, pair in zip(prompts, pairs, strict=True))
+        return [Verdict(winner=self._decide(*pair)) for pair in pairs]
+
+
+def longer(first: str, second: str) -> str:
+    if len(first) == len(second):
+        return "tie"
+    return "first" if len(first) > len(second) else "second"
+
+
+def judged(points: Sequence[float], prompts: Sequence[str] | None = None, rule: Rule = RULE):
+    """Compare candidates that win, tie or lose as `points` say."""
+    prompts = prompts or [f"prompt {n}" for n in range(len(points))]
+    texts = {1.0: "longer", 0.5: "same", 0.0: "s"}
+    judge = Recorder(longer)
+    candidates = [texts[point] for point in points]
+    return judge, compare_until_decided(
+        judge, prompts, candidates, ["same"] * len(points), rule, seed=1
+    )
+
+
+def test_a_win_rate_is_decided_when_the_capital_reaches_one_over_alpha():
+    # Against 1/2, each win multiplies the capital of a bet by 1 + bet.
+    wins = next(n for n in range(1, 99) if np.mean((1 + BETS) ** n) >= 1000)
+    assert RULE.least_wins() == wins == 15
+    assert RULE.decide(np.ones(wins - 1)) == "undecided"
+    assert RULE.decide(np.ones(wins)) == "better"
+
+
+def test_the_capital_of_wins_losses_and_ties_by_hand():
+    values = np.array([1.0, 0.0, 0.5, 1.0])
+    by_hand = np.mean([(1 + b) * (1 - b) * 1 * (1 + b) for b in BETS])
+    test = RULE.test(values, asked=4, available=9)
+    assert test.evidence == pytest.approx(by_hand)
+    assert (test.decided, test.asked, test.available) == ("undecided", 4, 9)
+    # Against 0.8, a win gains bet / 4, and a loss still loses the bet.
+    high = Rule(least=0.8, gain=0.9, alpha=0.001).test(values[:2], asked=2, available=2)
+    assert high.evidence == pytest.approx(np.mean([(1 + b / 4) * (1 - b) for b in BETS]))
+
+
+def test_a_rate_below_what_is_worth_finding_is_given_up():
+    # Mirrored and against 0.55, a loss gains bet x 0.55 / 0.45.
+    losses = next(n for n in range(1, 99) if np.mean((1 + BETS * 0.55 / 0.45) ** n) >= 20)
+    assert RULE.decide(np.zeros(losses - 1)) == "undecided"
+    assert RULE.decide(np.zeros(losses)) == "not better"
+
+
+@pytest.mark.parametrize(
+    ("points", "decided"), [([1.0] * 200, "better"), ([0.0] * 200, "not better")]
+)
+def test_a_clear_contest_asks_one_batch_in_both_orders(points: list[float], decided: str):
+    judge, found = judged(points)
+    assert found.test.decided == decided
+    assert found.test.asked == len(found.positions) == PAIRS_AT_ONCE
+    assert found.test.available == 200
+    assert sum(judge.asked.values()) == 2 * PAIRS_AT_ONCE
+    assert max(judge.asked.values()) == 1
+
+
+def test_an_even_contest_asks_for_all_pairs_in_a_random_order():
+    found = judged([1.0, 0.0] * 40)[1]
+    assert found.test.decided == "undecided"
+    assert sorted(found.positions) == list(range(80))
+    assert found.positions != list(range(80))
+    assert found.positions == judged([1.0, 0.0] * 40)[1].positions
+    assert list(found.comparison.prompts) == [f"prompt {n}" for n in found.positions]
+
+
+def test_pairs_of_one_prompt_are_judged_together_and_count_once():
+    prompts = [f"prompt {n // 4}" for n in range(400)]
+    found = judged([1.0] * 400, prompts)[1]
+    counts = Counter(found.comparison.prompts)
+    assert set(counts.values()) == {4}
+    # 15 prompts decide, and a batch of 32 pairs has 8.
+    assert len(counts) == 16
+    assert len(values_of_prompts(found.comparison)) == 16
+
+
+def test_pairs_without_a_verdict_decide_nothing():
+    judge = Recorder(lambda first, second: "invalid")
+    prompts = [f"prompt {n}" for n in range(70)]
+    found = compare_until_decided(judge, prompts, ["a"] * 70, ["b"] * 70, RULE, seed=1)
+    assert found.test.asked == 70
+    assert found.test.evidence == 1.0
+    assert found.test.decided == "undecided"
+
+
+@pytest.mark.parametrize(("least", "gain"), [(0.0, 0.05), (0.99, 1.0)])
+def test_a_limit_at_the_edge_of_the_range_can_be_decided(least: float, gain: float):
+    rule = Rule(least=least, gain=gain, alpha=0.001)
+    assert rule.decide(np.full(2000, 1.0)) == "better"
+    assert rule.decide(np.zeros(400)) == "not better"
+    assert np.isfinite(rule.test(np.ones(5000), asked=5000, available=5000).evidence)
+
+
+def weeks(
+    rate: float, ties: float, *, runs: int, most: int = 1024, seed: int = 0
+) -> tuple[float, float]:
+    """How often the rule says "better", and after how many pairs on average it stops."""
+    rng = np.random.default_rng(seed)
+    better, asked = 0, 0
+    for _ in range(runs):
+        draws = rng.uniform(size=most)
+        values = np.where(draws < ties, 0.5, (rng.uniform(size=most) < rate).astype(float))
+        for stop in range(PAIRS_AT_ONCE, most + 1, PAIRS_AT_ONCE):
+            decided = RULE.decide(values[:stop])
+            if decided != "undecided":
+                break
+        better += decided == "better"
+        asked += stop
+    return better / runs, asked / runs
+
+
+def test_power_and_false_promotions_of_simulated_weeks():
+    # The rate is that among pairs without a tie; the mean is 0.5 + 0.8 (rate - 0.5).
+    assert weeks(0.5, 0.2, runs=400)[0] <= 2 / 400
+    power, asked = weeks(0.625, 0.2, runs=100)
+    assert power >= 0.95
+    assert asked < 500
+    power, asked = weeks(0.875, 0.2, runs=100)
+    assert power == 1.0
+    assert asked < 64
