@@ -39,8 +39,8 @@ def test_the_rate_is_printed_with_its_interval_size_and_judge(capsys):
     told = capsys.readouterr().out
     line = re.search(r"^Model win rate: (.*)$", told, re.MULTILINE)
     assert line
-    # No answer of 6 words has the 9 that the reference has; Wilson of 0 of 8 ends at 32.4 %.
-    assert line[1] == "0.00% (95% CI 0.0-32.4, n=8, judge python:counts.py:judge)"
+    # No answer of 6 words has the 9 that the reference has; The bets exclude 52.4 % and more.
+    assert line[1] == "0.00% (95% CI 0.0-52.4, n=8, judge python:counts.py:judge)"
     assert (
         "Won 0, lost 8, tied 0, no verdict 0; the judge followed the order of answers in 0.0%"
         in told

@@ -3,7 +3,6 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
 from typing import Any
 
 from pipeline.judges.verdict import Judge, JudgedPrompt, Verdict, swapped
@@ -91,13 +90,14 @@ def compare(
     )
 
 
-def joined(parts: Sequence[Comparison]) -> Comparison:
-    """Return the pairs of several comparisons by one judge as one comparison; one part or more."""
-    columns = ("prompts", "candidates", "opponents", "straight", "swapped")
-    pairs: dict[str, Any] = {
-        name: tuple(chain(*(getattr(each, name) for each in parts))) for name in columns
-    }
-    return replace(parts[0], **pairs)
+def joined(parts: Sequence[Comparison], positions: Sequence[int]) -> Comparison:
+    """Return the pairs of several comparisons by one judge, in the order of their positions."""
+    order = sorted(range(len(positions)), key=positions.__getitem__)
+    columns: dict[str, Any] = {}
+    for name in ("prompts", "candidates", "opponents", "straight", "swapped"):
+        pairs = [pair for part in parts for pair in getattr(part, name)]
+        columns[name] = tuple(pairs[number] for number in order)
+    return replace(parts[0], **columns)
 
 
 def valid_pairs(comparison: Comparison) -> list[int]:

@@ -117,7 +117,8 @@ def _wins(win_rate: WinRate, opponent: str, limits: PromotionConfig, name: str) 
             "cannot decide. Judge the candidate again."
         )
     needed = 1 / limits.alpha
-    if isfinite(win_rate.rate) and test.least >= least and test.evidence >= needed:
+    finite = all(map(isfinite, (win_rate.rate, win_rate.low, win_rate.high, test.evidence)))
+    if finite and test.least >= least and test.evidence >= needed:
         return ""
     return (
         f"{_won(win_rate, opponent)}. The evidence that it exceeds {name}={least:g} is "

@@ -106,12 +106,12 @@ def compare_until_decided(
     for batch in _batches(prompts, seed):
         judged.append(compare_at(batch, judge, prompts, candidates, opponents))
         order += batch
-        values = values_of_prompts(joined(judged))
+        values = values_of_prompts(joined(judged, order))
         if rule.decide(values) != "undecided":
             break
     return DecidedComparison(
-        comparison=joined(judged),
-        positions=order,
+        comparison=joined(judged, order),
+        positions=sorted(order),
         test=rule.test(values, asked=len(order), available=len(prompts)),
     )
 

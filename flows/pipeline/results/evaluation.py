@@ -71,7 +71,7 @@ class WinRate:
     judge: str
     """Name of the judge."""
 
-    test: SequentialTest | None
+    test: SequentialTest | None = None
     """How the rate was decided; None for a contest that decides nothing."""
 
 

@@ -15,6 +15,7 @@ from pipeline.results.evaluation import JudgedContests
 from pipeline.settings.evaluation_config import EvaluationConfig
 from ppo_core.errors import DataError
 from tests.flows.evaluation.test_comparison import RuleJudge, judged, longer
+from tests.helpers.inputs.sample_reports import RULE
 
 
 @dataclass(frozen=True)
@@ -214,6 +215,7 @@ def test_an_evaluation_by_a_judge_that_disagrees_with_people_is_inconclusive():
             ["w", "x", "y", "z"],
             texts,
             [("ppo", "reference")],
+            rules={"ppo_vs_reference": RULE},
             people=rows("second", "first", "second", "first"),
             config=EvaluationConfig(**limits),
             seed=0,

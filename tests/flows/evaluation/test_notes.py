@@ -7,6 +7,7 @@ from pipeline.evaluation.notes import notes_on
 from pipeline.judges.verdict import Verdict
 from pipeline.results.evaluation import CanaryKind, CanaryReport, TrainedJudge
 from pipeline.settings.evaluation_config import EvaluationConfig
+from tests.helpers.inputs.sample_reports import RULE
 
 TRAINED = TrainedJudge(path="judge", accuracy=0.718, low=0.685, high=0.748, n=800)
 
@@ -55,6 +56,7 @@ def test_canaries_decide_about_a_named_judge_only(canaries_decide: bool):
         prompts,
         texts,
         [("ppo", "sft")],
+        rules={"ppo_vs_sft": RULE},
         people=[],
         config=EvaluationConfig(),
         canaries_decide=canaries_decide,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipeline.evaluation.agreement import doubts_about_judge
 from pipeline.evaluation.promotion_gate import direct_contest, reasons_to_promote, reasons_to_refuse
-from pipeline.results.evaluation import Evaluation, HumanAgreement
+from pipeline.results.evaluation import Evaluation, HumanAgreement, SequentialTest
 from pipeline.settings.evaluation_config import EvaluationConfig
 from pipeline.settings.gate_configs import PromotionConfig
 from ppo_core.errors import ConfigError, DataError
@@ -22,8 +22,9 @@ SAMPLE = evaluation_result()
 def evaluation(
     *,
     champion: int | None = 2,
-    low: float = 0.51,
-    reference_low: float = 0.51,
+    evidence: float = 1000.0,
+    reference_evidence: float = 1000.0,
+    least: float = 0.5,
     words: float = 30.0,
     rival_words: float = 30.0,
     repetition: float = 0.1,
@@ -31,16 +32,24 @@ def evaluation(
 ) -> Evaluation:
     rival, other = ("sft", "champion") if champion is None else ("champion", "sft")
     # Against a champion, what the candidate did to SFT no longer decides.
-    others = {} if champion is None else {f"ppo_vs_{other}": win_rate(low=0.0)}
-    lows = {f"ppo_vs_{rival}": low, "ppo_vs_reference": reference_low}
+    others = {} if champion is None else {f"ppo_vs_{other}": win_rate(low=0.0, test=None)}
+    found = {f"ppo_vs_{rival}": evidence, "ppo_vs_reference": reference_evidence}
     return replace(
         SAMPLE,
         champion=champion,
-        win_rate={name: win_rate(low=end) for name, end in lows.items()} | others,
+        win_rate={name: win_rate(test=_test(value, least)) for name, value in found.items()}
+        | others,
         length={"ppo": words, rival: rival_words, other: 1.0},
         repetition={"ppo": repetition, rival: 1.0},
         conclusive=not doubts,
         reasons=list(doubts),
+    )
+
+
+def _test(evidence: float, least: float) -> SequentialTest:
+    decided = "better" if evidence >= 1000 else "undecided"
+    return SequentialTest(
+        least=least, alpha=0.001, evidence=evidence, decided=decided, asked=200, available=200
     )
 
 
@@ -66,9 +75,10 @@ def test_a_candidate_that_keeps_every_limit_is_promoted(champion: int | None):
 @pytest.mark.parametrize(
     ("name", "good", "bad", "words"),
     [
-        # The lower end must be above its limit: at the limit is not above.
-        ("low", [0.5001, 1.0], [0.5, 0.4999, 0.0], "min_win_rate=0.5: the policy"),
-        ("reference_low", [0.5001], [0.5, 0.4999], "min_reference_win_rate=0.5: the policy"),
+        ("evidence", [1000.0, 1e9], [999.9, 1.0, 0.0], "exceeds min_win_rate=0.5 is"),
+        ("reference_evidence", [1000.0], [999.9], "exceeds min_reference_win_rate=0.5 is"),
+        # Tested against less than the limit of the settings.
+        ("least", [0.5, 0.6], [], ""),
         ("kl", [0.0, -0.1, 20.0], [20.001, 1e9], "max_kl=20. A policy that far from SFT"),
         ("words", [15.0, 30.0, 60.0], [14.9, 60.1, 0.0], "above max_length_ratio=2, so the judge"),
         ("rival_words", [15.0, 60.0], [14.9, 60.1, 0.0], "above max_length_ratio=2, so the judge"),
@@ -91,7 +101,7 @@ def test_each_limit_alone_refuses_beyond_it(
 
 
 @pytest.mark.parametrize(
-    "name", ["low", "reference_low", "kl", "words", "rival_words", "repetition"]
+    "name", ["evidence", "reference_evidence", "kl", "words", "rival_words", "repetition"]
 )
 @pytest.mark.parametrize("value", [nan, inf])
 def test_a_figure_that_is_not_finite_keeps_no_limit(name: str, value: float):
@@ -115,8 +125,8 @@ def test_two_lengths_without_end_are_not_alike():
     assert len(judged(words=inf, rival_words=inf)) == 1
 
 
-@pytest.mark.parametrize("figure", ["rate", "high"])
-def test_a_win_rate_that_is_no_number_refuses_whatever_its_lower_end(figure: str):
+@pytest.mark.parametrize("figure", ["rate", "low", "high"])
+def test_a_win_rate_that_is_no_number_refuses_whatever_its_evidence(figure: str):
     result = changed(evaluation(), {f"win_rate.ppo_vs_champion.{figure}": nan})
     (reason,) = reasons_to_refuse(
         result, PromotionConfig(), reward_model_fit=True, candidate=3, champion=2, kl=1.0
@@ -134,21 +144,23 @@ def test_the_limits_are_those_of_the_settings():
     limits = PromotionConfig(
         min_win_rate=0.6,
         min_reference_win_rate=0.3,
+        alpha=0.01,
         max_kl=4.0,
         max_length_ratio=1.0,
         max_repetition=0.0,
     )
-    figures = {"low": 0.61, "reference_low": 0.31, "kl": 4.0, "repetition": 0.0}
+    figures = {"evidence": 101.0, "least": 0.6, "kl": 4.0, "repetition": 0.0}
     assert judged(**figures, limits=limits) == []
-    worse = {"low": 0.6, "reference_low": 0.3, "kl": 4.1, "repetition": 0.01, "words": 30.1}
+    worse = {"reference_evidence": 99.0, "kl": 4.1, "repetition": 0.01, "words": 30.1}
+    # What was tested against 0.5 is not known to exceed 0.6.
     assert len(judged(**worse, limits=limits)) == 5
 
 
 def test_every_reason_is_said_and_not_the_first_alone():
     reasons = judged(
         candidate=1,
-        low=0.1,
-        reference_low=0.1,
+        evidence=0.1,
+        reference_evidence=0.1,
         kl=30.0,
         words=99.0,
         repetition=0.5,
@@ -160,12 +172,25 @@ def test_every_reason_is_said_and_not_the_first_alone():
 
 
 def test_a_reason_says_the_figure_and_whom_it_is_about():
-    assert judged(low=0.484) == [
-        "It wins 60.0% of 200 pairs against the champion, version 2, 95 % interval 48.4% .. 70.0%, "
-        "judged by rule. The lower end must be above min_win_rate=0.5: the policy is not better, "
-        "or there are too few pairs to show that it is better."
+    assert judged(evidence=12.34) == [
+        "It wins 60.0% of 200 pairs against the champion, version 2, 95 % interval 51.0% .. 70.0%, "
+        "judged by rule. The evidence that it exceeds min_win_rate=0.5 is 12.3 : 1, and "
+        "alpha=0.001 needs 1,000 : 1: the policy is not better, or 200 of 200 pairs do not show "
+        "that it is better."
     ]
-    assert "against SFT, 95 %" in judged(champion=None, low=0.1)[0]
+    assert "against SFT, 95 %" in judged(champion=None, evidence=0.1)[0]
+
+
+def test_a_win_rate_that_was_not_tested_cannot_decide():
+    untested = evaluation()
+    untested.win_rate["ppo_vs_champion"] = win_rate(test=None)
+    with pytest.raises(DataError, match="against the champion, version 2 was not tested"):
+        reasons_to_refuse(
+            untested, PromotionConfig(), reward_model_fit=True, candidate=3, champion=2, kl=1.0
+        )
+
+
+def test_the_length_of_a_reason_is_about_the_candidate_and_its_opponent():
     assert judged(words=75.0)[0].startswith(
         "Its answers have 75.0 words on average, and the answers of the champion, version 2 have "
         "30.0."
@@ -173,14 +198,14 @@ def test_a_reason_says_the_figure_and_whom_it_is_about():
 
 
 def test_an_inconclusive_evaluation_promotes_nobody_and_says_all_of_its_doubts():
-    (reason,) = judged(low=0.99, doubts=("ppo_vs_sft: 9 flips", "The judge fell for 'empty'."))
+    (reason,) = judged(evidence=1e6, doubts=("ppo_vs_sft: 9 flips", "The judge fell for 'empty'."))
     assert reason.endswith("cannot decide: ppo_vs_sft: 9 flips; The judge fell for 'empty'.")
 
 
 def test_a_judge_that_disagrees_with_people_promotes_nobody():
     people = HumanAgreement(n=9, share=0.4, kappa=0.1, confusion={}, invalid=0, judge="rule")
     doubts = doubts_about_judge(people, min_kappa=EvaluationConfig().min_kappa)
-    (reason,) = judged(low=0.99, doubts=tuple(doubts))
+    (reason,) = judged(evidence=1e6, doubts=tuple(doubts))
     assert reason.startswith("The evaluation is inconclusive, so its win rates cannot decide: The ")
     assert "Cohen's kappa is 0.10 on 9 labelled pairs, below min_kappa=0.2" in reason
 
@@ -228,8 +253,9 @@ def test_the_champion_is_the_opponent_that_decides_where_there_is_one():
 
 
 FIGURES = {
-    "low": st.floats(0.3, 0.8),
-    "reference_low": st.floats(0.3, 0.8),
+    "evidence": st.floats(0, 3000),
+    "reference_evidence": st.floats(0, 3000),
+    "least": st.floats(0.3, 0.7),
     "kl": st.floats(-1, 40),
     "words": st.floats(1, 100),
     "repetition": st.floats(0, 0.6),
@@ -251,7 +277,7 @@ def worsened(name: str, value: Any, data: st.DataObject) -> Any:
     """A value of a figure that speaks more against the candidate, or the same one."""
     further = data.draw(st.floats(0, 100) | st.just(nan))
     match name:
-        case "low" | "reference_low":
+        case "evidence" | "reference_evidence" | "least":
             return value - further
         case "kl" | "repetition":
             return value + further

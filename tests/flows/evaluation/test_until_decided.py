@@ -85,12 +85,19 @@ def test_a_clear_contest_asks_one_batch_in_both_orders(points: list[float], deci
     assert max(judge.asked.values()) == 1
 
 
-def test_an_even_contest_asks_for_all_pairs_in_a_random_order():
+def test_an_even_contest_asks_for_all_pairs_and_keeps_their_order():
     found = judged([1.0, 0.0] * 40)[1]
     assert found.test.decided == "undecided"
-    assert sorted(found.positions) == list(range(80))
-    assert found.positions != list(range(80))
-    assert found.positions == judged([1.0, 0.0] * 40)[1].positions
+    assert found.positions == list(range(80))
+    assert list(found.comparison.prompts) == [f"prompt {n}" for n in range(80)]
+    assert found.comparison.outcomes == ("first", "second") * 40
+
+
+def test_a_batch_is_drawn_at_random_and_by_the_seed():
+    found = judged([1.0] * 200)[1]
+    assert found.positions == sorted(found.positions)
+    assert found.positions != list(range(PAIRS_AT_ONCE))
+    assert found.positions == judged([1.0] * 200)[1].positions
     assert list(found.comparison.prompts) == [f"prompt {n}" for n in found.positions]
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.registry.decisions import Decision
-from pipeline.reports.document import Document
+from pipeline.reports.document import Document, as_evidence
 from pipeline.reports.evaluation import evaluation_document
 from pipeline.reports.figures import reward_model_figures
 from pipeline.reports.headline_metrics import evaluation_numbers
@@ -463,11 +463,11 @@ def test_a_win_rate_at_equal_length_is_shown_only_where_it_was_measured(
     without = changed(evaluation, {"win_rate.ppo_vs_sft": none})
     title = "Without the advantage of length"
     row = row_of(evaluation_document(evaluation), title, "PPO against SFT")
-    assert row[2:] == (shown, f"{measured.equal_length_pairs} of 200")
+    assert row[2:] == (shown, f"{measured.equal_length_pairs} of {measured.n}")
     row = row_of(evaluation_document(without), title, "PPO against SFT")
-    assert row[2:] == ("not measurable, 0 of 200", "0 of 200")
+    assert row[2:] == (f"not measurable, 0 of {measured.n}", f"0 of {measured.n}")
     terminal = " ".join(lines(render_summary(summary(win_rate=without.win_rate))))
-    assert "not measurable" in terminal and "0 of 200" in terminal
+    assert "not measurable" in terminal and f"0 of {measured.n}" in terminal
     assert shown in render_summary(summary(win_rate=evaluation.win_rate))
     name = "win_rate/ppo_vs_sft/length_controlled"
     assert name in evaluation_numbers(evaluation) and name not in evaluation_numbers(without)
@@ -578,11 +578,12 @@ def test_the_card_of_a_decision_has_every_figure_beside_its_limit(rematch: Evalu
     rate, references = (rematch.win_rate[name] for name in ("ppo_vs_champion", "ppo_vs_reference"))
 
     def shown(of: ContestResult) -> str:
-        return f"{of.rate:.1%}, {of.low:.1%} .. {of.high:.1%}"
+        return f"{of.rate:.1%}, {of.low:.1%} .. {of.high:.1%}, evidence {as_evidence(of)}"
 
+    limit = "above 50.0%, by evidence of 1,000 : 1"
     assert rows == {
-        "PPO against the champion": (shown(rate), "lower end above 50.0%"),
-        "PPO against the references": (shown(references), "lower end above 50.0%"),
+        "PPO against the champion": (shown(rate), limit),
+        "PPO against the references": (shown(references), limit),
         "KL of an answer from SFT, nats": ("12.3", "at most 20"),
         "Words of an answer, and of its opponent": ("40.5 and 31", "at most 2 times the other"),
         "Repeated 3-grams of words": ("3.4%", "at most 30.0%"),

@@ -170,6 +170,10 @@ def changed(kind: Any, default: Any) -> Any:
 
 
 IN_RANGE = {
+    # Other estimators refuse the settings of the critic.
+    "advantage_estimator": "gae",
+    "scale_by_group_std": True,
+    "min_gain": 0.8,
     "gpus": {'my "own" gpu': {"memory_gib": 22.5}},
     "judge": "openai:a",
     "judge_prices": {"openai:a": 0.25},

@@ -10,12 +10,18 @@ import numpy as np
 from pipeline.evaluation.comparison import contests_between
 from pipeline.evaluation.contests import evaluate
 from pipeline.evaluation.notes import notes_on
+from pipeline.evaluation.until_decided import Rule
 from pipeline.evaluation.win_rate import compare_policies
 from pipeline.inputs.preference_pairs import LabelledPair
 from pipeline.judges.budget import Spent
 from pipeline.judges.function_judge import FunctionJudge
 from pipeline.registry.decisions import Decision
-from pipeline.results.evaluation import ContestResult, Evaluation, TrainedJudge
+from pipeline.results.evaluation import (
+    ContestResult,
+    Evaluation,
+    SequentialTest,
+    TrainedJudge,
+)
 from pipeline.results.report_files import EVALUATION_FILE, REWARD_REPORT_FILE, write_report
 from pipeline.results.reward_report import (
     Contract,
@@ -39,6 +45,9 @@ from pipeline.reward_validation.samples import duplicates, measure_samples
 from pipeline.settings.evaluation_config import EvaluationConfig
 
 Record = TypeVar("Record")
+
+RULE = Rule(least=0.5, gain=0.55, alpha=0.001)
+"""The rule of the default settings."""
 
 HOSTILE = (
     "<script>document.title='fell'</script>"
@@ -158,6 +167,9 @@ def win_rate(**changes: Any) -> ContestResult:
         equal_length_pairs=0,
         by_length_ratio=[],
         agreement=None,
+        test=SequentialTest(
+            least=0.5, alpha=0.001, evidence=2000.0, decided="better", asked=200, available=1024
+        ),
     )
     return replace(result, **changes)
 
@@ -189,6 +201,7 @@ def evaluation_result(
         prompts,
         texts,
         contests_between(means),
+        rules=dict.fromkeys(["ppo_vs_sft", "ppo_vs_reference", "ppo_vs_champion"], RULE),
         people=[
             {"prompt": "", "first": "2", "second": str(points), "label": label}
             for points, label in enumerate(["first", "first", "first", "second", "tie"])

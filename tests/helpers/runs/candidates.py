@@ -187,7 +187,8 @@ def make_world(folder: Path) -> World:
     table = tiny_table(folder)
     (folder / "judge.py").write_text(JUDGE)
     # Who says one word again and again repeats itself, and is far from SFT.
-    table["promotion"] = {"max_repetition": 1.0, "max_kl": 1000.0}
+    # 16 prompts are few.
+    table["promotion"] = {"max_repetition": 1.0, "max_kl": 1000.0, "alpha": 0.05}
     likings = {"sft": 0.0, "weak": 2.0, "good": 3.5, "best": 9.0}
     policies = {name: write_policy(folder / name, liking) for name, liking in likings.items()}
     table["policy"] = policies["sft"]
