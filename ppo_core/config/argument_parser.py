@@ -74,7 +74,7 @@ class DocumentedParser(HfArgumentParser):
             prog: name of the command, for the help and for errors.
             usage: usage line of the help.
             aliases: alternative name of a flag -> name of its field.
-            instead: flags that are refused with advice, as for `refuse_unsupported`.
+            instead: flags that are refused with advice, see `refuse_unsupported`.
             no_effect: flags in `instead` that are logged instead of refused.
         """
         self._kinds = kinds
@@ -102,7 +102,7 @@ class DocumentedParser(HfArgumentParser):
         the required flag, misspelled.
 
         Raises:
-            ConfigError: a flag is unknown or missing, or a value is invalid or holds a secret.
+            ConfigError: a flag is unknown or missing, or a value is invalid or contains a secret.
             SystemExit: --help was given; the help has been printed.
         """
         namespace, rest = self.parse_known_args(list(argv))

@@ -65,7 +65,7 @@ class RedactedStream:
 
     @property
     def buffer(self) -> "_RedactedBuffer":
-        """The binary buffer of the other stream; what is written to it is redacted, too."""
+        """The binary buffer of the other stream; bytes that are written to it are redacted."""
         return _RedactedBuffer(self)
 
     def write(self, text: str) -> int:

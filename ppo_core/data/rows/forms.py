@@ -316,7 +316,7 @@ def _accepted(row: RawRow, name: str) -> Any:
 
 
 def _common_prompt(columns: Collection[str]) -> _Field:
-    """Return the prompt field of preferences in which no column holds the prompt."""
+    """Return how to read the prompt of preferences if there is no column for the prompt."""
     if not {"chosen", "rejected"} <= set(columns):
         raise _no_columns(["prompt"], columns)
 

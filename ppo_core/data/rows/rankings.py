@@ -77,7 +77,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and is_finite(value)
 
 
-# --- Single judgements -------------------------------------------------------------
+# --- Single judgments --------------------------------------------------------------
 
 
 @dataclass

@@ -37,10 +37,9 @@ def files_by_split(
     """Return the files of each split of a folder, sorted by path.
 
     A file belongs to a split if its path below the folder contains a word of that split
-    (`SPLIT_WORDS`), or to the split NAME if it is called NAME-00000-of-00001. If this gives some
-    files a split, the other files are ignored; if it gives none a split, all files are `train`.
-    Hidden files and folders are ignored. If README.md lists the files of each split, as on the hub,
-    only that list is used.
+    (`SPLIT_WORDS`), or if its name is SPLIT-00000-of-00001. Files of no split are ignored, but if
+    all files are of no split, they are `train`. Hidden files and folders are ignored. If README.md
+    lists the files of each split, as on the hub, only that list is used.
 
     Args:
         folder: the folder.
