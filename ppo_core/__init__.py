@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-if TYPE_CHECKING:  # The same names, for mypy and editors.
+if TYPE_CHECKING:  # The public names, for mypy and editors.
     from ppo_core.config.script_arguments import DatasetArguments as _ScriptArguments
     from ppo_core.data.chat_template import SIMPLE_CHAT_TEMPLATE as SIMPLE_CHAT_TEMPLATE
     from ppo_core.errors import ConfigError as ConfigError
@@ -49,7 +49,7 @@ if TYPE_CHECKING:  # The same names, for mypy and editors.
     ModelConfig = _ModelConfig
     ScriptArguments = _ScriptArguments
 
-# Name -> module of the package, and the name there if it is another.
+# Public name -> its module in this package, with `:NAME` if the object has another name there.
 _HOMES = {
     "PPOConfig": "trl.script_config:ScriptPPOConfig",
     "PPOTrainer": "trl.ppo_trainer",
@@ -86,7 +86,7 @@ _HOMES = {
 __all__ = list(_HOMES)
 
 
-if not TYPE_CHECKING:  # With it, mypy would take any name for one of the package.
+if not TYPE_CHECKING:  # With `__getattr__`, mypy would accept any attribute of the package.
 
     def __getattr__(name: str) -> Any:
         """Import a public name from its module on first use."""
@@ -97,5 +97,5 @@ if not TYPE_CHECKING:  # With it, mypy would take any name for one of the packag
 
 
 def __dir__() -> list[str]:
-    """Return the names of the package, with those that are not imported yet."""
+    """Return the names of the package, including public names that are not imported yet."""
     return sorted({*globals(), *_HOMES})

@@ -1,4 +1,4 @@
-"""Advantages of tokens over a critic's values, and of responses over other responses."""
+"""Advantages of tokens relative to a critic's values, or relative to other responses."""
 
 import torch
 from torch import Tensor
@@ -16,8 +16,9 @@ def gae_advantages(rewards: Tensor, values: Tensor, *, gamma: float, gae_lambda:
     Decoupled GAE (arXiv:2503.01491) takes two calls: the policy's lambda gives the advantages of
     the policy loss, and the critic's lambda gives the returns A + values.
 
-    An uncounted token inside a response is a step with reward 0 and value 0. The token before it
-    therefore sees later values only through A[t+1], discounted by gamma * gae_lambda.
+    A token that is not counted (`ppo_core.algorithm.masking`), inside a response, is a step with
+    reward 0 and value 0. The token before that step therefore sees later values only through
+    A[t+1], discounted by gamma * gae_lambda.
     """
     if rewards.shape != values.shape:
         raise ValueError(f"rewards {tuple(rewards.shape)} and values {tuple(values.shape)} differ.")
@@ -43,11 +44,11 @@ def returns_to_go(rewards: Tensor, *, gamma: float) -> Tensor:
 
 
 def leave_one_out_advantages(rewards: Tensor, *, group: int) -> Tensor:
-    """Return each response's reward minus the mean reward of its group's others (RLOO).
+    """Return each response's reward minus the mean reward of the others in its group (RLOO).
 
         A[i] = r[i] - 1 / (G - 1) * sum over j != i of r[j]
 
-    This is arXiv:2402.14740, eq. 9. rewards (B,) are those of whole responses; each `group` G >= 2
+    This is arXiv:2402.14740, eq. 9. rewards (B,) has one reward per response. Each G = `group` >= 2
     consecutive responses answer the same prompt. Returns (B,).
     """
     rewards = _grouped(rewards, group)
@@ -56,13 +57,14 @@ def leave_one_out_advantages(rewards: Tensor, *, group: int) -> Tensor:
 
 
 def group_relative_advantages(rewards: Tensor, *, group: int, scales: bool = True) -> Tensor:
-    """Return each response's reward minus its group's mean, over the group's deviation (GRPO).
+    """Return each response's reward, standardized within its group (GRPO).
 
         A[i] = (r[i] - mean(r)) / (std(r) + 1e-4)
 
-    This is arXiv:2402.03300, section 4.1.2, with Bessel's correction in std. Without `scales`, the
-    deviation is left out (Dr. GRPO, arXiv:2503.20783), because it gives prompts whose responses are
-    nearly equal as much weight as all others. For shapes see `leave_one_out_advantages`.
+    This is arXiv:2402.03300, section 4.1.2, with Bessel's correction in std. Without `scales`,
+    there is no division by std (Dr. GRPO, arXiv:2503.20783): the division gives a prompt whose
+    responses have nearly equal rewards as much weight as any other prompt. For shapes see
+    `leave_one_out_advantages`.
     """
     rewards = _grouped(rewards, group)
     centered = rewards - rewards.mean(dim=1, keepdim=True)

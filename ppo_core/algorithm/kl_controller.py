@@ -7,12 +7,13 @@ LARGEST_ERROR = 0.2
 """Bound on the relative deviation of the divergence from its target, per update."""
 
 HORIZONS, WINDOWS, LOOKAHEADS = 24, 15, 7.5
-"""A run of `AdaptiveKL.landing` has 24 horizons, 15 windows and 7.5 lookaheads. With these numbers,
-simulated divergences ended within 15% of the target in at least 96% of runs of 30 updates."""
+"""`AdaptiveKL.landing` divides the episodes of a run by these numbers to get horizon, window and
+lookahead. With these numbers, simulated divergences ended within 15% of the target in at least 96%
+of runs of 30 updates."""
 
 
 class AdaptiveKL:
-    """Raises kl_coef while the divergence is above its target, and lowers kl_coef while below.
+    """Raises kl_coef while the divergence is above its target, and lowers kl_coef otherwise.
 
         mean    = mean + min(1, episodes / window) * (kl - mean)
         ahead   = mean + (change of the mean per episode) * lookahead
@@ -33,7 +34,7 @@ class AdaptiveKL:
         window: float = 0.0,
         lookahead: float = 0.0,
     ) -> None:
-        """Start with `kl_coef`; `target` is in nats per response, all lengths are in episodes."""
+        """Start with `kl_coef`; `target` is in nats per response, and the rest in episodes."""
         self.kl_coef = kl_coef
         self.target = target
         self.horizon = horizon
@@ -45,9 +46,10 @@ class AdaptiveKL:
     def landing(cls, kl_coef: float, target: float, *, episodes: int, batch: int) -> "AdaptiveKL":
         """Return a controller that reaches the target at the end of a run of `episodes`.
 
-        The controller follows the mean of a few batches and its trend. In a run of 24 updates or
-        more it can change kl_coef by a factor of about 100, in a shorter run by a fifth an update.
-        `batch` is the number of episodes of an update.
+        The controller uses a moving average of the divergence over the last batches, and the trend
+        of this average. It can change kl_coef by a factor of about 100 in a run of 24 updates or
+        more, and by a fifth per update in a shorter run. `batch` is the number of episodes of an
+        update.
         """
         return cls(
             kl_coef,
@@ -81,11 +83,11 @@ class AdaptiveKL:
         self.kl_coef *= 1 + error * episodes / self.horizon
 
     def state_dict(self) -> dict[str, float | None]:
-        """Return the state to resume from, without target and lengths, which are settings."""
+        """Return the state to resume from; the arguments of the constructor are settings."""
         return {"kl_coef": self.kl_coef, "mean": self._mean}
 
     def load_state_dict(self, state: Mapping[str, float | None]) -> None:
-        """Resume from the result of `state_dict`; version 0.1 wrote no mean."""
+        """Resume from the result of `state_dict`; states of version 0.1 contain no mean."""
         assert state["kl_coef"] is not None
         self.kl_coef = state["kl_coef"]
         self._mean = state.get("mean")

@@ -39,16 +39,16 @@ def policy_loss(
 
 
 def importance_weights(logprobs: Tensor, behaviour_logprobs: Tensor, *, cap: float) -> Tensor:
-    """Return truncated importance weights of tokens sampled from a behaviour distribution.
+    """Return truncated importance weights of tokens that were not sampled from the exact policy.
 
         weight = min(exp(logprobs - behaviour_logprobs), cap)
 
-    logprobs are the policy's at sampling time. behaviour_logprobs belong to the distribution that
-    the tokens were sampled from, which is one of two:
+    logprobs are log-probabilities under the policy at sampling time. behaviour_logprobs are
+    log-probabilities under the distribution that the tokens were sampled from. This is either
 
     - the policy truncated by top_k and top_p; weights are then at most 1 (arXiv:2110.00641, eq. 5);
-    - an inference engine with equal weights but different rounding (Yao et al. 2025, "Your
-      Efficient RL Framework Secretly Brings You Off-Policy RL Training").
+    - or the policy in an inference engine with equal weights but different rounding (Yao et al.
+      2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training").
 
     The cap bounds the variance at the cost of some bias (IMPALA, arXiv:1802.01561, section 4.1).
     All tensors have equal shapes.

@@ -2,7 +2,7 @@
 
 Dimensions throughout `ppo_core`: B responses, P prompt tokens, T response tokens, S = P + T tokens
 of prompt and response, N counted tokens, D hidden size, V vocabulary size. A response token is
-counted unless the policy did not sample it (padding, or the output of a tool).
+counted if the policy sampled it. Padding and the output of tools are not counted.
 """
 
 import torch
@@ -58,5 +58,5 @@ def masked_whiten(
 
 
 def whiten(values: Tensor) -> Tensor:
-    """Return `masked_whiten` of values that all count."""
+    """Return `masked_whiten` of the values with a mask that is True everywhere."""
     return masked_whiten(values, torch.ones_like(values, dtype=torch.bool))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 ROUNDING = 1e-12
-"""Standard deviations up to this fraction of |mean| are rounding errors of equal values."""
+"""Standard deviations of at most this fraction of |mean| count as 0: they are rounding errors."""
 
 
 class RunningMoments:

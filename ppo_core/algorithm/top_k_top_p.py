@@ -7,9 +7,10 @@ from torch import Tensor
 def truncated(logits: Tensor, *, top_k: int, top_p: float) -> Tensor:
     """Return tempered logits (B, V) with -inf for tokens outside the top-k and top-p sets.
 
-    First keeps the top_k likeliest tokens; top_k=0 keeps all. After renormalization, top_p keeps
-    the fewest likeliest tokens whose total probability reaches top_p (arXiv:1904.09751, section
-    3.1), at least one; top_p=1 keeps all. Among equal logits, lower token ids are kept first.
+    First, the top_k likeliest tokens are kept; top_k=0 keeps all. Their probabilities are
+    renormalized. Then the smallest set of likeliest tokens whose total probability reaches top_p
+    is kept (arXiv:1904.09751, section 3.1), at least one; top_p=1 keeps all. Among equal logits,
+    lower token ids are kept first.
     With top_k=0 and top_p=1, the input tensor itself is returned.
     """
     if top_k == 0 and top_p == 1:

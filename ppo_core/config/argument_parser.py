@@ -24,18 +24,19 @@ from ppo_core.errors import ConfigError
 from ppo_core.io.text_files import parse_strict_json, read_json_file, read_toml_file
 
 MAY_BE_SECRET = ("hub_token",)
-"""Settings that are never stored or logged."""
+"""Settings that may contain a secret, because they are never stored or logged."""
 
 
 def parse_arguments(kinds: Sequence[type], argv: Sequence[str]) -> list[Any]:
     """Return one instance of each dataclass in `kinds`, read from command-line arguments.
 
-    The first argument may be a TOML file with one flag per line; flags after the file override its
-    lines. A JSON file must be the only argument; its values may be null, unlike values of flags.
+    The first argument may be a TOML file with one flag per line; flags after the file override the
+    lines of the file. A JSON file must be the only argument; values in JSON may be null, values of
+    flags may not.
 
     Raises:
-        ConfigError: a flag, a value or the file is invalid, or a value other than hub_token holds
-            a secret.
+        ConfigError: a flag, a value or the file is invalid, or a value other than hub_token
+            contains a secret.
         SystemExit: --help was given; the help has been printed.
     """
     if len(argv) == 1 and argv[0].endswith(".json"):
@@ -54,7 +55,7 @@ def parse_arguments(kinds: Sequence[type], argv: Sequence[str]) -> list[Any]:
 
 
 class DocumentedParser(HfArgumentParser):
-    """`HfArgumentParser` with field docstrings as help, which raises ConfigError on errors."""
+    """An `HfArgumentParser` that shows field docstrings as help, and raises ConfigError."""
 
     def __init__(
         self,
@@ -72,9 +73,9 @@ class DocumentedParser(HfArgumentParser):
             kinds: the dataclasses.
             prog: name of the command, for the help and for errors.
             usage: usage line of the help.
-            aliases: further name of a flag -> field.
-            instead: flags that are refused with advice, as for `refuse_unsupported`.
-            no_effect: flags of `instead` that are only logged.
+            aliases: alternative name of a flag -> name of its field.
+            instead: flags that are refused with advice, see `refuse_unsupported`.
+            no_effect: flags in `instead` that are logged instead of refused.
         """
         self._kinds = kinds
         self._instead = instead or {}
@@ -97,11 +98,11 @@ class DocumentedParser(HfArgumentParser):
     def parse(self, argv: Sequence[str]) -> list[Any]:
         """Return one instance of each dataclass, read from flags only.
 
-        An unknown flag is reported before a required flag that is missing: it may be the same flag,
-        misspelt.
+        An unknown flag is reported before a missing required flag, because the unknown flag may be
+        the required flag, misspelled.
 
         Raises:
-            ConfigError: a flag is unknown or missing, or a value is invalid or holds a secret.
+            ConfigError: a flag is unknown or missing, or a value is invalid or contains a secret.
             SystemExit: --help was given; the help has been printed.
         """
         namespace, rest = self.parse_known_args(list(argv))
@@ -120,7 +121,7 @@ class DocumentedParser(HfArgumentParser):
         return _without_secrets(parsed)
 
     def add_argument(self, *flags: str, **options: Any) -> Any:
-        """Add a flag as argparse does, with its field's docstring as help, and its aliases."""
+        """Add a flag as argparse does, with the field's docstring as help, and with aliases."""
         name = flags[0].lstrip("-")
         if name in self._field_docs:
             aliases = [f"--{alias}" for alias, meant in self._aliases.items() if meant == name]
@@ -135,7 +136,7 @@ class DocumentedParser(HfArgumentParser):
             elif {float, str} <= {*get_args(self._field_types[name])}:
                 options["type"] = _number_or_word
             elif bool in get_args(self._field_types[name]):
-                # As of a plain bool: the flag alone means True.
+                # As for a field of type bool, the flag without a value means True.
                 options |= {"nargs": "?", "const": True}
         elif name.startswith("no_"):
             options["help"] = f"Turn {options['dest']} off."
@@ -151,7 +152,7 @@ class DocumentedParser(HfArgumentParser):
 
     def _default(self, name: str) -> object:
         default = self._field_defaults[name]
-        # SUPPRESS: a flag that is not given is no attribute of the namespace.
+        # With SUPPRESS, a flag that is not given is missing from the namespace.
         return SUPPRESS if default is MISSING else default
 
     def _help(self, name: str, aliases: Sequence[str]) -> str:
@@ -191,7 +192,7 @@ def _read_json(kinds: Sequence[type], path: Path) -> list[Any]:
 
 
 def _read_object(kind: type, settings: Mapping[str, Any]) -> Any:
-    """Return an instance of a dataclass with the settings that are its fields."""
+    """Return an instance of a dataclass, made from the settings that are fields of it."""
     types = get_type_hints(kind)
     values = {name: settings[name] for name in field_docs(kind) if name in settings}
     for name, value in values.items():
@@ -200,7 +201,7 @@ def _read_object(kind: type, settings: Mapping[str, Any]) -> Any:
 
 
 def _without_secrets(parsed: Sequence[Any]) -> list[Any]:
-    """Return the settings; raise if one holds a secret, except hub_token, which is not stored."""
+    """Return the settings; raise if one other than hub_token contains a secret."""
     for settings in parsed:
         refuse_secrets(vars(settings), allowed=MAY_BE_SECRET)
     return list(parsed)
@@ -246,7 +247,7 @@ def _read_value(words: Sequence[str]) -> object:
 
 
 def _number_or_word(text: str) -> float | str:
-    """Return the number that a flag's value is, or else the value itself."""
+    """Return a flag's value as a float if it is a number, or else unchanged."""
     try:
         return float(text)
     except ValueError:
@@ -254,7 +255,7 @@ def _number_or_word(text: str) -> float | str:
 
 
 def _whole_number(text: str) -> int:
-    """Return the integer that a flag's value is; 3.0 and 1e5 are integers, too."""
+    """Return a flag's value as an integer; 3.0 and 1e5 count as integers."""
     try:
         return int(text)
     except ValueError:

@@ -13,7 +13,7 @@ from ppo_core.errors.redaction import describe_secret, names_secret
 from ppo_core.io.validation import adapter_of, describe_error, describe_fault
 
 NO_SECRETS = ("stop_token", "truncate_token", "eos_token", "pad_token")
-"""Settings with the name of a secret whose values are none."""
+"""Settings whose names look like names of secrets, but whose values are not secret."""
 
 
 SECRETS_OF_A_RUN = (
@@ -21,7 +21,7 @@ SECRETS_OF_A_RUN = (
     "for the judge, VLLM_API_KEY for vLLM, MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD "
     "for MLflow"
 )
-"""Where the secrets of a run belong, for the message of `refuse_secrets`."""
+"""Advice in the message of `refuse_secrets`: where the secrets of a run belong."""
 
 
 def require(config: object, name: str, holds: bool, what: str) -> None:
@@ -41,11 +41,11 @@ def require(config: object, name: str, holds: bool, what: str) -> None:
 
 
 def check_fields(config: object, kind: type | None = None) -> None:
-    """Raise unless numbers, flags and choices have the types of their fields, within the bounds.
+    """Raise unless numbers, booleans and choices match the types and bounds of their fields.
 
     Args:
         config: the settings, a dataclass.
-        kind: the class whose fields are checked; None for the class of `config`.
+        kind: the class whose fields are checked; if None, the class of `config`.
 
     Raises:
         ConfigError: a value has another type or is out of range, a number is not finite, or an
@@ -55,7 +55,7 @@ def check_fields(config: object, kind: type | None = None) -> None:
     form = _form_of(kind)
     values = {name: getattr(config, name) for name in form.model_fields}
     for name, value in values.items():
-        # pydantic would take a tensor for its number.
+        # pydantic would accept a tensor as the number that it contains.
         if hasattr(value, "__float__") and not (isinstance(value, float) or _has_64_bits(value)):
             raise ConfigError(f"{name}={value!r:.80} must be a plain number of at most 64 bits.")
     try:
@@ -69,7 +69,7 @@ def check_fields(config: object, kind: type | None = None) -> None:
 
 @cache
 def _form_of(kind: type) -> type[BaseModel]:
-    """Return the model of a dataclass's fields that hold a number, a flag or a choice."""
+    """Return a pydantic model of a dataclass's fields that are numbers, booleans or choices."""
     hints = get_type_hints(kind, include_extras=True)
     fields: dict[str, Any] = {
         name: hints[name] for name, hint in get_type_hints(kind).items() if _is_scalar(hint)
@@ -88,7 +88,7 @@ def require_kept_checkpoints(config: Any) -> None:
     """Raise if `save_total_limit` of a configuration keeps only one checkpoint.
 
     Raises:
-        ConfigError: it is 1.
+        ConfigError: `save_total_limit` is 1.
     """
     if config.save_total_limit == 1:
         raise ConfigError(
@@ -102,7 +102,7 @@ def check_type(kind: Any, value: object, name: str) -> None:
 
     Args:
         kind: the type as annotated.
-        value: the value; it is not converted, so that it can be written as it was.
+        value: the value, which is not converted, so it can be written back unchanged.
         name: full name of the setting.
 
     Raises:
@@ -132,18 +132,18 @@ def refuse_secrets(
     allowed: Collection[str] = (),
     instead: str = SECRETS_OF_A_RUN,
 ) -> None:
-    """Raise if a value, also in nested tables and lists, holds a password, key or token.
+    """Raise if a value, also in nested tables and lists, contains a password, key or token.
 
-    A value also counts as secret if its name says so, for example api_key. Settings are stored with
-    models, checkpoints and runs, and shown to everyone who reads these.
+    A value also counts as secret if it has the name of a secret, for example api_key. Settings are
+    stored with models, checkpoints and runs, and are visible to everyone who reads them.
 
     Args:
-        values: values by the names under which the user gave them.
-        allowed: names whose values may hold a secret.
-        instead: what to do with a secret that is removed, for the message.
+        values: name of a setting, as the user gave it -> value.
+        allowed: names whose values may contain a secret.
+        instead: advice for the message: what to do with the secret instead.
 
     Raises:
-        ConfigError: a value holds a secret; the message names it without showing the secret.
+        ConfigError: a value contains a secret; the message names the setting and hides the secret.
     """
     for name, value in values.items():
         if name in allowed:

@@ -1,4 +1,4 @@
-"""Split the name of a model into a folder or hub id, and a revision: `org/name@REVISION`."""
+"""Split a model's name, such as `org/name@REVISION`, into a folder or hub id and a revision."""
 
 import os
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 from ppo_core.errors import ConfigError
 
 MAIN = "main"
-"""Revision of a hub id that names none: the newest commit, which may change between two runs."""
+"""Default revision: the newest commit of the main branch, which may change between two runs."""
 
 _WITH_REVISION = re.compile(r"([^@]+)@(\w[\w.+/-]*)", re.ASCII)
 
@@ -15,7 +15,7 @@ _WITH_REVISION = re.compile(r"([^@]+)@(\w[\w.+/-]*)", re.ASCII)
 def split_revision(path: str | Path, revision: str | None = None) -> tuple[str | Path, str]:
     """Return the folder or hub id of a model, and the branch, tag or commit to read.
 
-    A name that exists here is a local path, whatever characters it has.
+    A name that exists on this machine is a local path, even if it contains an `@`.
 
     Args:
         path: a folder, or a hub id with or without `@REVISION`.

@@ -1,4 +1,4 @@
-"""Where a model goes in a step that only reads it: its device and the precision of its weights."""
+"""Choose the device and the weight precision of a model that is used but not trained."""
 
 import math
 import os
@@ -16,7 +16,7 @@ SMALLEST_WIDTH = 192
 """Smallest hidden size at which bfloat16 is faster than fp32 on a CPU."""
 
 Precision: TypeAlias = Literal["auto", "fp32", "bf16"]
-"""Precision of a model that is only read: "auto" is bfloat16 on a GPU that computes in it, and
+"""Precision of a model that is not trained: "auto" is bfloat16 on a GPU that supports bfloat16, and
 float32 elsewhere."""
 
 
@@ -29,8 +29,8 @@ class Placement:
 
 
 def is_fast_in_bf16(width: int, *, use_cpu: bool) -> bool:
-    """Return whether bfloat16 autocast is fast on this machine for models of a hidden size."""
-    # Imported here, because settings name a `Precision` where torch is not needed.
+    """Return whether bfloat16 autocast is fast on this machine for the hidden size `width`."""
+    # Imported here, because modules that only use `Precision` need no torch.
     import torch
 
     if torch.cuda.is_available() and not use_cpu:
@@ -41,12 +41,12 @@ def is_fast_in_bf16(width: int, *, use_cpu: bool) -> bool:
 
 
 def placement_for_reading(precision: Precision = "fp32") -> Placement:
-    """Return the placement of a model that answers or scores, and is not trained.
+    """Return the placement of a model that only answers or scores.
 
-    The device is a GPU if there is one. Of several processes on a machine, each takes its own GPU.
-    Reward models are read in float32, as PPO reads them: scores in bfloat16 depend on the batch.
+    The device is a GPU if there is one. Each of several processes on a machine uses its own GPU.
+    Reward models use float32, as in PPO, because scores in bfloat16 depend on the batch.
     """
-    # Imported here, because settings name a `Precision` where torch is not needed.
+    # Imported here, because modules that only use `Precision` need no torch.
     import torch
 
     gpu = _gpu()
@@ -69,7 +69,7 @@ def free_memory(device: "torch.device") -> int:
 
 
 def _left_in_container(folder: Path) -> float:
-    """Return the bytes below the limit of a control group (version 2); infinity without a limit."""
+    """Return the free bytes of a control group (version 2); infinity if it has no limit."""
     limit = folder / "memory.max"
     if not limit.is_file() or (most := limit.read_text().strip()) == "max":
         return math.inf

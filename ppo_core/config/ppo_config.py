@@ -47,14 +47,15 @@ class PPOConfig(RunConfig):
     # --- Length of the run and sizes of batches ---
 
     total_episodes: Count | None = None
-    """Responses sampled in the run, rounded up to a multiple of the batch size; with `max_steps`,
-    the run has the smaller number of updates. None: the batch size times `max_steps`, or
-    `samples_per_prompt` responses per prompt in each of `num_train_epochs` passes."""
+    """Responses sampled in the run, rounded up to a multiple of the batch size. If `max_steps` is
+    also set, the smaller number of updates counts. None: the batch size times `max_steps`, or
+    without `max_steps`, `samples_per_prompt` responses per prompt in each of `num_train_epochs`
+    passes."""
 
     batch_size: Count | None = None
     """Responses sampled for one PPO update, over all processes; None:
-    per_device_train_batch_size x gradient_accumulation_steps x processes, which `batch_size` must
-    equal if gradient_accumulation_steps is above 1."""
+    per_device_train_batch_size x gradient_accumulation_steps x processes. If
+    gradient_accumulation_steps is above 1, `batch_size` must equal this product."""
 
     num_ppo_epochs: Count = 4
     """Optimization epochs over each batch of responses."""
@@ -68,8 +69,9 @@ class PPOConfig(RunConfig):
 
     max_tokens_per_microbatch: Count | None = None
     """Maximum tokens of prompts and responses, padding included, in one forward and backward pass
-    of one process. Memory grows with this number. None: the tokens of the
-    `per_device_train_batch_size` longest sequences. Pretraining texts ignore this limit."""
+    of one process. Memory grows with this number. None: the tokens of
+    `per_device_train_batch_size` sequences of the greatest length. The limit does not apply to
+    pretraining texts."""
 
     local_rollout_forward_batch_size: Count = 64
     """Batch size per process for sampling and scoring. Memory grows with the batch size; results
@@ -155,8 +157,8 @@ class PPOConfig(RunConfig):
 
     kl_horizon: Count | None = None
     """Episodes over which an adaptive kl_coef changes by at most about 20% (arXiv:1909.08593,
-    section 2.2). None: a 24th of the run, with the mean and the trend of the divergence in place of
-    the last batch (`AdaptiveKL.landing`)."""
+    section 2.2). None: 1/24 of the run; kl_coef then follows the moving average and the trend of
+    the divergence instead of the last batch (`AdaptiveKL.landing`)."""
 
     reference_refresh_updates: Natural = 0
     """Number of updates after which the policy is copied into the reference; 0: never."""
@@ -164,10 +166,10 @@ class PPOConfig(RunConfig):
     # --- Advantages ---
 
     advantage_estimator: Literal["gae", "reinforce", "rloo", "grpo"] = "gae"
-    """`gae` compares the rewards with a critic's values (arXiv:1506.02438). The others train no
-    critic, which saves its memory: `reinforce` takes the rewards from each token on
-    (arXiv:2501.03262), and `rloo` (arXiv:2402.14740) and `grpo` (arXiv:2402.03300) compare a
-    response with the others to its prompt."""
+    """`gae` compares the rewards with a critic's values (arXiv:1506.02438). The other estimators
+    train no critic, which saves memory. `reinforce` sums the rewards from each token on
+    (arXiv:2501.03262). `rloo` (arXiv:2402.14740) and `grpo` (arXiv:2402.03300) compare a response
+    with the other responses to the same prompt."""
 
     samples_per_prompt: Count = 1
     """Responses to each prompt of a batch; must divide `batch_size`. rloo and grpo need at least
@@ -181,8 +183,8 @@ class PPOConfig(RunConfig):
     """Scale token rewards to standard deviation 1 over the batch, without changing their mean."""
 
     whiten_advantages: bool | None = None
-    """Standardize advantages over the batch to mean 0 and standard deviation 1. None: with gae and
-    reinforce, but not with rloo and grpo, as in their papers."""
+    """Standardize advantages over the batch to mean 0 and standard deviation 1. None: True with gae
+    and reinforce, False with rloo and grpo, as in the papers."""
 
     gamma: Share = 1.0
     """Discount factor per token."""
@@ -215,7 +217,8 @@ class PPOConfig(RunConfig):
     """Weight of the value loss, relative to the policy loss."""
 
     cliprange_value: NotNegative = 0.2
-    """Maximum distance of the critic's new values from those at sampling time, by clipping."""
+    """In the value loss, clip the critic's new values to at most this distance from its values at
+    sampling time."""
 
     critic_learning_rate: Positive | None = None
     """Peak learning rate of the critic; None: `learning_rate`."""
@@ -243,8 +246,8 @@ class PPOConfig(RunConfig):
     """Skip optimizer steps whose mean probability ratio exceeds this value; None: never."""
 
     max_skipped_steps: Count = 3
-    """The run fails after this many consecutive optimizer steps were skipped, for a non-finite
-    score, loss or gradient or by `ratio_threshold`."""
+    """Number of consecutive skipped optimizer steps after which the run fails. A step is skipped
+    for a non-finite score, loss or gradient, or by `ratio_threshold`."""
 
     warn_kl: float = 50.0
     """Warn when the KL divergence from the reference exceeds this many nats per response."""
@@ -264,7 +267,7 @@ class PPOConfig(RunConfig):
     """Warn when the critic's explained variance of the returns falls below this value."""
 
     warn_length_growth: Positive = 2.0
-    """Warn when the mean response length exceeds this multiple of that in the first update."""
+    """Warn when the mean response length exceeds this multiple of the mean in the first update."""
 
     warn_repetition: float = 0.5
     """Warn when more than this fraction of the 3-grams in responses are repetitions."""
@@ -275,12 +278,12 @@ class PPOConfig(RunConfig):
     """Number of times per run that responses to the evaluation prompts are printed as a table."""
 
     sft_model_path: str | None = None
-    """Folder or hub id of the initial policy, with a revision as in `org/name@revision` or without;
-    read by `python -m ppo_core` and scripts."""
+    """Folder or hub id of the initial policy; a hub id may name a revision, as in
+    `org/name@revision`. Used by `python -m ppo_core` and scripts."""
 
     reward_model_path: str | None = None
-    """Folder or hub id of the reward model, as `sft_model_path`; read by `python -m ppo_core` and
-    scripts."""
+    """Folder or hub id of the reward model, in the form of `sft_model_path`. Used by
+    `python -m ppo_core` and scripts."""
 
     model_adapter_name: str | None = None
     """Name of the PEFT adapter to train; None: the active adapter."""
@@ -317,7 +320,8 @@ class PPOConfig(RunConfig):
     def settings_of_result(self) -> dict[str, Any]:
         """Return the settings that change the result of an update by more than rounding.
 
-        The size of a batch and the number of updates also follow from the other settings.
+        The batch size and the number of updates may also depend on the number of processes and of
+        prompts, so fingerprints take both from the `Schedule`.
         """
         names = [field.name for field in fields(self)]
         return {
@@ -394,7 +398,7 @@ _OF_CRITIC = (
     "shared_critic",
     "warn_explained_variance",
 )
-"""Settings that only a run with a critic has."""
+"""Settings that have an effect only in a run with a critic."""
 
 
 def _check_estimator(config: PPOConfig) -> None:
@@ -407,7 +411,7 @@ def _check_estimator(config: PPOConfig) -> None:
         )
     ignored = [] if config.has_critic else [*_OF_CRITIC]
     if config.compares_samples:
-        # These estimators see the sum of a response's rewards.
+        # These estimators use only the sum of a response's rewards.
         ignored += ["gamma", "whiten_rewards"]
     if name != "grpo":
         ignored += ["scale_by_group_std"]

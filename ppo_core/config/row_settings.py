@@ -1,4 +1,4 @@
-"""Settings of reading rows: prompt format, rows that are too long, and names of columns."""
+"""Settings for reading rows: prompt format, rows that are too long, and names of columns."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias
@@ -6,15 +6,15 @@ from typing import Literal, TypeAlias
 from ppo_core.errors import ConfigError
 
 PromptFormat: TypeAlias = Literal["auto", "chat", "text"]
-"""How a policy reads prompts: as a chat, rendered by its tokenizer's template; as text; or "auto",
-a chat if the tokenizer has a template."""
+"""How a policy reads prompts: "chat" renders them with the tokenizer's chat template, "text" takes
+them as text, and "auto" is "chat" if the tokenizer has a template."""
 
 Overlong: TypeAlias = Literal["error", "drop", "truncate"]
-"""What happens to a row that is too long for the model: an error, leave the row out, or remove the
-start of its prompt."""
+"""What happens to a row that is too long for the model: "error" stops with an error, "drop" leaves
+the row out, and "truncate" removes the start of its prompt."""
 
 MAX_LEFT_OUT = 0.01
-"""Maximum fraction of the rows of a data set that may be left out, unless it is set."""
+"""Default of `max_left_out`, the maximum fraction of a data set's rows that may be left out."""
 
 LABEL_FIELDS = ("margin", "tie", "category", "source", "annotator")
 """Optional fields of preferences: the rating difference between the responses, whether people
@@ -24,8 +24,8 @@ VOTE_FIELDS = ("first", "second", "label")
 """Fields of a vote beside the prompt: two answers, and which of them a person prefers."""
 
 RANKING_FIELDS = ("responses", "ranks", "scores")
-"""Fields of a ranked list beside the prompt: the responses, and either the ranks, of which 1 is the
-best, or the scores, of which the largest is the best."""
+"""Fields of a ranked list beside the prompt: the responses, and either their ranks (the smallest is
+the best) or their scores (the largest is the best)."""
 
 FIELDS = (
     *("prompt", "chosen", "rejected", "completion", "reference"),
@@ -36,10 +36,10 @@ FIELDS = (
 
 
 def parse_columns(pairs: Sequence[str] | None) -> dict[str, str]:
-    """Return the fields and columns of flags such as `prompt=post`.
+    """Return field -> column for flags such as `prompt=post`.
 
     Raises:
-        ConfigError: a flag has no equals sign, or names no field.
+        ConfigError: a flag has no equals sign or no column, or its field is unknown.
     """
     found = [pair.partition("=") for pair in pairs or ()]
     if wrong := [field for field, sign, column in found if not (sign and column)]:
@@ -53,7 +53,7 @@ def check_columns(columns: Mapping[str, str]) -> None:
     """Raise unless every key is a field of rows.
 
     Raises:
-        ConfigError: a key is another name.
+        ConfigError: a key is not a field of rows.
     """
     if unknown := [field for field in columns if field not in FIELDS]:
         raise ConfigError(

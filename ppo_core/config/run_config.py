@@ -51,7 +51,7 @@ class RunConfig:
     """Passes over the prompts; used if neither `total_episodes` nor `max_steps` is set."""
 
     max_steps: int = -1
-    """Maximum of PPO updates, instead of `num_train_epochs`; -1: no such limit."""
+    """Maximum number of PPO updates, used instead of `num_train_epochs`; -1: no limit."""
 
     learning_rate: NotNegative = 3e-6
     """Peak learning rate of the policy, and of the critic unless `critic_learning_rate` is set."""
@@ -72,7 +72,7 @@ class RunConfig:
     the run."""
 
     warmup_ratio: Share = 0.0
-    """Warm-up as a fraction of the run's optimizer steps; excludes `warmup_steps`."""
+    """Warm-up as a fraction of the run's optimizer steps; only if `warmup_steps` is not set."""
 
     weight_decay: NotNegative = 0.0
     """AdamW's weight decay; not applied to norms and biases."""

@@ -13,7 +13,7 @@ from ppo_core.errors import ConfigError
 from ppo_core.io.validation import ShareBelow1
 
 ALL_LINEAR = "all-linear"
-"""Name that selects every linear layer but the output head for adapters."""
+"""Value of `lora_target_modules`: adapters for every linear layer except the output head."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class DatasetArguments:
     folder, or a hub id with an optional revision, as in `org/name@revision`; required."""
 
     dataset_config: str | None = None
-    """Configuration name, for a hub data set, or a folder with a README.md, that has several."""
+    """Configuration name, if a hub data set, or the README.md of a folder, has several."""
 
     dataset_train_split: str = "train"
     """Split to train on."""
@@ -39,14 +39,15 @@ class ScriptArguments(DatasetArguments):
     """Data sets, scaling of rewards, and the checkpoint to resume from."""
 
     allow_data_urls: bool = False
-    """Allow dataset_name to be an address of such a file, as https:// or s3://."""
+    """Allow dataset_name to be the address of a data file, such as https:// or s3://."""
 
     columns: list[str] | None = None
-    """Columns with other names, as in `prompt=post`."""
+    """FIELD=COLUMN for columns with other names: `prompt=post` reads the prompt from the column
+    `post`."""
 
     prompt_format: PromptFormat = "auto"
-    """How the policy reads prompts: `chat`, by its tokenizer's chat template; `text`; or `auto`,
-    chat if there is a template."""
+    """How the policy reads prompts: `chat` renders them with the tokenizer's chat template, `text`
+    takes them as text, and `auto` is `chat` if the tokenizer has a template."""
 
     overlong: Overlong = "drop"
     """What happens to a prompt that leaves no room for a response: `error`, `drop` (see
@@ -54,18 +55,18 @@ class ScriptArguments(DatasetArguments):
 
     max_left_out: ShareBelow1 = MAX_LEFT_OUT
     """Maximum fraction of the rows of a data set that may be left out, because they cannot be used
-    or are too long; above it, the command stops. 0 allows none."""
+    or are too long. If more rows are left out, the command stops. 0 allows none."""
 
     reward_bias: float = 0.0
-    """Constant in score = (output - reward_bias) * reward_gain, where output is the reward
-    model's; for example the mean output for reference answers."""
+    """Constant in score = (output - reward_bias) * reward_gain, where output is the output of the
+    reward model. It may be the mean output for reference answers, for example."""
 
     reward_gain: float = 1.0
     """Factor in score = (output - reward_bias) * reward_gain."""
 
     reward_end_of_text: bool = True
-    """End every scored text in the reward model's end-of-sequence token; set False if the reward
-    model was trained on texts without the token."""
+    """End every scored text with the reward model's end-of-sequence token. Set False if the reward
+    model was trained on texts without this token."""
 
     policy_dir: str | None = None
     """Folder for the final policy; None: `output_dir`."""
@@ -134,8 +135,8 @@ class ModelArguments(LoraArguments):
     hub id may name a revision, as in `org/name@revision`."""
 
     model_revision: str | None = None
-    """Branch, tag or commit of the policy's hub repository; None: the one that the policy's name
-    ends in, as in `org/name@revision`, or else main."""
+    """Branch, tag or commit of the policy's hub repository; None: the revision at the end of the
+    policy's name, as in `org/name@revision`, or else main."""
 
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
     """Precision of the policy's weights. Values other than float32 need use_peft, which freezes
@@ -146,7 +147,7 @@ class ModelArguments(LoraArguments):
     transformers' default for the model."""
 
     lora_target_parameters: list[str] | None = None
-    """Names of parameters with adapters that are not the weight of a module, such as MoE
+    """Names of further parameters to adapt that are not the weight of a module, such as MoE
     experts."""
 
     lora_modules_to_save: list[str] | None = None

@@ -1,20 +1,22 @@
 """Default learning rates, batch sizes and KL weights for models of different sizes.
 
-A learning rate that is right for a billion parameters leaves a model of a million untrained, and
-the reverse destroys the model. Sources of the rates, by the size of the model:
+A learning rate that suits a billion parameters leaves a model of a million parameters nearly
+untrained. A rate that suits a million parameters destroys a model of a billion. Sources of the
+rates, by the size of the model:
 
 - 1M: measured on the two small tasks of this project, a story model of 0.7M and a summarizer of
   0.9M parameters.
-- 10M: chosen between its neighbours; not measured, and no source.
-- 100M: PPO from GPT-2 124M, arXiv:1909.08593 (1.41e-5); the other two rates are chosen as for 10M.
-  The weight of the KL divergence starts at 0.15 in that paper and adapts. Smaller models have it,
-  too, because their high rates move them far from the reference.
+- 10M: chosen between the rates of 1M and 100M; not measured, and without a source.
+- 100M: PPO from GPT-2 124M, arXiv:1909.08593 (1.41e-5); the rates of SFT and reward model are
+  chosen between the rates of 10M and 1B. In that paper, the weight of the KL divergence starts at
+  0.15 and adapts. Smaller models use 0.15, too, because their high learning rates move them
+  far from the reference.
 - 1B: PPO from "The N+ Implementation Details of RLHF with PPO", arXiv:2403.17031 (3e-6, and 0.05
   for the KL divergence, for Pythia 1B to 6.9B); SFT and reward model from InstructGPT,
   arXiv:2203.02155, appendix C (9.65e-6 and 9e-6).
 - 8B: reward model and PPO from the cards of OpenRLHF/Llama-3-8b-rm-700k (9e-6) and
-  OpenRLHF/Llama-3-8b-rlhf-100k (5e-7, 100,000 responses); PPO takes a rate between that and the
-  3e-6 of the paper. The rate of SFT has no source.
+  OpenRLHF/Llama-3-8b-rlhf-100k (5e-7, 100,000 responses). Our PPO rate lies between this 5e-7 and
+  the 3e-6 of arXiv:2403.17031. The rate of SFT has no source.
 
 With LoRA, every rate is ten times as high: Schulman et al., "LoRA Without Regret" (2025).
 """
@@ -23,7 +25,7 @@ import math
 from dataclasses import dataclass, replace
 
 LORA_FACTOR = 10
-"""Factor of a learning rate if adapters are trained instead of all weights."""
+"""Factor by which a learning rate is multiplied if only adapters are trained."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +48,7 @@ class SizedDefaults:
     """Examples or pairs in one forward and backward pass of supervised training."""
 
     gradient_accumulation_steps: int
-    """Passes of an optimizer step of supervised training."""
+    """Forward and backward passes in one optimizer step of supervised training."""
 
     ppo_batch_size: int
     """Responses of one PPO update."""
@@ -126,10 +128,10 @@ _TABLE = (
 
 
 def sized_defaults(parameters: int, *, lora: bool) -> SizedDefaults:
-    """Return the defaults for a model with this number of parameters, its embeddings included.
+    """Return the defaults for a model with this number of parameters, embeddings included.
 
     Args:
-        parameters: number of parameters of the whole model, also if only adapters are trained.
+        parameters: number of parameters of the whole model, even if only adapters are trained.
         lora: whether adapters are trained instead of all weights.
     """
     row = next(row for row in _TABLE if parameters <= row.most_parameters)

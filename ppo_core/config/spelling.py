@@ -1,4 +1,4 @@
-"""Find the setting that a misspelt, shortened or foreign name stands for."""
+"""Find the setting that is meant by a misspelled or short name, or by another library's name."""
 
 from collections.abc import Collection
 from difflib import get_close_matches
@@ -50,21 +50,21 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "nproc": ("processes",),
     "torch_dtype": ("dtype",),
 }
-"""Name -> names of settings that it may stand for, the likeliest first. The names are short forms,
-and names that other commands and libraries use."""
+"""Other name of a setting -> settings that the name may mean, the likeliest first. Other names are
+short forms, and names in other commands and libraries."""
 
 
 def same_setting(name: str, known: Collection[str]) -> str | None:
-    """Return the name in `known` that another name of the same setting stands for; else None.
+    """Return the setting in `known` that has this name or this other name; None if there is none.
 
-    Hyphens and underscores, and capital and small letters, count as equal.
+    A hyphen counts as an underscore, and case is ignored.
     """
     plain = _plain(name)
     return next((meant for meant in (plain, *OTHER_NAMES.get(plain, ())) if meant in known), None)
 
 
 def nearest_name(name: str, known: Collection[str]) -> str | None:
-    """Return the name in `known` that a wrong name most likely stands for; None if none is near."""
+    """Return the setting in `known` that a wrong name most likely means, or None."""
     near = get_close_matches(_plain(name), known, n=1)
     return same_setting(name, known) or next(iter(near), None)
 

@@ -1,6 +1,7 @@
 """Flags of TRL's scripts that our commands accept under TRL's name, or refuse with advice.
 
-PPO's refused names are settings of the Python class as well: see `unsupported_settings`.
+The names that PPO refuses are in `unsupported_settings`, because they are also arguments of the
+Python class `PPOConfig`.
 """
 
 from ppo_core.config.unsupported_settings import Unsupported
@@ -134,13 +135,13 @@ SUPERVISED_INSTEAD: Unsupported = {
 does anyway, advice for other values)."""
 
 LORA_TASKS = {"sft": "CAUSAL_LM", "reward": "SEQ_CLS"}
-"""Training -> value of TRL's flag `lora_task_type` that describes it."""
+"""Kind of training -> the only value of TRL's flag `lora_task_type` that is accepted."""
 
 
 def supervised_instead(kind: str, *, saves: bool) -> Unsupported:
-    """Return `SUPERVISED_INSTEAD` with the flags whose accepted value depends on the others.
+    """Return `SUPERVISED_INSTEAD`, plus the flags whose accepted value depends on the arguments.
 
-    `saves` says whether save_steps is given.
+    `kind` is the kind of training, and `saves` is whether the flag save_steps is given.
     """
     task = LORA_TASKS.get(kind)
     return {

@@ -212,7 +212,7 @@ INSTEAD: Unsupported = {
     "evaluation_strategy": (("no",), "set eval_strategy"),
     "config": ((), "write the settings into a TOML file: python -m ppo_core settings.toml"),
 }
-"""Name -> (values that match the fixed behaviour of this trainer, advice for other values)."""
+"""Name -> (values that match the fixed behavior of this trainer, advice for other values)."""
 
 NO_EFFECT = frozenset(
     "average_tokens_across_devices dataloader_drop_last dataloader_in_order "
@@ -226,7 +226,8 @@ NO_EFFECT = frozenset(
     "trackio_bucket_id trackio_space_id trackio_static_space_id project use_cache use_liger_kernel "
     "liger_kernel_config".split()
 )
-"""Names in `INSTEAD` of which no value would change a result; any value causes one log line."""
+"""Names in `INSTEAD` whose values never change a result. A value that is not accepted causes only a
+log line."""
 
 
 def refuse_unsupported(
@@ -239,9 +240,9 @@ def refuse_unsupported(
 ) -> dict[str, Any]:
     """Return the settings of `given` whose names are in `supported`.
 
-    Settings listed in `instead` with an accepted value are dropped, and so are those named in
-    `no_effect`: another value of these is logged. `prefix` precedes the names in messages: `--` for
-    flags.
+    Settings listed in `instead` are dropped if they have an accepted value. Settings named in
+    `no_effect` are dropped with any value, and a value that is not accepted is logged. `prefix`
+    precedes the names in messages: `--` for flags.
 
     Raises:
         ConfigError: any other setting is given.

@@ -11,7 +11,7 @@ PASS_COST = 128
 """Fixed cost of a forward pass, in tokens; a larger value gives fewer batches, more padding."""
 
 GPU_PASS_COST = 1024
-"""`PASS_COST` on a GPU, where launching the kernels of a pass takes as long as so many tokens."""
+"""`PASS_COST` on a GPU, where launching a pass's kernels takes as long as this many tokens."""
 
 
 def pad_rows(rows: Sequence[Sequence[int]], *, side: str = "right") -> tuple[Tensor, Tensor]:
@@ -31,8 +31,8 @@ def pad_rows(rows: Sequence[Sequence[int]], *, side: str = "right") -> tuple[Ten
 def length_sorted_batches(lengths: Tensor, batch_size: int) -> list[Tensor]:
     """Return indices of sequences in batches of similar length, longest first.
 
-    Similar lengths need little padding, and the longest batch, first, reveals a lack of memory.
-    Sequences of equal length keep their order.
+    Similar lengths need little padding. The longest batch comes first, so a lack of memory shows at
+    once. Sequences of equal length keep their order.
     """
     order = torch.argsort(lengths, descending=True, stable=True)
     return list(order.split(batch_size))
@@ -47,11 +47,11 @@ def token_batches(
 ) -> list[Tensor]:
     """Return indices of sequences in batches of similar length, longest first, at minimum cost.
 
-    The cost of a batch is its tokens, padding included, plus the fixed cost of a pass on `device`;
-    None is the device of the lengths. Dynamic programming finds the split with the lowest total
+    The cost of a batch is its tokens, padding included, plus the fixed cost of a pass on `device`
+    (by default, the device of `lengths`). Dynamic programming finds the split with the lowest total
     cost. A batch has at most `max_tokens` tokens, padding included, or is a single longer sequence.
-    None allows `batch_size` sequences of the greatest length. Sequences of equal length keep their
-    order.
+    If `max_tokens` is None, a batch has at most the tokens of `batch_size` sequences of the
+    greatest length. Sequences of equal length keep their order.
     """
     order = torch.argsort(lengths, descending=True, stable=True)
     ordered = lengths[order].double().numpy(force=True)

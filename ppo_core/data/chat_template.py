@@ -19,7 +19,7 @@ SIMPLE_CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.role | capitalize }}: {{ message.content }}\n\n"
     "{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
 )
-"""Template with the names of the roles, for tokenizers without a template; read by scripts."""
+"""Template that writes the names of the roles; scripts set it if a tokenizer has no template."""
 
 MAX_RENDER_SECONDS = 10
 """Time limit for rendering one conversation; a template takes about a millisecond."""
@@ -44,7 +44,8 @@ def set_prompt_format(tokenizer: PreTrainedTokenizerBase, prompt_format: PromptF
 
     For text, the chat template is removed. For a chat, the token that ends a turn of the assistant
     becomes the end-of-sequence token, because that token ends a response in training and sampling.
-    The tokenizers of many base models have another end-of-sequence token than their template.
+    In many base models, the template ends a turn with another token than the tokenizer's
+    end-of-sequence token.
 
     Raises:
         ConfigError: a chat is wanted, but the tokenizer has no template.
@@ -64,7 +65,7 @@ def set_prompt_format(tokenizer: PreTrainedTokenizerBase, prompt_format: PromptF
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the special token after an answer, or None if the template writes none there."""
+    """Return the special token that the template writes after an answer; None if it writes none."""
     answer = "an answer"
     turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": answer}]
     try:
@@ -112,7 +113,7 @@ def has_generation_mask(tokenizer: PreTrainedTokenizerBase) -> bool:
 def encode_with_mask(
     tokenizer: PreTrainedTokenizerBase, messages: Messages
 ) -> tuple[list[int], list[int]]:
-    """Return the token ids of a conversation, and 1 for each token that is the assistant's.
+    """Return the token ids of a conversation, and a mask with 1 for each token of the assistant.
 
     Raises:
         DataError: see `render_chat`.
@@ -136,7 +137,7 @@ def _render(
     answer_follows: bool = False,
     marks_answers: bool = False,
 ) -> Rendered:
-    """Render a conversation in a process with limits of memory and time."""
+    """Render a conversation in a separate process with limited memory and time."""
     request = {
         "conversations": [_without_none(messages)],
         "chat_template": tokenizer.get_chat_template(),
@@ -215,7 +216,7 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Messages, *, end: 
 
 @lru_cache
 def _refuse_powers(template: str) -> None:
-    """Raise for the operator `**`, whose result can take all of the time limit of each row."""
+    """Raise if a template has the operator `**`, which can use up the time limit in every row."""
     tokens = Environment(autoescape=False).lex(template)
     if any(kind == "operator" and value == "**" for _, kind, value in tokens):
         raise ValueError("the operator ** is not allowed")

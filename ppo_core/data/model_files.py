@@ -59,7 +59,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     except OSError as error:
         raise OSError(error.errno, error.strerror or str(error), str(folder)) from error
     except Exception as error:
-        # The library tokenizers has no error class of its own, and raises Exception itself.
+        # The library `tokenizers` raises `Exception` itself, not a class of its own.
         if type(error) is not Exception:
             raise
         raise OSError(f"The tokenizer was not written to '{folder}': {error}") from error

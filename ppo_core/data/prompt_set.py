@@ -61,7 +61,7 @@ def make_run_prompts(
     config: PPOConfig,
     collator: Collator | None = None,
 ) -> RunPrompts:
-    """Return the prompts of a run; `eval_dataset` may be None. See `make_prompt_set`.
+    """Return the prompts of a run, made by `make_prompt_set`; `eval_dataset` may be None.
 
     Raises:
         ConfigError: the settings ask for evaluations, and there is no `eval_dataset`.
@@ -96,7 +96,7 @@ def make_prompt_set(
             prompt has a token without an embedding in the model.
     """
     if collator is not None:
-        # A batch of one row needs little padding; `prompts_of` removes padding by the mask.
+        # One row at a time needs little padding, which `prompts_of` removes by the mask.
         dataset = [_collated(collator, dataset[number]) for number in range(len(dataset))]
     prompts = prompts_of(dataset)
     context, response_length = context_length(model.config), config.response_length

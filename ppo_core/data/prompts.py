@@ -21,13 +21,13 @@ Prompt: TypeAlias = str | Messages | Sequence[int]
 """Text, chat messages, or token ids of the policy's tokenizer (as list, array or tensor)."""
 
 CHARACTERS_PER_TOKEN = 128
-"""No published tokenizer makes longer tokens, apart from spaces."""
+"""Maximum characters of a token. No published tokenizer has longer ones, except runs of spaces."""
 
 MIN_CHARACTERS = 100_000
-"""A text up to this size is encoded whatever the limit of its tokens is."""
+"""A text of up to this many characters is always encoded, whatever the limit on its tokens is."""
 
 MAX_CHARACTERS = 16_000_000
-"""Maximum size of a text for a model whose context has no limit."""
+"""Maximum characters of a text for a model whose context has no limit."""
 
 PROMPT_COLUMNS = ("input_ids", "prompt", "messages", "query")
 """Columns that may hold the prompt; the first column with a value is used."""
@@ -57,7 +57,8 @@ def prompts_of(dataset: Iterable[Any]) -> list[Prompt]:
         )
     rows: Iterable[Any] = dataset
     if not hasattr(dataset, "__iter__"):
-        # A data set of torch has a length, and may return a row for every number.
+        # A torch data set has a length. Iteration without it might not end: some data sets return
+        # a row for any number.
         rows = (dataset[row] for row in range(len(dataset)))  # type: ignore[arg-type, index]
     return [
         _prompt_of_row(item, row) if isinstance(item, Mapping) else item
@@ -310,7 +311,7 @@ def context_length(config: Any) -> int | None:
 
 
 def max_characters(limit: int | None) -> int:
-    """Return the size above which a text has more than `limit` tokens, so it is not encoded."""
+    """Return the maximum characters of a text to encode; longer ones exceed `limit` tokens."""
     return MAX_CHARACTERS if limit is None else max(MIN_CHARACTERS, CHARACTERS_PER_TOKEN * limit)
 
 
@@ -326,10 +327,10 @@ def count_characters(content: object) -> int:
 def check_prompt_sizes(
     prompts: Sequence[Prompt], *, context: int | None, response_length: int
 ) -> None:
-    """Raise if a prompt is so large that it cannot fit, before it is encoded.
+    """Raise if a prompt, which is not encoded yet, has too many characters for the context.
 
     Raises:
-        DataError: see above; the message names the row.
+        DataError: a prompt is too large; the message names the row.
     """
     most = max_characters(None if context is None else context - response_length)
     limit = "the model's context has no limit"
@@ -348,7 +349,7 @@ def check_prompt_lengths(
 ) -> None:
     """Raise if a prompt is empty, or too long to leave `response_length` tokens of context.
 
-    A context of None is unlimited.
+    If `context` is None, there is no limit.
 
     Raises:
         DataError: there are no prompts, a prompt has no token, or a prompt has more than
@@ -380,7 +381,7 @@ class PromptStream:
     """Endless batches of row numbers, in a new seeded order for each pass over the data."""
 
     def __init__(self, num_prompts: int, *, seed: int, samples: int = 1) -> None:
-        """Start a stream of the row numbers 0 to num_prompts - 1, each `samples` times in a row."""
+        """Start a stream of the row numbers 0 to num_prompts - 1, each repeated `samples` times."""
         self._num_prompts = num_prompts
         self._samples = samples
         self._seed = seed

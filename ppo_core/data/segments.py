@@ -18,7 +18,7 @@ class Segment(NamedTuple):
     """Whether the tokens count in the loss of supervised fine-tuning."""
 
     has_start: bool = False
-    """Whether the tokenizer's start tokens stand before a text."""
+    """Whether the tokenizer's start tokens are added before a text."""
 
 
 EncodedSegment = tuple[list[int], bool]
@@ -31,7 +31,8 @@ def encode_sequences(
     """Return the segments of each sequence as token ids.
 
     All texts are encoded together, each different text once, because a call of the tokenizer costs
-    about as much as the encoding of a short text. A text has the same token ids as alone.
+    about as much as the encoding of a short text. A text gets the same token ids as when it is
+    encoded alone.
     """
     texts: tuple[dict[str, None], dict[str, None]] = ({}, {})
     for sequence in sequences:

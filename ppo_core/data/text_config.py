@@ -4,8 +4,9 @@ from typing import Any
 
 
 def text_config(config: Any) -> Any:
-    """Return the part of a configuration that describes the model that reads and writes text.
+    """Return the part of a model's configuration that describes the text decoder.
 
-    A model of text and images nests it; for a model of text alone it is the configuration itself.
+    In a model of text and images, this part is nested. In a model of text alone, it is the whole
+    configuration.
     """
     return config.get_text_config(decoder=True)

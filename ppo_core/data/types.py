@@ -143,7 +143,7 @@ class Experience:
     """(B, T) advantages, standardized over the batch if the settings ask for that."""
 
     returns: Tensor | None
-    """(B, T) targets of the critic, if there is one: unstandardized advantages plus values."""
+    """(B, T) critic's targets: unstandardized advantages plus values; None without a critic."""
 
 
 @dataclass(kw_only=True)

@@ -1,4 +1,4 @@
-"""Exceptions of this project, and the conversion of errors of libraries and of users' code."""
+"""Exceptions of this project, and the conversion of errors from libraries and users' code."""
 
 import sysconfig
 import traceback
@@ -19,17 +19,18 @@ _NOT_THE_USERS = (
     str(Path(__file__).parents[2] / "flows"),
     "<",
 )
-"""Starts of the file names of Python, of packages and of this project."""
+"""Prefixes of the file paths of Python, of packages and of this project."""
 
 
 class PPOError(Exception):
     """Base of the exceptions of this project.
 
-    Their messages hold no password, key or token, and no control character but line break and tab.
+    The messages contain no password, key or token, and no control character except line break and
+    tab.
     """
 
     def __init__(self, *args: object) -> None:
-        """Take the message, which may quote addresses and the messages of libraries."""
+        """Redact and escape the message, which may quote addresses and messages of libraries."""
         super().__init__(
             *(escape_controls(redact(arg)) if isinstance(arg, str) else arg for arg in args)
         )
@@ -75,7 +76,7 @@ class JudgeError(PPOError, RuntimeError):
 def library_errors(kind: type[PPOError], failure: str, next_move: str) -> Iterator[None]:
     """Raise every error of the block as `kind`, with the message "FAILURE: REASON. NEXT_MOVE".
 
-    For calls of libraries that parse what others wrote. An error of the project passes unchanged.
+    Use this for calls of libraries that parse files from outside. A PPOError passes unchanged.
     """
     try:
         yield
@@ -85,8 +86,8 @@ def library_errors(kind: type[PPOError], failure: str, next_move: str) -> Iterat
     # RecursionError for damaged input. These have no other base class.
     except Exception as error:
         raise kind(f"{failure}: {reason_of(error)}. {next_move}") from error
-    # A library in Rust, such as tokenizers, raises its panics as an error that is no Exception,
-    # of a class that cannot be imported.
+    # A Rust library, such as tokenizers, raises a panic as a BaseException whose class cannot be
+    # imported.
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
@@ -97,8 +98,8 @@ def library_errors(kind: type[PPOError], failure: str, next_move: str) -> Iterat
 def user_code_errors(kind: type[PPOError], code: str) -> Iterator[None]:
     """Raise every error of the block, which calls a user's code, as `kind`.
 
-    The message names the code, the error, and the line of the user's file that raised it. An error
-    of the project passes unchanged.
+    The message names the code, the error, and the line of the user's file that raised the error. A
+    PPOError passes unchanged.
     """
     try:
         yield
@@ -117,7 +118,7 @@ def reason_of(error: BaseException) -> str:
     error = error.__cause__ or error
     try:
         text = " ".join(str(error).split()).rstrip(".")
-    # The text is computed by the class of the error, which may be a user's.
+    # The class of the error, which may be a user's, computes the text and may fail.
     except Exception:
         text = ""
     if isinstance(error, KeyError):

@@ -1,13 +1,13 @@
 """Escape control characters, so that no text of a file or a server can control the terminal.
 
-Terminals move the cursor, delete lines, set the title and even answer to such characters, and
-characters of text direction show a text in another order than it has.
+Control characters move the cursor, delete lines, set the title, or make the terminal send a reply.
+Characters of text direction change the order in which a text is shown.
 """
 
 import re
 
-# Except the line break and the tab. The last two ranges are the characters that change the
-# direction of text, and halves of characters, which no stream can write.
+# All control characters except line break and tab. The last three ranges are the characters that
+# change the direction of text (two ranges), and surrogates, which no stream can write.
 _CONTROL = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 _ANYWHERE = re.compile(_CONTROL)
 # Progress bars begin with a carriage return, and old files end lines with one.
@@ -19,22 +19,22 @@ _MOVE = re.compile(r"(?:\x1b\[\d{0,3}[AK]|\x1b\[\?25[hl]|[\r\n ])*")
 
 
 def escape_controls(text: str) -> str:
-    """Return a text whose control characters are written as in Python, but for line break and tab.
+    """Return a text with control characters, except line break and tab, as Python escapes.
 
-    Use it for quoted texts of files, servers and libraries.
+    Use this for quotes from files, servers and libraries.
     """
     return _ANYWHERE.sub(_escape, text)
 
 
 def remove_controls(text: str) -> str:
-    """Return a text without its control characters, but for line break and tab."""
+    """Return a text without control characters, except line break and tab."""
     return _ANYWHERE.sub("", text)
 
 
 def escape_output(text: str, *, is_terminal: bool) -> str:
-    """Return output without control characters; our tables and progress bars keep theirs.
+    """Return output with control characters escaped, except those of our tables and progress bars.
 
-    On a terminal, colors stay, and what moves to the line of a progress bar.
+    On a terminal, colors stay, and so do the cursor movements of progress bars.
     """
     if not _ANYWHERE.search(text) or (is_terminal and _MOVE.fullmatch(text)):
         return text
@@ -43,7 +43,7 @@ def escape_output(text: str, *, is_terminal: bool) -> str:
 
 
 def escape_bytes(data: bytes, *, is_terminal: bool) -> bytes:
-    """Return output in UTF-8 as `escape_output` does; other bytes stay as they are."""
+    """Return UTF-8 output, escaped as by `escape_output`; bytes that are not UTF-8 are kept."""
     parts = re.split(r"([\udc80-\udcff]+)", data.decode("utf-8", "surrogateescape"))
     parts[::2] = [escape_output(part, is_terminal=is_terminal) for part in parts[::2]]
     return "".join(parts).encode("utf-8", "surrogateescape")

@@ -1,4 +1,4 @@
-"""Limit the time of a call, also if the called library has no time-out or retries for minutes."""
+"""Limit the time of a call, even if the called library has no timeout or retries for minutes."""
 
 import threading
 from collections.abc import Callable
@@ -13,8 +13,8 @@ ANSWER_SECONDS = 30.0
 def answer_within(seconds: float, call: Callable[..., Answer], *given: Any) -> Answer:
     """Return the result of `call(*given)`, or raise its error.
 
-    A call that takes too long is abandoned in a daemon thread, which does not keep the process
-    from ending: a server that sends a byte now and then would hold the caller for ever.
+    A call that takes too long is abandoned in a daemon thread, which does not keep the process from
+    ending. Otherwise, a server that sends a byte now and then would block the caller forever.
 
     Raises:
         TimeoutError: the call has not ended after `seconds`.

@@ -1,4 +1,4 @@
-"""Smaller batches, or a clear error, where the memory of a GPU or of the machine is full."""
+"""Use smaller batches, or raise a clear error, when the memory of GPU or machine is full."""
 
 import gc
 import logging
@@ -24,7 +24,7 @@ class BatchSize:
         self._purpose = purpose
 
     def run(self, work: Callable[[int], _Result]) -> _Result:
-        """Return `work(size)`, repeated with half the size as often as memory is full.
+        """Return `work(size)`; whenever memory is full, halve the size and repeat.
 
         A size that was too large is not tried again, and is logged once.
 
@@ -38,7 +38,7 @@ class BatchSize:
                 if not _is_out_of_memory(error):
                     raise
                 reason = str(error)
-            # After the block, because the error keeps the tensors of the failed pass alive.
+            # This runs after the block, because the error keeps the failed pass's tensors alive.
             self._halve(reason)
 
     def _halve(self, reason: str) -> None:
@@ -66,7 +66,7 @@ def free_unused() -> None:
 
 @contextmanager
 def explained_out_of_memory(next_move: str) -> Iterator[None]:
-    """Raise an out-of-memory error of a training with the peak and the settings to change.
+    """Turn an out-of-memory error of a training into a TrainingError with peak and advice.
 
     Raises:
         TrainingError: the memory of a GPU or of the machine is full.
@@ -85,7 +85,7 @@ def _is_out_of_memory(error: RuntimeError) -> bool:
     import torch
 
     is_full = isinstance(error, torch.OutOfMemoryError)
-    # On the CPU, torch raises an error without a class of its own.
+    # On the CPU, torch raises a plain RuntimeError.
     return is_full or "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 

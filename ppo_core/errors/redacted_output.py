@@ -16,7 +16,7 @@ from ppo_core.errors.control_characters import escape_bytes, escape_output
 from ppo_core.errors.redaction import known_secrets, mask_secrets, redact
 
 MAX_LINE_CHARACTERS = 10_000
-"""In a longer line of output, which is data and no message, URLs keep their query."""
+"""Longer lines of output are treated as data, not as messages: URLs in them keep their query."""
 
 _UNFINISHED = re.compile(
     r"(?:(?<!\w)\w+://\S*|(?:hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox|A[KS]IA|eyJ)\S*)$"
@@ -26,8 +26,9 @@ _UNFINISHED = re.compile(
 def install_redaction() -> None:
     """Redact everything that this process writes to stdout and stderr from now on.
 
-    This includes tracebacks, warnings and log records, also of log handlers that exist already. A
-    native library or a child process that writes to the file descriptors itself is not redacted.
+    This includes tracebacks, warnings and log records, even those of existing log handlers. Output
+    that a native library or a child process writes directly to the file descriptors is not
+    redacted.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -45,9 +46,9 @@ def install_redaction() -> None:
 class RedactedStream:
     """A text stream that redacts and escapes text, and writes it to another stream.
 
-    Text is written at once. Only the last characters of a line are held until the next write or
-    `flush` if they may begin a secret. So a secret that is split between two writes is found, and
-    progress bars work as usual.
+    Text is written at once, except the last characters of a line that may begin a secret. These
+    characters are held until the next write or `flush`. Therefore a secret that is split between
+    two writes is found, and progress bars work as usual.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -64,7 +65,7 @@ class RedactedStream:
 
     @property
     def buffer(self) -> "_RedactedBuffer":
-        """The other stream's bytes, redacted too."""
+        """The binary buffer of the other stream; bytes that are written to it are redacted."""
         return _RedactedBuffer(self)
 
     def write(self, text: str) -> int:
@@ -153,7 +154,7 @@ def _end_of_finished(text: str) -> int:
 def _end_before_secret(text: str, *, least: int) -> int:
     """Return the length of `text` without its last characters that begin a known secret.
 
-    Fewer than `least` such characters are not counted.
+    These characters count only if there are at least `least`.
     """
     longest = 0
     for secret in known_secrets():

@@ -2,11 +2,11 @@
 
 A secret is
 
-- the value of an environment variable whose name says so, for example OPENAI_API_KEY;
+- the value of an environment variable that has the name of a secret, for example OPENAI_API_KEY;
 - a password or token within the value of any environment variable, for example the password in
-  MLFLOW_TRACKING_URI, also where it appears without the address;
+  MLFLOW_TRACKING_URI, even where the password appears without that address;
 - a text in the form of a well-known token, for example hf_..., or of a private key;
-- what follows `Authorization:`, `Bearer` or `Basic`;
+- the value after `Authorization:`, `Bearer` or `Basic`;
 - the user, the password and the query of any URL, and the password in `user:password@host`.
 """
 
@@ -21,7 +21,7 @@ from functools import lru_cache
 from urllib.parse import quote, quote_plus, unquote
 
 MASK = "(hidden)"
-"""Text in the place of a secret; Metaflow would take asterisks for its marks of bold text."""
+"""Text in the place of a secret; Metaflow would read asterisks as marks of bold text."""
 
 MIN_SECRET_CHARACTERS = 8
 """Shorter values of environment variables are not masked, because they are often common words."""
@@ -37,14 +37,16 @@ _PASSWORD_OF_URL = re.compile(r"://[^/?#\s:@]*:([^/?#\s]+)@")
 _ODD_PASSWORD_OF_URL = re.compile(
     r"://[^/?#\s:@]*:(?!\d+(?:[/?#]|$)|$|//)((?:(?!://)\S)+)@(?=[\w.\[-])"
 )
-# At a database, no path holds an `@`, so digits before a slash may begin a password.
+# In the address of a database, no path contains an `@`, so digits before a slash may begin a
+# password.
 _PASSWORD_OF_DATABASE = re.compile(
     r"\b(?:postgres|mysql|mariadb|mssql|oracle|redis|mongodb|amqp|clickhouse|snowflake)[\w+]*:"
     r"//[^/?#\s:@]*:((?:(?!://)\S)+)@(?=[\w.\[-])"
 )
-# `user:password@host` without `//`. A password with a slash needs a port or a database after the
-# host: `localhost:5000/image@tag` has none. A number or a version after the `@` is no host, as in
-# `file:a.py@10:20`. The length limits the time of long lines.
+# `user:password@host` without `//`. A password with a slash is recognized only if a port or a
+# database follows the host, so `localhost:5000/image@tag` has no password. A number or a version
+# after the `@` is no host, as in `file:a.py@10:20`. The maximum lengths bound the time for long
+# lines.
 _PASSWORD_WITHOUT_SCHEME = re.compile(
     r"(?<![\w:/@.+%-])"
     r"(?!(?:mailto|e?-?mail|sips?|xmpp|acct|to|from|cc|author|contact|pkg|urn"
@@ -68,7 +70,8 @@ _TOKEN = re.compile(
     r"(?:(?<![A-Za-z0-9])|(?<=%[0-9A-Fa-f]{2}))"
     r"(?:hf_[A-Za-z0-9]{12,}|gh[pousr]_[A-Za-z0-9]{12,}|github_pat_\w{12,}|glpat-[\w-]{12,}"
     r"|xox[a-z]-[\w-]{8,}|A[KS]IA[0-9A-Z]{12,}"
-    # These do not begin within a word with hyphens, so that no text takes quadratic time.
+    # The next two tokens do not begin within a hyphenated word. Otherwise, the search could take
+    # quadratic time.
     r"|(?:(?<![\w-])|(?<=%[0-9A-Fa-f]{2}))"
     r"(?:sk-(?=[\w-]*\d)[\w-]{12,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*))"
 )
@@ -91,7 +94,7 @@ _PRIVATE_KEY = re.compile(
 
 
 def redact(text: object) -> str:
-    """Return `text` without secrets, and without user, password and query in every URL."""
+    """Return `text` without secrets, and without the user, password and query of every URL."""
     masked = _PASSWORD_WITHOUT_SCHEME.sub(_masked_group, mask_secrets(str(text)))
     for has in (_PASSWORD_OF_DATABASE, _ODD_PASSWORD_OF_URL):
         masked = has.sub(_without_user, masked)
@@ -105,7 +108,7 @@ def _without_user(found: re.Match[str]) -> str:
 def mask_secrets(text: str) -> str:
     """Return `text` with secrets masked; URLs without a secret keep user and query.
 
-    Use it for documents that quote texts of models and data sets: a query there is no secret.
+    Use this for documents that quote models and data sets, in which a URL's query is not secret.
     """
     for secret in known_secrets():
         text = text.replace(secret, MASK)
@@ -116,7 +119,7 @@ def mask_secrets(text: str) -> str:
 
 
 def _masked_value(found: re.Match[str]) -> str:
-    """Return the name of a header with its value masked; words in a sentence are no value."""
+    """Return the match of a header with the header's value masked."""
     value = found[2] or found[4]
     return found[0][: -len(value)] + MASK
 
@@ -139,12 +142,12 @@ def _is_basic(value: str) -> bool:
 
 
 def names_secret(name: str) -> bool:
-    """Return whether a name of a variable or setting says that its value is secret."""
+    """Return whether a variable or setting has the name of a secret."""
     return _NAME_OF_SECRET.search(name) is not None
 
 
 def describe_secret(text: str) -> str | None:
-    """Return what kind of secret a setting's value holds, without the secret; None if none."""
+    """Return the kind of secret in a setting's value, without the secret; None if there is none."""
     for secret, name in known_secrets().items():
         if secret in text:
             return f"the secret of the environment variable {name}"
@@ -162,12 +165,12 @@ def describe_secret(text: str) -> str | None:
 
 
 def _is_value(found: re.Match[str]) -> bool:
-    """Return whether a match of _AUTHORIZATION holds more than a word of a sentence."""
+    """Return whether a match of _AUTHORIZATION is a header's value, not a word of a sentence."""
     return found[4] is not None or any(character.isdigit() for character in found[2])
 
 
 def known_secrets() -> Mapping[str, str]:
-    """Return the name of the environment variable of each secret, the longest secret first."""
+    """Return secret -> name of its environment variable, the longest secret first."""
     return _secrets_of(tuple(os.environ.items()))
 
 
@@ -184,7 +187,7 @@ def _secrets_of(environment: tuple[tuple[str, str], ...]) -> dict[str, str]:
 
 
 def _secrets_in(name: str, value: str) -> Iterator[str]:
-    """Yield the secrets in one environment variable; a key of several lines has one per line."""
+    """Yield the secrets in one environment variable; each line of a multi-line key is one."""
     if names_secret(name):
         yield from (line.strip() for line in value.splitlines() if "-----" not in line)
     for key in _PRIVATE_KEY.findall(value):
@@ -200,7 +203,7 @@ def _secrets_in(name: str, value: str) -> Iterator[str]:
 
 
 def _secrets_in_pairs(text: str) -> list[str]:
-    """Return the values of `name=value` in a query or connection string that are secret."""
+    """Return the secret values among the pairs `name=value` in a query or connection string."""
     return [value for name, value in _PAIR.findall(text) if names_secret(name)]
 
 

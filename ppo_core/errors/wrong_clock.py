@@ -1,17 +1,17 @@
-"""Say that a recorded time lies in the future, so the clock of a machine is wrong."""
+"""Describe a recorded time that lies in the future, because the clock of a machine is wrong."""
 
 from datetime import UTC, datetime, timedelta
 
 TOLERANCE = timedelta(minutes=5)
-"""Differences between two clocks up to this are not reported."""
+"""Largest difference between two clocks that is not reported."""
 
 
 def describe_future(time: str, now: datetime | None = None) -> str:
-    """Return words to append to a time in ISO 8601 that lies in the future; else nothing."""
+    """Return words to append to an ISO 8601 time that lies in the future; else an empty text."""
     now = now or datetime.now(UTC)
     try:
         ahead = datetime.fromisoformat(time) - now
-    except (ValueError, TypeError, OverflowError):  # no time, or one without its zone
+    except (ValueError, TypeError, OverflowError):  # not a time, or a time without a time zone
         return ""
     if ahead <= TOLERANCE:
         return ""

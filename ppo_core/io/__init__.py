@@ -1,1 +1,1 @@
-"""Files and progress of every package: atomic writes, caches of folders, strict JSON, bars."""
+"""Files and progress for all packages: atomic writes, folder cache, strict JSON, progress bars."""

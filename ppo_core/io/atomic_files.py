@@ -11,7 +11,7 @@ from uuid import uuid4
 from ppo_core.errors import ConfigError, TrainingError, reason_of
 
 FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-"""Errors of a full disk, a disk quota and a limit on the size of files."""
+"""Error numbers of a full disk, of an exceeded quota, and of a file that is too large."""
 
 
 def write_atomically(path: Path, content: str | bytes, *, durable: bool = True) -> None:
@@ -56,9 +56,10 @@ def sync_to_disk(path: Path) -> None:
 
 
 def require_writable(folder: Path, setting: str) -> None:
-    """Create a folder if it is missing, and write and remove a file in it; `setting` names it.
+    """Raise unless files can be written into a folder, which is created if it is missing.
 
-    Call this before a training, so that its result cannot be lost for a folder.
+    Call this before a training, so that its result is not lost because of an unwritable folder.
+    `setting` is the name of the folder's setting, for the message.
 
     Raises:
         ConfigError: the folder cannot be created or written.
@@ -90,7 +91,7 @@ def require_creatable(folder: Path, setting: str) -> None:
 
 
 def unwritable(folder: Path, setting: str, reason: str) -> ConfigError:
-    """Return the error of a folder, which `setting` names, that cannot be written."""
+    """Return the error of an unwritable folder, which is the value of the setting `setting`."""
     return ConfigError(
         f"{setting}: nothing can be written into {str(folder)!r} ({reason}), so all results would "
         "be lost. Choose a writable folder."

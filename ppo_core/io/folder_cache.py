@@ -16,10 +16,11 @@ from uuid import uuid4
 from ppo_core.io.atomic_files import write_atomically
 
 MADE_FILE = "made.json"
-"""File in a cached folder: its name, the digest of its other files, and what `make` returned."""
+"""File in a cached folder with the folder's name, the digest of the other files, and the values
+that `make` returned."""
 
 LIBRARIES = ("torch", "transformers")
-"""Libraries whose versions are part of the digest."""
+"""Libraries whose versions are part of the digest of the inputs."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ _copies: list[Copies] = []
 
 @contextmanager
 def sharing(copies: Copies) -> Iterator[None]:
-    """Let `make_once` use and make copies inside the context."""
+    """Make `make_once` fetch and publish copies inside the context."""
     _copies.append(copies)
     try:
         yield
@@ -72,16 +73,16 @@ def make_once(
 ) -> Cached:
     """Return the cached folder for `inputs`; call `make` to fill the folder if it is missing.
 
-    `make` fills a temporary folder, which is then renamed. So a folder with the final name is
-    complete even if a process was killed. A folder whose files were changed since is made again,
-    and so is a copy that does not belong to this name.
+    `make` fills a temporary folder, which is then renamed. Therefore a folder with the final name
+    is complete even if a process was killed. A folder is made again if its files were changed
+    later, or if it is a copy that was made under another name.
 
     Args:
         root: folder of the cache.
         name: first part of the folder's name.
         inputs: everything that decides the result; must be serializable as JSON.
-        make: function that fills the given folder and returns values that JSON has.
-        shared: whether a copy of the folder is used and made, if the call is within `sharing`.
+        make: function that fills the given folder and returns values that are serializable as JSON.
+        shared: whether a copy of the folder is fetched and published inside `sharing`.
     """
     folder = folder_of(root, name, inputs)
     copies = _copies if shared else []
@@ -111,7 +112,7 @@ def make_once(
 
 
 def folder_of(root: Path, name: str, inputs: Mapping[str, Any]) -> Path:
-    """Return the folder that `make_once` fills, which may not exist."""
+    """Return the path of the folder that `make_once` fills; the folder may not exist yet."""
     everything = {**inputs, "libraries": {library: version(library) for library in LIBRARIES}}
     return root / f"{name}-{digest_of(everything)}"
 
@@ -138,7 +139,7 @@ def digest_of_folder(folder: Path) -> str:
 
 
 def digest_of_file(path: Path) -> str:
-    """Return the digest of a file's content; a process reads a file again only if it was changed.
+    """Return the digest of a file's content; an unchanged file is read only once per process.
 
     Raises:
         OSError: the file cannot be read.
@@ -185,12 +186,12 @@ def _cached(folder: Path, *, reused: bool) -> Cached:
 
 
 def is_made(folder: Path) -> bool:
-    """Return whether `make_once` would reuse a folder: it has its name, and is unchanged."""
+    """Return whether `make_once` would reuse a folder: it was made under its name, unchanged."""
     try:
         made = _read_made(folder)
         is_own = "values" in made and made["name"] == folder.name
         return is_own and bool(made["digest"] == digest_of_folder(folder))
-    # An unreadable file, another form of JSON, or the form of earlier versions.
+    # The file is unreadable, is no JSON object of this form, or has the form of older versions.
     except (OSError, ValueError, KeyError, TypeError):
         return False
 

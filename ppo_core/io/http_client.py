@@ -1,4 +1,4 @@
-"""HTTP clients of model servers, which follow no redirect and limit the size of a reply.
+"""Make HTTP clients for model servers that follow no redirect and limit the size of a reply.
 
 A redirect would send prompts and weights to an address that nobody chose.
 """
@@ -17,7 +17,7 @@ from ppo_core.errors import PPOError
 MAX_REPLY_BYTES = 32 * 2**20
 """Largest body of a reply; a response of 32,000 tokens with log-probabilities has about 4 MB."""
 
-# A small compressed body may hold gigabytes.
+# Compression is not accepted, because a small compressed body may expand to gigabytes.
 _OPTIONS: dict[str, Any] = {
     "follow_redirects": False,
     "headers": {"Accept-Encoding": "identity"},
@@ -27,8 +27,8 @@ _OPTIONS: dict[str, Any] = {
 def make_client(error: type[PPOError], *, seconds: float) -> httpx2.Client:
     """Return a client that raises `error` for a reply that is too large or takes too long.
 
-    `seconds` limits the time from the headers to the last byte. A timeout of the client does not
-    limit this time, because it restarts whenever bytes arrive.
+    `seconds` limits the time from the headers to the last byte. The client's own timeout does not
+    limit this time, because that timeout restarts whenever bytes arrive.
     """
     _log_no_calls()
 
@@ -49,12 +49,12 @@ def make_async_client(error: type[PPOError]) -> httpx2.AsyncClient:
 
 
 def _log_no_calls() -> None:
-    """Leave out the line that the library logs for every call at level INFO."""
+    """Suppress the line that the library logs for every call at level INFO."""
     logging.getLogger("httpx2").setLevel(logging.WARNING)
 
 
 class _LimitedBody(httpx2.SyncByteStream, httpx2.AsyncByteStream):
-    """The body of a reply, which raises an error past its limits."""
+    """The body of a reply; reading it raises an error if a limit is exceeded."""
 
     def __init__(self, response: httpx2.Response, error: type[PPOError], seconds: float) -> None:
         self._body: Any = response.stream

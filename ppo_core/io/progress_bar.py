@@ -15,10 +15,10 @@ Item = TypeVar("Item")
 SECONDS_BETWEEN_LINES = 5.0
 
 PROGRESS_FILE = "progress.txt"
-"""Name of the file in the folder of a program's job."""
+"""Name of the file that `ProgressFile` writes into the folder of a job."""
 
 SECONDS_BETWEEN_WRITES = 1.0
-"""Minimum seconds between two writes of that file."""
+"""Minimum seconds between two writes of the progress file."""
 
 
 class _OneLineEach:
@@ -60,9 +60,9 @@ def listening(listener: Listener) -> Iterator[None]:
 
 
 def each_pass(items: Sequence[Item], phase: str) -> Iterator[Item]:
-    """Yield the items, and tell the listeners that a phase moves with each of them.
+    """Yield the items, and tell the listeners before each item that the phase advanced.
 
-    For the passes inside a step, which have no bar of their own.
+    Use this for the passes inside a step, which have no bar of their own.
     """
     for item in items:
         tell_moved(phase)
@@ -78,14 +78,14 @@ def tell_moved(phase: str) -> None:
 
 
 class PhaseLines:
-    """Listener that keeps showing a bar with the phase that goes on inside its step."""
+    """Listener that refreshes a bar during a long step, and adds the phase inside the step."""
 
     def __init__(self, bar: "ProgressBar") -> None:
         """Take the bar."""
         self._bar = bar
 
     def moved(self, phase: str) -> None:
-        """Show the bar with the phase, if it is not the bar's own."""
+        """Show the bar with the phase, unless the phase is the bar's own."""
         self._bar.keep_showing(phase)
 
     def ended(self, phase: str) -> None:
@@ -95,11 +95,11 @@ class PhaseLines:
 class ProgressFile:
     """Listener of progress bars that writes the name of the current phase, at most once a second.
 
-    The launcher looks at the file's time.
+    The launcher checks that this file changes, and so detects a process that makes no progress.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Write the file in this folder, which exists."""
+        """Write the file into `folder`, which exists."""
         self._path = folder / PROGRESS_FILE
         self._written = -math.inf
 
@@ -129,11 +129,11 @@ class ProgressBar(tqdm):  # type: ignore[misc]
         super().update(n)
 
     def keep_showing(self, inner: str = "") -> None:
-        """Show the bar again if it was not shown for a while; to be called while a step is long.
+        """Show the bar again if it was not shown for a while; call this during a long step.
 
         `inner` names the phase inside the step.
         """
-        # A hidden bar has no interval.
+        # A hidden bar has no `mininterval`.
         if self.disable or inner == self._phase:
             return
         if time.monotonic() - self._shown < 2 * self.mininterval:
@@ -159,8 +159,8 @@ def progress(
     """Return a progress bar: a context manager with the method `update(n)`.
 
     On a terminal the bar is redrawn in place. In a log (of a Metaflow task, for example), the bar
-    is written as a line every few seconds. A total of None is not known. A phase that ends within
-    `delay` seconds shows no bar.
+    is written as a line every few seconds. `total` is None if the total is unknown. A phase that
+    ends within `delay` seconds shows no bar.
     """
     if sys.stderr.isatty():
         return ProgressBar(total=total, desc=description, unit=unit, disable=hidden, delay=delay)

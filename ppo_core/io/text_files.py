@@ -1,4 +1,4 @@
-"""Read text, TOML and JSON that others wrote; an error names the file and the place in it."""
+"""Read text, TOML and JSON from outside; an error names the file and the place in the file."""
 
 import json
 import os
@@ -82,11 +82,11 @@ def parse_json(text: str | bytes, **options: Any) -> Any:
 
 
 def parse_strict_json(text: str) -> Any:
-    """Return the value of a JSON text that others wrote.
+    """Return the value of a JSON text from outside.
 
     Raises:
-        ValueError: see `parse_json`; or the text has a key twice in an object, or half of a
-            surrogate pair, which cannot be written again.
+        ValueError: see `parse_json`; or an object has a key twice, or a text has half of a
+            surrogate pair, which cannot be encoded.
     """
     value = parse_json(text, object_pairs_hook=_without_repeated_keys)
     if _HALF_CHARACTER.search(text):

@@ -1,4 +1,4 @@
-"""Check values against types with bounds, by pydantic; the errors name the place and the value."""
+"""Check values against types with bounds, using pydantic; errors name the place and the value."""
 
 import json
 import re
@@ -35,7 +35,7 @@ Steps = Annotated[float, Field(ge=0), AfterValidator(_check_steps)]
 """A number of steps, or below 1 a fraction of all steps."""
 
 Interval = Annotated[float, Field(gt=0), AfterValidator(_check_steps)]
-"""The same, above 0."""
+"""A number of steps above 0, or below 1 a fraction of all steps."""
 
 _FAULTS = {
     "int_type": "must be a whole number",
@@ -49,7 +49,7 @@ _FAULTS = {
     "model_type": "must be an object",
     "unexpected_keyword_argument": "is unknown",
 }
-"""Type of an error of pydantic -> what is wrong with the value, where pydantic says it worse."""
+"""Type of a pydantic error -> our description of the fault, if it is clearer than pydantic's."""
 
 _BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 
@@ -65,14 +65,14 @@ def read_record(
 ) -> Record:
     """Return a parsed JSON value as an object of a type, such as a dataclass.
 
-    The types are strict: a number may be an integer, but True is no integer, and "1" no number.
+    Types are strict: an integer is accepted as a float, but True is no integer and "1" no number.
 
     Raises:
-        ValueError: the value has another form; the message names the place and the value.
+        ValueError: the value does not match the type; the message names the place and the value.
     """
     adapter: TypeAdapter[Record] = adapter_of(kind)  # type: ignore[arg-type]
     try:
-        # As JSON, in which strict reading takes a list for a tuple, and an object for a record.
+        # In strict mode, only JSON input may have a list for a tuple, and an object for a record.
         return adapter.validate_json(json.dumps(value), strict=True, extra=extra)
     except ValidationError as error:
         raise ValueError(describe_error(error)) from None
@@ -80,9 +80,9 @@ def read_record(
 
 def describe_error(error: ValidationError, name: str = "") -> str:
     """Return the place of an error in the value `name`, and what is wrong there."""
-    # A value may have one of several forms: ignore the forms whose fields it does not have.
+    # If the type is a union, ignore the members whose fields the value does not have.
     wrong = min(error.errors(), key=lambda one: one["type"] == "missing")
-    # pydantic adds the name of the form's class.
+    # pydantic adds the class name of a union's member to the place.
     inner = [str(part) for part in wrong["loc"] if not str(part).startswith("_")]
     place = ".".join([name, *inner] if name else inner)
     if wrong["type"] == "missing":
@@ -93,7 +93,8 @@ def describe_error(error: ValidationError, name: str = "") -> str:
 def describe_fault(wrong: ErrorDetails, kind: Any = None) -> str:
     """Return what is wrong with a value of a type, such as `must be above 0`.
 
-    The error has only the bound that the value exceeds, so a type with two describes both.
+    The error has only the bound that the value exceeds, so a type with two bounds has a description
+    of both.
     """
     context = wrong.get("ctx", {})
     for name in context.keys() & _BOUNDS.keys():

@@ -1,1 +1,1 @@
-"""Rows of prompts, preferences and demonstrations, in one form whatever their columns are."""
+"""Rows of prompts, preferences and demonstrations, converted from all known columns to one form."""

@@ -1,4 +1,4 @@
-"""What a command says about the rows that it read."""
+"""Messages of a command about the rows that it read."""
 
 from collections.abc import Mapping, Sequence
 
@@ -31,10 +31,10 @@ def describe_first(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> st
 
 
 def require_columns_read(renamed: Mapping[str, str], *read: Rows) -> None:
-    """Raise if a setting names a column that no data set has.
+    """Raise if the setting `columns` names a column that was read from no data set.
 
     Raises:
-        ConfigError: there is such a column; the message names the field.
+        ConfigError: a column was not read; the message names its field.
     """
     columns = {column for rows in read for column in rows.reading.values()}
     for field, name in renamed.items():

@@ -1,4 +1,4 @@
-"""Bring prompts and responses of the known forms into one form: text, or messages of a chat."""
+"""Convert prompts and responses of all known forms to one form: text, or messages of a chat."""
 
 import re
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from ppo_core.data.chat_template import Messages, is_messages
 from ppo_core.data.rows.row_error import RowError
 
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
-"""Starts of the turns in the texts of HH (arXiv:2204.05862)."""
+"""Starts of the turns in a text of HH, the data set of Anthropic (arXiv:2204.05862)."""
 
 _TURN = re.compile(f"({HUMAN}|{ASSISTANT})")
 
@@ -22,10 +22,12 @@ Turns = list[dict[str, str]]
 def as_prompt(value: Any, *, is_chat: bool) -> str | Turns:
     """Return a prompt as text, or as messages if `is_chat`.
 
-    In a chat, a text becomes one message of the user, and a text of HH the messages of its turns.
+    In a chat, a text becomes one message of the user, but a text of HH becomes one message per
+    turn.
 
     Raises:
-        RowError: the prompt is empty, or neither text nor messages, or the policy reads no chat.
+        RowError: the prompt is empty, is neither text nor messages, ends in an answer of the
+            assistant, or consists of messages although the policy reads text.
     """
     if is_messages(value):
         if not is_chat:
@@ -46,7 +48,7 @@ def as_prompt(value: Any, *, is_chat: bool) -> str | Turns:
 
 
 def as_response(value: Any, name: str) -> str:
-    """Return a response as text: a text, or the only message of a list, the assistant's.
+    """Return a response as text; it may be a text, or a list of one message of the assistant.
 
     Raises:
         RowError: the value is something else.
@@ -59,7 +61,7 @@ def as_response(value: Any, name: str) -> str:
 
 
 def as_turns(messages: Messages) -> Turns:
-    """Return messages with no keys but role and content.
+    """Return messages with only the keys role and content.
 
     Raises:
         RowError: the role or content of a message is not text.
@@ -75,7 +77,7 @@ def is_answered(messages: Messages) -> bool:
 
 
 def last_answer(messages: Messages) -> tuple[Turns, str]:
-    """Split a conversation into the messages before its last one, and the assistant's last text.
+    """Split a conversation into the earlier messages, and the text of the assistant's last message.
 
     Raises:
         RowError: the last message is not the assistant's.
@@ -94,13 +96,15 @@ def is_hh(text: str) -> bool:
 def split_pair(
     prompt: Any, chosen: Any, rejected: Any, *, is_chat: bool
 ) -> tuple[str | Turns, str, str]:
-    """Return the prompt and two responses, with the prompt taken out of the responses.
+    """Return the prompt and two responses that do not repeat the prompt.
 
-    `prompt` is None or empty if there is none; then it is the common part of two conversations.
-    Without a prompt and turns, the responses are whole texts, and the prompt is empty.
+    If `prompt` is None or empty, the prompt is the common part of two conversations. If the
+    responses are not conversations either, they are returned whole, with an empty prompt; for a
+    chat, this is an error.
 
     Raises:
-        RowError: the responses do not answer the same prompt, or a value has the wrong type.
+        RowError: the responses do not answer the same prompt, a chat has no prompt, or a value has
+            the wrong type.
     """
     if is_messages(chosen) and is_messages(rejected):
         (before, first), (other, second) = last_answer(chosen), last_answer(rejected)
@@ -127,15 +131,15 @@ def split_pair(
 
 
 def _joined(prompt: Any, before: Turns) -> Any:
-    """Return the prompt of two conversations that have the messages `before` in common.
+    """Combine a prompt with `before`, the messages that two conversations have in common.
 
     Raises:
-        RowError: the conversations do not belong to the prompt.
+        RowError: the prompt does not belong to the conversations.
     """
     if not before or prompt is None or prompt == "":
         return before or prompt
     if isinstance(prompt, str):
-        # A text beside conversations, as in UltraFeedback, repeats one of their messages.
+        # A text prompt beside conversations, as in UltraFeedback, repeats one of the messages.
         if any(turn["content"] == prompt for turn in before):
             return before
     elif is_messages(prompt):
@@ -168,7 +172,7 @@ def _common_turns(chosen: str, rejected: str) -> str | None:
 
 
 def _turns_of_text(text: str) -> Turns:
-    """Return the messages of a text of HH; turns of one role in a row become one message."""
+    """Return the messages of a text of HH; consecutive turns of one role become one message."""
     _, *parts = _TURN.split(text)
     turns: Turns = []
     for marker, content in zip(parts[::2], parts[1::2], strict=True):
@@ -198,8 +202,8 @@ def in_format_of(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages) -> 
 def shown_prompt(prompt: str | Messages | Sequence[int]) -> str:
     """Return a prompt as a person or a judge reads it.
 
-    A single message of the user is its text; a longer conversation has one paragraph for each
-    message, which begins with the role.
+    A single message of the user is returned as its text. A longer conversation becomes one
+    paragraph per message, and each paragraph begins with the role.
     """
     if not is_messages(prompt):
         return str(prompt)

@@ -17,13 +17,18 @@ Encoded = TypeVar("Encoded")
 
 @dataclass(frozen=True)
 class Encoding(Generic[Encoded]):
-    """How a row is encoded. The tokenizer works between the two functions, on many rows at once."""
+    """How a row is encoded.
+
+    `sequences` returns the texts of a row. The tokenizer then encodes the texts of many rows at
+    once, and `build` makes each encoded row.
+    """
 
     sequences: Callable[[Row], Sequence[Sequence[Segment]]]
     """Return the sequences of a row. Raise RowError or DataError if the row cannot be encoded."""
 
     build: Callable[[Row, Sequence[list[EncodedSegment]]], Encoded]
-    """Return the encoded row, from the row and its encoded sequences. Raise as `sequences`."""
+    """Return the encoded row, from the row and its encoded sequences. May raise RowError or
+    DataError, too."""
 
     length: Callable[[Encoded], int]
     """Return the number of tokens of an encoded row."""

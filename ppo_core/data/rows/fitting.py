@@ -26,7 +26,7 @@ def fit_prompts(
 ) -> Rows:
     """Return the rows whose prompts leave `response_length` tokens of a model's context.
 
-    A context of None has no limit.
+    If `context` is None, there is no limit.
 
     Raises:
         DataError: a prompt is too long and `overlong` is "error", or more than `rows.max_left_out`
@@ -52,7 +52,7 @@ def fit_pairs(
     *,
     end_of_text: bool,
 ) -> Rows:
-    """Return the preferences that a reward model can read, with 1 to `limit` tokens.
+    """Return the preferences whose two texts have 1 to `limit` tokens for a reward model.
 
     Raises:
         DataError: see `fit_prompts`.

@@ -1,6 +1,6 @@
-"""Find which columns of a data set hold what, and convert its rows to one form.
+"""Find the column of each field in a data set, and convert the rows to one form.
 
-The forms of published data sets are known: of TRL and UltraFeedback (prompt, chosen, rejected,
+The columns of these published data sets are known: TRL and UltraFeedback (prompt, chosen, rejected,
 messages), ShareGPT (conversations), HH (turns in one text), Alpaca (instruction, input, output),
 TL;DR's comparisons (info, summaries, choice), KTO (completion, label), and ranked lists (responses
 with ranks or scores).
@@ -36,23 +36,23 @@ Kind: TypeAlias = Literal["prompts", "pairs", "demonstrations", "votes"]
 pairs of answers that people judged."""
 
 _CONVERSATIONS = ("messages", "conversations")
-"""Columns of a prompt whose last message may be the answer; the second is ShareGPT's."""
+"""Columns of a conversation, whose last message may be the answer; ShareGPT has the second."""
 
 _PROMPT_COLUMNS = ("prompt", "query", "question", "instruction", *_CONVERSATIONS)
-"""Columns of a prompt; the first that exists is read."""
+"""Names of columns that may hold the prompt; the first column that exists is read."""
 
 _COMPLETION_COLUMNS = ("completion", "output", "answer", "response", "reference_response")
-"""Columns of the response in a demonstration."""
+"""Names of columns that may hold the response in a demonstration."""
 
 _REFERENCE_COLUMNS = ("reference", *_COMPLETION_COLUMNS)
-"""Columns of the response that a policy's answer is compared with."""
+"""Names of columns that may hold the response that a policy's answer is compared with."""
 
 _RANKING_COLUMNS = {
     "responses": ("responses", "completions"),
     "ranks": ("ranks", "rank"),
     "scores": ("scores", "ratings"),
 }
-"""Field of a ranked list -> its columns; the first that exists is read."""
+"""Field of a ranked list -> names of columns that may hold it; the first that exists is read."""
 
 _TEXT = pyarrow.string()
 _MESSAGES = pyarrow.list_(pyarrow.struct({"role": _TEXT, "content": _TEXT}))
@@ -66,7 +66,7 @@ _LABELS = {
 """Types of the optional fields of preferences."""
 
 Row: TypeAlias = Mapping[str, Any]
-"""A row in the one form of its kind."""
+"""A converted row: values by the names of the fields of its `Kind`."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,10 @@ class Form:
     """Types of the fields."""
 
     convert: Callable[[RawRow], Row | list[Row]]
-    """Return a row, or several, in the one form; raise RowError if the row cannot be used."""
+    """Return the converted row, or several rows; raise RowError if the row cannot be used."""
 
     is_judged: bool = False
-    """Whether the rows are single judgements, of which `pairing` makes preferences."""
+    """Whether each row judges a single response; `pairing` makes preferences from such rows."""
 
 
 _COMMON = "the common part of chosen and rejected"
@@ -105,7 +105,7 @@ def find_form(
     Args:
         kind: use of the data set.
         columns: names of the columns.
-        is_chat: whether prompts become messages, else they remain text.
+        is_chat: whether prompts become messages; if False, prompts remain text.
         takes_token_ids: whether prompts may be token ids, in the column `input_ids`.
         renamed: field -> column, for columns with other names.
 
@@ -131,7 +131,7 @@ def find_form(
 def _prompts(columns: Collection[str], is_chat: bool) -> Form:
     described, read = _find_prompt(columns) or _common_prompt(columns)
     is_judged = _are_judgements(columns)
-    # Of single judgements, a completion may be a rejected one.
+    # The completion of a single judgment may be a rejected one, so it is no reference.
     known = _REFERENCE_COLUMNS[: 1 if is_judged else None]
     named = next((name for name in known if name in columns), None)
     is_pair = named is None and {"chosen", "rejected"} <= set(columns)
@@ -188,7 +188,7 @@ def _are_judgements(columns: Collection[str]) -> bool:
 
 
 def _judgements(columns: Collection[str], is_chat: bool) -> Form | None:
-    """Return the form of single judgements, as of KTO (arXiv:2402.01306); None for another one."""
+    """Return the form of single judgments (KTO, arXiv:2402.01306); None for other columns."""
     found = _find_prompt(columns)
     if found is None or not _are_judgements(columns):
         return None
@@ -213,7 +213,7 @@ def _judgements(columns: Collection[str], is_chat: bool) -> Form | None:
 
 
 def _ranking(columns: Collection[str], is_chat: bool) -> Form | None:
-    """Return the form of ranked lists; None for another one."""
+    """Return the form of ranked lists; None for other columns."""
     found = _find_prompt(columns)
     named = {
         field: name
@@ -241,7 +241,7 @@ def _ranking(columns: Collection[str], is_chat: bool) -> Form | None:
 
 
 def pair_schema_of(judgements: pyarrow.Schema) -> pyarrow.Schema:
-    """Return the types of the preferences that are made of judgements with such types."""
+    """Return the schema of preferences that are made from rows with the schema `judgements`."""
     return _pair_schema(is_chat=judgements.field("prompt").type != _TEXT)
 
 
@@ -297,15 +297,15 @@ def _find_prompt(columns: Collection[str]) -> _Field | None:
 
 
 def _value(row: RawRow, name: str) -> Any:
-    """Return the value of a column; messages of any form have the keys role and content."""
+    """Return the value of a column, with messages converted to the keys role and content."""
     return plain_messages(row.get(name))
 
 
 def _accepted(row: RawRow, name: str) -> Any:
-    """Return a response to learn from.
+    """Return the response of a demonstration.
 
     Raises:
-        RowError: the row is a single judgement, of a rejected response.
+        RowError: the label of the row rejects the response.
     """
     label: Any = row.get("label")
     if name == "completion" and (label is False or str(label).lower() == "false"):
@@ -316,7 +316,7 @@ def _accepted(row: RawRow, name: str) -> Any:
 
 
 def _common_prompt(columns: Collection[str]) -> _Field:
-    """Return the field of the prompt of preferences, for rows without a column of prompts."""
+    """Return how to read the prompt of preferences if there is no column for the prompt."""
     if not {"chosen", "rejected"} <= set(columns):
         raise _no_columns(["prompt"], columns)
 
@@ -328,7 +328,7 @@ def _common_prompt(columns: Collection[str]) -> _Field:
 
 
 def _text_or_none(row: RawRow, name: str) -> str | None:
-    """Return a reference as text, or None: training needs no reference."""
+    """Return a reference as text, or None if there is none, because training needs no reference."""
     try:
         return as_response(_value(row, name), "the reference")
     except RowError:
@@ -336,7 +336,7 @@ def _text_or_none(row: RawRow, name: str) -> str | None:
 
 
 def _chosen_or_none(row: RawRow, prompt: Any, is_chat: bool) -> str | None:
-    """Return the preferred response of a pair as text, or None: training needs no reference."""
+    """Return the preferred response of a pair as text, or None if the pair cannot be read."""
     try:
         chosen, rejected = _value(row, "chosen"), _value(row, "rejected")
         return split_pair(prompt, chosen, rejected, is_chat=is_chat)[1]
@@ -351,7 +351,7 @@ def _nothing(row: RawRow) -> None:
 def _messages_beside_answers(column: str) -> Callable[[RawRow], Any]:
     """Return a function that reads the messages before the answer from a column.
 
-    Beside conversations, which have these messages too, the function returns None.
+    The function returns None if `chosen` is a whole conversation, which includes these messages.
     """
 
     def read(row: RawRow) -> Any:
@@ -415,10 +415,10 @@ def _text(row: RawRow) -> Row:
 
 
 def _labels(row: RawRow) -> Row:
-    """Return the labels of a preference, None where one is missing.
+    """Return the labels of a preference; the value of a missing label is None.
 
     Raises:
-        RowError: a label has another type. Numbers and true or false may be texts, as in CSV.
+        RowError: a label has the wrong type. Numbers and booleans may be texts, as in CSV.
     """
     return {
         "margin": _number(row.get("margin")),

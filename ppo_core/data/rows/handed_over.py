@@ -1,4 +1,4 @@
-"""Hand rows that have been read to another process, in a folder of files."""
+"""Pass rows to another process in a folder of files."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ def write_rows(rows: Rows, folder: Path) -> None:
     """
     with explained_writes(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        # Several machines may write the same rows, and others may already read them.
+        # Several machines may write these files, and other machines may already read them.
         unfinished = folder / f".{_TABLE}.{uuid4().hex}"
         with (
             unfinished.open("wb") as file,

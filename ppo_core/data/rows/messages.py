@@ -1,4 +1,4 @@
-"""Bring messages of the known forms into one form, with the keys role and content."""
+"""Convert messages of all known forms to one form, with the keys role and content."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,17 +19,17 @@ _MEDIA = (
     *("image", "image_url", "input_image", "audio", "input_audio", "video", "video_url"),
     *("file", "input_file", "document", "tool_use", "tool_result", "thinking"),
 )
-"""Types of parts that are refused by name."""
+"""Types of parts that the error message names when it refuses them."""
 
 
 def plain_messages(value: Any) -> Any:
     """Return messages of any form with the keys role and content, and any other value unchanged.
 
-    The forms are ShareGPT's `{"from": "human", "value": TEXT}`, and messages whose
-    content is a list of parts, `{"type": "text", "text": TEXT}`. A single message is a list of one.
+    The other forms are ShareGPT's `{"from": "human", "value": TEXT}`, and messages whose content is
+    a list of parts, `{"type": "text", "text": TEXT}`. A single message becomes a list.
 
     Raises:
-        RowError: a speaker is unknown, or a part is no text.
+        RowError: a speaker is unknown, or a part is not text.
     """
     if isinstance(value, Mapping) and ({"from", "value"} <= set(value) or _is_message(value)):
         value = [value]
@@ -58,7 +58,7 @@ def _role_of(speaker: Any) -> str:
 
 
 def _text_of(parts: Sequence[Any]) -> str:
-    """Return the text of a content of parts, one after the other."""
+    """Return the texts of the parts of a content, concatenated."""
     if not parts:
         raise RowError("with a message whose content is a list without parts")
     return "".join(map(_text_of_part, parts))

@@ -1,4 +1,4 @@
-"""Rows that are too long for a model: an error, left out, or with a shortened prompt."""
+"""Handle rows that are too long for a model: raise, leave the row out, or shorten its prompt."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -28,13 +28,13 @@ def fit_rows(
 ) -> Iterator[tuple[Row, Encoded] | RowError]:
     """Yield each row and its encoded form; with overlong="truncate" the prompt may be shortened.
 
-    A row that cannot be encoded, or is too long, is a RowError.
+    For a row that cannot be encoded, or is too long, yield a RowError instead.
 
     Args:
         tokenizer: the tokenizer.
         encoding: how a row is encoded.
         rows: rows whose prompt is the field `prompt`, or the conversation in `messages`.
-        limit: maximum number of tokens; None is no limit.
+        limit: maximum number of tokens; if None, there is no limit.
         overlong: what happens to a longer row.
         move: advice for a row that is too long.
 
@@ -67,7 +67,7 @@ def fit_rows(
             raise RowError(f"with more than {allowed}", move)
         return shorter, encode_row(tokenizer, encoding, shorter)
 
-    # A text that is far too large would take the tokenizer much memory.
+    # Rows that are far too large are not encoded, because the tokenizer would need much memory.
     small = [row for row in rows if _largest(row) <= most]
     encoded = encode_batch(tokenizer, encoding, small)
     wholes = iter(encoded)
@@ -82,12 +82,11 @@ def _largest(row: Row) -> int:
 
 
 def _shortened(row: Row, limit: int | None, most: int, fits: Callable[[Row], bool]) -> Row | None:
-    """Return the row with the longest end of its prompt that fits, or None if no end fits.
+    """Return the row with its prompt cut to the longest end that fits, or None if no end fits.
 
-    A prompt has at most `limit` tokens and `most` characters.
-
-    Of messages, the oldest turns are removed; a message of the system and the last message stay.
-    A text of HH is cut at the start of a turn, any other text between two words.
+    The limits are `limit` tokens and `most` characters. From messages, the oldest turns are
+    removed; a system message and the last message stay. A text of HH is cut at the start of a turn,
+    any other text between two words.
     """
     field = "messages" if "messages" in row else "prompt"
     prompt = row.get(field)
@@ -99,7 +98,7 @@ def _shortened(row: Row, limit: int | None, most: int, fits: Callable[[Row], boo
 
     if isinstance(prompt, str):
         start = re.escape(HUMAN) if is_hh(prompt) else r"(?<!\S)\S"
-        # The search begins one character earlier, which may be the space before a word.
+        # The search begins one character earlier, because there may be the space before a word.
         first = max(0, len(prompt) - most - 1)
         starts = [found.start() for found in re.compile(start).finditer(prompt, first)]
         return _first_that_fits(
@@ -108,7 +107,7 @@ def _shortened(row: Row, limit: int | None, most: int, fits: Callable[[Row], boo
     if is_messages(prompt):
         ends = _ends_of_messages(prompt)
         return _first_that_fits(len(ends), lambda number: with_end(ends[number]), fits)
-    # Token ids, of which each is one token.
+    # The prompt is a list of token ids.
     return with_end(prompt[-limit:]) if limit is not None and limit > 0 else None
 
 

@@ -1,4 +1,4 @@
-"""Make preferences of ranked lists, and of single judgements of responses to the same prompt."""
+"""Make preferences from ranked lists, and from single judgments of responses to the same prompt."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,29 +14,30 @@ from ppo_core.data.rows.row_error import RowError
 
 MAX_RANKED = 16
 """Maximum number of responses of a ranked list that are compared. The number of pairs grows with
-its square, so one prompt would outweigh all others."""
+the square of this number, so a prompt with many responses would outweigh the others."""
 
 MAX_PAIRS = MAX_RANKED * (MAX_RANKED - 1) // 2
-"""Maximum number of pairs of a prompt with single judgements, for the same reason."""
+"""Maximum number of pairs of a prompt with single judgments, as many as from a ranked list."""
 
 _Ranked: TypeAlias = tuple[float, str]
-"""How good a response is, and the response."""
+"""Quality of a response (a larger number is better), and the response."""
 
 
 def pairs_of_ranking(
     responses: Any, ranks: Any = None, scores: Any = None
 ) -> Iterator[tuple[str, str, bool]]:
-    """Yield each better response with each worse one, and whether both are equally good.
+    """Yield each pair of responses, the better response first, and whether both are equally good.
 
-    Of more than `MAX_RANKED` responses, the best, the worst, and others at equal steps are paired.
+    Of more than `MAX_RANKED` responses, only the best, the worst, and responses at equal steps
+    between these are paired.
 
     Args:
         responses: texts, messages, or mappings of `response` and `overall_score`.
-        ranks: number of each response, of which the smallest is the best.
-        scores: number of each response, of which the largest is the best.
+        ranks: rank of each response; the smallest rank is the best.
+        scores: score of each response; the largest score is the best.
 
     Raises:
-        RowError: there are fewer than two responses, or a response has no number.
+        RowError: there are fewer than two responses, or a response has no rank or score.
     """
     if not isinstance(responses, list) or len(responses) < 2:
         raise RowError("without a list of at least two responses")
@@ -55,7 +56,7 @@ def pairs_of_ranking(
 
 
 def _spread(ranked: Sequence[_Ranked]) -> list[_Ranked]:
-    """Return the responses from the best to the worst; of many, some at equal steps."""
+    """Return the responses from best to worst; of more than `MAX_RANKED`, some at equal steps."""
     ordered = sorted(ranked, key=lambda one: -one[0])
     if len(ordered) <= MAX_RANKED:
         return ordered
@@ -76,20 +77,21 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and is_finite(value)
 
 
-# --- Single judgements -------------------------------------------------------------
+# --- Single judgments --------------------------------------------------------------
 
 
 @dataclass
 class _Judged:
-    """The judgements of one prompt, as their positions among all."""
+    """The judgments of one prompt, as positions in the sequence of all judgments."""
 
     preferred: list[int] = field(default_factory=list)
     rejected: list[int] = field(default_factory=list)
 
     def pairs(self) -> Iterator[tuple[int, int]]:
-        """Yield each preferred one with each rejected one, at most `MAX_PAIRS`.
+        """Yield each preferred judgment with each rejected one, at most `MAX_PAIRS` pairs.
 
-        If there are more, every judgement is in some pair before one is in many.
+        If there are more pairs, the preferred judgments are used about equally often, each with
+        different rejected ones.
         """
         first, second = len(self.preferred), len(self.rejected)
         for number in range(min(first * second, MAX_PAIRS)):
@@ -100,10 +102,11 @@ class _Judged:
 def pairing(
     judgements: Iterable[Mapping[str, Any]], take: Callable[[int], Mapping[str, Any]]
 ) -> Callable[[Sequence[Mapping[str, Any]]], Iterator[list[dict[str, Any]] | RowError | None]]:
-    """Return a function that converts batches of judgements, in their order, to preferences.
+    """Return a function that converts batches of judgments, in their order, to preferences.
 
-    All pairs of a prompt take the place of its first judgement, so that no split separates them. A
-    judgement whose prompt has none of the other kind is a RowError.
+    All pairs of a prompt are placed at the prompt's first judgment, so no split of the data set
+    separates them. If a prompt has only preferred or only rejected responses, each of its judgments
+    becomes a RowError.
 
     Args:
         judgements: rows with `prompt`, `completion`, `label`, and optionally category and source.
@@ -127,7 +130,7 @@ def pairing(
     def convert(
         batch: Sequence[Mapping[str, Any]],
     ) -> Iterator[list[dict[str, Any]] | RowError | None]:
-        # Not before the first batch: the pairs may be in the cache.
+        # Only here, because this function is not called if the pairs are in the cache.
         if not judged:
             judged.update(_by_prompt(judgements))
         for row in batch:

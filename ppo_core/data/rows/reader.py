@@ -26,14 +26,14 @@ from ppo_core.io.folder_cache import Cached, digest_of, digest_of_code, make_onc
 from ppo_core.io.progress_bar import SECONDS_BETWEEN_LINES, progress
 
 LEAST_SHARED = 5_000
-"""Minimum number of rows of which other machines share a copy. Below it, to encode the rows takes
-less than 2 seconds, and the copy costs more requests than it saves."""
+"""Minimum number of rows for which machines share a copy of the converted rows. Fewer rows are
+encoded in less than 2 seconds, so a copy is not worth its requests to the storage."""
 
 ROW = "row"
 """Column with the number of a row in its data set, counted from 0."""
 
 _ROWS_FOR_COLUMNS = 100
-"""Number of first rows whose columns are the columns of the data set."""
+"""Number of rows at the start whose columns are taken as the columns of the data set."""
 
 _TABLE, _LEFT_OUT = "rows.arrow", "left-out.jsonl"
 
@@ -60,10 +60,10 @@ class Rows:
     """The usable rows of a data set, on disk."""
 
     source: str
-    """File, folder or hub id, and the part of it if the data set was split."""
+    """File, folder or hub id, followed by the name of the part if the data set was split."""
 
     table: Dataset
-    """The rows in the one form of their kind, and the column `ROW`."""
+    """The converted rows, with the column `ROW`."""
 
     digest: str
     """Digest of the usable rows."""
@@ -72,13 +72,13 @@ class Rows:
     """Field -> the column, or columns, that it was read from."""
 
     left_out: dict[str, int]
-    """Reason -> number of rows that were left out for it."""
+    """Reason -> number of rows that were left out for this reason."""
 
     key: str
     """Cache key of these rows and their row numbers."""
 
     left_out_files: tuple[Path, ...] = ()
-    """JSON lines of the rows that were left out, each with its number and the reason."""
+    """JSON-lines files of the rows that were left out, each row with its number and the reason."""
 
     max_left_out: float = MAX_LEFT_OUT
     """Maximum fraction of the rows that may be left out, in all conversions together."""
@@ -103,7 +103,7 @@ class Rows:
         return self.table.with_format("arrow")[name].null_count == 0
 
     def part(self, begin: int, end: int, name: str) -> "Rows":
-        """Return the rows `begin` to `end - 1` as a data set of its own, without rows left out."""
+        """Return the rows `begin` to `end - 1` as a data set that counts no left-out rows."""
         return replace(
             self,
             source=f"{self.source} ({name})",
@@ -130,7 +130,7 @@ def read_rows(
     """Read a data set; a second reading of the same content takes the rows from the cache.
 
     Args:
-        source: see `open_source`, as for `split` and `allow_urls`.
+        source: name of the data set, see `open_source`.
         kind: use of the data set.
         is_chat: whether prompts become messages.
         split: name of a split, or a slice of a split.
@@ -138,7 +138,7 @@ def read_rows(
         renamed: field -> column, see `find_form`.
         allow_urls: whether `source` may be an address.
         takes_token_ids: whether prompts may be token ids.
-        max_left_out: maximum fraction of the rows that may be left out, here and by `derive`.
+        max_left_out: maximum fraction of the rows that may be left out, here and in `derive`.
 
     Raises:
         ConfigError: a configuration is given for local data.
@@ -198,7 +198,7 @@ def read_source(
         facts = _write(folder, numbered, each(found.convert), found.schema, source)
         return facts | {"reading": found.reading, "is_judged": found.is_judged}
 
-    # The limit is not among the inputs: equal rows stay equal, whatever it is.
+    # `max_left_out` is not among the inputs, because the rows do not depend on it.
     made = _made(f"rows-{kind}", inputs, make)
     _check_left_out(made, source, max_left_out)
     rows = _opened(made, source, max_left_out)
@@ -219,7 +219,7 @@ def derive(
 ) -> Rows:
     """Return converted rows; a second call with the same rows and inputs takes the cached rows.
 
-    Within `folder_cache.sharing`, rows that another machine has converted are taken as well.
+    Within `folder_cache.sharing`, rows that another machine has converted are also reused.
 
     Args:
         rows: rows to convert.
@@ -229,7 +229,8 @@ def derive(
         schema: types of the converted rows; by default the types of `rows`.
 
     Raises:
-        DataError: more than `rows.max_left_out` of the rows are left out, or `convert` raises it.
+        DataError: more than the fraction `rows.max_left_out` of the rows is left out, or `convert`
+            raises a DataError.
     """
     types = schema or rows.table.features.arrow_schema.remove_metadata()
     if ROW in types.names:
@@ -253,7 +254,7 @@ def derive(
 
 
 def each(convert: Callable[[RawRow], Row | Sequence[Row] | None]) -> Convert:
-    """Return a function for batches from one that converts a row, or raises RowError."""
+    """Return a function that converts each row of a batch; a RowError is returned, not raised."""
     return lambda batch: (attempt(convert, row) for row in batch)
 
 
@@ -332,7 +333,7 @@ def _write(
 
 
 def _progress(source: str, count: int | None) -> tqdm:
-    # The variable of torchrun and accelerate: all processes read the rows.
+    # torchrun and accelerate set RANK. All processes read the rows; only the first shows the bar.
     hidden = os.environ.get("RANK", "0") != "0"
     description = f"preparing {Path(source).name:.40}"
     return progress(count, description, "row", hidden=hidden, delay=SECONDS_BETWEEN_LINES)
@@ -346,10 +347,12 @@ def _shown(raw: RawRow) -> str:
 
 
 def _check_left_out(made: Cached, source: str, limit: float, earlier: int = 0) -> None:
-    """Raise if more than a fraction `limit` of the rows is left out; `earlier` rows were before.
+    """Raise if more than a fraction `limit` of the rows is left out.
+
+    `earlier` is the number of rows that earlier conversions left out.
 
     Raises:
-        DataError: see above; the message has the limit that would let the rows pass.
+        DataError: too many rows are left out; the message names the limit that would allow them.
     """
     total, counts, first = (made.values[key] for key in ("total", "left_out", "first_left_out"))
     left_out = sum(counts.values())
@@ -366,6 +369,6 @@ def _check_left_out(made: Cached, source: str, limit: float, earlier: int = 0) -
 
 
 def _passing(fraction: float) -> float:
-    """Return a limit for this fraction of the rows, below 1, rounded up if possible."""
+    """Return a limit below 1 that allows this fraction of the rows, rounded up if possible."""
     rounded = math.ceil(fraction * 1000) / 1000
     return rounded if rounded < 1 else fraction

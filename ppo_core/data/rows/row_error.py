@@ -1,4 +1,4 @@
-"""The error of a row that is left out, and the reasons in words."""
+"""The error of a row that is left out, and the list of such errors for a message."""
 
 from collections.abc import Callable, Mapping
 from typing import TypeVar
@@ -10,13 +10,13 @@ class RowError(ValueError):
     """A row cannot be used; the message completes "12 rows ...", as in "with an empty prompt"."""
 
     def __init__(self, reason: str, move: str = "Correct or remove these rows.") -> None:
-        """Take the reason, which counts as one for all rows with this text, and the next move."""
+        """Take the reason, by whose text rows are counted, and the next move."""
         super().__init__(reason)
         self.move = move
 
 
 def attempt(function: Callable[..., Result], *values: object) -> Result | RowError:
-    """Return what a function returns, or the RowError that it raises."""
+    """Return the result of a function, or the RowError that the function raises."""
     try:
         return function(*values)
     except RowError as error:

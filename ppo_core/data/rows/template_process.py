@@ -1,9 +1,9 @@
-"""Render chat templates in a process of its own, with a limit of memory and of time.
+"""Render chat templates in a separate process with limited memory and time.
 
-A template is code of its author. The sandbox of jinja2 limits neither its memory nor its time, and
-Python cannot interrupt one large operation, such as `'x' * 10**10`. So another process renders, and
-the operating system ends it at its limits. The process runs this file, which therefore imports
-nothing of the project; it ends when its parent has ended.
+A template is code that the author of a model wrote. The sandbox of jinja2 limits neither memory nor
+time, and Python cannot interrupt one large operation, such as `'x' * 10**10`. Therefore a separate
+process renders, and the operating system enforces its limits. The process runs this file, so this
+file imports nothing of the project. The process ends after its parent.
 """
 
 import atexit
@@ -38,7 +38,7 @@ class TemplateProcess:
     """The process that renders; it is started by the first conversation, and serves all threads."""
 
     def __init__(self) -> None:
-        """Prepare; nothing is started."""
+        """Prepare, without starting the process."""
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
         os.register_at_fork(after_in_child=self._forget)
@@ -54,7 +54,7 @@ class TemplateProcess:
         Raises:
             TimeoutError: the template took longer.
             MemoryError: the template took more memory, or its text is too long.
-            ValueError: the template raised an error, whose message this one has.
+            ValueError: the template raised an error; the message is the same.
         """
         line = json.dumps({**request, "seconds": seconds}, default=_plain).encode() + b"\n"
         with self._lock:
@@ -104,7 +104,7 @@ class TemplateProcess:
             self._process = None
 
     def _forget(self) -> None:
-        """Leave the process to the parent of a forked process."""
+        """Forget the process in a forked child, because it belongs to the child's parent."""
         if self._process is not None:
             self._process.returncode = 0  # otherwise its deletion would warn
         self._process = None
@@ -118,7 +118,7 @@ def _send(process: "subprocess.Popen[bytes]", line: bytes) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Return the JSON form of a value that JSON lacks, as transformers shows it to a template."""
+    """Return a value that JSON can represent in the place of one that it cannot."""
     if isinstance(value, Mapping):
         return dict(value)
     return value.item() if hasattr(value, "item") else f"<{type(value).__name__}>"
@@ -131,7 +131,7 @@ def _serve() -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     _limit_memory()
-    # Its default action ends the process, also within one long operation.
+    # The default action of SIGALRM ends the process, even within one long operation.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     for line in sys.stdin.buffer:
         request = json.loads(line)
@@ -143,14 +143,14 @@ def _serve() -> None:
 
 
 def _limit_memory() -> None:
-    if sys.platform == "linux":  # macOS does not heed the limit
+    if sys.platform == "linux":  # macOS ignores the limit
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         most = pages * resource.getpagesize() + MAX_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
 def _reply(render: Any, request: dict[str, Any], length: int) -> bytes:
-    # A template is code of its author, which can raise errors of any type.
+    # A template is code, so it can raise errors of any type.
     try:
         texts, spans = render(**request)
         most = MAX_GROWTH * length + MAX_OWN_CHARACTERS

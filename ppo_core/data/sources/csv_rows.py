@@ -20,7 +20,7 @@ def read_csv_rows(path: Path) -> Iterator[RawRow]:
 
 
 def read_tsv_rows(path: Path) -> Iterator[RawRow]:
-    """Yield the rows of a TSV file, which is as a CSV file but for the tabs between values.
+    """Yield the rows of a TSV file: a CSV file with tabs instead of commas.
 
     Raises:
         DataError: see `_read`.
@@ -29,11 +29,11 @@ def read_tsv_rows(path: Path) -> Iterator[RawRow]:
 
 
 def _read(path: Path, delimiter: str, name: str, separators: str) -> Iterator[RawRow]:
-    """Yield the rows of a file whose values have a delimiter between them.
+    """Yield the rows of a file whose values are separated by a delimiter.
 
     Raises:
         DataError: the file cannot be read, is not UTF-8, a value has over 128 KiB, two columns have
-            one name, or a row has another number of values than the header.
+            the same name, or a row has a different number of values than the header.
     """
     move = f"Write a header and one row on each line, in UTF-8 and separated by {separators}."
     with (

@@ -12,10 +12,10 @@ _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 MAX_DOWNLOAD_BYTES = 1 << 30
 DOWNLOAD_SECONDS = 600.0
-"""Maximum duration of a download."""
+"""Maximum duration of a download, in seconds."""
 
 SILENCE_SECONDS = 30.0
-"""Maximum wait for a connection, and for further bytes."""
+"""Maximum wait for a connection, and for the next bytes, in seconds."""
 
 
 def is_data_address(name: str) -> bool:
@@ -27,7 +27,7 @@ def require_allowed(address: str, *, allowed: bool) -> None:
     """Raise unless the setting `allow_data_urls` permits addresses.
 
     Raises:
-        DataError: it does not.
+        DataError: addresses are not allowed.
     """
     if not allowed:
         raise DataError(

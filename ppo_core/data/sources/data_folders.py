@@ -26,7 +26,7 @@ SPLIT_WORDS = {
 """Word in a path -> split, as in the `datasets` library."""
 
 MOST_ENTRIES = 20_000
-"""Maximum number of files and folders below a data folder: `/` and home folders have more."""
+"""Maximum number of files and folders below a data folder. `/` and home folders have more."""
 
 _SHARD = re.compile(r"(\w+)-\d{5}-of-\d{5}")
 
@@ -36,10 +36,10 @@ def files_by_split(
 ) -> dict[str, list[Path]]:
     """Return the files of each split of a folder, sorted by path.
 
-    A file belongs to the split that its name or a folder's name has as a word, or to the split
-    NAME if it is called NAME-00000-of-00001. If no name has such a word, all files are `train`.
-    Hidden files and folders are ignored. If README.md lists the files of each split, as on the
-    hub, its list is used.
+    A file belongs to a split if its path below the folder contains a word of that split
+    (`SPLIT_WORDS`), or if its name is SPLIT-00000-of-00001. Files of no split are ignored, but if
+    all files are of no split, they are `train`. Hidden files and folders are ignored. If README.md
+    lists the files of each split, as on the hub, only that list is used.
 
     Args:
         folder: the folder.
@@ -47,9 +47,10 @@ def files_by_split(
         config: name of a configuration in README.md; None takes the default one.
 
     Raises:
-        ConfigError: README.md has no such configuration, or several and no default.
+        ConfigError: README.md has no such configuration, or several configurations and no default.
         DataError: the folder cannot be read, has no data file or more than `MOST_ENTRIES` entries,
-            a split has several formats, or README.md names files that are missing or outside.
+            a split has files of several formats, or README.md names files that are missing or
+            outside the folder.
     """
     named_there = _splits_of_card(folder, config)
     splits = _splits_of_names(folder, suffixes) if named_there is None else named_there
@@ -91,7 +92,7 @@ def _splits_of_names(folder: Path, suffixes: tuple[str, ...]) -> dict[str, list[
 
 
 def _splits_of_card(folder: Path, config: str | None) -> dict[str, list[Path]] | None:
-    """Return the files that the README.md names for each split; None if it names none."""
+    """Return the files that the README.md names for each split; None if it names no files."""
     card = folder / "README.md"
     with library_errors(DataError, f"'{card}' cannot be read", "Correct or remove it."):
         head = (metadata_load(card) if card.is_file() else None) or {}
@@ -135,7 +136,7 @@ def _list(value: Any) -> list[Any]:
 
 
 def _text(value: Any, folder: Path) -> str:
-    # Not made a text here: a nested value of YAML may be larger than any memory.
+    # The value is not shown as text, because a nested YAML value may exceed any memory.
     if not isinstance(value, str):
         raise DataError(
             f"The README.md of '{folder}' has a {type(value).__name__} where `configs` needs a "

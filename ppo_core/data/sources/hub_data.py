@@ -1,4 +1,4 @@
-"""One split of a data set of the Hugging Face Hub: loaded, pinned to a commit, and copied."""
+"""Load, pin to a commit, or copy one split of a data set of the Hugging Face Hub."""
 
 import re
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ class HubData:
     """Branch, tag or commit; None for the newest commit."""
 
     config: str | None
-    """Configuration, for a data set with several ones."""
+    """Configuration, for a data set with several configurations."""
 
     split: str
     """Name of a split, or a slice of a split."""
@@ -44,9 +44,10 @@ class HubData:
             )
 
     def pinned(self) -> str:
-        """Return the name with the present commit of the data set as its revision.
+        """Return the name with the current commit of the data set as the revision.
 
-        Offline the name stays as it is: then `datasets` reads its cache, which does not change.
+        Offline, the name is returned unchanged, because `datasets` reads its cache, which does not
+        change.
 
         Raises:
             DataError: the hub has no such data set.
@@ -80,16 +81,16 @@ class HubData:
 
 
 def without_media(loaded: Any) -> Any:
-    """Return a data set without the columns whose values name files and addresses.
+    """Return a data set without columns of media, such as images.
 
-    `datasets` would open what they name.
+    `datasets` would open the files and addresses that values of such columns name.
     """
     media = [column for column, feature in loaded.features.items() if _is_media(feature)]
     return loaded.remove_columns(media)
 
 
 def absolute_path(name: str) -> str:
-    """Return the path that a name would have here, for a message."""
+    """Return the absolute path of a name in the working directory, for a message."""
     return f"{Path(name).absolute()!s:.300}"
 
 

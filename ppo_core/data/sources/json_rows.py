@@ -25,7 +25,7 @@ _OTHER_FORMATS = {
     b"\xff\xfe": "is UTF-16. Convert the file to UTF-8.",
     b"\xfe\xff": "is UTF-16. Convert the file to UTF-8.",
 }
-"""First bytes of files that are often named like a JSON file."""
+"""First bytes of other formats, whose files are often named like a JSON file -> advice."""
 
 
 def read_json_rows(path: Path) -> Iterator[RawRow]:
@@ -104,7 +104,7 @@ def _parse(text: bytes) -> object:
 
 
 def _fault(error: ValueError) -> str:
-    # The decoder would count the lines of this one line.
+    # The decoder's own message would always name line 1, because it decodes a single line.
     if isinstance(error, JSONDecodeError):
         return f"{error.msg} (character {error.pos + 1})"
     return reason_of(error)

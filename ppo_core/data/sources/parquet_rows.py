@@ -10,14 +10,15 @@ from ppo_core.errors import DataError, library_errors
 from ppo_core.io.text_files import open_regular_file
 
 MAX_ROWS_PER_BYTE = 100
-"""Maximum number of rows for each byte of a file. A damaged file, or one that was made to exhaust
-the memory, claims more."""
+"""Maximum number of rows for each byte of a file. A file that claims more is damaged, or was made
+to exhaust the memory."""
 
 
 def read_parquet_rows(path: Path) -> Iterator[RawRow]:
     """Yield the rows of a Parquet file.
 
-    Types that `datasets` notes in a file are ignored: some make it load other files and addresses.
+    The feature types that `datasets` stores in a file are ignored, because some of these types make
+    `datasets` load other files and addresses.
 
     Raises:
         DataError: the file cannot be read, is damaged, or holds text that is not UTF-8.

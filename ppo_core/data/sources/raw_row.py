@@ -1,4 +1,4 @@
-"""Rows as a data set holds them."""
+"""Rows of a data set before their conversion to one form."""
 
 from typing import Any, TypeAlias
 

@@ -1,4 +1,4 @@
-"""Check a folder that `save_to_disk` wrote before `datasets` opens the files that it names."""
+"""Check a folder of `save_to_disk`, before `datasets` opens the files that the folder names."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ from ppo_core.errors import DataError
 from ppo_core.io.text_files import open_regular_file, parse_strict_json
 
 STATE, SPLITS = "state.json", "dataset_dict.json"
-"""Files by which `datasets` knows such a folder."""
+"""Files by which `datasets` recognizes a folder of `save_to_disk`."""
 
 
 def is_saved_folder(path: Path) -> bool:
@@ -18,7 +18,7 @@ def is_saved_folder(path: Path) -> bool:
 def check_saved_folder(path: Path) -> None:
     """Raise if a saved data set names, or links to, a file that is outside its folder.
 
-    `datasets` would read any file of this machine, and could train on it.
+    Otherwise, the folder could name any file of this machine, and `datasets` would read that file.
 
     Raises:
         DataError: a file is refused; the message names the file.
@@ -62,7 +62,7 @@ def _names(names: object, key: str) -> list[str]:
 
 def _inside(folder: Path, name: str, named_by: Path, root: Path) -> Path:
     """Return the path of a name; raise if `save_to_disk` cannot have written the name."""
-    # A backslash or a colon leads out on other systems, or makes the name an address.
+    # A backslash or colon leads out of the folder on other systems, or makes the name an address.
     if name in ("", ".", "..") or set("/\\:\0") & set(name):
         raise DataError(
             f"'{named_by}' is refused: it names {name!r:.200}, which is no file of its folder. "

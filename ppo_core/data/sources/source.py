@@ -73,10 +73,10 @@ class Source:
     """Digest of the content."""
 
     rows: Callable[[], Iterator[RawRow]]
-    """Start a new stream of the rows. The stream raises DataError for what cannot be read."""
+    """Start a new stream of the rows. The stream raises DataError if a row cannot be read."""
 
     split: str = "train"
-    """Name of the split, and its slice."""
+    """Name of the split, followed by the slice if there is one."""
 
     temporary_folder: Any = None
     """Folder with the downloaded file of an address; it is deleted with this object."""
@@ -91,14 +91,15 @@ def open_source(
 ) -> Source:
     """Return one split of a data set as a source.
 
-    A name that exists here is a local file or folder, whatever characters it has. Code in a hub
-    data set is never run: `datasets` has no loading scripts since its version 4.
+    A name that exists on this machine is a local file or folder, even if it looks like an address
+    or a hub id. Code in a hub data set is never run: `datasets` does not support loading scripts
+    since version 4.
 
     Args:
-        name: a .jsonl, .json, .csv, .tsv or .parquet file (the first four may end in .gz, the last
-            in .pq), a folder of such files, a folder written by `save_to_disk`, an address of such
-            a file, or a hub id. Without `split`, a folder and a hub id may be followed by `:SPLIT`,
-            and a hub id by `@REVISION` and `:CONFIG/SPLIT`.
+        name: a .jsonl, .json, .csv, .tsv or .parquet file (also .jsonl.gz, .json.gz, .csv.gz,
+            .tsv.gz and .pq), a folder of such files, a folder written by `save_to_disk`, an address
+            of such a file, or a hub id. Without `split`, a folder and a hub id may be followed by
+            `:SPLIT`, and a hub id by `@REVISION` and `:CONFIG/SPLIT`.
         split: name of a split, or a slice such as `train[:100]`; a file has only `train`.
         config: configuration name, for a hub data set with several configurations, or for a folder
             whose README.md has several.
@@ -121,7 +122,7 @@ def open_source(
 
 
 def find_hub_data(name: str) -> HubData | None:
-    """Return what a name without a separate split means on the hub; None if it is local.
+    """Return the hub data set that a name, with or without a split, means; None for other names.
 
     Raises:
         DataError: there is no such file, and the hub cannot have a data set of this name.
@@ -171,7 +172,7 @@ def _open_local(path: Path, split: str, config: str | None) -> Source:
 
 
 def _digest_of_file(path: Path) -> str:
-    # A file that cannot be read is refused by its first row, before all of it is read.
+    # Reading the first row refuses an unreadable file before the digest reads the whole file.
     next(_read_file(path), None)
     return format_of(path) + digest_of_file(path)
 
@@ -236,7 +237,7 @@ def _open_address(address: str, split: str) -> Source:
 
 
 def _split_of_name(name: str) -> tuple[str, str | None, str | None]:
-    # The file, folder or hub id, the split after a colon, and for a hub id its configuration.
+    # Returns the file, folder or hub id; the split after a colon; the configuration of a hub id.
     place, _, split = name.partition(":")
     if os.path.lexists(place) or "/" not in split.partition("[")[0]:
         return place, split or None, None
@@ -249,7 +250,7 @@ def _hub_data(given: str, place: str, split: str | None, config: str | None) -> 
     here = absolute_path(given)
     if name.endswith(SUFFIXES) or not _HUB_ID.fullmatch(name):
         raise DataError(f"There is no file or folder {here}. Check the path.")
-    # `load_dataset` would take the name of a format for the files in the working directory.
+    # `load_dataset` would take a format's name, such as json, for files in the working directory.
     if "." not in name and find_spec(f"datasets.packaged_modules.{name}") is not None:
         raise DataError(f"There is no file or folder {here}. '{name}' is a format; name a file.")
     return HubData(
@@ -283,7 +284,7 @@ def _of_data_set(name: str, digest: str, loaded: Any) -> Source:
 
 @contextmanager
 def named_data(name: str | None) -> Iterator[None]:
-    """Add the name of the data set to the message of a DataError of the block, about its rows."""
+    """Add the name of the data set to the message of a DataError that the block raises."""
     try:
         yield
     except DataError as error:
@@ -303,7 +304,7 @@ def _name_of(split: str) -> str:
 
 
 def _sliced(source: Source, split: str) -> Source:
-    """Return the slice of the rows that `split` may name after the name of the split."""
+    """Return the source with only the rows of the slice in `split`, as in `train[:100]`, if any."""
     name = _name_of(split)
     if split == name:
         return replace(source, split=split)
