@@ -33,8 +33,8 @@ class RewardModel:
         """Wrap a model and its tokenizer; scores are (output - `bias`) * `gain`.
 
         `end_of_text` tells whether the model was trained on texts that end in the end-of-sequence
-        token. If so, that token is appended to every scored text, even to a truncated response:
-        the head is trained at that token, and less accurate at others.
+        token. If so, that token is appended to every scored text, even to a truncated response,
+        because the head was trained at that token and is less accurate at other tokens.
 
         Raises:
             ModelError: the model has several labels or an adapter, or `end_of_text` is True and

@@ -17,7 +17,7 @@ MAX_SCORES = 256 * 256
 For longer sequences PyTorch's blockwise attention is faster."""
 
 BLOCK = 64
-"""Queries per block under a causal mask. The keys after a block are not read for its queries."""
+"""Queries per block under a causal mask. A block's queries do not read the keys after the block."""
 
 
 def causal_mask(length: int, device: torch.device) -> Tensor:
