@@ -33,7 +33,7 @@ def make_accelerator(
         settings_path: path of a JSON file with DeepSpeed's settings.
         offload: keep optimizer states and sharded weights on the CPU.
         use_cpu: do not use a GPU.
-        timeout: seconds that a process waits for the others.
+        timeout: seconds that a process waits for other processes.
 
     Raises:
         ConfigError: DeepSpeed's settings and the launcher's settings contradict each other.

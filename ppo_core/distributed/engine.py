@@ -65,7 +65,7 @@ class Engine:
             offload: keep optimizer states and sharded weights on the CPU.
             deepspeed: path of a JSON file with DeepSpeed's settings.
             gather_for_generation: let `gathered` gather all layers at once.
-            timeout: seconds that a process waits for the others.
+            timeout: seconds that a process waits for other processes.
 
         Raises:
             ConfigError: the settings of DeepSpeed and of the launcher contradict each other.
