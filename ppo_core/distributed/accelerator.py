@@ -28,12 +28,12 @@ def make_accelerator(
     """Connect the processes; return the Accelerator and the sharding.
 
     Args:
-        sharding: the choice of `choose_sharding`; None takes the ZeRO stage from DeepSpeed's
-            settings.
-        settings_path: a JSON file with DeepSpeed's settings.
+        sharding: result of `choose_sharding`; if None, DeepSpeed's settings specify the ZeRO
+            stage.
+        settings_path: path of a JSON file with DeepSpeed's settings.
         offload: keep optimizer states and sharded weights on the CPU.
         use_cpu: do not use a GPU.
-        timeout: seconds that a process waits for the others.
+        timeout: seconds that a process waits for other processes.
 
     Raises:
         ConfigError: DeepSpeed's settings and the launcher's settings contradict each other.
@@ -52,7 +52,7 @@ def make_accelerator(
                 group.backend = "cuda:nccl,cpu:gloo"
         plugin = None
         if launched_by_accelerate() == "fsdp":
-            # Of its own accord, accelerate would make a plugin of the version that was launched.
+            # By default accelerate would make a plugin for the FSDP version that was launched.
             plugin = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=True)
         accelerator = Accelerator(cpu=on_cpu, fsdp_plugin=plugin, kwargs_handlers=[group])
     _check_connection(accelerator)
@@ -60,10 +60,10 @@ def make_accelerator(
 
 
 def _forget_unconnected_state() -> None:
-    """Reset accelerate's state if a script made one that does not connect the processes.
+    """Reset accelerate's state if a script made a state that does not connect the processes.
 
-    `PartialState()` and `Accelerator()` connect no processes without a GPU unless they are told to
-    use the CPU, and accelerate keeps the first state of a process.
+    Without a GPU, `PartialState()` and `Accelerator()` connect the processes only if they are told
+    to use the CPU. Accelerate keeps the first state that is made in a process.
     """
     known = PartialState._shared_state
     if known and "RANK" in os.environ and known.get("num_processes") != _launched_processes():
@@ -134,7 +134,7 @@ def _deepspeed_accelerator(
 
 
 def _init_single_process_group(backend: str) -> None:
-    """Without a launcher, create the process group of one process that sharding needs."""
+    """Without a launcher, create a process group of one process, because sharding needs one."""
     if "LOCAL_RANK" not in os.environ and not torch.distributed.is_initialized():
         os.environ["LOCAL_RANK"] = "0"
         store = torch.distributed.HashStore()  # type: ignore[attr-defined]

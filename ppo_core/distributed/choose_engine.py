@@ -17,8 +17,8 @@ def choose_engine(
 ) -> Engine:
     """Return the engine for a sharding; for the other options and the errors see `Engine`.
 
-    None takes the sharding of `accelerate launch`. Without `accelerate launch`, None means "ddp"
-    in several processes and "none" in one.
+    If `sharding` is None, the options of `accelerate launch` specify it. Without `accelerate
+    launch`, None means "ddp" for several processes and "none" for one process.
 
     Raises:
         ConfigError: the sharding, the other settings and the launcher contradict each other.

@@ -1,4 +1,4 @@
-"""DeepSpeed: its optimizer step, and its sharded parameters."""
+"""The engine that trains with DeepSpeed."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from ppo_core.distributed.optimizer_shards import check_shape
 class DeepSpeedEngine(Engine):
     """Trains with DeepSpeed: data parallel, or with ZeRO-1, -2 or -3.
 
-    At ZeRO stage 0 a prepared module takes PyTorch's optimizer steps, as without DeepSpeed.
+    At ZeRO stage 0, PyTorch's optimizer takes the steps, as without DeepSpeed.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -35,7 +35,7 @@ class DeepSpeedEngine(Engine):
         return self._trained
 
     def prepare_frozen(self, model: Model) -> Model:
-        """Freeze a model, shard it under zero3 or move it to the device; return the object."""
+        """Freeze a model, shard it under zero3 or move it to the device; return the same object."""
         super().prepare_frozen(model)
         if self.sharding == "zero3":
             self._frozen[model] = _initialize_frozen(model, self._plugin, self.device)
@@ -60,8 +60,8 @@ class DeepSpeedEngine(Engine):
     def step(self, module: nn.Module, optimizer: Optimizer, max_grad_norm: float) -> Tensor:
         """Clip the gradients and take the optimizer step; see `Engine.step`.
 
-        ZeRO skips the step in all processes if the norm is not finite, because they all compute
-        the same norm.
+        If the norm is not finite, ZeRO skips the step. All processes compute the same norm, so all
+        of them skip the step.
         """
         if not zero_stage(module):
             return super().step(module, optimizer, max_grad_norm)

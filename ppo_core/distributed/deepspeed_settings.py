@@ -1,4 +1,4 @@
-"""The settings of DeepSpeed, and what it changes in a process."""
+"""DeepSpeed's settings, and corrections of what DeepSpeed changes in a process."""
 
 import json
 import os
@@ -99,7 +99,7 @@ def fill_settings(settings: Settings, source: str) -> None:
     for key, instead in _REFUSED.items():
         if (value := _lookup(settings, key)) not in (None, False, 0, "auto"):
             raise ConfigError(f"{key}={value!r} in {source} is not supported: {instead}.")
-    # The engine marks the end of accumulation itself: the microbatches per step can vary.
+    # The engine itself marks the last microbatch of a step, because their number can vary.
     ours = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -130,10 +130,10 @@ def _drop_automatic(settings: Settings) -> None:
 
 
 def disable_compiled_collectives() -> None:
-    """Let processes on the CPU communicate by gloo, not by collectives that DeepSpeed compiles.
+    """Make processes on the CPU communicate by gloo, not by collectives that DeepSpeed compiles.
 
-    The compilation needs a C++ compiler and up to two minutes, and later runs wait forever if it
-    is killed. DeepSpeed has no setting for this.
+    The compilation needs a C++ compiler and up to two minutes. If it is killed, later runs wait
+    forever. DeepSpeed has no setting that disables it.
     """
     from deepspeed import ops
 
@@ -141,7 +141,7 @@ def disable_compiled_collectives() -> None:
 
 
 def build_models_unsharded() -> None:
-    """Let transformers build models unsharded under ZeRO-3; `DeepSpeedEngine` shards them later."""
+    """Make transformers build unsharded models under ZeRO-3; `DeepSpeedEngine` shards them."""
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     unset_hf_deepspeed_config()

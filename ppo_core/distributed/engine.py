@@ -1,7 +1,7 @@
 """Device, precision, sharding and collectives of a run, in one or several processes.
 
-In one process every collective is the identity. Under torchrun or `accelerate launch` the same
-code runs data parallel, or sharded by one of the subclasses, see `choose_engine`.
+In one process every collective returns its input. Under torchrun or `accelerate launch`, the same
+code trains data parallel, or a subclass shards the models; see `choose_engine`.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -33,7 +33,7 @@ Model = TypeVar("Model", bound=nn.Module)
 Item = TypeVar("Item")
 
 StateOf = Callable[[str], dict[str, Tensor]]
-"""Name of a parameter -> its optimizer state."""
+"""Function that returns the optimizer state of a parameter, by the parameter's name."""
 
 
 class Engine:
@@ -58,14 +58,14 @@ class Engine:
         """Connect this process to the other processes of the run.
 
         Args:
-            bf16: compute in bfloat16 by autocast; weights stay in fp32. bf16 as mixed precision
-                of `accelerate launch` has the same effect.
+            bf16: compute in bfloat16 by autocast; weights stay in fp32. `accelerate launch` with
+                mixed precision bf16 has the same effect.
             use_cpu: do not use a GPU.
-            sharding: the choice of `choose_sharding`.
+            sharding: result of `choose_sharding`.
             offload: keep optimizer states and sharded weights on the CPU.
             deepspeed: path of a JSON file with DeepSpeed's settings.
             gather_for_generation: let `gathered` gather all layers at once.
-            timeout: seconds that a process waits for the others.
+            timeout: seconds that a process waits for other processes.
 
         Raises:
             ConfigError: the settings of DeepSpeed and of the launcher contradict each other.
@@ -137,7 +137,7 @@ class Engine:
         return self.num_processes == 1 and self.sharding in ("none", "ddp")
 
     def place(self, model: Model) -> Model:
-        """Move a model to the device, unless `prepare` shards it: unsharded it may not fit."""
+        """Move a model to the device, unless it will be sharded: the full model may not fit."""
         return model if self.shards_weights else model.to(self.device)
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -160,7 +160,7 @@ class Engine:
         return self._prepared(module, optimizer), optimizer
 
     def _prepared(self, module: nn.Module, optimizer: Optimizer) -> nn.Module:
-        """Return the module as it is trained, sharded or in a wrapper."""
+        """Return the module to train: the same module, sharded or not, or a wrapper around it."""
         if self.num_processes == 1:
             return module
         devices = [self.device] if self.device.type == "cuda" else None
@@ -214,9 +214,9 @@ class Engine:
     def gathered(self, module: nn.Module) -> AbstractContextManager[Any]:
         """Return a context in which a prepared module is unsharded for sampling and scoring.
 
-        Submodules may be called one by one. Unless `requires_equal_passes`, the number of calls may
-        differ between processes. Do not train or change the weights inside the context. The context
-        has no effect on a submodule of a sharded module.
+        Submodules may be called one by one. The number of calls may differ between processes,
+        unless `requires_equal_passes` returns True. Do not train or change the weights inside the
+        context. If `module` is a submodule of a sharded module, the context has no effect.
         """
         return nullcontext()
 
@@ -283,11 +283,11 @@ class Engine:
                 self._write(name, parameter, unsharded(sources[name].detach()))
 
     def _readable(self, tensor: Tensor) -> AbstractContextManager[Any]:
-        """Return a context in which `unsharded` returns all of a parameter or buffer."""
+        """Return a context in which `unsharded` returns the full parameter or buffer."""
         return nullcontext()
 
     def _make_writable(self, module: nn.Module) -> None:
-        """Let the parameters of a module keep what is written to them."""
+        """Prepare a module's parameters, so that values that are written to them are kept."""
 
     def _write(self, name: str, parameter: nn.Parameter, weight: Tensor) -> None:
         """Copy an unsharded tensor into a parameter; raise if the shapes differ."""

@@ -1,8 +1,8 @@
 """FSDP2: shard parameters, and unshard them for passes and for reading.
 
-Each layer of a model is an FSDP group of its own, unsharded only during its passes. Embeddings,
-head and norms are the root's group. After a pass without gradients the root's group stays
-unsharded until `gathered` ends.
+Each layer of a model is an FSDP group, which is unsharded only during the layer's passes.
+Embeddings, head and norms form the root's group. After a pass without gradients, the root's group
+stays unsharded until `gathered` ends.
 """
 
 from collections.abc import Iterator
@@ -60,8 +60,8 @@ class FSDPEngine(Engine):
         return nullcontext()
 
     def _make_writable(self, module: nn.Module) -> None:
-        # The root's group of a frozen module can still be unsharded after passes. What is written
-        # to unsharded parameters is lost.
+        # The root's group of a frozen module can still be unsharded after passes. Values that are
+        # written to unsharded parameters are lost.
         for part in module.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()

@@ -64,9 +64,9 @@ def write_state(
 
 
 def as_value(tensor: Tensor, group: Mapping[str, Any], device: torch.device) -> Any:
-    """Convert a 0-dimensional entry to the form in the optimizer: a number, or a tensor copy.
+    """Convert a 0-dimensional entry to what the optimizer keeps: a number, or a copied tensor.
 
-    `group` holds the options of the parameter's group, and `device` is the parameter's device.
+    `group` contains the options of the parameter's group, and `device` is the parameter's device.
     """
     if tensor.dtype in _NUMBERS.values():
         return tensor.item()
@@ -89,7 +89,7 @@ def check_shape(name: str, expected: torch.Size, found: torch.Size) -> None:
 
 
 def unsharded(tensor: Tensor) -> Tensor:
-    """Return the full tensor of a sharded tensor in every process; return others unchanged."""
+    """Return the full tensor in every process; return a tensor that is not sharded unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

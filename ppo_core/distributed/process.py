@@ -1,4 +1,4 @@
-"""Process utilities for imports, end with the parent process, error reports and exit."""
+"""Utilities of a process: fast imports, ending with the parent process, error reports and exit."""
 
 import atexit
 import ctypes
@@ -19,13 +19,13 @@ from ppo_core.errors.redaction import redact
 from ppo_core.io.atomic_files import write_atomically
 
 PARENT = "PPO_CORE_PARENT"
-"""Environment variable: id of the parent process; this process ends when the parent ends."""
+"""Environment variable with the parent's process id; this process ends when the parent ends."""
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""Environment variable, set by torchrun: file for a process's error report."""
+"""Environment variable, set by torchrun, with the path of a process's error report."""
 
 STACKS = "PPO_CORE_STACKS"
-"""Environment variable: folder for the stacks of this process's threads, see
+"""Environment variable with the folder for the stacks of this process's threads, see
 `write_stacks_on_request`."""
 
 _UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID"
@@ -43,8 +43,8 @@ def large_imports() -> Iterator[None]:
 
     torch, transformers and MLflow create a million objects that live until the process ends. The
     collector would traverse them many times during the imports, and again at exit. Each step of a
-    flow would pay this cost, because each step is a process. Inside the block only import:
-    objects that exist when the block ends are never collected.
+    flow would pay this cost, because each step is a process. Do nothing but import inside the
+    block: objects that exist when the block ends are never collected.
     """
     gc.disable()
     try:
@@ -55,15 +55,15 @@ def large_imports() -> Iterator[None]:
 
 
 def is_main_process() -> bool:
-    """Return whether this process has rank 0, by the variable of torchrun and accelerate."""
+    """Return whether this process has rank 0, by the variable RANK of torchrun and accelerate."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def end_with_parent() -> None:
     """Have the kernel kill this process when its parent process ends.
 
-    Otherwise an orphan could continue to train and write after its launcher was killed. This
-    works only on Linux, under torchrun or if PARENT is set.
+    Otherwise an orphan could continue to train and write after its launcher was killed. The
+    function has an effect only on Linux, and only under torchrun or if the variable PARENT is set.
     """
     started_by = os.environ.get(PARENT)
     if sys.platform != "linux" or (started_by is None and _UNDER_TORCHRUN not in os.environ):
@@ -82,7 +82,7 @@ def stacks_file(folder: Path, rank: str) -> Path:
 
 
 def write_stacks_on_request() -> None:
-    """On SIGUSR1, write the stack of each thread to a file in the folder of the variable STACKS.
+    """On SIGUSR1, write the stack of each thread to a file in the folder that STACKS names.
 
     Without the variable nothing is changed. The stacks are written even while native code runs.
     """
@@ -110,7 +110,7 @@ class ErrorReport:
 
 @contextmanager
 def reported_errors() -> Iterator[None]:
-    """Write an error of the context to the file in the variable ERROR_FILE, and re-raise it."""
+    """Write an error of the context to the file that ERROR_FILE names, and re-raise the error."""
     try:
         yield
     except Exception as error:

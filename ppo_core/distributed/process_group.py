@@ -23,7 +23,7 @@ def _alone(item: Any) -> list[Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessGroup:
-    """The processes of a run, as seen by one process; without arguments, a single process."""
+    """The processes of a run, as seen by one process; by default the run has a single process."""
 
     rank: int = 0
     """Rank of this process, from 0."""
@@ -32,14 +32,14 @@ class ProcessGroup:
     """Number of processes."""
 
     exchange: Callable[[Any], list[Any]] = _alone
-    """Function that returns the items of all processes in rank order; all processes must call."""
+    """Function that returns the items of all processes in rank order; all must call it together."""
 
     @classmethod
     def meet(cls, timeout: float) -> "ProcessGroup":
         """Return all processes of the run, connected by a new gloo group; all processes must call.
 
-        The group works on the CPU and in a thread, independent of the training's connections. A
-        process waits `timeout` seconds for the others.
+        The group works on the CPU, also in a thread, and is independent of the training's
+        connections. A process waits `timeout` seconds for the other processes.
         """
         if _num_processes() == 1:
             return cls()

@@ -1,4 +1,4 @@
-"""Save a policy as one model in transformers' format, also if it is sharded or has an adapter."""
+"""Save a policy as one model in transformers' format, even if it is sharded or has an adapter."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,7 +37,7 @@ def save_plain(
 ) -> None:
     """Write a model with the weights of `gather_weights`; merge an adapter into a copy first.
 
-    Without an adapter the weights are written as `dtype`; None keeps their precision.
+    Without an adapter the weights are written as `dtype`; if it is None, as the model's dtype.
     """
     if adapted is not None:
         merged_copy(adapted, weights=weights).save_pretrained(folder)

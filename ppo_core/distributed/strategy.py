@@ -13,7 +13,7 @@ Sharding = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp2"]
 """One process, data parallel, the three stages of DeepSpeed's ZeRO, or PyTorch's FSDP2."""
 
 SHARD_WEIGHTS: tuple[Sharding, ...] = ("zero3", "fsdp2")
-"""Kinds with which a process holds a shard of the weights only."""
+"""Kinds of sharding in which each process has only a shard of the weights."""
 
 KINDS: tuple[Sharding, ...] = get_args(Sharding)
 
@@ -64,14 +64,14 @@ def launched_by_accelerate() -> Literal["deepspeed", "fsdp"] | None:
 
 
 def fsdp_offloads() -> bool:
-    """Return whether the configuration of `accelerate launch` lets FSDP offload to the CPU."""
+    """Return whether the configuration of `accelerate launch` makes FSDP offload to the CPU."""
     return launched_by_accelerate() == "fsdp" and _is_on("FSDP_OFFLOAD_PARAMS")
 
 
 def _check_number_launched() -> None:
-    """Raise if `accelerate launch` was asked for several processes and started one.
+    """Raise if `accelerate launch` was asked for several processes but started only one.
 
-    Then it sets the address for connecting them, and not their number.
+    In this case, accelerate sets MASTER_ADDR, to connect the processes, but not WORLD_SIZE.
     """
     by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ
     if by_accelerate and "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:

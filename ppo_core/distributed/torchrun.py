@@ -1,4 +1,4 @@
-"""Run torchrun from a launcher: `python -m ppo_core.distributed.torchrun` and torchrun's arguments.
+"""Run torchrun for a launcher: `python -m ppo_core.distributed.torchrun TORCHRUN_ARGUMENTS`.
 
 This process ends when its parent process ends, and the processes that it starts end with it. If
 some of them fail, a report of the first failure is written to the file in the variable
@@ -29,7 +29,7 @@ NOTICED_AFTER = 2.0
 """Upper estimate, in seconds, of the delay until torchrun notices that a process was killed."""
 
 _CONSEQUENCES = {-signal.SIGTERM, -signal.SIGABRT}
-"""Exit codes of processes that end because another process ended: torchrun ends them, or gloo."""
+"""Exit codes of processes that end because another process ended: torchrun or gloo ends them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +68,11 @@ def first_failure(failures: Iterable[tuple[Failure, float]]) -> Failure:
     When a process is killed, the other processes may report broken connections before torchrun
     notices the killed process. So a failure by signal is dated `NOTICED_AFTER` seconds earlier,
     unless another process caused the signal. A process that torchrun ended is dated a second
-    later: torch truncates times to full seconds, which could date it before the cause.
+    later: torch truncates times to full seconds, so it could seem to fail before its cause.
 
     Args:
-        failures: each failure with a time: of the report, or else when torchrun noticed the end.
+        failures: each failure with the time of its report, or, without a report, with the time
+            when torchrun noticed the failure.
     """
 
     def moment(failure: Failure, time: float) -> float:

@@ -1,4 +1,4 @@
-"""The critic, and policy and critic as one trainable module."""
+"""The critic, and a module that trains policy and critic together."""
 
 import copy
 from contextlib import nullcontext
@@ -50,7 +50,7 @@ class Critic(nn.Module):
 
     @classmethod
     def from_classifier(cls, model: nn.Module) -> "Critic":
-        """Return a `...ForSequenceClassification` as a critic, trained in place: value = score.
+        """Return a critic that trains a `...ForSequenceClassification` in place; value = score.
 
         Raises:
             ModelError: the model scores only full texts, or has several labels.
@@ -66,11 +66,11 @@ class Critic(nn.Module):
 
     @classmethod
     def from_module(cls, model: nn.Module) -> "Critic":
-        """Return the value model of a script as a critic, trained in place.
+        """Return a critic that trains the value model of a script in place.
 
-        It is a `...ForSequenceClassification`, such a model with an adapter, a model with a value
-        head, a module with a backbone and a `score` as TRL reads it, or a module that returns one
-        value for each token.
+        The value model is a `...ForSequenceClassification` with or without an adapter, a model
+        with a value head, a module with a backbone and a `score` (see `has_backbone_and_score`),
+        or a module that returns one value for each token.
 
         Raises:
             ModelError: see `from_classifier`.
@@ -93,7 +93,7 @@ class Critic(nn.Module):
 
     @classmethod
     def _from_adapted(cls, model: "PeftModel") -> "Critic":
-        """Return a classifier with an adapter as a critic; what the adapter trains is trained.
+        """Return a critic on a classifier with an adapter; PEFT chose the trainable parameters.
 
         Raises:
             ModelError: the classifier has no score, or the method of the adapter is not supported.
@@ -110,7 +110,7 @@ class Critic(nn.Module):
 
     @classmethod
     def from_reward_model(cls, reward_model: RewardModel) -> "Critic":
-        """Return a copy of the reward model: its initial value is the score of the prefix."""
+        """Return a copy of the reward model; its initial values are the scores of the prefixes."""
         critic = cls.from_classifier(copy.deepcopy(reward_model.model).requires_grad_(True))
         score = cast(nn.Linear, critic.head)
         critic.head = head = nn.Linear(score.in_features, 1).to(score.weight)
@@ -151,7 +151,7 @@ class Critic(nn.Module):
         return cls(backbone, _zero_head(backbone), adapter=name)
 
     def forward(self, rows: TokenRows) -> Tensor:
-        """Return values (N,) of the states in which the counted tokens were sampled."""
+        """Return values (N,) of the states from which the counted tokens were sampled."""
         return self.values(self.backbone.states(rows))
 
     def values(self, states: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ class ActorCritic(nn.Module):
     """Policy and critic as one module, so that one engine shards and trains both."""
 
     def __init__(self, policy: LanguageModel, critic: Critic | None) -> None:
-        """Wrap policy and critic, trained in place; they may share their backbone.
+        """Wrap policy and critic, which may share a backbone; both are trained in place.
 
         Without a critic, only the policy is trained.
         """

@@ -38,7 +38,7 @@ def is_peft(model: object) -> "TypeIs[PeftModel]":
 
 
 def plain_model(model: nn.Module) -> PreTrainedModel:
-    """Return the transformers model in a PeftModel, with the adapters' layers, or else `model`.
+    """Return the transformers model in a PeftModel (with adapter layers), or `model` itself.
 
     Raises:
         ModelError: the model is not a transformers model, or an adapter of the PeftModel has an
@@ -174,7 +174,7 @@ def checkpoint_activations(model: "PeftModel") -> None:
 def recompute_activations(model: PreTrainedModel, settings: dict[str, Any]) -> None:
     """Switch activation checkpointing on, without its hook on the embeddings.
 
-    Only reentrant checkpointing needs that hook, and a hooked backbone has no fast path.
+    Only reentrant checkpointing needs that hook, and the fast path does not support hooks.
     """
     model.activation_checkpointing_enable(activation_checkpointing_kwargs=settings)
     model.disable_input_require_grads()
@@ -292,5 +292,5 @@ def _switch(wanted: _Switches) -> None:
 def _recomputation(
     model: "PeftModel",
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return two contexts: of a checkpointed forward pass, and of its recomputation."""
+    """Return the contexts of a checkpointed forward pass and of its recomputation."""
     return nullcontext(), _switched(_switches(model))

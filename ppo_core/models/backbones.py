@@ -23,20 +23,20 @@ Within = Callable[[], AbstractContextManager[Any]]
 
 
 class Decoding(Enum):
-    """How a backbone is decoded, the fastest first."""
+    """Ways to decode with a backbone, the fastest first."""
 
     FAST = "the fast path"
     PADDED = "transformers' cache with padding"
     BY_LENGTH = "the model's own cache, prompts of one length at a time"
     COUNTING = "the model's own cache and positions, prompts of one length at a time"
-    """RoBERTa's positions do not begin at 0, where `generate` begins."""
+    """Needed by RoBERTa: its positions do not begin at 0, as `generate` assumes."""
 
 
 class DecoderBackbone:
     """Backbone of a decoder-only model."""
 
     fastest = Decoding.FAST
-    """The fastest decoding that no check found wrong; the fast path also computes `states_at`."""
+    """Fastest way to decode that no check has rejected. FAST also applies to `states_at`."""
 
     is_checked = False
     """Whether a check chose `fastest`."""
@@ -62,7 +62,7 @@ class DecoderBackbone:
     def of_model(cls, model: PreTrainedModel, within: Within = nullcontext) -> "DecoderBackbone":
         """Return the backbone of a model with an LM head."""
         base = model.base_model
-        # A few families (Llama 4) do not name the part without the head.
+        # In a few families (Llama 4), `base_model` is the model itself, with the head.
         return cls.up_to_head(model, within) if base is model else cls(base, within)
 
     @classmethod
@@ -106,7 +106,7 @@ class DecoderBackbone:
 
     @property
     def decoding(self) -> Decoding:
-        """How the backbone is decoded now: the fast path does not know every model."""
+        """Way to decode with the backbone now; FAST only if the fast path supports the model."""
         if self.fastest is Decoding.FAST and self.fast_layers() is None:
             return Decoding.PADDED
         return self.fastest
@@ -122,7 +122,7 @@ class DecoderBackbone:
         """Return last hidden states (N, D) at some positions of right-padded token ids (B, S).
 
         `sequence` and `position` (N,) name these positions, sorted by sequence. The lengths (B,)
-        of the sequences are needed with `passes_mask`.
+        of the sequences are needed if `passes_mask` is True.
         """
         decoder = self.fast_layers()
         if decoder is None:
@@ -150,7 +150,7 @@ class DecoderBackbone:
 
 @contextmanager
 def _inputs_of(head: nn.Module) -> Iterator[list[Tensor]]:
-    """Collect the inputs of the head, which returns them unchanged instead of its products."""
+    """Collect the inputs of the head; in this context the head returns its input unchanged."""
     inputs: list[Tensor] = []
 
     def record(states: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ class EncoderDecoderBackbone:
         """Wrap a `...ForConditionalGeneration`; forward passes run in the context `within()`.
 
         Raises:
-            ModelError: the configuration does not describe the decoder as T5's and BART's do.
+            ModelError: the configuration lacks a field that T5's and BART's have.
         """
         self.module = model
         self._within = within
@@ -229,7 +229,7 @@ class EncoderDecoderBackbone:
         return torch.nn.functional.pad(shifted, (1, 0), value=self._start)
 
     def products(self, ids: Tensor) -> AbstractContextManager[None]:
-        """Return a context that changes nothing, as for a decoder with PyTorch's attention."""
+        """Return a context without effect: the matmul backend is not changed."""
         return nullcontext()
 
 

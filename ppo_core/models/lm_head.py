@@ -1,4 +1,4 @@
-"""The LM head in chunks: log-probabilities and losses of chosen tokens."""
+"""The LM head, applied in chunks: log-probabilities, entropies and KL divergences of tokens."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from ppo_core.algorithm.logits import tempered
 from ppo_core.models.kernels.fused_linear_loss import distribution
 
 LOGITS_PER_CHUNK = 2**23
-"""Logits that exist at a time: 32 MiB in fp32."""
+"""Number of logits in memory at a time: 32 MiB in fp32."""
 
 ToLogits = Callable[[Tensor], Tensor]
 
@@ -22,13 +22,13 @@ class ChunkedLMHead:
     """The LM head at one temperature, applied to a chunk of hidden states at a time."""
 
     module: nn.Module
-    """Holds the weights, (V, D) in a linear layer."""
+    """Module with the weights, (V, D) in a linear layer."""
 
     matmul: ToLogits
-    """Hidden states (n, D) to the module's output (n, V)."""
+    """Function that maps hidden states (n, D) to the module's output (n, V)."""
 
     rule: ToLogits | None
-    """Function of the output that a family applies (scales or caps it); None without one."""
+    """Function that scales or caps the module's output, as some model families do, or None."""
 
     temperature: float
 
@@ -61,9 +61,10 @@ class ChunkedLMHead:
         return torch.cat(logprobs), torch.cat(entropies)
 
     def divergence(self, hidden: Tensor, reference: "ChunkedLMHead", ref_hidden: Tensor) -> Tensor:
-        """Return KL(policy || reference) (N,) over the vocabulary, for states (N, D) of each.
+        """Return KL(policy || reference) (N,) over the vocabulary.
 
-        The gradient flows into the policy alone, and the backward pass computes the logits again.
+        `hidden` and `ref_hidden` are the hidden states (N, D) of policy and reference. Gradients
+        flow only into the policy, and the backward pass computes the logits again.
         """
 
         def of_chunk(states: Tensor, ref_states: Tensor) -> Tensor:
@@ -80,8 +81,9 @@ class ChunkedLMHead:
     def chunks(self, hidden: Tensor) -> Iterator[slice]:
         """Yield slices of nearly equal sizes that cover hidden states (N, D).
 
-        Under ZeRO-3 all processes gather the head for each chunk, so each takes as many chunks as
-        the process that needs most; chunks elsewhere are smaller, or empty.
+        Under ZeRO-3 all processes gather the head for each chunk, so they must have equally many
+        chunks: the largest number that any process needs. Processes with fewer states have smaller
+        or empty chunks.
         """
         size = max(1, LOGITS_PER_CHUNK // int(self.module.out_features))  # type: ignore[arg-type]
         number = max(1, -(-len(hidden) // size))
@@ -95,5 +97,5 @@ class ChunkedLMHead:
             start += len(part)
 
     def is_sharded(self) -> bool:
-        """Whether ZeRO-3 holds the weights in shards."""
+        """Return whether ZeRO-3 shards the weights."""
         return any(hasattr(parameter, "ds_id") for parameter in self.module.parameters())

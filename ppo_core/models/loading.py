@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ppo_core.models.reward_model import RewardModel
 
 OTHER_PARTS = ("vision_", "audio_", "multi_modal_projector.")
-"""Prefixes of tensors that the text part of a model of text and images does not have."""
+"""Name prefixes of tensors of a text-and-image model that do not belong to its text part."""
 
 NAMED_TENSORS = 3
 """Number of tensors that an error message names."""
@@ -100,7 +100,9 @@ def load_config(path: str | Path, revision: str | None = None) -> Any:
 
 
 def is_same_architecture(model: str | Path, other: str | Path) -> bool:
-    """Return whether, by their configurations, two models with equal weights give equal outputs.
+    """Return whether two models with equal weights would give equal outputs.
+
+    Only the configurations are read.
 
     Raises:
         ModelError: see `load_config`.
@@ -113,7 +115,7 @@ def is_same_architecture(model: str | Path, other: str | Path) -> bool:
 
 
 def commit_of(path: str) -> str:
-    """Return the commit of a hub id, with a revision or without.
+    """Return the commit that a hub id, with or without a revision, refers to.
 
     Raises:
         ModelError: the hub and its cache have no such model.
@@ -134,11 +136,11 @@ def count_parameters(path: str | Path, *, scores: bool = False) -> int:
 
 
 def empty_model(path: str | Path, *, scores: bool = False) -> "PreTrainedModel":
-    """Return a model of torch's meta device: it has shapes, and no weights.
+    """Return a model on torch's meta device, with shapes but without weights.
 
     Args:
         path: folder or hub id.
-        scores: return the model with a score in the place of its LM head.
+        scores: return a sequence classifier with one label instead of a language model.
 
     Raises:
         ModelError: there is no configuration, or transformers has no such model.
@@ -169,9 +171,9 @@ def load_policy(
     Args:
         path: folder or hub id.
         dtype: precision of the weights; "auto" keeps the files' precision.
-        placement: device and precision of a model that is not trained; replaces `dtype`. None
-            leaves the model on the CPU, for a trainer that places it itself.
-        revision: branch, tag or commit of a hub id without `@REVISION`; None takes main.
+        placement: device and precision of a model that is not trained; replaces `dtype`. If None,
+            the model stays on the CPU, and the trainer moves it.
+        revision: branch, tag or commit of a hub id without `@REVISION`; None means main.
         options: `attn_implementation` and `quantization_config` of transformers.
 
     Raises:
@@ -184,7 +186,7 @@ def load_policy(
 
     check_policy_config(path, revision)
     config = load_config(path, revision)
-    # A model of text and images may have a class for its text part alone.
+    # transformers may have a class for only the text part of a text-and-image model.
     unused = OTHER_PARTS if text_config(config) is not config else ()
     dtype = dtype if placement is None else placement.dtype
     options = {"dtype": dtype, "revision": revision, **options}
@@ -217,13 +219,13 @@ def text_class(config: Any) -> Any:
 def load_model(
     auto_class: Any, path: str | Path, options: Mapping[str, Any], *, unused: Iterable[str] = ()
 ) -> "PreTrainedModel":
-    """Return the model of a folder or hub id, with every tensor from its safetensors.
+    """Return the model of a folder or hub id, with every tensor read from its safetensors.
 
     Args:
         auto_class: class of transformers whose `from_pretrained` loads the model.
         path: folder or hub id.
         options: other arguments of `from_pretrained`.
-        unused: prefixes of tensors that the file may have beside the model's.
+        unused: name prefixes of tensors that may be in the files although the model lacks them.
 
     Raises:
         ModelError: a file is refused, or tensors are missing or left over.
@@ -255,7 +257,7 @@ def check_policy_config(path: str | Path, revision: str | None = None) -> None:
     """Raise unless a configuration may describe a decoder-only language model.
 
     Raises:
-        ModelError: the model is an encoder, has one, or has a head that scores.
+        ModelError: the model is an encoder, has an encoder, or has a head that scores texts.
     """
     config = load_config(path, revision)
     names = config.architectures or []
@@ -350,7 +352,7 @@ def check_vocabulary(config: Any, tokenizer: PreTrainedTokenizerBase, path: str 
 
 
 def reading(what: str, path: str | Path) -> AbstractContextManager[None]:
-    """Return a context that turns every error into a ModelError with the folder or hub id."""
+    """Return a context that turns every error into a ModelError that names folder or hub id."""
     is_local = Path(path).is_dir()
     missing = f"There is no folder '{Path(path).absolute()!s:.300}', and so it is a hub id. "
     return library_errors(

@@ -22,11 +22,12 @@ from ppo_core.models.kernels.packed_linear import packed
 from ppo_core.models.lm_head import ChunkedLMHead
 
 MAX_HEAD_DIFFERENCE = 1e-4
-"""Largest relative difference between the logits of `LanguageModel` and the model's own in fp32. A
-cap far above the logits of a new model changes them by little more."""
+"""Largest allowed relative difference, in fp32, between the logits of `LanguageModel` and the
+model's own logits. The limit must be low to detect an unknown soft cap: a cap far above the logits
+of a new model changes these logits by little more than the limit."""
 
 MAX_ROUNDED_HEAD_DIFFERENCE = 1e-3
-"""The same for weights in half precision, and for fp32 where matmuls round it."""
+"""Largest allowed relative difference with half-precision weights or with rounded fp32 matmuls."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class _LogitRule:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "_LogitRule":
-        """Return the rule that the configuration of a model's text part tells."""
+        """Return the rule that the configuration of a model's text part describes."""
         config = text_config(model.config)
         scales = [getattr(config, name, None) for name in ("logit_scale", "output_multiplier")]
         scale = next(filter(None, scales), None) or 1 / getattr(config, "logits_scaling", 1.0)
@@ -121,7 +122,7 @@ class LanguageModel(nn.Module):
     def _candidates(self) -> Iterator[tuple[Backbone, _LogitRule]]:
         """Yield the ways to compute the model's logits, the usual one first."""
         model, within = self.model, self.within
-        # Aya Vision has the logit scale of its text model in its configuration, and does not scale.
+        # Aya Vision does not apply the logit scale in the configuration of its text part.
         for rule in (_LogitRule.of(model), _LogitRule.identity()):
             if model.config.is_encoder_decoder:
                 yield EncoderDecoderBackbone(model, within), rule
@@ -147,9 +148,10 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def _head_difference(self) -> float:
-        """Return the largest difference of `logits` to the model's own logits of four tokens.
+        """Return the largest difference between `logits` and the model's own logits.
 
-        It is relative to the largest logit, and infinite if the vocabularies differ.
+        The difference is measured on four tokens, relative to the largest logit. It is infinite if
+        the vocabularies differ.
         """
         ids = torch.arange(2, 6, device=self.device)[None]
         two = torch.tensor([2], device=self.device)
@@ -238,7 +240,7 @@ class LanguageModel(nn.Module):
         """
         head = self.lm_head(temperature)
         if head.is_sharded():
-            # ZeRO-3 gathers the weights by hooks, for a forward and a backward pass each.
+            # ZeRO-3's hooks gather the weights separately for the forward and the backward pass.
             logprobs, entropies = head.logprobs(states, rows.targets)
             loss, logprobs = token_loss(logprobs, slice(None)).sum(), logprobs.detach()
         else:

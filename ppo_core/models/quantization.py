@@ -53,7 +53,7 @@ def bitsandbytes_config(
 
 
 def get_quantization_config(model: ModelArguments) -> BitsAndBytesConfig | None:
-    """Return the `bitsandbytes_config` of the settings of a model."""
+    """Return the `bitsandbytes_config` for a model's settings."""
     return bitsandbytes_config(
         load_in_4bit=model.load_in_4bit,
         load_in_8bit=model.load_in_8bit,
@@ -104,7 +104,8 @@ def check_quantized_trainable(model: nn.Module) -> None:
     """
     if not is_quantized(model):
         return
-    # `requires_grad` is no proof of an adapter, as norms and embeddings are not quantized.
+    # `requires_grad` does not prove that there is an adapter: norms and embeddings may have it,
+    # because they are not quantized.
     if not getattr(model, "peft_config", None):
         raise ModelError(
             f"{type(model).__name__} is quantized and has no adapter, but quantized weights cannot "

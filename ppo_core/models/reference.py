@@ -1,4 +1,4 @@
-"""The reference of KL divergences: a frozen copy, or the policy with its adapter off."""
+"""The reference of KL divergences: a frozen model, or the policy with another adapter or none."""
 
 import copy
 import re
@@ -30,9 +30,9 @@ def make_reference(
 ) -> LanguageModel:
     """Return the reference of a policy.
 
-    Without a `ref_model`, the reference is a frozen copy of the policy. The reference of a
-    PeftModel is the same model under `adapter`; None switches all adapters off. A `ref_model` may
-    have an adapter itself.
+    Without a `ref_model`, the reference of a plain policy is a frozen copy. The reference of a
+    PeftModel is then the same PeftModel under `adapter`, or without any adapter if `adapter` is
+    None. A given `ref_model` may itself have an adapter.
 
     Raises:
         ModelError: `ref_model` cannot be a reference.
@@ -54,15 +54,16 @@ def create_reference_model(
 ) -> Model:
     """Return a frozen deep copy in evaluation mode.
 
-    With `num_shared_layers`, the first layers, all embeddings and the encoder (if any) are not
-    copied: both models share these parameters, frozen in both. A head that is tied to the
+    With `num_shared_layers`, that many first layers, all embeddings and the encoder (if any) are
+    not copied: both models share these parameters, frozen in both. A head that is tied to the
     embeddings is shared, too. `pattern` gives the names of the layers, such as
-    "transformer.h.{layer}"; None tries `LAYER_PATTERNS`.
+    "transformer.h.{layer}". If it is None, `LAYER_PATTERNS` are tried.
 
     Raises:
         ModelError: the model has an adapter or is partitioned by ZeRO-3, or no layer matches the
             pattern.
-        ConfigError: the model has fewer layers, or the pattern lacks `{layer}`.
+        ConfigError: the model does not have `num_shared_layers` layers, or the pattern lacks
+            `{layer}` or is given without `num_shared_layers`.
     """
     _check_copyable(model)
     if num_shared_layers is None:
@@ -113,7 +114,7 @@ def _first_parameters(model: nn.Module, layers: int, pattern: str | None) -> set
 
 
 def _layer_numbers(names: Iterable[str], pattern: str | None) -> dict[str, int]:
-    """Return parameter name -> layer number, by the first pattern that matches any name."""
+    """Return a dict from parameter name to layer number, by the first pattern that matches."""
     if pattern is not None and "{layer}" not in pattern:
         raise ConfigError(f"{pattern=} must contain {{layer}} in place of the layer number.")
     for candidate in LAYER_PATTERNS if pattern is None else (pattern,):

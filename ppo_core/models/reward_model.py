@@ -32,9 +32,9 @@ class RewardModel:
     ) -> None:
         """Wrap a model and its tokenizer; scores are (output - `bias`) * `gain`.
 
-        `end_of_text` tells whether the model was trained on texts that end in the end-of-sequence
-        token. If so, that token is appended to every scored text, even to a truncated response:
-        the head is trained at that token, and less accurate at others.
+        `end_of_text` is True if the model was trained on texts that end in the end-of-sequence
+        token. If so, that token is appended to every scored text, even to a truncated response,
+        because the head was trained at that token and is less accurate at other tokens.
 
         Raises:
             ModelError: the model has several labels or an adapter, or `end_of_text` is True and
@@ -87,9 +87,9 @@ class RewardModel:
     def score_rows(self, ids: Tensor, lengths: Tensor) -> Tensor:
         """Return scores (B,) of right-padded sequences (B, S) of the given lengths (B,).
 
-        A decoder-only model scores at each sequence's last token. The lengths tell which token is
-        the last; searching for the pad token would fail if it equals the end-of-sequence token
-        (TRL #5303).
+        A decoder-only model scores at each sequence's last token. The last token is found by the
+        lengths, because a search for the pad token would fail if it equals the end-of-sequence
+        token (TRL #5303).
 
         Raises:
             DataError: a sequence is longer than the model's context.

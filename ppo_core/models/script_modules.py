@@ -1,4 +1,4 @@
-"""Reward and value models that are a script's own modules, called as TRL calls them."""
+"""Reward and value models that a script defines itself, called as TRL calls them."""
 
 import inspect
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def has_backbone_and_score(module: nn.Module) -> bool:
 
 
 def has_own_score(module: nn.Module) -> bool:
-    """Return whether a module has a backbone, and a `score` that is no linear layer."""
+    """Return whether a module has a backbone, and a `score` that is not a linear layer."""
     return has_backbone_and_score(module) and not isinstance(module.score, nn.Linear)
 
 
@@ -32,8 +32,8 @@ def has_own_score(module: nn.Module) -> bool:
 def score_rows(module: nn.Module, ids: Tensor, lengths: Tensor) -> Tensor:
     """Return scores (B,) of right-padded token ids (B, S) of the given lengths (B,).
 
-    Of a module with a backbone and a score, the score of the last token counts. Any other module
-    returns the scores (B,) or (B, 1) of `module(input_ids, attention_mask)`.
+    A module with a backbone and a `score` is scored at the last token of each sequence. For any
+    other module, `module(input_ids, attention_mask)` must return the scores, (B,) or (B, 1).
 
     Raises:
         ModelError: the module returns another shape.
@@ -75,10 +75,10 @@ def token_values(module: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
 def token_scores(module: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
     """Return the scores (B, S, 1) of the hidden states of a module with a backbone and a score.
 
-    The score takes the states of all tokens, as in TRL, and may be a layer or a method.
+    `score` may be a layer or a method. As in TRL, it is called with the states of all tokens.
 
     Raises:
-        ModelError: the score returns another shape than (B, S) or (B, S, 1).
+        ModelError: `score` returns another shape than (B, S) or (B, S, 1).
     """
     model: Any = module
     states = hidden_states(getattr(model, model.base_model_prefix), ids, mask)
@@ -88,7 +88,7 @@ def token_scores(module: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
 
 
 def is_pointwise(score: object) -> bool:
-    """Return whether a score surely reads each token's state alone."""
+    """Return whether `score` is known to compute each token's score from its state alone."""
     kinds = (nn.Linear, nn.Sequential, nn.LayerNorm, nn.Dropout, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh)
     return isinstance(score, nn.Module) and all(type(one) in kinds for one in score.modules())
 
@@ -104,7 +104,7 @@ def _of_each_token(values: Tensor, module: nn.Module, part: str, ids: Tensor) ->
 
 
 class ModuleBackbone:
-    """A script's module in the place of a backbone."""
+    """A script's module, used as a backbone."""
 
     def __init__(
         self, module: nn.Module, read: Callable[[nn.Module, Tensor, Tensor], Tensor]
@@ -119,12 +119,12 @@ class ModuleBackbone:
         return self._read(self.module, rows.ids, mask)[rows.row, rows.state]
 
     def products(self, ids: Tensor) -> AbstractContextManager[None]:
-        """Return a context that changes nothing, as for a decoder with PyTorch's attention."""
+        """Return a context without effect: the matmul backend is not changed."""
         return nullcontext()
 
 
 def _call(module: nn.Module, ids: Tensor, mask: Tensor, **options: Any) -> Any:
-    """Call a module with the inputs that it takes; without their names, by position."""
+    """Call a module with the inputs that it takes, by position if it has no `input_ids`."""
     inputs = {"input_ids": ids, "attention_mask": mask.long(), **options}
     taken = inspect.signature(module.forward).parameters
     takes_any = any(each.kind == inspect.Parameter.VAR_KEYWORD for each in taken.values())
@@ -139,7 +139,7 @@ def _call(module: nn.Module, ids: Tensor, mask: Tensor, **options: Any) -> Any:
 
 
 def _tensor(output: Any) -> Tensor:
-    """Return the tensor of an output: its `logits`, its first entry, or itself."""
+    """Return the tensor of an output: its `logits`, its first entry, or the output itself."""
     found = getattr(output, "logits", None)
     if found is None:
         found = output[0] if isinstance(output, tuple | list) else output

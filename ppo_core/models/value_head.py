@@ -53,10 +53,11 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
         """Add a new value head to a transformers model or a PeftModel.
 
         The given model is not modified. The value head reads the input of the LM head, and computes
-        in fp32 or a higher precision. Its dropout probability is `summary_dropout_prob`, by default
-        the value in the model's configuration or 0.1. By default torch initializes its weights.
-        With `v_head_init_strategy="normal"` they are drawn from a normal distribution of standard
-        deviation `v_head_initializer_range` (default 0.2), and the bias is 0.
+        in fp32 or a higher precision. `summary_dropout_prob` is the dropout probability of the
+        value head; it defaults to the value in the model's configuration, or else to 0.1. By
+        default the head has torch's initialization. With `v_head_init_strategy="normal"`, its
+        weights are drawn from a normal distribution of standard deviation
+        `v_head_initializer_range` (default 0.2), and its bias is 0.
 
         Raises:
             ModelError: this class does not support the model.
@@ -97,13 +98,13 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
         The first argument is a model, or the folder or hub id of a model or adapter. `peft_config`
         adds a new adapter; `is_trainable` applies to a loaded adapter. `reward_adapter` is the
         folder or hub id of an adapter for `compute_reward_score`. `dtype` (formerly
-        `torch_dtype`) defaults to fp32, because small updates are lost in half precision; the model
-        is then saved in the precision of the files. Settings
-        of the value head are passed to the constructor. All other arguments, such as
+        `torch_dtype`) defaults to fp32, because small updates are lost in half precision. With
+        this default, the model is saved in the precision of the loaded files. Settings of the
+        value head are passed to the constructor. All other arguments, such as
         quantization_config, device_map and revision, are passed to transformers.
 
         Raises:
-            ModelError: model or value head cannot be loaded, or only by a pickle or remote code.
+            ModelError: model or value head cannot be loaded without a pickle or remote code.
             ConfigError: arguments contradict each other.
         """
         head_settings = {name: kwargs.pop(name) for name in _HEAD_SETTINGS if name in kwargs}
@@ -158,9 +159,9 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
     ) -> tuple[Any, ...]:
         """Return logits (B, S, V), loss and values (B, S) of the S tokens that the decoder reads.
 
-        Logits and values are in fp32 or a higher precision. The loss comes from the transformers
-        model, or None without `labels`. With `return_past_key_values` the cache is a fourth result.
-        Other arguments are passed to the model.
+        Logits and values are in fp32 or a higher precision. The loss is the transformers model's,
+        or None without `labels`. With `return_past_key_values` the cache is a fourth result. Other
+        arguments are passed to the transformers model.
         """
         lm_head = self.pretrained_model.get_output_embeddings()
         head_inputs: list[Tensor] = []
@@ -180,7 +181,7 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
     def compute_reward_score(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
-        """Return the scores (B, S, L) of the reward adapter with L labels, at each token (B, S).
+        """Return scores (B, S, L) of each token (B, S) by the reward adapter, which has L labels.
 
         Raises:
             ModelError: the model was loaded without a `reward_adapter`.
@@ -206,7 +207,8 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
         """Recompute activations in the backward pass to save memory (TRL #5245).
 
         Raises:
-            ConfigError: the policy has adapters, and the arguments are not use_reentrant=False.
+            ConfigError: the policy has adapters, and arguments other than use_reentrant=False are
+                given.
         """
         if not is_peft(self.pretrained_model):
             self.pretrained_model.activation_checkpointing_enable(
@@ -237,9 +239,9 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
 
         transformers (or peft, for an adapter) loads the folder as the policy. `from_pretrained` of
         this class also loads the value head. The weights are written in `saved_dtype`, the
-        precision of the loaded files; None keeps the precision of training. If this model's weights
-        are sharded, pass its unsharded `state_dict`. Other arguments, such as `max_shard_size`, are
-        passed to the policy; an adapter is always one file.
+        precision of the loaded files, or in the precision of training if that is None. If this
+        model's weights are sharded, pass its unsharded `state_dict`. Other arguments, such as
+        `max_shard_size`, are passed to the policy; an adapter is always one file.
 
         Raises:
             ConfigError: `safe_serialization=False` or `push_to_hub=True` is given.
@@ -289,7 +291,7 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
             )
         tensors = dict(saved.tensors)
         if saved.of_trl and getattr(self.config, "scale_decoder_outputs", False):
-            # TRL's head reads the states of a T5 before scaling by D**-0.5, this head after it.
+            # TRL's head reads a T5's states before they are scaled by D**-0.5, ours afterwards.
             tensors["summary.weight"] = tensors["summary.weight"] * self.config.d_model**0.5
         self.v_head.load_state_dict(tensors)
 
@@ -356,7 +358,7 @@ def _name_as_policy(
 def _name_as_wrapper(
     model: nn.Module, state_dict: dict[str, Any], prefix: str, *details: object
 ) -> None:
-    """Undo `_name_as_policy` in a state_dict that is loaded."""
+    """Undo `_name_as_policy` in a state_dict before it is loaded."""
     names = [name for name in state_dict if name.startswith(prefix)]
     for name in names:
         if not name.startswith(prefix + PREFIX):

@@ -1,4 +1,4 @@
-"""Calls of transformers' callbacks at the events of a run."""
+"""Call transformers' callbacks at the events of a run."""
 
 import math
 import warnings
@@ -28,8 +28,8 @@ from ppo_core.reporting.metrics_file import MetricsFile
 
 CallbackOrType: TypeAlias = TrainerCallback | type[TrainerCallback]
 
-# PPOTrainer uploads to the hub without transformers. transformers has renamed
-# gradient_checkpointing. Given DeepSpeed's file, transformers would change how models are built.
+# PPOTrainer itself uploads to the hub. transformers has another name for gradient_checkpointing.
+# With DeepSpeed's file, transformers would change how models are built.
 _NOT_HANDED_ON = {"push_to_hub", "gradient_checkpointing", "deepspeed"}
 
 
@@ -63,7 +63,7 @@ def training_arguments(config: PPOConfig, num_updates: int) -> PPOArguments:
         "report_to": config.report_to or "none",
         "run_name": config.run_name or config.exp_name,
         "activation_checkpointing": config.gradient_checkpointing,
-        # transformers, too, reads a value below 1 as a fraction of the run.
+        # transformers reads a value below 1 as a fraction of the run.
         "warmup_steps": config.warmup_steps or config.warmup_ratio,
         "use_cpu": config.use_cpu or not torch.cuda.is_available(),
         # Without this setting, transformers would reset the engine's process group.
@@ -179,7 +179,7 @@ class Reporter:
         self._call("on_log", logs=logs)
 
     def evaluated(self, metrics: Metrics) -> None:
-        """Call on_evaluate with the metrics of an evaluation; call `log` with them first."""
+        """Call on_evaluate with an evaluation's metrics; before, pass the same metrics to `log`."""
         self._call("on_evaluate", metrics=metrics)
 
     def saved(self) -> None:
@@ -262,7 +262,7 @@ def check_integrations(report_to: str | Sequence[str] | None) -> None:
     """Raise if an integration of transformers is unknown, or its package is not installed.
 
     Raises:
-        ConfigError: there is such an integration.
+        ConfigError: an integration is unknown, or its package is not installed.
     """
     names = [report_to] if isinstance(report_to, str) else list(report_to or ())
     _integrations([name for name in names if name != "none"])

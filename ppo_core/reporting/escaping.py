@@ -1,4 +1,4 @@
-"""Show texts of models and data sets as they are: on a terminal, and in Markdown."""
+"""Escape texts of models and data sets: terminals and Markdown pages then show them literally."""
 
 import re
 
@@ -7,7 +7,7 @@ from ppo_core.errors.control_characters import remove_controls
 _MARKUP = str.maketrans(
     {c: f"\\{c}" for c in "*_[]"} | {c: f"&#{ord(c)};" for c in "\\`<>&|~$@"} | {"\n": "<br>"}
 )
-# A colon before a digit stays as it is: most are in times, such as 10:30:00.
+# A colon before a digit is not escaped: most such colons are in times, such as 10:30:00.
 _EMOJI = re.compile(r":(?=[a-z+-][\w+-]*:)", re.IGNORECASE)
 # The lookbehind keeps the search for mail addresses from taking quadratic time.
 _ADDRESS = re.compile(
@@ -26,8 +26,9 @@ def printable(text: str) -> str:
 def as_markdown(text: str) -> str:
     """Return the text as a single line, escaped for a cell of a Markdown table.
 
-    Addresses become code, because most pages turn bare addresses into links, and some pages escaped
-    addresses too. MLflow's pages also turn `@names` into links and `:emojis:` into pictures.
+    Addresses become code, because most pages turn bare addresses into links, and some pages even
+    turn escaped addresses into links. MLflow's pages also turn `@names` into links and `:emojis:`
+    into pictures.
     """
     parts = _ADDRESS.split(printable(text))
     return "".join(

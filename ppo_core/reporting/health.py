@@ -11,14 +11,14 @@ from ppo_core.reporting.metrics_file import UPDATE
 from ppo_core.reporting.reward_drop import WINDOW, RewardDrop
 
 RECOVERY_SHARE = 0.25
-"""A metric has recovered if it is within its limit by this fraction of the limit ..."""
+"""A value is clearly good if it is on the good side of the limit by this fraction of the limit."""
 
 RECOVERY_UPDATES = 3
-"""... in this number of consecutive updates."""
+"""Number of consecutive updates with clearly good values after which a metric has recovered."""
 
 REWARD = "objective/rlhf_reward"
 DROP = f"drop of {REWARD}"
-"""Name of the result of `RewardDrop`, which the guards read like a metric."""
+"""Name under which the guards read the result of `RewardDrop`, as if it were a metric."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Guard:
         return value > limit if self.side == "above" else value < limit
 
     def is_clearly_good(self, value: float, limit: float) -> bool:
-        """Return whether the value is within the limit by RECOVERY_SHARE of it; False for NaN."""
+        """Return whether the value is clearly good, see RECOVERY_SHARE; False for NaN."""
         margin = RECOVERY_SHARE * abs(limit)
         return value < limit - margin if self.side == "above" else value > limit + margin
 
@@ -169,14 +169,15 @@ class HealthMonitor:
     """Checks metrics against `GUARDS`.
 
     A guard that has warned is silent until its metric has clearly recovered, so a metric that
-    wobbles around its limit causes one warning.
+    fluctuates around its limit causes only one warning.
     """
 
     def __init__(self, config: PPOConfig) -> None:
         """Take the limits from the settings."""
         self._config = config
         self._first: dict[str, float] = {}
-        # Consecutive updates with bad values; of a guard that has warned, with clearly good values.
+        # Number of consecutive updates with bad values. If the guard has warned: number of
+        # consecutive updates with clearly good values.
         self._in_a_row = dict.fromkeys(GUARDS, 0)
         self._warned: set[str] = set()
         self._drop = RewardDrop()
@@ -264,7 +265,7 @@ def warnings_of(config: PPOConfig, updates: Iterable[Mapping[str, float]]) -> li
 
     Args:
         config: settings of the run.
-        updates: metrics of each update from the first on, with its number as `update`.
+        updates: metrics of all updates in order, each with the number of the update as `update`.
     """
     monitor = HealthMonitor(config)
     return [

@@ -20,10 +20,10 @@ OF_CRITIC = ("loss/value_avg", "val/clipfrac_avg")
 """Metrics of an update that a run without a critic lacks."""
 
 LARGEST = 1 - 1e-6
-"""Largest correlation whose Fisher transformation is taken."""
+"""Bound of a correlation's absolute value, because the Fisher transformation of 1 is infinite."""
 
 SMALLEST_NORM = 1e-9
-"""Smaller deviations from a trend are rounding errors."""
+"""Below this product of norms, at least one of two series is constant up to rounding errors."""
 
 
 class PhaseTimer:
@@ -47,7 +47,10 @@ class PhaseTimer:
 
 
 def objective_metrics(rollout: Rollout, scores: Scores, kl: Tensor, *, kl_coef: float) -> Metrics:
-    """Return mean score, KL, entropy and length per response; kl (B, T) is 0 if not counted."""
+    """Return means per response of score, KL, entropy, length and others.
+
+    kl (B, T) must be 0 at tokens that are not counted.
+    """
     response_kl = kl.sum(dim=1)
     sums = {
         "objective/kl": response_kl.sum(),
@@ -69,17 +72,18 @@ def objective_metrics(rollout: Rollout, scores: Scores, kl: Tensor, *, kl_coef: 
 
 
 def repetition_reward(rollout: Rollout, scores: Tensor) -> float:
-    """Return how far scores (B,) follow the repetition in responses of equal length.
+    """Return how strongly scores (B,) correlate with repetition among responses of equal length.
 
         r = partial correlation of score and repetition, given the length
         max(0, tanh(atanh(r) - 2.33 / sqrt(D - 4)))
 
-    Equal responses count once, with their mean score: D is the number of distinct responses. With
-    all responses counted, the interval would be too narrow for a policy that repeats responses. The
+    Equal responses count once, with their mean score: D is the number of distinct responses. If all
+    responses counted, the interval would be too narrow for a policy that repeats responses. The
     result is the lower end of a one-sided 99 % interval (Fisher's transformation with one variable
     held fixed), so that a small batch does not give a large value by chance. Repetition is measured
     as the share of repeated tokens, of repeated 3-grams, and of the most frequent token; the
-    largest value is returned. It is 0 for fewer than 8 distinct responses, and at least 0.
+    largest value is returned. The result is never below 0, and 0 for fewer than 8 distinct
+    responses.
     """
     ids, lengths, scores = _distinct_responses(rollout, scores)
     if len(ids) < 8:
@@ -113,7 +117,7 @@ def _correlation(first: Tensor, second: Tensor) -> float:
 
 
 def _without_trend(values: Tensor, lengths: Tensor) -> Tensor:
-    """Return what a least-squares line over `lengths` leaves of `values`."""
+    """Return the residuals of a least-squares fit of `values` by a line over `lengths`."""
     values, lengths = values.cpu().double(), lengths.cpu().double()
     values, lengths = values - values.mean(), lengths - lengths.mean()
     variance = lengths @ lengths
@@ -123,9 +127,10 @@ def _without_trend(values: Tensor, lengths: Tensor) -> Tensor:
 def sampler_metrics(logprobs: Tensor, behaviour_logprobs: Tensor, *, cap: float) -> Metrics:
     """Return metrics of the mismatch between vLLM server and policy, over counted tokens (N,).
 
-    "vllm/kl" is the k3 estimate of KL(server || policy) in nats per token; with equal weights it
-    is about 0. "vllm/weight_mean" is the mean of `importance_weights`. "vllm/weight_max" is the
-    largest weight before the cap, and "vllm/capped" the fraction of weights above the cap.
+    "vllm/kl" is the k3 estimate of KL(server || policy) in nats per token; it is about 0 if server
+    and policy have the same model weights. "vllm/weight_mean" is the mean of `importance_weights`.
+    "vllm/weight_max" is the largest importance weight before the cap, and "vllm/capped" the
+    fraction of importance weights above the cap.
     """
     ratio = torch.exp(logprobs - behaviour_logprobs)
     return {
@@ -139,8 +144,8 @@ def sampler_metrics(logprobs: Tensor, behaviour_logprobs: Tensor, *, cap: float)
 def explained_variance(experience: Experience) -> float:
     """Return 1 - Var(returns - values) / Var(returns) over counted tokens; 0 if returns are equal.
 
-    The experience must be one with a critic. 1 means a perfect critic, 0 a critic like a constant,
-    and below 0 worse than a constant.
+    The experience must have a critic's values. 1 means a perfect critic, 0 a critic as good as a
+    constant, and a negative result a critic worse than a constant.
     """
     assert experience.returns is not None
     assert experience.values is not None

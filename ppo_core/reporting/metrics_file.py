@@ -17,7 +17,7 @@ METRICS_FILE = "metrics.jsonl"
 """Name of the file in `output_dir`."""
 
 SELF_CHECK_FILE = "self-check.json"
-"""Name of the file beside it with the record of a run's `SelfCheck`."""
+"""Name of the file in `output_dir` with the record of a run's `SelfCheck`."""
 
 UPDATE = "update"
 """Key of the update's number in a line."""
@@ -46,11 +46,11 @@ class MetricsFile:
     ) -> None:
         """Keep only the lines of the first `updates` updates; call when the run starts or resumes.
 
-        The file has a line for update `first`, and for each `every` updates after it.
+        The file has a line for update `first`, and for every `every`-th update after `first`.
 
-        A damaged or missing line is replaced by the metrics in `history`, by update, if there are
-        any; a warning says which lines were dropped and restored. The file is replaced, so a reader
-        with the open file can notice the new inode.
+        Damaged or missing lines are restored from `history`, which has metrics by update. A warning
+        lists the dropped and the restored lines. The file is replaced, so a reader that has it open
+        can notice the new inode.
 
         Raises:
             TrainingError: the file cannot be read or written.
@@ -120,7 +120,7 @@ def _complete_lines(content: bytes) -> list[dict[str, Any]]:
 
 
 def _lines_by_update(content: bytes) -> dict[int, dict[str, Any]]:
-    """Return the first line of each update; a second line would be of another run."""
+    """Return the first line of each update; a second line would be from another run."""
     found: dict[int, dict[str, Any]] = {}
     for line in _complete_lines(content):
         found.setdefault(line[UPDATE], line)

@@ -5,7 +5,7 @@ from statistics import fmean
 from typing import Any
 
 WINDOW = 10
-"""Updates in a window, over which the reward is averaged."""
+"""Number of updates in a window; the reward is averaged over a window."""
 
 NOISE_PER_CHANGE = 0.886
 """Standard deviation of normal noise divided by the mean absolute difference of two values."""
@@ -17,8 +17,9 @@ class RewardDrop:
         drop  = (best mean of WINDOW earlier updates - mean of the last WINDOW updates) / noise
         noise = 0.886 x mean of |reward[t] - reward[t-1]| over the run
 
-    The noise of one update comes from differences of neighbours (von Neumann et al., 1941), which a
-    slow rise or fall hardly changes. Without a trend, the standard deviation of `drop` is 0.45.
+    The noise of one update is estimated from differences of consecutive rewards (von Neumann et
+    al., 1941), which a slow rise or fall hardly changes. Without a trend, the standard deviation of
+    `drop` is 0.45.
     """
 
     def __init__(self) -> None:
@@ -29,9 +30,9 @@ class RewardDrop:
         self._updates = 0
 
     def update(self, reward: float) -> float | None:
-        """Add the finite reward of an update; return the drop, or None in the first updates.
+        """Add the finite reward of an update; return the drop.
 
-        The drop needs two windows, and rewards that are not all equal.
+        The result is None until there are two windows of updates, and while all rewards are equal.
         """
         if self._recent:
             self._changes += abs(reward - self._recent[-1])

@@ -35,7 +35,7 @@ class Completions:
     responses: list[str]
     scores: list[float]
     others: Mapping[str, list[Any]] = field(default_factory=dict)
-    """Name of a further column -> its values, one per response."""
+    """Values of further columns by name, one value per response."""
 
     def __post_init__(self) -> None:
         """Check the columns."""
@@ -136,8 +136,8 @@ def _log_to_wandb(completions: Completions, step: int, callback: WandbCallback) 
 def _log_to_mlflow(completions: Completions, step: int, callback: MLflowCallback) -> None:
     """Append the rows to the table `completions.json` of the run.
 
-    All steps share this table, because MLflow lists the tables of a run in a single tag with
-    room for about 130. When rows are appended, MLflow converts a column of digits to numbers
+    All steps share this table, because MLflow lists the tables of a run in a single tag with room
+    for about 130 tables. When rows are appended, MLflow converts a column of digits to numbers
     ("007" becomes 7); the jsonl file keeps the text.
     """
     table = {"step": [step] * len(completions)} | completions.by_column()

@@ -5,25 +5,25 @@ from torch import Tensor
 
 
 class AlignedSequences:
-    """Columns of sequences that end in the same column, so that their next tokens share one.
+    """Columns of sequences that all end in the same column, so their next tokens share a column.
 
-    A sequence of n tokens has the columns `end - n` to `end - 1`, its first token at position 0.
+    A sequence of n tokens is in the columns `end - n` to `end - 1`. Its first token has position 0.
     """
 
     def __init__(self, longest_prompt: int, max_new_tokens: int, device: torch.device) -> None:
-        """Begin without a sequence. No prompt may be longer than `longest_prompt`."""
+        """Start without sequences. No prompt may be longer than `longest_prompt`."""
         self.lengths = torch.zeros(0, dtype=torch.long, device=device)
-        """(B,) tokens of each sequence."""
+        """(B,) number of tokens of each sequence."""
         self.longest = 0
-        """Tokens of the longest sequence."""
+        """Number of tokens of the longest sequence."""
         self.end = self._longest_prompt = longest_prompt
         self.width = longest_prompt + max_new_tokens
-        """Columns of all sequences."""
+        """Number of columns."""
         self._align()
 
     @property
     def first(self) -> int:
-        """The first column that any sequence has."""
+        """First column of the longest sequence."""
         return self.end - self.longest
 
     def add(self, lengths: Tensor) -> None:
@@ -33,7 +33,7 @@ class AlignedSequences:
         self._align()
 
     def advance(self) -> None:
-        """Count the token that each sequence was given."""
+        """Count one more token in each sequence."""
         self.lengths = self.lengths + 1
         self.longest, self.end = self.longest + 1, self.end + 1
 

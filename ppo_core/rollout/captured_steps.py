@@ -1,9 +1,9 @@
 """Decoding steps that a GPU replays from captured graphs.
 
-The host needs several times as long to launch the kernels of a step one by one as a GPU needs to
-compute them, unless the model is large. A captured graph is launched at once, but its shapes and
+Unless the model is large, the host needs several times longer to launch the kernels of a step one
+by one than the GPU needs to compute them. A captured graph is launched at once, but its shapes and
 addresses are fixed. A graph therefore decodes a rounded number of sequences and cache columns, and
-a decoder captures one graph for each pair of numbers that it meets.
+a decoder captures one graph for each pair of rounded numbers that occurs.
 """
 
 from collections.abc import Callable
@@ -19,13 +19,13 @@ from ppo_core.models.kernels.rotary import Angles, by_head
 from ppo_core.rollout.kv_cache import KVCache
 
 COLUMNS = 128
-"""The columns of a graph are a multiple of this number, or all of the cache."""
+"""The number of columns of a graph is a multiple of this, or the number of columns of the cache."""
 
 
 class _Place:
     """The stream and the memory in which all steps of a decoder are captured.
 
-    They share the memory, because the states of a step are read before the next step.
+    The steps can share the memory, because the states of a step are read before the next step.
     """
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class FixedStep:
         self._column = torch.zeros(1, dtype=torch.long, device=device)
 
     def take(self, tokens: Tensor) -> None:
-        """Write the next token (B,) of each sequence, and where it comes, to the inputs."""
+        """Write the next token (B,) of each sequence, its position and column to the inputs."""
         sequences = len(tokens)
         self._tokens[:sequences, 0] = tokens
         self._lengths[:sequences] = self._cache.lengths
@@ -101,13 +101,13 @@ class FixedStep:
         self._column.fill_(self._cache.end)
 
     def compute(self) -> Tensor:
-        """Read the inputs; return last hidden states (R, D). No address or shape changes."""
+        """Read the inputs; return last hidden states (R, D). Addresses and shapes never change."""
         context = _FixedNextTokens(self._cache, self._lengths, self._column, self._columns)
         return forward(self._layers, self._tokens, context)[:, 0]
 
 
 class _FixedNextTokens:
-    """Context of a step whose column is read on the device."""
+    """Context of a decoding step that reads the number of the next column on the device."""
 
     is_causal = False
 
@@ -142,13 +142,13 @@ class _Graph:
         self._is_warm = False
         self._graph: torch.cuda.CUDAGraph | None = None
         self._states: Tensor
-        """Where the captured step writes its states (R, D)."""
+        """Memory to which the captured step writes its states (R, D)."""
 
     def run(self, tokens: Tensor) -> Tensor:
         """Return the last hidden states (R, D) of the next tokens (B,)."""
         self._step.take(tokens)
         if not self._is_warm:
-            # Libraries make their plans for a new shape in a pass that is not captured.
+            # The first pass is not captured: in it, libraries make their plans for a new shape.
             self._is_warm = True
             return self._computed()
         if self._graph is None:
@@ -157,7 +157,8 @@ class _Graph:
         return self._states
 
     def _computed(self) -> Tensor:
-        # Without autocast's cache: a capture only records the casts, so copies would hold nothing.
+        # Autocast's cache is disabled: a capture only records the casts, without computing them, so
+        # the cached copies would have no values.
         dtype, enabled = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
         autocast = torch.autocast("cuda", dtype=dtype, enabled=enabled, cache_enabled=False)
         with self._within(), autocast:
@@ -167,13 +168,13 @@ class _Graph:
         graph, stream = torch.cuda.CUDAGraph(), self._place.stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            # Not `torch.cuda.graph`, which gives all cached memory back. Other threads may use the
-            # GPU: NCCL's asks it for finished work.
+            # `torch.cuda.graph` is not used, because it would free all cached memory. Other threads
+            # may use the GPU during a capture: NCCL's thread asks it for finished work.
             graph.capture_begin(pool=self._place.pool, capture_error_mode="thread_local")
             try:
                 self._states = self._computed()
             finally:
-                # Also after an error, such as full memory: nothing else runs during a capture.
+                # End the capture even after an error, such as full memory: no other work could run.
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         return graph

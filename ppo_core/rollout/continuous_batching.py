@@ -23,7 +23,7 @@ class PromptQueue:
     ) -> None:
         """Take prompts, and a function that is called once per `batch_size` prompts.
 
-        `taken_before` counts the prompts of earlier queues.
+        `taken_before` is the number of prompts that were taken from earlier queues.
         """
         self._prompts = prompts
         self._batch_size = batch_size
@@ -139,7 +139,7 @@ class ResponseBuffer:
         behaviour_logprobs: Tensor,
         stop_token_id: int,
     ) -> Tensor:
-        """Write the next token (b,) of each active response; return where it is the stop token.
+        """Write the next token (b,) of each active response; return whether it is the stop token.
 
         This method does not wait for the device.
         """

@@ -104,7 +104,7 @@ def new_decoder(
     *,
     splits_prompts: bool,
 ) -> Decoder:
-    """Return a decoder that has read the prompts, by the `decoding` of the backbone.
+    """Return a decoder that has read the prompts, with the backend for `backbone.decoding`.
 
     The prompts must have equal lengths unless the backbone `pads_prompts`. The cache has memory for
     `max_new_tokens` more tokens of each sequence. With `splits_prompts`, prompts of different
@@ -119,7 +119,8 @@ def new_decoder(
     if backbone.decoding is Decoding.FAST:
         layers = fast_path(packed(backbone.module, len(prompts), passes=max_new_tokens))
         assert layers is not None, "The packed copy has the fast path, as its original."
-        # Angles that depend on the longest sequence are computed on the host.
+        # Angles that depend on the longest sequence are computed on the host, so they cannot be
+        # captured.
         captures = policy.device.type == "cuda" and not _has_dynamic_angles(policy)
         own_cache = KVCache(len(prompts), *size)
         fast = FastBackend(layers, own_cache, backbone.within, captures=captures)

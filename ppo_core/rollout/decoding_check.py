@@ -1,4 +1,4 @@
-"""Choose how a policy decodes, by comparing its log-probabilities with the model's own forward."""
+"""Choose the backend that decodes a policy, by a comparison with the model's own forward pass."""
 
 import itertools
 import logging
@@ -20,14 +20,14 @@ from ppo_core.rollout.decoder import Decoder, can_add_prompts, new_decoder
 from ppo_core.rollout.kv_cache import own_windows
 
 CHECKED_LENGTHS = (6, 13, 9)
-"""Tokens of the sequences that are compared."""
+"""Number of tokens of each sequence that is compared."""
 
 SAMPLED = 4
-"""Last tokens of each sequence that are decoded one by one, if no window needs more."""
+"""Number of last tokens of each sequence that are decoded one by one, if no window needs more."""
 
 CLEARLY_BELOW = 10
-"""In fp32, a backend whose difference is not this many times below the limit is used only if no
-other backend is more accurate."""
+"""In fp32, the fastest backend whose difference is this many times below the limit is used. If no
+backend is that accurate, the most accurate backend within the limit is used."""
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +38,10 @@ class DecodingCheck:
 
     kind: Decoding
     difference: float
-    """Difference of its log-probabilities to the model's own forward; see `difference_of`."""
+    """Difference of log-probabilities from the model's own forward pass; see `difference_of`."""
 
     rejected: tuple[str, ...] = ()
-    """Why each faster backend was not chosen."""
+    """For each other backend that was tried: its name, and why it was not chosen."""
 
     def __str__(self) -> str:
         """Return one sentence for the log."""
@@ -54,20 +54,21 @@ class DecodingCheck:
 
 @dataclass(frozen=True)
 class OwnForward:
-    """A policy's forward pass of a few sequences, each of them alone."""
+    """Log-probabilities of a few sequences by the policy's own forward pass, without a batch."""
 
     sequences: list[Tokens]
     logprobs: list[Tensor]
     """Log-probabilities (S, V) after each token of each sequence."""
 
     sampled: int
-    """Last tokens of each sequence that are to be decoded one by one."""
+    """Number of last tokens of each sequence that are to be decoded one by one."""
 
     @classmethod
     def of(cls, policy: LanguageModel, prompts: Sequence[Tokens]) -> "OwnForward":
-        """Return the pass of three sequences of different lengths, with tokens of the prompts.
+        """Return the log-probabilities of three sequences of different lengths.
 
-        One of them has the pad token, from which some models count their positions.
+        Their tokens are from the prompts. One sequence also has the pad token, if there is one,
+        because some models derive positions from pad tokens.
         """
         sampled = _tokens_to_decode(policy.model.config)
         sequences = sequences_of(prompts, policy.model.config, further=sampled - SAMPLED)
@@ -77,13 +78,13 @@ class OwnForward:
 
 
 def choose_backend(policy: LanguageModel, own: OwnForward) -> DecodingCheck:
-    """Let a policy decode by the fastest backend with the log-probabilities of its own forward.
+    """Choose the fastest backend that reproduces the log-probabilities of the own forward pass.
 
-    The sequences of `own` are decoded together. The chosen backend is kept in the policy's
-    backbone, and logged.
+    The sequences of `own` are decoded together. The choice is stored in the policy's backbone, and
+    logged.
 
     Raises:
-        ModelError: no backend has the model's own log-probabilities.
+        ModelError: no backend reproduces the model's own log-probabilities.
     """
     backbone, name = policy.backbone, type(policy.model).__name__
     assert isinstance(backbone, DecoderBackbone)
@@ -124,8 +125,9 @@ def choose_backend(policy: LanguageModel, own: OwnForward) -> DecodingCheck:
 def _tokens_to_decode(config: Any) -> int:
     """Return how many tokens of each checked sequence are decoded one by one.
 
-    A model may have a cache layer of its own kind (Unlimited-OCR forgets tokens of the response,
-    but none of the prompt). Such a layer is decoded past its window, as far as the context allows.
+    A model type may define its own kind of cache layer (Unlimited-OCR's layer forgets tokens of the
+    response, but not of the prompt). The check then decodes more tokens than the layer's window
+    has, if the context allows this.
     """
     context = context_length(config) or math.inf
     past_window = [window + 2 for window in own_windows(text_config(config))]
@@ -136,11 +138,11 @@ def _tokens_to_decode(config: Any) -> int:
 def sequences_of(
     prompts: Sequence[Tokens], *configs: Any, vocabulary: int | None = None, further: int = 0
 ) -> list[Tokens]:
-    """Return sequences of `CHECKED_LENGTHS` tokens from the prompts, repeated where too short.
+    """Return sequences of `CHECKED_LENGTHS` + `further` tokens, taken from the prompts.
 
-    Each has some `further` tokens. No sequence is longer than the context of a model with one of
-    the `configs`. With a `vocabulary` only tokens below it are taken; if there are none, the first
-    ones.
+    If the prompts have too few tokens, the tokens are repeated. No sequence is longer than the
+    context of a model with one of the `configs`. With a `vocabulary`, only token ids below this
+    number are taken; if there are none, the ids 0 and 1.
     """
     size = sum(CHECKED_LENGTHS)
     tokens = list(itertools.islice(itertools.chain.from_iterable(prompts), size))
@@ -162,9 +164,9 @@ def has_low_precision(model: nn.Module) -> bool:
 
 
 def difference_of(model: nn.Module, differences: Tensor) -> float:
-    """Return the largest of differences (N,), or their mean for weights in half precision.
+    """Return the largest absolute difference of `differences` (N,), or the mean in half precision.
 
-    Half precision rounds single logits by more than 0.1.
+    The mean is used because half precision rounds single logits by more than 0.1.
     """
     differences = differences.float().abs()
     return (differences.mean() if has_low_precision(model) else differences.max()).item()
@@ -172,7 +174,7 @@ def difference_of(model: nn.Module, differences: Tensor) -> float:
 
 @torch.no_grad()
 def own_logprobs(policy: LanguageModel, tokens: Tokens) -> Tensor:
-    """Return log-probabilities (S, V) after each token, by the model's forward of it alone."""
+    """Return log-probabilities (S, V) after each token, by the model's own forward pass."""
     with policy.within(), torch.autocast(policy.device.type, enabled=False):
         ids = torch.tensor([tokens], device=policy.device)
         logits: Tensor = policy.model(input_ids=ids, use_cache=False).logits[0]
@@ -206,7 +208,7 @@ def _candidates(backbone: DecoderBackbone) -> Iterator[Decoding]:
 
 
 def _decoded_difference(policy: LanguageModel, backbone: DecoderBackbone, own: OwnForward) -> float:
-    """Return the difference of decoding the last tokens of each sequence."""
+    """Return the difference when the last tokens of each sequence are decoded."""
     if backbone.pads_prompts:
         differences = _decode(policy, backbone, own)
     else:
@@ -222,7 +224,7 @@ def _decoded_difference(policy: LanguageModel, backbone: DecoderBackbone, own: O
 
 
 def _decode(policy: LanguageModel, backbone: DecoderBackbone, own: OwnForward) -> list[Tensor]:
-    """Return the differences at each step; sequences are dropped and added where that is done."""
+    """Return the differences at each step; drop and add a sequence if the backend supports it."""
     prompts = [tokens[: -own.sampled] for tokens in own.sequences]
     decoder = new_decoder(policy, backbone, prompts, own.sampled, splits_prompts=True)
     active = _Active(policy, decoder, own)
@@ -231,7 +233,7 @@ def _decode(policy: LanguageModel, backbone: DecoderBackbone, own: OwnForward) -
         active.step()
         if step == 1 and decoder.drops_sequences:
             active.drop_first()
-        # The added prompt is decoded too: its positions must go on where it ended.
+        # A token is decoded after the added prompt: its position must follow the prompt's last.
         if step == own.sampled - 2 and can_add_prompts(policy, backbone):
             active.add_first(prompts)
         differences.append(active.difference())
@@ -239,14 +241,14 @@ def _decode(policy: LanguageModel, backbone: DecoderBackbone, own: OwnForward) -
 
 
 class _Active:
-    """The sequences that a decoder reads, and where each of them is."""
+    """The sequences that a decoder reads, and the next position of each sequence."""
 
     def __init__(self, policy: LanguageModel, decoder: Decoder, own: OwnForward) -> None:
         self._policy = policy
         self._decoder = decoder
         self._own = own
         self._at = {n: len(tokens) - own.sampled for n, tokens in enumerate(own.sequences)}
-        """Number of each active sequence, in the decoder's order -> position of its next token."""
+        """Position of the next token by number of the active sequence, in the decoder's order."""
 
     def _next(self) -> Tensor:
         tokens = [self._own.sequences[number][position] for number, position in self._at.items()]

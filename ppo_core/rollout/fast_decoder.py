@@ -33,7 +33,8 @@ class FastBackend:
     ) -> None:
         """Take an empty cache; forward passes run in the context `within()`.
 
-        With `captures` the cache is on a GPU, and decoding steps are captured.
+        With `captures`, decoding steps are captured (see `captured_steps`). The cache must then be
+        on a GPU.
         """
         self.cache = cache
         self._layers = layers

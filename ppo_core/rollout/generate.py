@@ -66,7 +66,7 @@ def sample_responses(
     batch_size: int,
     callbacks: SamplingCallbacks = SamplingCallbacks(),
 ) -> Rollout:
-    """Sample one response to each prompt; it ends at the stop token or after T tokens.
+    """Sample one response to each prompt; a response ends at the stop token or after T tokens.
 
     `uniforms` (B, T) has one number in [0, 1) for each token that may be drawn. At most
     `batch_size` prompts are sampled at a time, the longest first, with a KV cache. Finished
@@ -75,8 +75,8 @@ def sample_responses(
     a training forward pass to about 1e-6.
 
     Raises:
-        ModelError: the policy has an encoder, no backend has its own log-probabilities, or a
-            log-probability is not finite.
+        ModelError: the policy has an encoder, no backend reproduces the policy's own
+            log-probabilities, or a log-probability is not finite.
     """
     backbone = decoder_of(policy)
     if not backbone.is_checked:
@@ -96,7 +96,8 @@ def sample_responses(
             callbacks=callbacks,
             taken_before=taken,
         )
-        # Where processes wait for each other, all begin equally many batches, of any size.
+        # Processes that wait for each other must call `before_batch` equally often, so each batch
+        # counts as a full one.
         taken += len(batch) if callbacks.any_active is None else batch_size
         buffer.put(batch.to(device), part)
     response_mask = length_mask(buffer.lengths, uniforms.shape[1])
@@ -115,7 +116,7 @@ def sample_responses(
 
 
 def _require_finite(logprobs: Tensor, response_mask: Tensor) -> None:
-    """Refuse log-probabilities (B, T) that are not finite: their tokens are not the policy's."""
+    """Raise if a log-probability (B, T) is not finite: its token is not a sample of the policy."""
     broken = int((~logprobs.isfinite() & response_mask).any(dim=1).sum())
     if broken:
         raise ModelError(
@@ -146,10 +147,11 @@ def _batches(
 def _batches_of_one_length(
     lengths: Tensor, batch_size: int, callbacks: SamplingCallbacks
 ) -> Iterator[Tensor]:
-    """Yield the indices of prompts of equal length, and one again while processes wait for others.
+    """Yield the indices of prompts of equal length.
 
-    A process with few different lengths has fewer batches than others, but all processes must make
-    equally many passes.
+    A process with few different lengths has fewer batches than other processes, but all processes
+    must make equally many passes. Such a process therefore yields one prompt again and again until
+    all processes have finished.
     """
     batches = [
         part

@@ -9,7 +9,7 @@ from ppo_core.errors import ModelError
 from ppo_core.rollout.alignment import AlignedSequences
 
 Index = tuple[Tensor, slice, Tensor | slice]
-"""Sequences, all heads, and columns of (max_sequences, G, columns, E)."""
+"""Index of sequences, all heads and columns in a tensor (max_sequences, G, columns, E)."""
 
 
 class KVCache(AlignedSequences):
@@ -18,7 +18,7 @@ class KVCache(AlignedSequences):
     def __init__(
         self, max_sequences: int, longest_prompt: int, max_new_tokens: int, device: torch.device
     ) -> None:
-        """Reserve nothing yet: the first prompts tell the number and size of the heads."""
+        """Reserve no memory yet: number and size of the heads are known at the first `write`."""
         super().__init__(longest_prompt, max_new_tokens, device)
         self.max_sequences = max_sequences
         self._layers: list[tuple[Tensor, Tensor]] = []
@@ -33,11 +33,11 @@ class KVCache(AlignedSequences):
         super().add(lengths)
 
     def keep(self, kept: Tensor) -> None:
-        """Drop all sequences but `kept` (b,), whose keys and values move together."""
+        """Drop all sequences but `kept` (b,), and move their keys and values to the first rows."""
         old_end = self.end
         self._select(kept)
-        # A prompt that is added later ends in the same column. No column is left free before the
-        # longest sequence: some models take no more columns than positions.
+        # Prompts that are added later must end in the same column. No further columns are left free
+        # before the longest sequence, because some models take no more columns than positions.
         self.end = max(self.longest, self._longest_prompt)
         self._align()
         old, new = (slice(end - self.longest, end) for end in (old_end, self.end))
@@ -45,14 +45,14 @@ class KVCache(AlignedSequences):
             part[: len(kept), :, new] = part[kept, :, old]
 
     def write(self, layer: int, index: Index, keys: Tensor, values: Tensor) -> None:
-        """Store keys and values of prompts, already rotated."""
+        """Store the keys of prompts, which are already rotated, and the values."""
         if len(self._layers) == layer:
             self._layers.append((self._reserve(keys), self._reserve(values)))
         for part, new in zip(self._layers[layer], (keys, values), strict=True):
             part[index] = new
 
     def next_column(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return where the keys and values (B, G, 1, E) of the next tokens are to be written."""
+        """Return the memory for the keys and values (B, G, 1, E) of the next tokens."""
         return self._columns(layer, self.end, self.end + 1)
 
     def up_to_next(self, layer: int, first: int) -> tuple[Tensor, Tensor]:
@@ -60,7 +60,7 @@ class KVCache(AlignedSequences):
         return self._columns(layer, first, self.end + 1)
 
     def block(self, layer: int, sequences: int, columns: int) -> tuple[Tensor, Tensor]:
-        """Return the memory of the first sequences and columns, for keys and values alike."""
+        """Return views of the keys and values of the first `sequences` and `columns`."""
         keys, values = self._layers[layer]
         return keys[:sequences, :, :columns], values[:sequences, :, :columns]
 
@@ -78,10 +78,10 @@ class KVCache(AlignedSequences):
 
 
 class TransformersView(DynamicCache):
-    """A `KVCache` as the models of transformers read and write it, a token at a time."""
+    """A view of a `KVCache` that models of transformers read and write, one token at a time."""
 
     def __init__(self, cache: KVCache, num_layers: int) -> None:
-        """Show the layers of a cache."""
+        """Create a view of each layer of a cache."""
         super().__init__()
         self.layers = [_LayerView(cache, layer) for layer in range(num_layers)]
 
@@ -134,7 +134,7 @@ def empty_cache(config: PreTrainedConfig) -> DynamicCache:
 
 
 def own_windows(config: PreTrainedConfig) -> list[int]:
-    """Return the windows of the cache layers that a model type defines itself."""
+    """Return the window sizes of those cache layers that the model type itself defines."""
     layers = empty_cache(config).layers
     own = [layer for layer in layers if type(layer).__module__ != DynamicLayer.__module__]
     return [layer.sliding_window for layer in own if isinstance(layer, DynamicSlidingWindowLayer)]

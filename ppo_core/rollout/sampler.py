@@ -19,17 +19,17 @@ NO_STOP_TOKEN = -1
 """Stop token id for responses that always have the maximum length; no token has this id."""
 
 BLOCK = 128
-"""Tokens per block of the vocabulary. Cumulative sums run over blocks and in one block, which is
-faster than over the full vocabulary."""
+"""Tokens per block of the vocabulary. Cumulative sums over the blocks, and within one block, are
+faster than a cumulative sum over the full vocabulary."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingSettings:
-    """Settings of drawing tokens, and the token that ends a response."""
+    """Settings for drawing tokens, and the token that ends a response."""
 
     stop_token_id: int
     temperature: float
-    """Sampling temperature. 0 chooses the most likely token, with its log-probability at 1."""
+    """Sampling temperature. 0 chooses the most likely token; log-probabilities are those at 1."""
     top_k: int = 0
     top_p: float = 1.0
 
@@ -87,9 +87,9 @@ def stop_token(
 
 
 def own_stop_token(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> int | None:
-    """Return the stop token by which a model is served; None if it has none.
+    """Return the stop token of a model's generation_config, which servers use; None without one.
 
-    If the model has several, prefer the tokenizer's end-of-sequence token.
+    If the model has several stop tokens, prefer the tokenizer's end-of-sequence token.
     """
     stops = model.generation_config.eos_token_id
     if isinstance(stops, list):

@@ -256,5 +256,5 @@ def _is_transient(error: BaseException) -> bool:
 
 
 def _short(message: str) -> str:
-    # Redacted first: a part of a key would not be found.
+    # Redact before cutting: a part of a key would not be recognized.
     return " ".join(redact(message).split())[:MAX_MESSAGE_LENGTH] or "no message"

@@ -107,11 +107,11 @@ class VLLMSampler:
         """Sample one response to each of this process's prompts.
 
         `version` is the return value of the last `synchronize`. `uniforms` is (B, T), as in
-        `sample_responses`. A request's seed is derived from its row of `uniforms`, so its response
-        is reproducible if the server is deterministic. `logprobs` and `behaviour_logprobs` of the
-        rollout are both the server's, under the sampling distribution. The caller must replace
-        `logprobs` by log-probabilities under the policy. `on_finished` is called with the number of
-        responses that are finished since its last call.
+        `sample_responses`. The seed of a request is derived from the prompt's row of `uniforms`, so
+        the response is reproducible if the server is deterministic. In the rollout, both `logprobs`
+        and `behaviour_logprobs` are the server's log-probabilities under the sampling distribution.
+        The caller must replace `logprobs` by log-probabilities under the policy. `on_finished` is
+        called with the number of responses that have finished since its last call.
 
         Raises:
             TrainingError: the server cannot be reached, or returns another response than requested.

@@ -16,11 +16,11 @@ from ppo_core.rollout.kv_cache import empty_cache
 
 
 class WholeCacheBackend:
-    """Backend for prompts of equal length, whose cache is passed on as the model returns it.
+    """Backend for prompts of equal length; each step gets the cache that the last step returned.
 
-    No prompt is padded, and no sequence is dropped or added. So it also decodes models whose state
-    cannot be cut or joined (recurrent, linear attention, convolution), and models that treat
-    padding on the left wrongly.
+    No prompt is padded, and no sequence is dropped or added. So the backend also decodes models
+    whose state cannot be cut or joined (recurrent, linear attention, convolution), and models that
+    handle padding on the left incorrectly.
     """
 
     splits_prompts = False
@@ -29,9 +29,9 @@ class WholeCacheBackend:
     def __init__(
         self, policy: LanguageModel, backbone: DecoderBackbone, cache: AlignedSequences
     ) -> None:
-        """Take the lengths of no sequences; the model makes its own cache."""
+        """Take a `cache` without sequences, only to count lengths; the model makes its own."""
         self.cache = cache
-        # The steps of `generate` are methods of every model that has it.
+        # The steps of `generate` are methods of every model that has `generate`.
         self._model: Any = policy.model
         self._pad_token = policy.pad_token
         self._backbone = backbone
@@ -50,12 +50,12 @@ class WholeCacheBackend:
         self._ids = torch.cat([self._ids, tokens[:, None]], dim=1)
         pad = self._pad_token
         if self._counts_positions and pad is not None and bool((self._ids == pad).any()):
-            # The model gives a pad token no position, but its cache counts it.
+            # The model does not count a pad token as a position, but the cache does.
             return self._backbone.hidden_states(self._ids)[:, -1]
         return self._read(next_sequence_length=1)
 
     def _first_inputs(self) -> dict[str, Any]:
-        """Return the inputs that `generate` gives to a model beside the prompts."""
+        """Return the inputs that `generate` gives to a model in addition to the prompts."""
         inputs: dict[str, Any] = {"use_cache": True, "attention_mask": torch.ones_like(self._ids)}
         takes_positions = "position_ids" in inspect.signature(self._model.forward).parameters
         if takes_positions and not self._counts_positions:

@@ -29,9 +29,9 @@ def merged_copy(
     """Return a plain transformers model: the base with one adapter (default: the active) merged.
 
     Saving and loading the copy need no peft; the PeftModel is not changed. If the PeftModel is
-    sharded, pass its unsharded state dict as `weights`, and use the copy only for saving. The copy
-    of a quantized base has the values of its quantized weights in the precision in which they were
-    loaded, because a merged weight that is quantized again would be another policy.
+    sharded, pass its unsharded state dict as `weights`, and use the copy only for saving. If the
+    base is quantized, the copy has the dequantized weights, in the precision in which the base was
+    loaded. They are not quantized again, because rounding would change the policy.
 
     Raises:
         ModelError: there is no adapter of this name.
@@ -89,7 +89,7 @@ def _dequantized(model: "PeftModel") -> dict[str, Tensor]:
 
 
 def _plain_or_wrapped(key: str, weights: Mapping[str, Tensor]) -> Tensor:
-    """Return the weight `key`, which is below `base_layer` if another adapter wraps its layer."""
+    """Return the weight `key`; if another adapter wraps the layer, its name has `base_layer`."""
     layer, _, name = key.rpartition(".")
     return weights[key] if key in weights else weights[f"{layer}.base_layer.{name}"]
 
@@ -124,7 +124,7 @@ def save_adapter(
 
 
 def adapter_parameters(model: "PeftModel", name: str | None = None) -> dict[str, nn.Parameter]:
-    """Return an adapter's parameters by their names in its file; the default is the active one."""
+    """Return the parameters of an adapter (default: the active one) by their names in files."""
     from peft import get_peft_model_state_dict
 
     return get_peft_model_state_dict(
@@ -150,7 +150,7 @@ def fill_adapter(
     """Copy weights that were read from `path` into the adapter `name`.
 
     Raises:
-        ModelError: names or shapes differ from the adapter's, so it was trained on another base.
+        ModelError: names or shapes differ from the adapter's, so the weights are for another base.
     """
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 

@@ -37,13 +37,13 @@ QUANTIZATION_METHODS = frozenset({"bitsandbytes"})
 
 
 def check_plain_files(path: str | Path) -> None:
-    """Raise if a local folder has files that lead out of the folder, or JSON that cannot be read.
+    """Raise if a local folder has links that lead out of it, or JSON files that cannot be read.
 
     The files of a hub id are not checked.
 
     Raises:
-        ModelError: a file is refused, or a path that cannot be a hub id is no folder; the message
-            names the file or the path.
+        ModelError: a file is refused, or the path is neither a folder nor possibly a hub id; the
+            message names the file or the path.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -59,7 +59,7 @@ def check_plain_files(path: str | Path) -> None:
 
 
 def check_model_folder(path: str | Path) -> None:
-    """Raise if a local folder is no plain model with whole weights in safetensors.
+    """Raise if a local folder has an adapter, or weights that are pickled or incomplete.
 
     The files of a hub id are not checked.
 
@@ -117,8 +117,9 @@ def check_config_keys(config: Mapping[str, Any], path: str | Path) -> None:
         path: folder or hub id of the model, for the message.
 
     Raises:
-        ModelError: a key names a kernel on the hub, or a quantization method that needs one; or a
-            number is NaN, a base of rotary positions is not above 0, or an epsilon is below 0.
+        ModelError: a key names a kernel on the hub, or a quantization method that needs downloaded
+            code; or a number is NaN, a base of rotary positions is not above 0 and finite, or an
+            epsilon is not at least 0 and below 1.
     """
     for key, value in _entries(config):
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -146,7 +147,7 @@ def check_config_keys(config: Mapping[str, Any], path: str | Path) -> None:
 
 
 def _unmet(key: str, number: float) -> str:
-    """Return what a number of a configuration must be; empty if it is that."""
+    """Return the requirement that a number in a configuration does not meet, or ""."""
     if number != number:
         return "a number"
     if _ROTARY_BASE.search(key) and not 0 < number < float("inf"):
@@ -172,7 +173,7 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def _require_hub_id(path: str | Path) -> None:
-    """Raise if something that is no folder is a file, or is written as only a path can be."""
+    """Raise if `path`, which is no folder, is a file or cannot be a hub id."""
     if os.path.lexists(path):
         raise ModelError(
             f"'{path}' is no folder. Give the folder of a model, as save_pretrained writes it."

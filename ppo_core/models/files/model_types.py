@@ -1,4 +1,4 @@
-"""Model types of transformers that are known to train, to score, or to do neither."""
+"""Model types of transformers that PPO is known to train correctly, to score with, or to refuse."""
 
 EXACT = frozenset(
     """
@@ -32,18 +32,18 @@ EXACT = frozenset(
     vipllava whisper xglm xlm-roberta xlm-roberta-xl xlstm xmod youtu zamba zamba2 zaya
     """.split()
 )
-"""Language models whose responses have the log-probabilities of the model's own forward pass, in
-sampling and in scoring; `make architectures` measures them (tests/benchmarks/ARCHITECTURES.md)."""
+"""Language models for which sampling and scoring compute the log-probabilities of the model's own
+forward pass; `make architectures` measures them (tests/benchmarks/ARCHITECTURES.md)."""
 
 SCORING_ENCODERS = frozenset(
     """
     albert deberta deberta-v2 distilbert eurobert longformer modernbert mpnet
     """.split()
 )
-"""Encoders whose sequence classifiers score a text alone as they score it in a batch."""
+"""Encoders whose sequence classifiers give a text the same score alone and in a batch."""
 
 UNTRAINABLE = {
     "reformer": "its reversible layers have gradients only in training mode, and PPO trains in "
     "evaluation mode, without dropout",
 }
-"""Model type -> why PPO cannot train it."""
+"""Reason why PPO cannot train a model, by model type."""

@@ -1,4 +1,4 @@
-"""The precision in which a model is saved, beside that in which it is trained."""
+"""The precision in which a model is saved; it may differ from the precision of training."""
 
 import json
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ def half_precision(config: Mapping[str, Any]) -> torch.dtype | None:
 
 
 def cast_weights(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return weights, floating-point weights as `dtype`; tied weights stay tied."""
+    """Return the weights, cast to `dtype` if they are floating-point; tied weights stay tied."""
     cast = {
         id(tensor): tensor.to(dtype) if tensor.is_floating_point() else tensor
         for tensor in weights.values()

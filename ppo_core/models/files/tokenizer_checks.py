@@ -1,8 +1,8 @@
-"""Check that a tokenizer neither multiplies texts nor takes exponential time.
+"""Check that a tokenizer neither makes huge texts of short ones nor takes exponential time.
 
-`tokenizer.json` holds rules that the library tokenizers applies to each text. A rule may replace a
-character by a million characters, and a pattern may take years. The library cannot be interrupted,
-and ends the process if its memory is full.
+`tokenizer.json` contains rules that the library tokenizers applies to each text. A rule may replace
+a character by a million characters, and matching a pattern may take years. The library cannot be
+interrupted, and ends the process if memory is full.
 """
 
 import base64
@@ -21,16 +21,18 @@ from ppo_core.models.files.model_folder import read_object
 TOKENIZER = "tokenizer.json"
 
 MAX_GROWTH = 1000
-"""Characters that all rules together may make of one character; Unicode's normal forms make 18."""
+"""Largest number of characters that all rules together may make of one character. Unicode's normal
+forms make up to 18."""
 
 MAX_ADDED = 1000
-"""Characters or tokens that one rule may add to each text."""
+"""Largest number of characters or tokens that one rule may add to each text."""
 
 MAX_TOKEN_CHARACTERS = 10_000
-"""Characters of one token; the longest ones of published tokenizers are some hundred spaces."""
+"""Largest number of characters of a token. The longest tokens of published tokenizers are some
+hundred spaces."""
 
 TRIAL_SECONDS = 10.0
-"""Time for some texts that take a tokenizer milliseconds."""
+"""Time limit for all trial texts; a good tokenizer takes milliseconds."""
 
 CHARACTERS_AT_ONCE = 8
 
@@ -93,7 +95,7 @@ def _trial_texts() -> Iterator[list[str]]:
 
 
 def _encode_and_decode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> None:
-    # Only the calls for several texts let other threads run meanwhile.
+    # Only calls with several texts let other threads run, such as the thread that limits the time.
     ids = tokenizer(texts, add_special_tokens=True)["input_ids"]
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
@@ -128,7 +130,8 @@ def _growth(rule: Mapping[str, Any]) -> float:
 def _longest_replacement(charsmap: str) -> int:
     """Return the length of the longest text in sentencepiece's table of replacements.
 
-    The table is the size of an index, the index, and texts that end in a zero.
+    The table consists of the size of an index in 4 bytes, the index, and texts that each end in a
+    zero byte.
     """
     table = base64.b64decode(charsmap)
     begin = 4 + int.from_bytes(table[:4], "little")

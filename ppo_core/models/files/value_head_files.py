@@ -54,11 +54,11 @@ class SavedHead(NamedTuple):
 def load_with_head(
     auto_class: Any, path: str | Path, arguments: Mapping[str, Any], *, is_trainable: bool
 ) -> tuple[nn.Module, SavedHead | None, torch.dtype | None]:
-    """Return the policy of a folder or hub id, its value head, and its half precision in the files.
+    """Return the policy of a folder or hub id, its value head, and the half precision of its files.
 
-    The head is None if none was saved, and the precision None if it is not a half precision. The
-    policy is a PeftModel if the path has an adapter. `arguments` are those of transformers'
-    `from_pretrained`, and additionally `load_in_4bit` and `load_in_8bit`.
+    The head is None if no head was saved. If the path has an adapter, the policy is a PeftModel and
+    the precision is None. It is also None if the files are not in half precision. `arguments` are
+    arguments of transformers' `from_pretrained`, and also `load_in_4bit` and `load_in_8bit`.
 
     Raises:
         ModelError: the model cannot be loaded, or loading it needs a pickle or remote code.

@@ -17,7 +17,7 @@ MAX_SCORES = 256 * 256
 For longer sequences PyTorch's blockwise attention is faster."""
 
 BLOCK = 64
-"""Queries per block under a causal mask. The keys after a block are not read for its queries."""
+"""Queries per block under a causal mask. A block's queries do not read the keys after the block."""
 
 
 def causal_mask(length: int, device: torch.device) -> Tensor:
@@ -42,7 +42,7 @@ def attend(
     """Return softmax(scale * queries @ keys.T + mask) @ values, (B, T, H * E).
 
     queries are (B, H, T, E), keys and values (B, G, S, E), and mask is (B or 1, T, S). `is_causal`
-    tells whether the mask is a `causal_mask`.
+    must be True only if the mask is a `causal_mask`.
     """
     batch, heads, length, size = queries.shape
     if uses_own_attention(length, keys.shape[2], queries.device):

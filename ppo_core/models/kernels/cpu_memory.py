@@ -22,8 +22,8 @@ _CAPACITIES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 def prepare_cpu_process(*, shards_weights: bool = False, trains_adapter: bool = False) -> None:
     """Reuse freed memory and limit the caches of compiled matmuls; call before the first matmul.
 
-    `shards_weights` says that the process will hold shards of the weights, and `trains_adapter`
-    that it will train an adapter on rows of many lengths; see `keep_freed_memory`.
+    Set `shards_weights` if the process will have shards of the weights, and `trains_adapter` if it
+    will train an adapter on rows of many lengths; see `keep_freed_memory`.
     """
     below = _FOUR_MIB if shards_weights else _ONE_GIB
     keep_freed_memory(below=_ONE_MIB if trains_adapter else below)
@@ -34,12 +34,16 @@ def keep_freed_memory(*, below: int = _ONE_GIB) -> None:
     """Reuse freed blocks of less than `below` bytes for later tensors.
 
     By default glibc returns freed blocks above 32 MiB to the system, which must then clear the
-    pages of the next block. A process with sharded weights should return large blocks: it gathers
-    layers into blocks of many sizes, which rarely fit the blocks freed before, so a process that
-    keeps all of them needs up to twice the memory. So should the training of
-    an adapter: activations take most of its memory, and their sizes change with the rows. Other C
-    libraries are not changed. glibc before 2.35 is not changed either: it refuses an mmap threshold
-    above 32 MiB, and setting only the trim threshold would stop glibc from adapting both.
+    pages of the next block. Two kinds of processes should return large blocks, because their new
+    blocks rarely fit the freed ones:
+
+    - A process with sharded weights gathers layers into blocks of many sizes. If it kept all freed
+      blocks, it would need up to twice the memory.
+    - In a process that trains an adapter, activations take most of the memory, and their sizes
+      change with the rows.
+
+    Other C libraries are not changed. glibc before 2.35 is not changed either: it refuses an mmap
+    threshold above 32 MiB, and setting only the trim threshold would stop glibc from adapting both.
     """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)

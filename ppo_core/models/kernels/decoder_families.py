@@ -1,7 +1,7 @@
-"""Find out whether `decoder_forward`, the fast path, supports a backbone, and read its modules.
+"""Find out whether `decoder_forward`, the fast path, supports a backbone; return its modules.
 
-The modules are the backbone's own, with their weights, adapters and settings. This file knows how
-each model family of transformers connects its modules.
+The modules are the backbone's own, with their weights, adapters and settings. This file describes
+how each model family of transformers connects its modules.
 """
 
 from collections.abc import Callable, Sequence
@@ -80,7 +80,7 @@ def fast_path(backbone: nn.Module) -> DecoderLayers | None:
     - the model family, or this variant of the family, is not known here;
     - the backbone is in training mode, which may use dropout and recomputed activations;
     - the weights are in half precision: the fast path sums in another order than transformers,
-      so rounding could lead to other tokens than the library that will serve the model gives;
+      so rounding could lead to other tokens than those of the library that serves the model;
     - attention is not transformers' default: another `attn_implementation` was chosen, or
       another function was registered under the default's name;
     - a module has a hook or a replaced `forward`, by which FSDP2 and ZeRO-3 gather weights.

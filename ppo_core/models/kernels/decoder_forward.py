@@ -1,7 +1,7 @@
 """The forward pass of the decoders of `fast_path`, for training, prefill and decoding.
 
-It gives the hidden states of transformers' forward pass, but faster: no padding mask is needed, all
-heads share a matmul, and the last layer is computed only at the positions that are read.
+The hidden states equal those of transformers' forward pass, but take less time: no padding mask is
+needed, all heads share a matmul, and the last layer is computed only at the positions to be read.
 """
 
 from dataclasses import dataclass
@@ -70,7 +70,7 @@ class Selection:
         selected position.
         """
         sequence, device = self.sequence, self.sequence.device
-        # `bincount` would wait for the device once more.
+        # `bincount` would make the host wait for the device once more.
         count = torch.zeros(num_sequences, dtype=torch.long, device=device)
         count.index_add_(0, sequence, torch.ones_like(sequence))
         column = torch.arange(len(sequence), device=device) - (count.cumsum(0) - count)[sequence]

@@ -5,7 +5,7 @@ import platform
 
 MOST_FREE = 2**28
 """Bytes of freed blocks that a process may keep. The system must clear returned pages before they
-are used again; for so many bytes that takes some hundredths of a second."""
+are used again, which takes some hundredths of a second for this number of bytes."""
 
 
 class _Mallinfo2(ctypes.Structure):
@@ -20,11 +20,11 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def release_freed_memory() -> None:
-    """Return freed blocks to the system if they are more than `MOST_FREE`.
+    """Return freed blocks to the system if they have more than `MOST_FREE` bytes.
 
     Call before a phase of work, or before a pass of a training whose rows differ in length. Freed
     blocks rarely fit the tensors of the next phase, so a process that keeps all of them needs
-    nearly the sum of its phases. Only glibc keeps so much, see
+    nearly as much memory as all its phases together. Only glibc keeps so many freed blocks, see
     `cpu_memory.keep_freed_memory`.
     """
     if platform.libc_ver()[0] != "glibc":

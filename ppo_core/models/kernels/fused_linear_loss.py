@@ -1,12 +1,12 @@
-"""LM head and loss in one pass, without ever holding the logits of all tokens.
+"""LM head and loss in one pass; the logits of all tokens are never in memory together.
 
 With p = softmax(z) for the tempered logits z = W h / T, the target a, and the loss l of its
 log-probability:
 
     log p[a] = z[a] - logsumexp(z)        dl / dz = l'(log p[a]) (onehot(a) - p)
 
-So a chunk's gradients are computed while its logits exist, where autograd would compute the logits
-again in the backward pass.
+So a chunk's gradients are computed while its logits are in memory. Autograd would have to compute
+the logits again in the backward pass.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,22 +25,22 @@ LOGITS_PER_BLOCK = 2**20
 """Logits of a softmax that fit into a processor's cache: 4 MiB in fp32."""
 
 TokenLoss = Callable[[Tensor, slice], Tensor]
-"""Log-probabilities (n,) of the tokens in a slice to losses (n,).
+"""Function that maps the log-probabilities (n,) of the tokens in a slice to losses (n,).
 
 The loss of a token must depend on its own log-probability alone.
 """
 
 
 class LMHead(Protocol):
-    """Hidden states to tempered logits, in chunks."""
+    """A head that maps hidden states to tempered logits, in chunks."""
 
     @property
     def module(self) -> nn.Module:
-        """The module that holds the weights, (V, D) in a linear layer."""
+        """The module with the weights, (V, D) in a linear layer."""
 
     @property
     def rule(self) -> Callable[[Tensor], Tensor] | None:
-        """Function of the logits that a family applies after the linear layer."""
+        """Function that a model family applies to the output of the linear layer, or None."""
 
     @property
     def temperature(self) -> float:
@@ -55,13 +55,13 @@ class LMHead(Protocol):
 
 @dataclass(frozen=True)
 class Distribution:
-    """Next-token distributions at n positions, with figures of the chosen tokens."""
+    """Next-token distributions at n positions, and log-probabilities of the chosen tokens."""
 
     probabilities: Tensor
     """(n, V)."""
 
     logprobs: Tensor
-    """(n,) of the chosen tokens."""
+    """(n,) log-probabilities of the chosen tokens."""
 
     entropies: Tensor
     """(n,)."""
@@ -125,7 +125,7 @@ class FusedLinearLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, loss_grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of `forward`, times the gradient () of the loss."""
+        """Return the gradients that `forward` computed, times the gradient () of the loss."""
         # With one process loss_grad is 1: skip the copies.
         is_one = bool(loss_grad == 1)
         hidden_grad, *rest = (saved if is_one else saved * loss_grad for saved in ctx.saved_tensors)
@@ -153,7 +153,7 @@ class _PlainLinear:
             and head.rule is None
             and module.weight.dtype == hidden.dtype
             and hidden.dtype.itemsize >= 4
-            # A GPU is many times faster in half precision.
+            # Autocast on a GPU computes in half precision, which is many times faster there.
             and (hidden.device.type == "cpu" or not torch.is_autocast_enabled(hidden.device.type))
         )
 
@@ -166,7 +166,7 @@ class _PlainLinear:
 
     @contextmanager
     def precision(self) -> Iterator[None]:
-        """Compute in the precision of the weights, by the matmul backend for their size."""
+        """Compute in the precision of the weights, by the faster matmul backend for their size."""
         device = self._weight.device.type
         with torch.autocast(device, enabled=False), large_matmuls(self._weight.numel()):
             yield
@@ -182,7 +182,7 @@ class _PlainLinear:
     ) -> Tensor:
         """Add a chunk's gradients to `grads`; return the gradient of its states (n, D).
 
-        `slopes` (n,) are the derivatives l' of the losses by the log-probabilities.
+        `slopes` (n,) are the derivatives l' of the losses with respect to the log-probabilities.
         """
         weight, p = self._weight, made.probabilities
         slopes = slopes[:, None] / self._temperature
@@ -203,7 +203,7 @@ class _PlainLinear:
 
 
 class _AnyHead:
-    """A head with a rule, a bias, an adapter, hooks or half precision, by autograd."""
+    """Any head, by autograd: it may have a rule, a bias, an adapter, hooks or half precision."""
 
     def __init__(self, head: LMHead, parameters: tuple[nn.Parameter, ...]) -> None:
         self._head = head
@@ -228,12 +228,12 @@ class _AnyHead:
     ) -> Tensor:
         """Add a chunk's gradients to `grads`; return the gradient of its states (n, D).
 
-        `slopes` (n,) are the derivatives l' of the losses by the log-probabilities.
+        `slopes` (n,) are the derivatives l' of the losses with respect to the log-probabilities.
         """
         leaf, logits = self._graphs.pop()
         logits_grad = made.probabilities.mul_(-slopes[:, None])
         logits_grad.scatter_add_(1, chosen[:, None], slopes[:, None])
-        # A head with several adapters uses the weights of one.
+        # A head with several adapters uses the weights of only one adapter.
         hidden_grad, *found = torch.autograd.grad(
             logits, [leaf, *self._trained], logits_grad, allow_unused=True
         )

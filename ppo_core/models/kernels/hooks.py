@@ -1,4 +1,4 @@
-"""Detect modules whose call runs code beside the `forward` of their class."""
+"""Detect modules whose call runs other code than the `forward` of their class."""
 
 from torch import nn
 from torch.nn.modules import module as torch_modules
@@ -18,7 +18,7 @@ them, and they run before any forward pass."""
 def is_hooked(module: nn.Module) -> bool:
     """Return whether a module has a hook, or a `forward` that replaces its class's.
 
-    Its children are not checked. A global module hook counts as a hook of every module.
+    The module's children are not checked. A global module hook counts as a hook of every module.
     """
     return bool(
         "forward" in vars(module)

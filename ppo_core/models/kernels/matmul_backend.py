@@ -2,9 +2,9 @@
 
 PyTorch calls MKL, unless rounding to bfloat16 is allowed
 (`torch.set_float32_matmul_precision("medium")`) and the processor has bfloat16 instructions. Then
-it calls oneDNN, which rounds to bfloat16 on processors with AMX only. On other processors oneDNN
-computes in fp32, faster than MKL for large matrices. For many small matrices, as in attention, MKL
-is faster.
+PyTorch calls oneDNN, which rounds to bfloat16 only on processors with AMX. On other processors
+oneDNN computes in fp32, and is faster than MKL for large matrices. For many small matrices, as in
+attention, MKL is faster.
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ def uses_onednn() -> bool:
 
 def may_round(device: torch.device) -> bool:
     """Return whether PyTorch is set to round fp32 matmuls on a device."""
-    # torch.get_float32_matmul_precision raises after a setting for one backend alone.
+    # torch.get_float32_matmul_precision raises if the precision was set for only one backend.
     backend: Any = _ONEDNN if device.type == "cpu" else torch.backends.cuda.matmul
     return backend.fp32_precision not in ("none", "ieee")
 
@@ -49,8 +49,8 @@ def large_matmuls(numel: int) -> Iterator[None]:
 
     `numel` is the number of elements of the largest weight matrix; smaller matrices in the context
     are also multiplied by oneDNN. A precision that the user has chosen is not changed. The setting
-    is global to the process, so two threads must not enter at the same time. In the context
-    `torch.get_float32_matmul_precision` raises.
+    is global to the process, so two threads must not be in the context at the same time. In the
+    context, `torch.get_float32_matmul_precision` raises an error.
     """
     is_chosen = _ONEDNN.fp32_precision not in ("none", "ieee")
     fast = numel >= MIN_NUMEL and not is_chosen and _onednn_is_exact()

@@ -1,8 +1,9 @@
-"""Linear layers with weights as decoding reads them: packed by oneDNN, or cast once on a GPU.
+"""Linear layers with weights prepared for decoding: packed by oneDNN, or cast once on a GPU.
 
 A matmul of few rows takes about as long as reading the weight matrix from memory. oneDNN's packed
 layout stores the matrix in the order in which the matmul reads it. On a GPU under autocast, the
-copy is in autocast's precision: half as many bytes, and a captured step does not cast again.
+weights are copied in autocast's precision: the copy has half as many bytes, and a captured decoding
+step (`rollout.captured_steps`) need not cast it again.
 """
 
 import copy
@@ -28,8 +29,8 @@ def packed(module: nn.Module, rows: int, passes: int) -> nn.Module:
     """Return a copy of the module with packed weights, for `passes` passes of up to `rows` rows.
 
     The copy shares everything else with the module, records no gradient, and is valid until the
-    weights change. The module itself is returned if nothing can be packed, as in fp32 on a GPU, or
-    if packing would take too much time, or too much memory beside the originals on a CPU.
+    weights change. The module itself is returned if nothing can be packed (as in fp32 on a GPU), if
+    packing would take too long for so few passes, or if it would need too much memory on a CPU.
     """
     if passes < MIN_PASSES or _packable_numel(module) > MAX_NUMEL:
         return module
@@ -50,7 +51,7 @@ def _packed(module: nn.Module, rows: int) -> nn.Module:
 
 
 def _children(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the children, or none for an adapter layer, which may change its child's weights."""
+    """Return the children by name; {} for an adapter layer, which may change a child's weights."""
     is_known = type(module).__module__.startswith(("torch.nn.", "transformers."))
     return dict(module.named_children()) if is_known else {}
 
@@ -74,7 +75,7 @@ def _can_be_cast(module: nn.Module) -> bool:
 
 
 def _is_plain(module: nn.Module, device: str) -> bool:
-    """Return whether the module is a linear layer of fp32 weights that nothing else changes."""
+    """Return whether the module is an unmodified linear layer with fp32 weights on this device."""
     return (
         type(module) in (nn.Linear, Conv1D)
         and type(module.weight) is nn.Parameter
@@ -95,7 +96,7 @@ def _onednn_supports_precision() -> bool:
 
 
 class _PackedLinear(nn.Module):
-    """A packed linear layer, in autocast's precision at its construction or else in fp32."""
+    """A packed linear layer, in the precision of autocast if it is created under autocast."""
 
     def __init__(self, module: nn.Linear | Conv1D, rows: int) -> None:
         super().__init__()
@@ -113,7 +114,7 @@ class _PackedLinear(nn.Module):
 
 
 class _CastLinear(nn.Module):
-    """A linear layer in autocast's precision on a GPU, cast at its construction."""
+    """A linear layer on a GPU, cast to autocast's precision when it is created."""
 
     def __init__(self, module: nn.Linear | Conv1D) -> None:
         super().__init__()
