@@ -93,7 +93,7 @@ class Checkpointer:
             return  # this trainer continues its own run
         patience = self._plan.timeout
         self._peers = ProcessGroup.meet(patience)
-        # The writing thread needs its own group, so that its messages mix with no others.
+        # The writing thread needs its own group, so that its messages do not mix with others.
         self._writers = ProcessGroup.meet(patience) if self._plan.in_background else self._peers
         if not resume and self._plan.saves:
             self._peers.together(lambda: refuse_earlier_run(self._plan.folder))

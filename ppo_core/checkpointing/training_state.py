@@ -100,8 +100,8 @@ class TrainingState:
     def restore_optimizer(self, checkpoint: Checkpoint, *, is_same: bool) -> None:
         """Restore optimizer and schedule.
 
-        If not `is_same`, learning rates and options come from the new settings, unless the
-        schedule is not a LambdaLR.
+        If not `is_same` and the schedule is a LambdaLR, learning rates and options come from the
+        new settings.
 
         Raises:
             TrainingError: the optimizer states belong to other parameters.

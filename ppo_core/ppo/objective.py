@@ -77,7 +77,7 @@ class CountedTokens:
 
 
 class Objective:
-    """The weighted losses of counted tokens, and the sums of their losses and metrics."""
+    """The weighted losses of counted tokens, and sums of losses and metrics over these tokens."""
 
     def __init__(self, config: PPOConfig, tokens: CountedTokens) -> None:
         """Take the settings, and the tokens of one microbatch."""
@@ -86,7 +86,7 @@ class Objective:
         self._of_critic: dict[str, Tensor] = {}
 
     def of_policy(self, logprobs: Tensor, part: slice) -> Tensor:
-        """Return the weighted losses (n,) of the tokens in `part`; `logprobs` (n,) are theirs."""
+        """Return the weighted losses (n,) of the tokens in `part` with these log-probabilities (n,)."""
         config, tokens = self._config, self._tokens
         old_logprobs = tokens.old_logprobs[part]
         losses, clipped = policy_loss(

@@ -59,7 +59,7 @@ class Passes:
     temperature: float
 
     critic_only: bool
-    """Whether the policy's loss is multiplied by 0; its parameters then have gradients of 0."""
+    """Whether the policy's loss is multiplied by 0; every parameter still has a gradient."""
 
     second_thread: ThreadPoolExecutor | None
     """Thread for the policy's passes; None to run both models in the same thread."""
