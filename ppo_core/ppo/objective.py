@@ -86,7 +86,7 @@ class Objective:
         self._of_critic: dict[str, Tensor] = {}
 
     def of_policy(self, logprobs: Tensor, part: slice) -> Tensor:
-        """Return the weighted losses (n,) of the tokens in `part` with these log-probabilities (n,)."""
+        """Return weighted losses (n,) of the tokens in `part` with these log-probabilities (n,)."""
         config, tokens = self._config, self._tokens
         old_logprobs = tokens.old_logprobs[part]
         losses, clipped = policy_loss(
