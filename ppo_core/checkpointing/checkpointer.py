@@ -24,17 +24,17 @@ from ppo_core.io.atomic_files import require_creatable, unwritable
 
 
 class Contents(Protocol):
-    """What a checkpoint of a run has; all processes must call the methods."""
+    """The state of a run that a checkpoint stores; all processes must call the methods."""
 
     @property
     def step(self) -> int:
-        """Number of steps of the run that are done, which names the checkpoint."""
+        """Number of steps of the run that are done; the checkpoint's name contains this number."""
 
     def part(self) -> Part:
         """Return a copy of the files that this process writes."""
 
     def restore(self, checkpoint: Checkpoint, *, anyway: bool) -> None:
-        """Continue from a checkpoint; with `anyway`, also from one of another run."""
+        """Continue from a checkpoint; with `anyway`, also from a checkpoint of another run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class SavePlan:
     """Where checkpoints are, and how they are written."""
 
     folder: Path
-    """Folder of the run, which has a folder for each checkpoint."""
+    """Folder of the run; each checkpoint is a subfolder."""
 
     saves: bool
     """Whether the run writes checkpoints; otherwise only a callback can request one."""
@@ -51,10 +51,10 @@ class SavePlan:
     """Number of newest checkpoints to keep; None keeps all."""
 
     in_background: bool = False
-    """Write while training continues."""
+    """Whether checkpoints are written while training continues."""
 
     timeout: float
-    """Seconds that a process waits for the others."""
+    """Seconds that a process waits for the other processes."""
 
 
 class Checkpointer:
@@ -66,7 +66,7 @@ class Checkpointer:
     def __init__(self, contents: Contents, plan: SavePlan, forms: Forms) -> None:
         """Create a checkpointer of a run without writing any file.
 
-        `forms` are those that the JSON files of a checkpoint must have.
+        `forms` are the types that the content of a checkpoint's JSON files must have.
         """
         self._contents, self._plan, self._forms = contents, plan, forms
         self._peers = self._writers = ProcessGroup()
@@ -76,6 +76,8 @@ class Checkpointer:
 
     def start(self, resume: str | Path | bool | None, *, anyway: bool = False) -> None:
         """Acquire the lease of `output_dir`, and restore a checkpoint if `resume` asks for one.
+
+        Only the process with the lease may write checkpoints, see `ppo_core.checkpointing.lease`.
 
         Args:
             resume: the folder of a checkpoint; True for the newest undamaged checkpoint, if
@@ -91,14 +93,14 @@ class Checkpointer:
             return  # this trainer continues its own run
         patience = self._plan.timeout
         self._peers = ProcessGroup.meet(patience)
-        # The writing thread needs a group of its own: its messages must not mix with others.
+        # The writing thread needs its own group, so that its messages do not mix with others.
         self._writers = ProcessGroup.meet(patience) if self._plan.in_background else self._peers
         if not resume and self._plan.saves:
             self._peers.together(lambda: refuse_earlier_run(self._plan.folder))
         if self._plan.saves:
             self._lease = self._claim()
         else:
-            # The policy will be saved there after the training.
+            # Even without checkpoints, the policy will be saved in output_dir.
             require_creatable(self._plan.folder, "output_dir")
         checkpoint = None
         if resume is True:
@@ -143,7 +145,7 @@ class Checkpointer:
         self._saver.save(write)
 
     def finish(self) -> None:
-        """Return when the last checkpoint is complete.
+        """Wait until the last checkpoint is complete.
 
         Raises:
             TrainingError: the checkpoint could not be written; raised in all processes.
@@ -185,8 +187,9 @@ def refuse_earlier_run(folder: Path) -> None:
 class AsyncWriter:
     """Writes one checkpoint at a time.
 
-    With `in_background`, `save` returns at once, and the next `save` or `wait` raises an error of
-    the thread. The interpreter does not exit before the thread has finished.
+    With `in_background`, `save` returns while a thread writes the checkpoint. The next call of
+    `save` or `wait` raises the thread's error, if there was one. The interpreter does not exit
+    before the thread has finished.
     """
 
     def __init__(self, *, in_background: bool) -> None:
@@ -207,7 +210,7 @@ class AsyncWriter:
             self._pending = self._thread.submit(write)
 
     def wait(self) -> None:
-        """Return when the last checkpoint is complete.
+        """Wait until the last checkpoint is complete.
 
         Raises:
             TrainingError: the checkpoint could not be written.

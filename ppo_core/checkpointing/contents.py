@@ -30,7 +30,10 @@ CRITIC, AVERAGE, REFERENCE = "critic", "average", "reference"
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointContents(RunContext):
-    """Collects the state of one run for a checkpoint, and restores it; all processes must call."""
+    """Collects the state of one run for a checkpoint, and restores the state.
+
+    All processes must call the methods.
+    """
 
     fingerprint: Fingerprint
 
@@ -77,7 +80,7 @@ class CheckpointContents(RunContext):
         return weights
 
     def _policy_writer(self) -> Callable[[Path], None]:
-        """Return a function that writes the policy into a folder, with an unmerged adapter."""
+        """Return a function that writes the policy, or a PeftModel's adapter, into a folder."""
         adapted, model = self.models.adapted, self.models.policy.model
         if adapted is None:
             weights = self.engine.full_state_dict(model)
@@ -127,8 +130,8 @@ class CheckpointContents(RunContext):
         With `anyway`, accept a checkpoint of another run and log the differences as a warning.
 
         Raises:
-            TrainingError: the checkpoint belongs to another run, has other models, or a file of it
-                has another form.
+            TrainingError: the checkpoint belongs to another run or has other models, or one of its
+                files does not have the expected form.
         """
         with explained_form(checkpoint):
             self._restore(checkpoint, anyway=anyway)
@@ -153,7 +156,7 @@ class CheckpointContents(RunContext):
         training.finish_restoring(checkpoint, "updates")
 
     def _weights(self, checkpoint: Checkpoint) -> Mapping[str, Tensor]:
-        """Return a checkpoint's policy and critic weights, by name in the trained module."""
+        """Return a checkpoint's policy and critic weights, by their names in the trained module."""
         names, adapted, model = self._names(), self.models.adapted, self.models.policy.model
         critic = checkpoint.tensors(CRITIC)
         if adapted is not None:

@@ -12,7 +12,7 @@ class Disk:
     """The processes that see the same folder."""
 
     ranks: tuple[int, ...]
-    """Their ranks, in ascending order."""
+    """Ranks of the processes, in ascending order."""
 
     @property
     def leader(self) -> int:
@@ -21,13 +21,15 @@ class Disk:
 
 
 def find_disk(folder: Path, peers: ProcessGroup) -> Disk:
-    """Return the processes that see `folder` as this process does; all processes must call.
+    """Return the processes for which `folder` is the same folder as for this process.
+
+    All processes must call this function.
 
     Raises:
         OSError: the folder cannot be created or written.
         TrainingError: another process cannot create or write its folder.
     """
-    # New for each call, because a killed run may leave its marks.
+    # The names are new in each call, because a killed run may have left its marks behind.
     call = peers.of_main(uuid4().hex)
     marks = [folder / f".seen-{call}-{rank}" for rank in range(peers.number)]
 
@@ -37,7 +39,7 @@ def find_disk(folder: Path, peers: ProcessGroup) -> Disk:
 
     peers.together(mark)
     seen = tuple(rank for rank, path in enumerate(marks) if path.exists())
-    # Each process has looked before the first mark goes.
+    # Wait until each process has looked for the marks, before the first mark is removed.
     peers.together(lambda: None)
     marks[peers.rank].unlink()
     return Disk(ranks=seen)

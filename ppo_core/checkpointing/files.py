@@ -43,10 +43,12 @@ Tensors = Mapping[str, Tensor]
 
 STATE = "trainer_state.json"
 SUPERSEDED = ".superseded"
-"""Suffix of abandoned checkpoints: a run was resumed from a checkpoint of an earlier step."""
+"""Suffix of abandoned checkpoints, whose step is later than the step of a newer checkpoint.
+
+This happens if a run is resumed from a checkpoint of an earlier step."""
 
 Forms = Mapping[str, Any]
-"""Type of the content of each JSON file whose name matches a regular expression."""
+"""Regular expression for names of JSON files -> type that the content of these files must have."""
 
 ANY_FORM: Forms = {}
 
@@ -68,7 +70,7 @@ class Part:
     """The files of a checkpoint that one process writes; processes must not write the same file."""
 
     groups: Mapping[str, Tensors] = field(default_factory=dict)
-    """Named tensors by file stem, which is a group's name or "<group>-<rank>"."""
+    """File stem, which is a group's name or "<group>-<rank>" -> tensors by name."""
 
     documents: Mapping[str, str] = field(default_factory=dict)
     """Text of JSON files by file name."""
@@ -95,11 +97,12 @@ def save_checkpoint(
     Args:
         folder: `output_dir/checkpoint-<step>`; a checkpoint of the same step is replaced.
         part: the files that this process writes.
-        peers: the processes of the run; all processes must call.
-        disk: the processes that share the folder, by default all. With several disks, each gets
-            the files of its own processes, and the manifest of all files.
+        peers: the processes of the run; all processes must call this function.
+        disk: the processes that share the folder, by default all. With several disks, each disk
+            gets the files of its own processes, and the manifest of all files.
         writer: id in the name of the unfinished folder, different for each run.
-        held: context for renaming the checkpoint and removing old checkpoints.
+        held: returns a context in which the checkpoint is renamed and old checkpoints are removed,
+            and in which no other process can take over the folder.
         keep: number of newest checkpoints to keep; None keeps all.
 
     Raises:
@@ -187,7 +190,10 @@ def _finish(
 
 
 def _move_into_place(partial: Path, folder: Path) -> None:
-    """Rename `partial` to `folder`; an earlier checkpoint of the step is `.old` until then."""
+    """Rename `partial` to `folder`, and replace an earlier checkpoint of the same step.
+
+    The earlier checkpoint is first renamed to `.old`, and removed at the end.
+    """
     aside = folder.with_name(f"{folder.name}.old")
     if (folder / MANIFEST).is_file():
         _remove(aside)
@@ -332,13 +338,13 @@ def read_newest(
 ) -> Checkpoint | None:
     """Return the newest undamaged checkpoint; None if there is no checkpoint.
 
-    Log a warning for each newer checkpoint, which is damaged.
+    Log a warning for each damaged checkpoint that is skipped.
 
     Raises:
         TrainingError: all checkpoints are damaged; the message describes each damage.
     """
     damaged = []
-    # By name, because the folders of several disks may have other paths.
+    # Share names instead of paths, because the paths on several disks may differ.
     for name in peers.of_main([path.name for path in checkpoint_folders(output_dir)]):
         folder = Path(output_dir) / name
         try:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ppo_core.models.adapters import is_peft
 
 SAMPLED = 4096
-"""Maximum number of elements of a tensor in its digest; the elements are evenly spaced."""
+"""Maximum number of a tensor's elements in the digest; the elements are evenly spaced."""
 
 Layout = dict[str, str]
 """Descriptions of a model's parameters, and of a reward model's score settings, by name."""
@@ -22,13 +22,13 @@ class Fingerprint:
     """Settings and models that a resumed run must share with the run of the checkpoint."""
 
     settings: dict[str, Any]
-    """Settings that change the results, the sizes of the run, and the digest of the data."""
+    """Settings that change the results, plus the sizes of the run and the digest of the data."""
 
     models: dict[str, Layout]
-    """Descriptions of the models by role: shapes, and digests of models not in the checkpoint."""
+    """Role -> shapes of the model, and digests of weights that checkpoints do not contain."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the fingerprint in the form in which a checkpoint holds it."""
+        """Return the fingerprint as a checkpoint stores it."""
         return asdict(self)
 
     def differences(self, saved: Mapping[str, Any]) -> list[str]:
@@ -46,11 +46,11 @@ class Fingerprint:
 
 
 ADDED = {"advantage_estimator": "gae", "samples_per_prompt": 1, "scale_by_group_std": True}
-"""Settings that version 0.1 lacks, with the values that do what it did."""
+"""Settings that version 0.1 does not have, with the values that reproduce its results."""
 
 
 def _in_use(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that have an effect; defaults of others may change between versions."""
+    """Return the settings in use; the defaults of unused settings may change between versions."""
     unused = () if settings.get("kl_target") else ("kl_horizon",)
     return {name: value for name, value in {**ADDED, **settings}.items() if name not in unused}
 

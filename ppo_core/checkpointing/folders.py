@@ -1,4 +1,4 @@
-"""The folders of checkpoints, found by their names, without torch."""
+"""Find the folders of checkpoints by their names; this module does not import torch."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ FOLDER_NAME = re.compile(r"checkpoint-(\d+)(\.old)?")
 
 
 def finished_checkpoints(output_dir: str | Path) -> dict[int, Path]:
-    """Return finished checkpoints by step; take `.old` only if the step has no other."""
+    """Return finished checkpoints by step; take a `.old` folder only if the step has no other."""
     found: dict[int, Path] = {}
     for path in sorted(Path(output_dir).glob("checkpoint-*"), reverse=True):
         match = FOLDER_NAME.fullmatch(path.name)
@@ -20,6 +20,6 @@ def finished_checkpoints(output_dir: str | Path) -> dict[int, Path]:
 
 
 def newest_checkpoint(output_dir: str | Path) -> Path | None:
-    """Return the finished checkpoint of the highest step; None if there is none."""
+    """Return the finished checkpoint of the highest step; None without a finished checkpoint."""
     found = finished_checkpoints(output_dir)
     return found[max(found)] if found else None

@@ -1,7 +1,7 @@
-"""The form of a checkpoint's JSON files, without which a run cannot resume from it.
+"""The form that the JSON files of a checkpoint must have, so that a run can resume from it.
 
-Keys that a version of the library has added later are not required. Metrics may be NaN, because a
-batch with a score that is not finite is skipped; numbers that training uses must be finite.
+Keys that were added in later versions of the library are not required. Metrics may be NaN, because
+a batch with a score that is not finite is skipped. Numbers that training uses must be finite.
 """
 
 import math

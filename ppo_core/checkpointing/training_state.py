@@ -1,4 +1,4 @@
-"""What the checkpoint of any training has beside weights: optimizer, schedule, random states.
+"""The state beside weights in any training's checkpoint: optimizer, schedule, random states.
 
 Tensors are written unsharded, by parameter name, so a checkpoint can be resumed with any number of
 processes and any sharding.
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingState:
-    """What a step of any training changes; all processes must call the methods."""
+    """The state that a step of any training changes; all processes must call the methods."""
 
     engine: Engine
     module: nn.Module
@@ -48,7 +48,7 @@ class TrainingState:
     fingerprint: Fingerprint
 
     def part(self) -> tuple[dict[str, Mapping[str, Tensor]], dict[str, str], dict[str, Any]]:
-        """Return a copy of what this process writes, without the weights.
+        """Return a copy of the state that this process writes, without the weights.
 
         Returns:
             Groups of tensors, the text of JSON files, and entries of trainer_state.json.
@@ -82,14 +82,14 @@ class TrainingState:
                 share |= {f"{name}/{key}": copied(tensor) for key, tensor in state.items()}
         return share, kept
 
-    # --- Resuming, in this order, with the weights after `begin_restoring` ---
+    # --- Resuming: call in this order, and load the weights after `begin_restoring` ---
 
     def begin_restoring(self, checkpoint: Checkpoint, *, anyway: bool) -> bool:
         """Check that a checkpoint fits the run; return whether both have the same settings.
 
         Raises:
-            TrainingError: the optimizer is another; or settings, data or models are others, and
-                `anyway` is off.
+            TrainingError: the optimizer differs, or settings, data or models differ and `anyway` is
+                off.
         """
         is_same = self._check_same_run(checkpoint, anyway=anyway)
         check_optimizer_fits(self.optimizer, checkpoint.state["optimizer"])
@@ -100,10 +100,11 @@ class TrainingState:
     def restore_optimizer(self, checkpoint: Checkpoint, *, is_same: bool) -> None:
         """Restore optimizer and schedule.
 
-        If not `is_same`, rates and options come from the new settings.
+        If not `is_same` and the schedule is a LambdaLR, learning rates and options come from the
+        new settings.
 
         Raises:
-            TrainingError: the optimizer's states are of other parameters.
+            TrainingError: the optimizer states belong to other parameters.
         """
         self._restore_optimizer_states(checkpoint)
         state = checkpoint.state
@@ -114,9 +115,10 @@ class TrainingState:
             set_schedule_step(self.scheduler, state["scheduler"]["last_epoch"])
 
     def finish_restoring(self, checkpoint: Checkpoint, unit: str) -> None:
-        """Restore the random states, and log how many steps are done; `unit` is their name.
+        """Restore the random states, and log how many steps are done.
 
-        A process that the earlier run did not have takes the random states of another.
+        `unit` is the word for steps in the log message. A process that the earlier run did not have
+        takes the random states of another process.
         """
         state = checkpoint.state
         process = f"{PROCESS}-{self.engine.rank % state['processes']}"
@@ -169,7 +171,7 @@ def full_weights(engine: Engine, parameters: Mapping[str, nn.Parameter]) -> dict
 
 @contextmanager
 def explained_form(checkpoint: Checkpoint) -> Iterator[None]:
-    """Raise a TrainingError if a file of the checkpoint has another form than expected."""
+    """Raise a TrainingError if a file of the checkpoint does not have the expected form."""
     try:
         yield
     except PPOError:

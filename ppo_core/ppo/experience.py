@@ -68,7 +68,11 @@ def divergence(rollout: Rollout, scores: Scores, estimator: str) -> Tensor:
 def make_experience(
     rollout: Rollout, scores: Scores, kl: Tensor, config: PPOConfig, *, kl_coef: float
 ) -> Experience:
-    """Compute advantages and returns from scores and `kl` (B, T) times `kl_coef`."""
+    """Compute advantages and returns from the scores and the KL divergence `kl` (B, T).
+
+    `kl_coef` is the weight of the KL divergence in the token rewards, or with `kl_in_loss` in the
+    loss.
+    """
     whiten = partial(masked_whiten, mask=rollout.response_mask)
     in_reward = 0.0 if config.kl_in_loss else kl_coef
     rewards = token_rewards(scores.scores, kl, rollout.response_mask, kl_coef=in_reward)
@@ -97,7 +101,7 @@ def make_experience(
 def _over_critic(
     rewards: Tensor, values: Tensor, rollout: Rollout, config: PPOConfig
 ) -> tuple[Tensor, Tensor]:
-    """Return advantages (B, T) over the critic's values, and the critic's targets (B, T)."""
+    """Return advantages (B, T) relative to the critic's values, and the critic's targets (B, T)."""
 
     def advantages(gae_lambda: float) -> Tensor:
         gae = partial(gae_advantages, gamma=config.gamma, gae_lambda=gae_lambda)
@@ -109,7 +113,10 @@ def _over_critic(
 
 
 def _over_other_samples(rewards: Tensor, rollout: Rollout, config: PPOConfig) -> Tensor:
-    """Return advantages (B, T) over the other responses to the same prompt, equal at each token."""
+    """Return the advantage of each response relative to all responses to the same prompt.
+
+    The result is (B, T), with the same advantage at all counted tokens of a response.
+    """
     totals, group = rewards.sum(dim=1), config.samples_per_prompt
     if config.advantage_estimator == "rloo":
         advantages = leave_one_out_advantages(totals, group=group)

@@ -27,7 +27,7 @@ class ModelBundle:
     """The PeftModel around the policy; None for a policy without adapters."""
 
     saved_dtype: torch.dtype
-    """Precision of the policy that the script passed, and of the policy that is saved."""
+    """Precision of the policy as the script passed it; the policy is saved in this precision."""
 
     reference: LanguageModel
     critic: Critic | None
@@ -36,7 +36,8 @@ class ModelBundle:
     rewards: RewardMix
 
     fingerprints: Mapping[str, dict[str, str]] = field(default_factory=dict)
-    """Fingerprints of the weights that no checkpoint holds, and shapes of the trained weights."""
+    """Fingerprints of the weights that checkpoints do not contain, and shapes of the trained
+    weights."""
 
     @property
     def shares_weights(self) -> bool:
@@ -45,10 +46,10 @@ class ModelBundle:
 
 
 def reward_holders(rewards: RewardMix, module: nn.Module) -> list[nn.Module]:
-    """Return the modules that hold the weights of the reward models, without duplicates.
+    """Return the modules that contain the weights of the reward models, without duplicates.
 
-    `module` holds the policy. It also holds the weights of a reward adapter, which is on the
-    policy's base model.
+    `module` contains the policy. It is returned for a reward adapter, because such an adapter is on
+    the policy's base model.
     """
     own = [scorer.model for scorer in rewards.models()]
     return list(dict.fromkeys(one if isinstance(one, PreTrainedModel) else module for one in own))

@@ -1,4 +1,7 @@
-"""The objective of an update: weighted losses of policy and critic over counted tokens."""
+"""The objective of an update: weighted losses of policy and critic over counted tokens.
+
+A token is counted if the policy sampled it, see `ppo_core.algorithm.masking`.
+"""
 
 from dataclasses import dataclass, fields
 from typing import Self
@@ -21,25 +24,27 @@ OF_CRITIC = ("value_loss", "value_clipped", "new_values")
 
 @dataclass(frozen=True, kw_only=True)
 class CountedTokens:
-    """The N counted tokens of a microbatch, as they were before the update; fields are (N,)."""
+    """Values of the N counted tokens of a microbatch before the update; tensors are (N,)."""
 
     weights: Tensor
-    """Weight in the loss."""
+    """Weight of the token in the loss."""
 
     old_logprobs: Tensor
-    """Log-probability when it was sampled."""
+    """Log-probability under the policy at sampling time."""
 
     behaviour_logprobs: Tensor | None
-    """Log-probability under the distribution it was drawn from, if that is not the policy."""
+    """Log-probability under the sampling distribution; None if that was the policy itself."""
 
     ref_logprobs: Tensor
     """Log-probability under the reference."""
 
     advantages: Tensor
     old_values: Tensor | None
-    """None without a critic, as `returns`."""
+    """Value at sampling time; None without a critic."""
 
     returns: Tensor | None
+    """Target of the critic; None without a critic."""
+
     kl_coef: float
     """Weight of the KL divergence in the loss."""
 
@@ -47,9 +52,10 @@ class CountedTokens:
     def of(
         cls, experience: Experience, sequences: Tensor, rows: TokenRows, weights: Tensor
     ) -> Self:
-        """Take the counted tokens of sequences (n,).
+        """Return the counted tokens of n sequences of the full batch.
 
-        `rows` are these sequences, and weights (n,) are the weights of their tokens.
+        `sequences` (n,) has their numbers in the batch, `rows` their token ids, and `weights` (n,)
+        the weight in the loss of each counted token of a sequence.
         """
         rollout = experience.rollout
         t = rows.state + 1 - rows.prompt_lengths[rows.row]
@@ -71,16 +77,16 @@ class CountedTokens:
 
 
 class Objective:
-    """The weighted losses of counted tokens, and the sums of what was computed with them."""
+    """The weighted losses of counted tokens, and sums of losses and metrics over these tokens."""
 
     def __init__(self, config: PPOConfig, tokens: CountedTokens) -> None:
         """Take the settings, and the tokens of one microbatch."""
         self._config, self._tokens = config, tokens
-        self._of_policy: list[dict[str, Tensor]] = []  # of each part of the tokens, in order
+        self._of_policy: list[dict[str, Tensor]] = []  # a dict for each part, in order
         self._of_critic: dict[str, Tensor] = {}
 
     def of_policy(self, logprobs: Tensor, part: slice) -> Tensor:
-        """Return weighted losses (n,) of the log-probabilities (n,) of the tokens in `part`."""
+        """Return weighted losses (n,) of the tokens in `part` with these log-probabilities (n,)."""
         config, tokens = self._config, self._tokens
         old_logprobs = tokens.old_logprobs[part]
         losses, clipped = policy_loss(
@@ -92,7 +98,7 @@ class Objective:
             dual_clip=config.dual_clip,
         )
         if tokens.behaviour_logprobs is not None:
-            # Correct the losses of tokens that another distribution than the policy sampled.
+            # Correct the losses, because another distribution than the policy was sampled.
             behaviour, cap = tokens.behaviour_logprobs[part], config.vllm_importance_sampling_cap
             losses = losses * importance_weights(old_logprobs, behaviour, cap=cap)
         computed = {"policy_loss": losses.detach(), "clipped": clipped}
@@ -104,7 +110,7 @@ class Objective:
         return tokens.weights[part] * losses
 
     def of_predictions(self, predicted: Predictions) -> Tensor:
-        """Return the policy's summed loss (), including the exact KL divergence if predicted."""
+        """Return the policy's summed loss (), plus the exact KL divergence if it was computed."""
         if predicted.full_kl is None:
             return predicted.loss
         divergence = (self._tokens.weights * predicted.full_kl).sum()
@@ -129,8 +135,8 @@ class Objective:
     def sums(self, predicted: Predictions) -> Tensor:
         """Return the sums over the N tokens (len(SUMS),), in the order of SUMS, in float64.
 
-        Call it after the losses. The sums stay on the device: reading one of them on the host
-        would wait for the device.
+        Call this method after `of_policy` and `of_critic`. The sums stay on the device: reading a
+        sum on the host would wait for the device.
         """
         moved = predicted.logprobs - self._tokens.old_logprobs
         ratio_error = torch.expm1(moved)

@@ -28,9 +28,9 @@ def make_train_state(
     *,
     pretraining: PretrainingTexts | None,
 ) -> TrainState:
-    """Prepare policy and critic with the given optimizer and scheduler, or else make them.
+    """Prepare policy and critic for training with an optimizer and a scheduler.
 
-    By default the optimizer is AdamW with the scheduler of the settings.
+    If None, the optimizer is AdamW, and the scheduler follows the settings.
 
     Raises:
         ConfigError: the given optimizer leaves parameters out, the given scheduler is for another
@@ -141,7 +141,7 @@ def check_sharding(config: PPOConfig, engine: Engine, module: nn.Module) -> None
     """Check that policy and settings work with sharded weights, if the weights are sharded.
 
     Raises:
-        ConfigError: `ema_decay` is set, or the policy is quantized.
+        ConfigError: weights are sharded, and `ema_decay` is set or the policy is quantized.
     """
     if config.ema_decay and engine.shards_weights:
         raise ConfigError(

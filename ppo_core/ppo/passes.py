@@ -1,9 +1,10 @@
 """The forward and backward passes of an update, and how policy and critic share them.
 
-One pass of the prepared module trains both if they share a backbone or an engine. Otherwise each
-has a pass of its own, so that the activations of only one are in memory. On the CPU a small policy
-and a small critic are passed at the same time, in two threads: the matmuls of a model with a
-million weights are too small to keep several cores busy.
+If policy and critic share a backbone, or if several processes or an engine such as DeepSpeed train
+them, one pass of the prepared module computes both. Otherwise each model has its own pass, so that
+the activations of only one model are in memory. On the CPU, the passes of a small policy and a
+small critic run at the same time, in two threads: the matmuls of a model with a million weights are
+too small to keep several cores busy.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,21 +31,21 @@ B = TypeVar("B")
 
 @dataclass(frozen=True)
 class Microbatch:
-    """One forward and backward pass of this process."""
+    """The sequences of one forward and backward pass of this process."""
 
     sequences: Tensor
-    """(n,) of the full batch; empty if other processes have one pass more to make."""
+    """(n,) numbers of the sequences in the full batch; empty if only other processes have some."""
 
     token_weights: Tensor
-    """(n,) weight in the loss of each counted token of a sequence."""
+    """(n,) weight of each counted token of a sequence in the loss."""
 
     is_last: bool
-    """Whether it is the last of its minibatch."""
+    """Whether this is the last microbatch of the minibatch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Passes:
-    """Passes microbatches through policy and critic, forward and backward."""
+    """Runs the forward and backward passes of microbatches through policy and critic."""
 
     config: PPOConfig
     engine: Engine
@@ -58,16 +59,16 @@ class Passes:
     temperature: float
 
     critic_only: bool
-    """Whether the policy's loss counts 0, which keeps a gradient of every parameter."""
+    """Whether the policy's loss is multiplied by 0; every parameter still has a gradient."""
 
     second_thread: ThreadPoolExecutor | None
-    """The thread of the policy's passes, or None if both passes run in the same thread."""
+    """Thread for the policy's passes; None to run both models in the same thread."""
 
     def backward(self, experience: Experience, microbatch: Microbatch) -> Tensor:
-        """Pass one microbatch forward, and add its gradients; return its sums (len(SUMS),).
+        """Add the gradients of one microbatch; return its sums (len(SUMS),).
 
-        An empty microbatch adds gradients of 0 from the first sequence of the batch: every process
-        must make the pass, and have a gradient of every parameter.
+        For an empty microbatch, the first sequence of the batch is passed with weight 0, because
+        every process must make the pass and have a gradient for every parameter.
         """
         sequences, weights = microbatch.sequences, microbatch.token_weights
         is_empty = len(sequences) == 0
@@ -136,8 +137,8 @@ def may_run_both(
 ) -> bool:
     """Return whether policy and critic are small and separate enough for `run_both`.
 
-    `recomputes` says that activations are recomputed, which restores PyTorch's random state; two
-    threads share it.
+    `recomputes` is True if the backward pass recomputes activations. Recomputing restores PyTorch's
+    random state, which two threads would share, so the function then returns False.
     """
     models = [one for one in (module, reference) if one is not None]
     return (

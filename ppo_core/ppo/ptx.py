@@ -2,8 +2,8 @@
 
     objective(policy) = E_rl[reward - kl_coef * KL] + ptx_coef * E_text[log policy(text)]
 
-(arXiv:2203.02155, section 3.5, eq. 2.) Here the expectation over texts is a mean per token, so
-that a good ptx_coef does not depend on the length of the texts.
+(arXiv:2203.02155, section 3.5, eq. 2.) Here the expectation over texts is a mean over tokens, so a
+good ptx_coef does not depend on the length of the texts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -85,7 +85,9 @@ class PretrainingTexts:
 def make_pretraining_texts(
     dataset: Any, tokenizer: PreTrainedTokenizerBase, model_config: Any, config: PPOConfig
 ) -> PretrainingTexts | None:
-    """Encode the rows of a data set ("text", "messages" or plain texts); None without a data set.
+    """Encode the rows of a data set; return None without a data set.
+
+    A row is a text, a list of messages, or has the column "text" or "messages".
 
     Raises:
         ConfigError: only one of `dataset` and ptx_coef is given.
@@ -138,7 +140,7 @@ def add_pretraining_gradients(
     *,
     num_texts: int,
 ) -> None:
-    """Add the gradients of the language-modelling loss of the next texts to the PPO gradients.
+    """Add the gradients of the language-modeling loss of the next texts to the PPO gradients.
 
     `module` is the prepared ActorCritic, and `num_texts` the number of texts over all processes.
     """

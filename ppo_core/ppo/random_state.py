@@ -41,7 +41,7 @@ def restore_generators(generators: Mapping[str, torch.Generator], tensors: Tenso
 def seed_global_generators(seed: int) -> None:
     """Seed the global generators of Python, NumPy and torch, on all devices.
 
-    `transformers.set_seed` does the same, and imports peft, which takes a second.
+    `transformers.set_seed` does the same, but it imports peft, which takes a second.
     """
     random.seed(seed)
     np.random.seed(seed)

@@ -48,8 +48,8 @@ class ModelReward:
     def __call__(self, prompts: Sequence[Prompt], rollout: Rollout) -> Tensor:
         """Return scores (B,) of the sampled tokens, or of the texts of prompts and responses.
 
-        If the reward model has another vocabulary, or a prompt is a chat, the reward model's own
-        tokenizer and chat template encode the texts (TRL #1674, #3595).
+        If the policy has another vocabulary than the reward model, or a prompt is a chat, the
+        reward model's own tokenizer and chat template encode the texts (TRL #1674, #3595).
         """
         chat = any(is_messages(prompt) for prompt in prompts)
         if self._reads_tokens and not chat:
@@ -159,7 +159,7 @@ class RewardMix:
     def __init__(
         self, sources: Mapping[str, RewardSource], weights: Sequence[float] | None
     ) -> None:
-        """Combine named rewards; `weights` has one weight for each reward; None means 1 each.
+        """Combine named rewards, weighted by `weights`; if None, all weights are 1.
 
         Raises:
             ConfigError: the numbers of rewards and weights differ.
@@ -187,7 +187,7 @@ class RewardMix:
         return [source.reward_model for source in kept if isinstance(source, ModelReward)]
 
     def modules(self) -> list[nn.Module]:
-        """Return the modules of the script among the rewards."""
+        """Return the rewards that are a script's own modules."""
         kept = self.sources.values()
         return [source.module for source in kept if isinstance(source, ModuleReward)]
 
@@ -203,9 +203,9 @@ def make_rewards(
     """Make the rewards of a run from one reward, a list of rewards, or a dict of rewards by name.
 
     A reward is a `RewardModel`, a `...ForSequenceClassification`, another module that reads the
-    policy's tokens (`ppo_core.models.script_modules`), or a function of prompts and responses. An
-    adapter of a classifier is merged into a copy first.
-    For `equal_passes` see `Engine.requires_equal_passes`.
+    policy's tokens (`ppo_core.models.script_modules`), or a function of prompts and responses. Of a
+    PeftModel, a copy with the adapter merged is used. For `equal_passes` see
+    `Engine.requires_equal_passes`.
 
     Raises:
         ModelError: a reward is none of these.

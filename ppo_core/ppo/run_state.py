@@ -28,7 +28,7 @@ GENERATORS, EXPERIENCE = "generators", "experience"
 """Names of tensor groups in a checkpoint."""
 
 ORDER = "order"
-"""Name of the tensor that holds the order of the sequences."""
+"""Name of the tensor with the order of the sequences."""
 ROLLOUT = "rollout."
 """Prefix of the names of a rollout's tensors."""
 
@@ -169,7 +169,7 @@ class RunContext:
     run: RunState
     reporter: Reporter
     average: WeightAverage | None
-    """The running mean of the policy's weights, with `ema_decay`."""
+    """Moving average of the policy's weights; None without `ema_decay`."""
 
 
 def make_adaptive_kl(config: PPOConfig, schedule: Schedule) -> AdaptiveKL | None:

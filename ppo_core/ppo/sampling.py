@@ -26,17 +26,19 @@ if TYPE_CHECKING:
     from ppo_core.rollout.vllm_sampler import VLLMSampler
 
 FAR_SERVER = 0.1
-"""KL divergence of a vLLM server in nats per token above which rounding cannot be the reason."""
+"""Largest KL divergence between a vLLM server and the policy that rounding can explain.
+
+It is in nats per token."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptBatch:
-    """The prompts of an update that this process samples responses to."""
+    """The prompts of an update to which this process samples responses."""
 
     rows: list[int]
-    """Row numbers in the prompt set of the full batch, over all processes."""
+    """Row numbers of the prompts of all processes in the prompt set."""
 
     prompts: list[Prompt]
     """Prompts of this process, as text or messages."""
@@ -69,7 +71,7 @@ def draw_prompts(
 
 @dataclass(frozen=True, kw_only=True)
 class PolicySampler:
-    """Samples responses from the policy, in this process or on a vLLM server with its weights."""
+    """Samples responses from the policy, in this process or on a vLLM server."""
 
     config: PPOConfig
     models: ModelBundle
@@ -84,7 +86,7 @@ class PolicySampler:
     def sample(self, batch: PromptBatch, pause: Callable[[], None]) -> Rollout:
         """Sample one response to each prompt of this process.
 
-        Without vLLM, `pause` is called before each batch of prompts, and may raise.
+        Without vLLM, `pause` is called before each batch of prompts. It may raise to stop sampling.
         """
         if self.config.use_vllm:
             return self._sample_by_vllm(batch)
@@ -105,7 +107,7 @@ class PolicySampler:
     def metrics(self, rollout: Rollout) -> Metrics:
         """Return metrics of the divergence between a vLLM server and the policy; {} without vLLM.
 
-        Log a warning if the divergence is too large for rounding.
+        Log a warning if the divergence is larger than rounding can explain.
         """
         if not self.config.use_vllm:
             return {}

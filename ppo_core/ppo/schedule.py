@@ -40,11 +40,11 @@ class Schedule:
 
 
 def batch_sizes(config: PPOConfig, num_processes: int) -> dict[str, int]:
-    """Return the settings batch_size, num_mini_batches and mini_batch_size as numbers that agree.
+    """Return consistent values of the settings batch_size, num_mini_batches and mini_batch_size.
 
     Raises:
         ConfigError: two settings contradict each other, or a batch cannot be split evenly into
-            minibatches or prompts.
+            minibatches, or into prompts with `samples_per_prompt` responses each.
     """
     product = (
         config.per_device_train_batch_size * config.gradient_accumulation_steps * num_processes

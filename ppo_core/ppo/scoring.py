@@ -36,7 +36,7 @@ def score(
     with engine.autocast():
         with engine.all_gathered(reward_holders(models.rewards, module)):
             scores, parts = models.rewards(prompts, rollout)
-        # The reference of an adapter is the policy's own base.
+        # The reference of a policy with an adapter uses the policy's base model.
         with engine.gathered(module if models.shares_weights else models.reference):
             ref_logprobs = response_logprobs(
                 models.reference, rollout, size, equal_passes=equal_passes
@@ -81,10 +81,10 @@ def truncated_logprobs(
     top_p: float,
     equal_passes: bool = False,
 ) -> Tensor:
-    """Return log-probabilities (B, T) of the responses under a model cut to top_k and top_p.
+    """Return log-probabilities (B, T) of the responses under a model restricted to top_k and top_p.
 
-    A token that is cut off has its log-probability under the model itself. For `equal_passes` see
-    `response_logprobs`.
+    For a token that top_k or top_p excludes, return the log-probability under the full model. For
+    `equal_passes` see `Engine.requires_equal_passes`.
     """
     logprobs = torch.zeros_like(rollout.logprobs)
     batches = scoring_batches(rollout.row_lengths, batch_size, equal_passes=equal_passes)
@@ -107,7 +107,7 @@ def critic_values(
 ) -> Tensor:
     """Return values (B, T) of the states before each response token; 0 outside response_mask.
 
-    For `equal_passes` see `response_logprobs`.
+    For `equal_passes` see `Engine.requires_equal_passes`.
     """
     values = torch.zeros_like(rollout.logprobs)
     batches = scoring_batches(rollout.row_lengths, batch_size, equal_passes=equal_passes)
@@ -128,7 +128,7 @@ def exact_kl(
 ) -> Tensor:
     """Return the exact KL(policy || reference) (B, T) at each token; 0 outside response_mask.
 
-    For `equal_passes` see `response_logprobs`.
+    For `equal_passes` see `Engine.requires_equal_passes`.
     """
     divergences = torch.zeros_like(rollout.logprobs)
     batches = scoring_batches(rollout.row_lengths, batch_size, equal_passes=equal_passes)

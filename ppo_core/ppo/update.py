@@ -41,14 +41,15 @@ class TrainState:
     """Texts of the pretraining term of the loss (PPO-ptx), if there is one."""
 
     large_ratios_end_run: bool = True
-    """Whether steps skipped by `ratio_threshold` count as skipped in a row."""
+    """Whether steps that `ratio_threshold` skips count towards `skipped_in_a_row`."""
 
     skipped_steps: int = 0
     """Optimizer steps of the run that were skipped."""
 
     skipped_in_a_row: int = 0
-    """Optimizer steps skipped since the last that was taken, for a loss or gradient that was not
-    finite or for `ratio_threshold`; a batch with a score that is not finite counts as one."""
+    """Optimizer steps skipped since the last step that was taken. A step is skipped if its loss or
+    gradient is not finite, or because of `ratio_threshold`. A batch with a score that is not finite
+    counts as one step."""
 
     @property
     def actor_critic(self) -> ActorCritic:
@@ -74,10 +75,10 @@ class TrainState:
 
 @dataclass(kw_only=True)
 class UpdateProgress:
-    """How far the update of a batch has come; a checkpoint within an update keeps it."""
+    """How far the update of a batch has come; stored in a checkpoint that is saved meanwhile."""
 
     order: Tensor
-    """(epochs, B) the sequences of the full batch, in the order of each epoch."""
+    """(epochs, B) numbers of the full batch's sequences, in the order of each epoch."""
 
     steps_done: int = 0
     """Optimizer steps taken, skipped, or left out by an early stop."""
@@ -118,14 +119,15 @@ def update_policy(
 ) -> TokenSums:
     """Train policy and critic on a full batch; return the sums over its tokens and epochs.
 
-    Continues where `progress` says, and keeps it up to date. All processes have the full batch,
-    and call together. If the experience is None, all optimizer steps are skipped. With
-    `critic_only` the policy's loss is left out. The update ends early
-    when the policy has moved more than 1.5 x `target_kl` from the sampling policy, or after
-    `max_skipped_steps` skipped steps in a row.
+    The update continues from `progress`, which is changed in place. All processes must call this
+    function with the full batch. If the experience is None, all optimizer steps are skipped. With
+    `critic_only`, the policy's loss is left out. The update ends early when the policy has moved
+    more than 1.5 x `target_kl` from the sampling policy, or after `max_skipped_steps` skipped steps
+    in a row.
 
-    `before_step` is called before each optimizer step, when the state is consistent. If it
-    raises, calling `update_policy` again with the same `progress` continues the update.
+    `before_step` is called before each optimizer step, when the state is consistent. If
+    `before_step` raises, another call of `update_policy` with the same `progress` continues the
+    update.
     """
     minibatches, engine = progress.minibatches(config), state.engine
     if experience is None:
@@ -149,7 +151,7 @@ def update_policy(
             progress.add_step(totals)
             is_hopeless = state.skipped_in_a_row >= config.max_skipped_steps
             if is_hopeless or _moved_too_far(totals, config):
-                # The learning rate follows the steps of the schedule: it ends with the run.
+                # Advance the schedule for the omitted steps too, so that it ends with the run.
                 for _ in range(progress.steps_done, len(minibatches)):
                     state.scheduler.step()
                 progress.steps_done = len(minibatches)
@@ -162,8 +164,8 @@ def _passes(
 ) -> Iterator[Passes]:
     """Yield the passes of an update; at the end the module is in evaluation mode.
 
-    With `gradient_checkpointing` the module is in training mode, in which transformers recomputes
-    activations. Every dropout is 0 in any case.
+    With `gradient_checkpointing` the module is in training mode, because transformers recomputes
+    activations only in this mode. All dropout probabilities are 0 in both modes.
     """
     recomputes, module = config.gradient_checkpointing, state.actor_critic
     at_once = may_run_both(state.engine, module, state.reference, recomputes=recomputes)
@@ -192,7 +194,7 @@ def _moved_too_far(sums: TokenSums, config: PPOConfig) -> bool:
 def _optimizer_step(state: TrainState, sums: Tensor, config: PPOConfig) -> TokenSums:
     """Take an optimizer step, or skip it; return the sums over all processes.
 
-    `sums` (len(SUMS),) are this process's. This is their only transfer to the host.
+    `sums` (len(SUMS),) are the sums of this process. They are copied to the host only here.
     """
     engine = state.engine
     totals = TokenSums(**dict(zip(SUMS, engine.sum(sums).tolist(), strict=True)))
@@ -208,11 +210,11 @@ def _optimizer_step(state: TrainState, sums: Tensor, config: PPOConfig) -> Token
 def _own_microbatches(
     rollout: Rollout, minibatch: Tensor, config: PPOConfig, engine: Engine
 ) -> list[Microbatch]:
-    """Return this process's microbatches of a minibatch (sequences, over all processes).
+    """Return this process's microbatches of a minibatch.
 
-    Sequences of similar length are dealt out to different processes, so that all do a similar
-    amount of work. All processes make the same number of passes; the last of them may be of an
-    empty microbatch.
+    `minibatch` has the numbers of the sequences of all processes. Sequences of similar length are
+    distributed over the processes, so that all processes do a similar amount of work. All processes
+    have the same number of microbatches, of which some may be empty.
     """
     counted = rollout.response_mask[minibatch].sum(dim=1)
     weights = aggregation_weights(

@@ -25,12 +25,13 @@ class Progress:
     """Sum of the losses of the steps in the last tenth of the training."""
 
     line: list[float] = field(default_factory=list)
-    """Sums for the next line of the metrics file: losses, the module's metrics, and units."""
+    """Sums for the next line of the metrics file: losses, the module's metrics, and units (counted
+    tokens or pairs)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisedContents:
-    """Collects the state of one training, and restores it; all processes must call."""
+    """Collects the state of one training, and restores it; all processes must call the methods."""
 
     training: TrainingState
     progress: Progress
@@ -61,8 +62,8 @@ class SupervisedContents:
         With `anyway`, accept a checkpoint of another run and log the differences as a warning.
 
         Raises:
-            TrainingError: the checkpoint belongs to another run, has another model, or a file of it
-                has another form.
+            TrainingError: the checkpoint belongs to another run or has another model, or one of its
+                files does not have the expected form.
         """
         training = self.training
         with explained_form(checkpoint):

@@ -1,7 +1,7 @@
 """A training whose settings are in a file: `python -m ppo_core.supervised JOB.json`.
 
-The flow starts each training in this way. The folder of the file also has the rows (see
-`write_rows`), the metrics, the checkpoints and the result.
+The flow (the Metaflow pipeline) starts each supervised training in this way. The folder of the file
+also contains the rows (see `write_rows`), the metrics, the checkpoints and the result.
 """
 
 import json
@@ -47,7 +47,7 @@ class SupervisedJob:
 
 
 def write_job(job: SupervisedJob, folder: Path) -> Path:
-    """Write a job into a folder, and return its file.
+    """Write a job into a folder, and return the job's file.
 
     Raises:
         TrainingError: the file cannot be written.
@@ -58,7 +58,7 @@ def write_job(job: SupervisedJob, folder: Path) -> Path:
 
 
 def read_result(folder: Path) -> dict[str, float]:
-    """Return the metrics of a finished job in its folder."""
+    """Return the metrics of the finished job in this folder."""
     result: dict[str, float] = json.loads((folder / _RESULT).read_text(encoding="utf-8"))
     return result
 
@@ -66,11 +66,11 @@ def read_result(folder: Path) -> dict[str, float]:
 def run_job(file: Path, prepare: Callable[..., None]) -> dict[str, float]:
     """Run a job, or resume it from its newest checkpoint; return its metrics.
 
-    `prepare` sets up the process for the sharding of the training, and for an adapter.
+    `prepare` sets up the process; it is called with the sharding, and with `trains_adapter`.
 
     Raises:
         ConfigError: the file cannot be read.
-        DataError: see `train_sft`, as for the other errors.
+        DataError: there are no rows, or too many of them cannot be used or are too long.
         ModelError: the model or its tokenizer cannot be loaded or used.
         RunInterruptedError: SIGTERM stopped the training.
         TrainingError: the training failed.

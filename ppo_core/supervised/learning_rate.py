@@ -1,4 +1,4 @@
-"""Search the learning rate of a reward model's training."""
+"""Search for the best learning rate of a reward model's training."""
 
 import json
 import math
@@ -28,20 +28,22 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 FACTORS = (1 / 3, 1, 3)
-"""The rates that a search tries, as factors of the rate in the middle."""
+"""The rates that a search tries, as multiples of the middle rate."""
 
 SHARE = 0.05
 """Fraction of the pairs that a search trains on."""
 
 LEAST_PAIRS = 1_000
-"""Minimum number of pairs that a search trains on: with fewer, all three rates may be at chance."""
+"""Minimum number of pairs that a search trains on, if there are enough.
+
+With fewer pairs, the accuracy may stay at chance with all three rates."""
 
 MOST_JUDGED = 1_000
 """Maximum number of other pairs on which a search measures the loss."""
 
 
 RankerMaker = Callable[[], tuple[PairRanker, "PeftModel | None"]]
-"""Makes a reward model before its training, and the PeftModel in it if there is one."""
+"""Function that returns an untrained reward model, and the PeftModel in it or None."""
 
 
 def find_learning_rate(
@@ -57,10 +59,10 @@ def find_learning_rate(
 ) -> tuple[float, dict[str, float]]:
     """Return the best of three learning rates for a reward model, and the loss with each.
 
-    The result is written to `file`. The result in the file `earlier` is taken if there is one for
-    the same settings, pairs, and description `model` of the model to train: a training that resumes
-    needs the rate of its checkpoints.
-    For the other arguments and the errors see `search_learning_rate`.
+    The result is written to `file`. If the file `earlier` has a result for the same settings, pairs
+    and model, that result is returned without a search, because a resumed training needs the rate
+    of its checkpoints. `model` describes the model to train. For the other arguments and the errors
+    see `search_learning_rate`.
     """
     refuse_sharded_search(engine.sharding)
     inputs = identity_of(config, pairs) | {"middle": middle, "model": dict(model)}
@@ -79,7 +81,7 @@ def find_learning_rate(
 
 
 def _found(file: Path, inputs: Mapping[str, Any]) -> tuple[float, dict[str, float]] | None:
-    """Return the rate and the losses in a file; None if there is none for these inputs."""
+    """Return the rate and the losses in a file; None if it has no result for these inputs."""
     if not file.is_file():
         return None
     try:
@@ -99,7 +101,7 @@ def refuse_sharded_search(sharding: str | None) -> None:
         ConfigError: the weights or optimizer states would be sharded.
     """
     if sharding not in (None, "none", "ddp"):
-        # DeepSpeed prepares one model in a process.
+        # DeepSpeed can prepare only one model in a process.
         raise ConfigError(
             f"learning_rate='auto' trains several models, one after the other, which does not work "
             f"with sharding={sharding!r}. Set learning_rate to a number, or leave it out for a "
@@ -122,8 +124,8 @@ def search_learning_rate(
     Args:
         make_ranker: function that returns the same model each time.
         pairs: encoded pairs, with the types of `PAIR_SCHEMA`.
-        config: settings of the training; its learning rate is not read.
-        middle: the rate in the middle, which is the default for the model's size.
+        config: settings of the training; their learning rate is ignored.
+        middle: the middle rate, which is the default for the model's size.
         engine: connection to the other processes.
 
     Raises:
@@ -148,7 +150,7 @@ def search_learning_rate(
 
 
 def _parts(pairs: Dataset, seed: int) -> tuple[Dataset, Dataset]:
-    """Return the pairs to train on and other pairs to judge on, both drawn at random."""
+    """Return pairs to train on and other pairs to measure the loss on, both drawn at random."""
     if len(pairs) < 2:
         raise DataError(
             "learning_rate='auto' needs at least two pairs, one to train on and one to measure the "
@@ -169,7 +171,7 @@ def _loss_after(
     config: SupervisedConfig,
     engine: Engine,
 ) -> float:
-    """Train a ranker; return its loss on other pairs, which is infinite if it diverges."""
+    """Train a ranker; return its loss on other pairs, or infinity if the training diverges."""
     data = TrainingData(rows=trained, digest="", collate=collate_pairs, texts_per_row=2)
     name = f"learning rate {config.learning_rate:.1e}"
     loop = TrainingLoop(ranker, data, config, name, adapted=adapted, engine=engine, output_dir=None)

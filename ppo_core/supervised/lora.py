@@ -33,7 +33,7 @@ def require_plain(model: PreTrainedModel, path: str | Path) -> None:
 def add_task_adapter(
     model: PreTrainedModel, peft_config: "PeftConfig", task_type: str
 ) -> "PeftModel":
-    """Add adapters for a task; only the adapters are trained, and with SEQ_CLS the score head.
+    """Add adapters for a task; only they are trained, and for SEQ_CLS also the score head.
 
     The layers of `model` are replaced in place; `peft_config` is not changed.
 
@@ -56,9 +56,9 @@ def keep_frozen_in_bf16(adapted: "PeftModel", engine: Engine) -> None:
     """Keep frozen matrices in bfloat16 if each pass rounds them to bfloat16 anyway.
 
     Losses and gradients stay the same, bit for bit, and the matrices need half the memory.
-    `exact_weights` returns them unrounded. Matrices stay in fp32 if passes compute in fp32; if
-    they are sharded, because shards have one precision; and if the adapter is not LoRA alone,
-    because it may read or copy them.
+    `exact_weights` returns the unrounded matrices. The matrices stay in fp32 in three cases: passes
+    compute in fp32; the matrices are sharded, because all shards have the same precision; or the
+    adapter is not plain LoRA, because other adapters may read or copy the matrices.
     """
     config: Any = adapted.peft_config[adapted.active_adapter]
     is_lora = config.peft_type == "LORA" and not (config.use_dora or config.layer_replication)
@@ -67,7 +67,7 @@ def keep_frozen_in_bf16(adapted: "PeftModel", engine: Engine) -> None:
             weight.data = weight.data.bfloat16()
         for parameter in adapted.parameters():
             if parameter.dtype != torch.bfloat16:
-                # As long as one tensor is in the mapped file of the weights, all its pages stay.
+                # While a tensor uses the memory-mapped weights file, all its pages stay in memory.
                 parameter.data = parameter.data.clone()
 
 
@@ -75,10 +75,10 @@ def exact_weights(adapted: "PeftModel", start: str | Path) -> dict[str, Tensor] 
     """Return all weights on the CPU, with the matrices of `keep_frozen_in_bf16` unrounded.
 
     Return None if no matrix was rounded. `start` is the folder or hub id of the model before its
-    training, which has the matrices as they were.
+    training; the unrounded matrices are read from there.
 
     Raises:
-        ModelError: `start` was changed since it was loaded.
+        ModelError: the files of `start` were changed since the model was loaded.
     """
     rounded = [name for name, weight in _frozen_matrices(adapted) if weight.dtype == torch.bfloat16]
     if not rounded:

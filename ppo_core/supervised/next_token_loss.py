@@ -16,7 +16,7 @@ class NextTokenLoss(nn.Module):
     metrics = ()
 
     def __init__(self, model: nn.Module) -> None:
-        """Wrap a causal language model, or a PeftModel of one, which is trained in place."""
+        """Wrap a causal language model or its PeftModel; the model is trained in place."""
         super().__init__()
         self.model = model
 
@@ -25,8 +25,8 @@ class NextTokenLoss(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return the loss () summed over counted tokens, and the sums of `metrics` (0,).
 
-        input_ids, labels and attention_mask are (B, S). An example of weight 0 (weights are (B,))
-        does not count.
+        input_ids, labels and attention_mask are (B, S), and weights are (B,). An example of weight
+        0 does not count.
         """
         row, position = _counted(labels, weights).nonzero(as_tuple=True)
         output = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
@@ -35,7 +35,7 @@ class NextTokenLoss(nn.Module):
         return loss, torch.zeros(0, device=loss.device)
 
     def units(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the number () of counted tokens of a batch, of which a step's loss is the mean."""
+        """Return the number () of counted tokens of a batch; a step's loss is a mean over them."""
         return _counted(batch["labels"], batch["weights"]).sum()
 
 

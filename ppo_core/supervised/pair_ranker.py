@@ -14,12 +14,11 @@ from ppo_core.errors import ModelError
 
 
 def make_classifier(policy: PreTrainedModel, pad_token_id: int | None) -> PreTrainedModel:
-    """Return a classifier with one label on the policy's backbone; its head has no values yet.
+    """Return a classifier with one label on the policy's backbone; its head is uninitialized.
 
-    The backbone is not copied, because two models may not fit into memory. If a checkpoint stores
-    tied embeddings under the name of the LM head,
-    `AutoModelForSequenceClassification.from_pretrained` would use random embeddings and only log
-    a message.
+    The backbone is not copied, because two models may not fit into memory.
+    `AutoModelForSequenceClassification.from_pretrained` is not used: if a checkpoint stores tied
+    embeddings under the name of the LM head, it would use random embeddings and only log a message.
 
     Raises:
         ModelError: the classifier of this model type has another backbone.
@@ -43,8 +42,8 @@ def make_classifier(policy: PreTrainedModel, pad_token_id: int | None) -> PreTra
 class PairRanker(nn.Module):
     """A module around a classifier; its forward pass scores pairs and returns their summed loss.
 
-    The score is read at the last token of the sequence, which the sequence length locates. A
-    search for the pad id would fail if a text contains the pad id, or if pad equals eos.
+    The score is read at the last token of the sequence, whose position follows from the sequence
+    length. A search for the pad id would fail if a text contains the pad id, or if pad equals eos.
     """
 
     def __init__(
@@ -69,9 +68,9 @@ class PairRanker(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return the loss () of B pairs, and the sums of `metrics` (2,) without a gradient.
 
-        All are sums over the pairs, each times its weight. The shapes are input_ids (B, 2, S),
-        lengths (B, 2), margins (B,) and weights (B,). In dimension 1, index 0 is the chosen
-        response and index 1 the rejected response.
+        The loss and the metrics are weighted sums over the pairs. The shapes are input_ids
+        (B, 2, S), lengths (B, 2), margins (B,) and weights (B,). In dimension 1, index 0 is the
+        chosen response and index 1 the rejected response.
         """
         scores = self.score(input_ids.flatten(0, 1), lengths.flatten()).view(-1, 2)
         chosen, rejected = at_least_fp32(scores).unbind(1)
@@ -83,7 +82,7 @@ class PairRanker(nn.Module):
         return (losses * weights).sum(), sums
 
     def units(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the number () of pairs of a batch, of which a step's loss is the mean."""
+        """Return the number () of pairs of a batch; a step's loss is a mean over them."""
         return batch["weights"].sum()
 
     def score(self, input_ids: Tensor, lengths: Tensor) -> Tensor:
@@ -96,7 +95,7 @@ class PairRanker(nn.Module):
 
 
 def no_ranker(classifier: PreTrainedModel, reason: str) -> ModelError:
-    """Return the error for a classifier that cannot score the last token; `reason` says why."""
+    """Return the error for a classifier that cannot score the last token, because of `reason`."""
     return ModelError(
         f"{type(classifier).__name__} is no last-token classifier, because {reason}. Start from a "
         "decoder-only model such as Llama, GPT-2, GPT-NeoX or Qwen2."

@@ -48,9 +48,10 @@ class StepOrder:
         return epochs * len(self.lengths) + further * self.rows_per_step
 
     def epoch(self, number: int) -> list[list[int]]:
-        """Return the rows of each step of an epoch (counted from 0), longest first in a step.
+        """Return the rows of each step of an epoch; in a step, the longest row is first.
 
-        Rows of similar length share a step, because they need less padding.
+        Epochs are counted from 0. Rows of similar length share a step, because they need less
+        padding.
         """
         generator = torch.Generator().manual_seed(self.seed + number)
         order = get_length_grouped_indices(self.lengths, self.rows_per_step, generator=generator)

@@ -52,8 +52,8 @@ class SupervisedArguments:
     """Columns with other names, as in `prompt=post chosen=better`."""
 
     prompt_format: PromptFormat = "auto"
-    """How the model reads prompts: `chat`, by its tokenizer's chat template; `text`; or `auto`,
-    chat if there is a template."""
+    """How the model reads prompts: `chat` (in the tokenizer's chat template), `text` (as they are),
+    or `auto` (`chat` if the tokenizer has a template)."""
 
     overlong: Overlong = "drop"
     """What happens to a row with more than max_length tokens: `error`, `drop` (see
@@ -61,10 +61,10 @@ class SupervisedArguments:
 
     max_left_out: ShareBelow1 = MAX_LEFT_OUT
     """Maximum fraction of the rows of a data set that may be left out, because they cannot be used
-    or are too long; above it, the command stops. 0 allows none."""
+    or are too long; if more are left out, the command stops. 0 allows none."""
 
     allow_data_urls: bool = False
-    """Allow dataset_name to be an address of such a file, as https:// or s3://."""
+    """Allow dataset_name to be the URL of such a file, such as https:// or s3://."""
 
     output_dir: str
     """Folder for the trained model and its tokenizer, metrics.jsonl, and checkpoints."""
@@ -93,8 +93,8 @@ class SupervisedLoraArguments(LoraArguments):
 def main(argv: Sequence[str]) -> int:
     """Train and print the metrics; on an error print one line to stderr. Return the exit code.
 
-    The only argument may be the file of a `SupervisedJob`, whose metrics go to a file. The exit
-    code is 75 after SIGTERM: the training can resume from its checkpoint, if it writes any.
+    If the only argument is the file of a `SupervisedJob`, the metrics are written to a file. The
+    exit code is 75 after SIGTERM: the training can then resume, if it writes checkpoints.
     """
     try:
         with reported_errors(), explained_full_disk():
@@ -115,9 +115,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def prepare_process(sharding: str | None, *, trains_adapter: bool) -> None:
-    """Set the memory of a process of a training; call before its first matmul.
+    """Limit the memory of a training process; call this before the first matmul of the process.
 
-    Without GPUs, freed memory is reused, see `prepare_cpu_process`.
+    Without a GPU, freed memory is also reused, see `prepare_cpu_process`.
     """
     with large_imports():
         import torch
@@ -210,10 +210,10 @@ def train_supervised(argv: Sequence[str]) -> dict[str, float]:
 def parse_supervised(
     kind: str, flags: Sequence[str]
 ) -> tuple[SupervisedArguments, SupervisedConfig, SupervisedLoraArguments]:
-    """Return the settings that the flags of a training give.
+    """Return the settings that the flags of a training specify.
 
     Args:
-        kind: `sft` or `reward`; another text is not a training, and its help names both.
+        kind: `sft` or `reward`; for any other text, the help names both.
         flags: arguments after the kind.
 
     Raises:

@@ -19,10 +19,10 @@ _NOT_OF_THE_RESULT = (
 """Settings that change a result only by rounding."""
 
 RATE_FILE = "learning-rate.json"
-"""Name of the file with the result of a search for the rate, in the folder of the training."""
+"""Name of the file in the folder of the training with the result of a learning-rate search."""
 
 LOSS_AT = "loss_at_"
-"""Start of the names of metrics that hold the loss with each learning rate that was tried."""
+"""Prefix of the metrics with the loss for each learning rate that a search tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +34,9 @@ class SupervisedConfig:
     """
 
     learning_rate: float | str | None = None
-    """Peak learning rate of AdamW; after the warmup the rate falls linearly to 0. None: a rate for
-    the size of the model, see `ppo_core.config.sized_defaults`. `auto`, for a reward model only:
-    the best of three rates around that one, tried on 5 % of the pairs."""
+    """Peak learning rate of AdamW; after the warmup the rate falls linearly to 0. None chooses a
+    rate for the size of the model, see `ppo_core.config.sized_defaults`. `auto`, for a reward model
+    only, tries three rates around this default on 5 % of the pairs, and chooses the best."""
 
     num_epochs: Count = 1
     """Number of passes over the data."""
@@ -46,7 +46,7 @@ class SupervisedConfig:
 
     gradient_accumulation_steps: Count = 1
     """Number of batches in one optimizer step, which has batch_size * gradient_accumulation_steps
-    examples or pairs in all. Several processes share them."""
+    examples or pairs in all. Several processes divide these among themselves."""
 
     max_length: Count = 512
     """Maximum number of tokens of prompt plus response."""
@@ -80,8 +80,9 @@ class SupervisedConfig:
     time."""
 
     sharding: Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp2"] | None = None
-    """How several processes train one model: ddp (each has all of it), zero1 to zero3 (DeepSpeed)
-    or fsdp2 (PyTorch). None takes accelerate launch's sharding, else ddp in several processes."""
+    """How several processes train one model: ddp (each process has the full model), zero1 to zero3
+    (DeepSpeed) or fsdp2 (PyTorch). None uses the sharding of accelerate launch if there is one,
+    else ddp in several processes."""
 
     offload: bool = False
     """Keep optimizer states, and weights under zero3 and fsdp2, in the memory of the CPU."""

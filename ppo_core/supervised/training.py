@@ -61,13 +61,13 @@ def train_sft(
 ) -> dict[str, float]:
     """Fine-tune a causal language model on demonstrations.
 
-    The loss is the mean over those tokens of an optimizer step whose label is not ignored. The
+    The loss is the mean over all tokens of an optimizer step whose label is not ignored. The
     trained model and its tokenizer are saved. Call this function in every process of torchrun or
     `accelerate launch`.
 
     Args:
         model: folder or hub id of the model to start from.
-        examples: demonstrations that `read_rows` returned, or rows in a form that it reads.
+        examples: demonstrations from `read_rows`, or rows in a form that `read_rows` reads.
         config: the settings.
         output_dir: folder for the trained model, metrics.jsonl, and checkpoints.
         prompt_format: whether prompts are a chat, see `set_prompt_format`.
@@ -133,11 +133,11 @@ def train_reward_model(
     """Train a reward model to score chosen responses above rejected responses.
 
     The model gets a new score head, which is applied to the last token. The trained model and its
-    tokenizer are saved. Call this function in every process, as `train_sft`.
+    tokenizer are saved. Call this function in every process, like `train_sft`.
 
     Args:
         model: folder or hub id of a decoder-only model, for example the SFT policy.
-        pairs: preferences that `read_rows` returned, or rows in a form that it reads.
+        pairs: preferences from `read_rows`, or rows in a form that `read_rows` reads.
         config: the settings.
         output_dir: folder for the trained model, metrics.jsonl, and checkpoints.
         prompt_format: as in `train_sft`.
@@ -148,8 +148,8 @@ def train_reward_model(
         model_dir: as in `train_sft`.
 
     Returns:
-        Metrics: as `train_sft`; if the learning rate was searched, also the loss on other pairs
-        with each rate, as "loss_at_1.0e-05".
+        The metrics of `train_sft`. If the learning rate was searched, also the loss on other pairs
+        for each rate, named for example "loss_at_1.0e-05".
 
     Raises:
         ConfigError: a setting is for SFT, or the peft_config cannot be used.
@@ -208,13 +208,13 @@ def _make_folders(output_dir: str | Path, model_dir: str | Path | None) -> tuple
 
 
 def _start_and_adapter(model: str | Path, peft_config: "PeftConfig | None") -> dict[str, str]:
-    """Return the model to train, and its adapter, as texts that JSON has."""
+    """Return a description of the model to train and of its adapter, as JSON-compatible texts."""
     adapter = {} if peft_config is None else adapter_settings(peft_config)
     return {"start": str(model)} | adapter
 
 
 def _earlier_search(resume: str | Path | bool | None, output: Path) -> Path | None:
-    """Return the file of the learning-rate search before the checkpoint to resume from."""
+    """Return the result file of the search that preceded the checkpoint to resume from, or None."""
     if resume is True:
         return output / RATE_FILE
     return Path(resume).parent / RATE_FILE if resume else None
@@ -238,7 +238,9 @@ def _make_ranker(
 
 
 def connect_processes(config: SupervisedConfig, model: str | Path) -> Engine:
-    """Connect this process to the others of the training of a model.
+    """Connect this process to the other processes of a training.
+
+    If `config.bf16` is None, the machine and the hidden size of `model` determine the precision.
 
     Raises:
         ConfigError: settings of the sharding contradict each other or the launcher's.
@@ -263,11 +265,11 @@ def _save(
 ) -> None:
     """Write the trained model and its tokenizer completely or not at all; all processes must call.
 
-    An adapter is saved separately, and also merged into the written model. `start` is the model
-    before its training.
+    An adapter is saved separately, and also merged into the written model. `start` is the folder or
+    hub id of the model before its training.
 
     Raises:
-        ModelError: an adapter cannot be merged, because `start` was changed meanwhile.
+        ModelError: an adapter cannot be merged, because the files of `start` have changed.
         TrainingError: a file cannot be written, for example because the disk is full.
     """
     weights = gather_weights(engine, model, adapted)
@@ -324,6 +326,6 @@ def _load_start(path: str | Path) -> PreTrainedModel:
 
 def _checkpoint_activations(model: PreTrainedModel, config: SupervisedConfig) -> None:
     if config.gradient_checkpointing:
-        # With adapters the inputs need no gradient, and reentrant checkpointing would then compute
-        # no gradients at all.
+        # With adapters, the inputs of the layers require no gradient. Reentrant checkpointing would
+        # then compute no gradients at all.
         recompute_activations(model, {"use_reentrant": False})

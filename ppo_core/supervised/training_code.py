@@ -10,10 +10,10 @@ _PACKAGE = Path(ppo_core.__file__).parent
 
 
 def modules_of_training(entry: str) -> tuple[str, ...]:
-    """Return the names of all ppo_core modules that a training imports, and its own, sorted.
+    """Return the sorted names of `entry` and of all ppo_core modules that it imports.
 
-    The names are read from the import statements in the sources, from the module `entry` on. No
-    module is imported, so torch is not needed.
+    Indirect imports are included. The names are read from the import statements in the source
+    files. No module is imported, so torch is not needed.
     """
     found: set[str] = set()
     waiting = [entry]

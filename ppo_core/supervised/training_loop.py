@@ -42,10 +42,11 @@ MAX_GRAD_NORM = 1.0
 MOST_LINES = 500
 """Maximum number of lines in the metrics file.
 
-In a longer training a line has the means of several steps, and `grad_norm` and `lr` of the last."""
+In a longer training, a line has the means over several steps, and `grad_norm` and `lr` of the last
+of these steps."""
 
 TIMEOUT = 1800
-"""Seconds that a process waits for the others."""
+"""Seconds that a process waits for the other processes."""
 
 LESS_MEMORY = (
     "Lower batch_size and raise gradient_accumulation_steps by the same factor, set "
@@ -53,12 +54,12 @@ LESS_MEMORY = (
     "and with offload=True if that is not enough; such a training can resume. Or train LoRA "
     "adapters, or lower max_length, in a new output_dir."
 )
-"""What to do after a training that ran out of memory."""
+"""Advice in the error of a training that ran out of memory."""
 
 TOKENS_ON_CPU = 1024
-"""Maximum number of tokens of a pass on a CPU, where larger passes need memory and are no faster.
+"""Maximum number of tokens of a pass on a CPU: larger passes need more memory and are no faster.
 
-A single longer row is a pass of its own."""
+If a row is longer, the maximum is its length."""
 
 Batch = dict[str, Tensor]
 
@@ -66,11 +67,12 @@ Batch = dict[str, Tensor]
 class SummedLoss(Protocol):
     """A module whose forward pass takes a batch's tensors by name.
 
-    It returns the loss summed over the units that count, and sums of `metrics` over them.
+    The forward pass returns the loss summed over the units that count (tokens or pairs), and the
+    sums of `metrics` over the same units.
     """
 
     metrics: Sequence[str]
-    """Names of the further metrics."""
+    """Names of the metrics other than the loss."""
 
     def units(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the number () of units of a batch: tokens, or pairs."""
@@ -110,9 +112,9 @@ class TrainingLoop:
         """Prepare the module, its optimizer, and the files of the training.
 
         Args:
-            module: a `SummedLoss`, which is a module of torch.
+            module: a `SummedLoss` that is a torch module.
             data: the rows to train on.
-            config: the settings, whose learning rate is a number.
+            config: the settings; their learning rate must be a number.
             description: name of the training in the progress bar.
             adapted: the model with adapters in `module`, if there is one.
             engine: connection to the other processes.
@@ -124,7 +126,7 @@ class TrainingLoop:
         self._objective: SummedLoss = module
         self._data, self._config, self._description = data, config, description
         self._engine, self._output_dir = engine, output_dir
-        # The column of a data set would be read from disk number by number, in random order.
+        # The slice reads the column at once; else each number would be read from disk on its own.
         self._order = StepOrder.of(data.rows["length"][:], config)
         start = Fingerprint(
             settings=identity_of(config, data) | {"steps": self._order.steps},
@@ -132,7 +134,7 @@ class TrainingLoop:
         )
         if adapted is not None:
             start.models["adapter"] = adapter_settings(adapted.peft_config[adapted.active_adapter])
-            # After the fingerprint, which is the same on a machine that computes in fp32.
+            # Round only now: the fingerprint must be the same on a machine that computes in fp32.
             keep_frozen_in_bf16(adapted, engine)
         optimizer = make_optimizer(module, config)
         warmup = math.ceil(config.warmup_ratio * self._order.steps)
@@ -242,9 +244,9 @@ class TrainingLoop:
         return self._count_step([*sums.tolist(), float(units)], norm)
 
     def _own_batches(self, rows: list[int]) -> list[Batch]:
-        """Return this process's share of a step in batches; all processes have as many."""
+        """Return this process's batches of a step; all processes have the same number of them."""
         share = self._engine.share(len(rows))
-        # The last processes repeat a row if there are too few; the repetition does not count.
+        # If there are too few rows, the last processes repeat a row, with weight 0.
         first = self._engine.rank
         own = [n * self._engine.num_processes + first < len(rows) for n in range(len(share))]
         encoded = self._data.rows.__getitems__([rows[number] for number in share])
@@ -258,8 +260,8 @@ class TrainingLoop:
     def _parts(self, lengths: Sequence[int]) -> list[list[int]]:
         """Return the numbers of the rows of each pass, from the lengths of this process's rows.
 
-        Several processes make equally many passes. One process on a CPU makes passes of at most
-        `TOKENS_ON_CPU` tokens.
+        Several processes make equally many passes. In one process on a CPU, `TOKENS_ON_CPU` limits
+        the tokens of a pass.
         """
         size, engine = self._config.batch_size, self._engine
         if engine.device.type != "cpu" or engine.num_processes > 1:

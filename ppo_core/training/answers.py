@@ -1,6 +1,7 @@
-"""Answers of a policy that is read from files, by one process or several that share the prompts.
+"""Answer prompts with a policy from files, in one process or in several that divide the prompts.
 
-Each process of `python -m ppo_core.training.answers JOB.json` writes its answers beside the job.
+Each process of `python -m ppo_core.training.answers JOB.json` writes its answers into the folder of
+the job file.
 """
 
 import json
@@ -39,10 +40,10 @@ class AnswerJob:
     """Folder or hub id of the policy."""
 
     tokenizer: str
-    """Folder or hub id of its tokenizer."""
+    """Folder or hub id of the policy's tokenizer."""
 
     prompts: list[str | Messages]
-    """Texts or messages."""
+    """Prompts, as texts or messages."""
 
     prompt_format: PromptFormat
     """How the policy reads prompts; see `set_prompt_format`."""
@@ -60,8 +61,9 @@ class AnswerJob:
     """Sample from the likeliest tokens with this total probability."""
 
     stop: Literal["eos", "own"] | None = "eos"
-    """`eos` or None, as `PPOConfig.stop_token`; `own` for the stop token of the policy's files, by
-    which it is served. A policy without one is sampled at full length."""
+    """`eos` or None, as in `PPOConfig.stop_token`; or `own`, the stop token in the policy's files,
+    which also ends responses when the policy is served. If the files have no stop token, each
+    response has the full length."""
 
     stop_token_id: int | None = None
     """Id of the stop token, which replaces `stop`."""
@@ -76,14 +78,15 @@ class AnswerJob:
     """Precision of the policy."""
 
     reference: str | None = None
-    """Folder or hub id of the policy to which the KL divergence is measured; None for none."""
+    """Folder or hub id of the reference of the KL divergence; None measures no divergence."""
 
     server: ServerSettings | None = None
-    """vLLM server that samples with the policy's weights, for one process; None samples here."""
+    """vLLM server that samples with the policy's weights, for a single process. None samples in the
+    process itself."""
 
 
 def run_answer_job(job: AnswerJob, *, rank: int = 0, processes: int = 1) -> Answers:
-    """Return this process's answers: those to prompts rank, rank + processes, ...
+    """Return this process's answers to the prompts number rank, rank + processes, ...
 
     The number of processes changes an answer only by rounding, which depends on the batch.
 
@@ -97,7 +100,7 @@ def run_answer_job(job: AnswerJob, *, rank: int = 0, processes: int = 1) -> Answ
         assert job.reference is not None
         if job.reference == job.policy:
             return model
-        # The memory of a GPU may be too small for both.
+        # The memory of a GPU may be too small for both models.
         model.cpu()
         free_unused()
         return load_policy(job.reference, placement=placement)
@@ -148,7 +151,7 @@ def _file_of(folder: Path, rank: int) -> Path:
 
 
 def main(file: Path) -> int:
-    """Answer the prompts of this process; return 0, or 1 after an error, which is printed."""
+    """Answer the prompts of this process and return 0, or print an error and return 1."""
     rank, processes = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
     try:
         with reported_errors():

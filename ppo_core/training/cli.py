@@ -33,7 +33,7 @@ from ppo_core.training.model_setup import join_processes, set_up_models
 from ppo_core.training.trainer import Trainer
 
 MANY_PROMPTS, HELD_OUT = 1000, 100
-"""Of more than MANY_PROMPTS prompts, the last HELD_OUT are held out for showing samples."""
+"""If there are more than MANY_PROMPTS prompts, the last HELD_OUT are held out to show samples."""
 
 
 def train_ppo(config: PPOConfig, script: ScriptArguments, model: ModelArguments) -> None:
@@ -65,7 +65,7 @@ def train_ppo(config: PPOConfig, script: ScriptArguments, model: ModelArguments)
             resume_anyway=script.resume_anyway,
         )
     finally:
-        # Also if an integration fails at the end, such as a tracking server that is down.
+        # Save also if an integration fails at the end, for example a tracking server that is down.
         if trainer.is_done:
             trainer.save_model(script.policy_dir)
             if trainer.engine.is_main:
@@ -107,10 +107,10 @@ def load_prompts(
     tokenizer: PreTrainedTokenizerBase,
     context: int | None,
 ) -> tuple[Dataset, Dataset | None]:
-    """Return the training prompts, and the prompts for evaluation or samples, or None.
+    """Return the training prompts, and the prompts for evaluation or samples, if there are any.
 
-    Prompts are held out only if the settings ask for samples. `context` is the policy's, or None
-    without a limit.
+    Prompts are held out only if the settings ask for samples. `context` is the policy's context
+    length; None means no limit.
 
     Raises:
         ConfigError: no data set is named.
@@ -158,7 +158,7 @@ def _read_prompts(
         response_length=response_length,
         overlong=script.overlong,
     )
-    # All processes read the rows.
+    # All processes read the rows, but only one describes them.
     if is_main_process():
         print(describe_reading(fitting), file=sys.stderr)
         ids = encode_prompt(tokenizer, fitting.table[0]["prompt"])
@@ -178,7 +178,7 @@ def load_start(path: str, model: ModelArguments) -> PreTrainedModel:
     options: dict[str, Any] = {
         "revision": model.model_revision,
         "attn_implementation": model.attn_implementation,
-        # The trainer casts what it trains, and saves it in the precision of the files.
+        # The trainer casts the trained weights, and saves them in the precision of the files.
         "dtype": getattr(torch, model.dtype) if model.use_peft and named else "auto",
         "quantization_config": get_quantization_config(model),
     }
@@ -199,7 +199,7 @@ def load_reward(
         path: folder or hub id of the reward model.
         start: folder or hub id of the policy, which is used as the base if `path` is None.
         seed: seed of the random head.
-        prompt_format: "text" if the policy reads text.
+        prompt_format: "text" if the policy reads prompts as text, not as a chat.
         reading: bias, gain and end_of_text of a `RewardModel`.
 
     Raises:

@@ -26,7 +26,7 @@ from ppo_core.rollout.generate import SamplingCallbacks, sample_responses
 from ppo_core.rollout.sampler import SamplingSettings, ServerSettings, stop_token
 
 CHECKED_PROMPTS, CHECKED_TOKENS = 8, 16
-"""Number of prompts, and of tokens of each response, by which a server's weights are checked."""
+"""Number of prompts, and number of tokens per response, to check a server's weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +37,9 @@ class Answers:
     """Responses without special tokens."""
 
     kl: float | None
-    """KL divergence from the reference in nats (k1), summed over a response, mean over prompts.
-    None without a reference. Also None with greedy decoding, top_k or top_p, because these
-    responses are not samples from the policy's full distribution."""
+    """KL divergence from the reference in nats (k1), summed over each response and averaged over
+    the prompts. None without a reference. Also None with greedy decoding, top_k or top_p, because
+    these responses are not samples from the policy's full distribution."""
 
 
 def answer_prompts(
@@ -59,12 +59,13 @@ def answer_prompts(
     load_reference: Callable[[], PreTrainedModel] | None = None,
     server: ServerSettings | None = None,
 ) -> Answers:
-    """Sample a response to each prompt with training's sampler; temperature 0 decodes greedily.
+    """Sample a response to each prompt, as in training; temperature 0 decodes greedily.
 
     `stop` and `stop_token_id` are the settings `stop_token` and `stop_token_id` of PPOConfig.
-    `batch_size` is halved while memory is full. With `numbers` only these prompts are answered; an
-    answer does not depend on the other prompts. A `server` samples with the model's weights.
-    `load_reference` is called once the model is no longer needed, if there is a KL divergence.
+    `batch_size` is halved while memory is full. With `numbers`, only the prompts with these numbers
+    are answered; an answer does not depend on the other prompts. If a vLLM `server` is given, it
+    samples with the model's weights. `load_reference` is called only if the KL divergence is
+    computed, after the last use of the model.
 
     Raises:
         ModelError: there is no stop token, or the context of the server's model is too short.
@@ -115,7 +116,7 @@ def _sample_by_server(
     settings: SamplingSettings,
     batches: BatchSize,
 ) -> Rollout:
-    """Return the responses of a vLLM server, after a check that it has the policy's weights."""
+    """Return a vLLM server's responses, after a check that the server has the policy's weights."""
     # Imported here, because the vLLM client takes a second to import.
     from ppo_core.rollout.vllm_sampler import VLLMSampler
 

@@ -17,7 +17,7 @@ ADAPTER = "adapter"
 
 
 class PolicyExporter(RunContext):
-    """Writes the policy of a run; all processes must call, but only the main process writes."""
+    """Writes the policy of a run in the main process; all processes must call the methods."""
 
     @property
     def trained_model(self) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Policies between two policies, whose weights are interpolated."""
+"""Interpolate between the weights of two policies."""
 
 from pathlib import Path
 
@@ -14,17 +14,18 @@ from ppo_core.models.loading import load_policy, load_tokenizer
 def write_interpolated(start: str | Path, end: str | Path, weight: float, folder: Path) -> None:
     """Write the policy start + weight * (end - start) with the tokenizer of `end`.
 
-    Towards the start, the divergence from it falls faster than the reward (WARP, arXiv:2406.16768,
-    section 3.3). The weights have the precision of `end`, and are computed in fp32 or higher.
+    If `weight` is lowered, the divergence from the start falls faster than the reward (WARP,
+    arXiv:2406.16768, section 3.3). The weights are computed in fp32 or higher, and saved in the
+    precision of `end`.
 
     Args:
         start: folder or hub id of a causal language model.
-        end: folder of a model of the same parameters.
-        weight: number from 0, the start, to 1, the end.
+        end: folder of a model with the same parameters.
+        weight: number from 0 (the start) to 1 (the end).
         folder: folder for the policy; it is written completely or not at all.
 
     Raises:
-        ModelError: a model cannot be loaded, or the two have other parameters.
+        ModelError: a model cannot be loaded, or the parameters of the models differ.
         TrainingError: a file cannot be written, for example because the disk is full.
     """
     model = load_policy(end, dtype="auto")

@@ -37,7 +37,7 @@ def write_model_card(
 ) -> Path:
     """Write README.md into the folder of a saved policy; return its path.
 
-    `base_model` and `dataset_name` are hub ids or paths; of a path only the last part is written.
+    `base_model` and `dataset_name` are hub ids or paths; only the last part of a path is written.
     All settings except the hub token are written. `model_name` defaults to hub_model_id, or else
     the folder's name. `metrics` are from the last update. The first three `samples` are written.
     """
@@ -100,7 +100,7 @@ def push_folder(
 
 
 def without_folders(name: str) -> str:
-    """Return the last part of a path that is absolute or starts with ~; other names unchanged."""
+    """Return the last part of a path that is absolute or starts with ~; keep any other name."""
     for path in (PurePosixPath(name), PureWindowsPath(name)):
         if path.is_absolute() or name.startswith("~"):
             return path.name

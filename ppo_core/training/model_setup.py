@@ -1,4 +1,4 @@
-"""Policy, reference, critic and rewards of a run, made from the models that a script hands over."""
+"""Policy, reference, critic and rewards of a run, made from the models that a script passes."""
 
 import logging
 from collections.abc import Iterable
@@ -47,17 +47,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ScriptModels:
-    """The models of a run as a script hands them over."""
+    """The models of a run as a script passes them."""
 
     policy: nn.Module
     """A causal language model, one with a value head, or a PeftModel."""
 
     reference: nn.Module | None
-    """None: a copy of the policy, or the policy with its adapter off."""
+    """The reference; None: a copy of the policy, or a PeftModel with its adapter off."""
 
     critic: nn.Module | None
-    """None: the policy's own value head if it has one or the settings ask for it; else a copy of
-    the reward model if that reads the policy's tokens; else a copy of the policy."""
+    """The critic; None: the policy's own value head if it has one, or a new head on the policy with
+    `shared_critic`; else a copy of the reward model if the reward model reads the policy's tokens;
+    else a copy of the policy."""
 
     rewards: RewardMix
     peft_config: Any = None
@@ -158,7 +159,7 @@ def make_models(
     _require_trainable(policy, critic)
     _train_in_fp32(model, critic)
     if given.reference is not None and _shares(model, given.reference):
-        # So that its shared layers and its own have one precision.
+        # Give the reference's own layers the precision of the layers that it shares.
         given.reference.to(policy.model.dtype)
     if critic is not None:
         disable_dropout(critic)
@@ -166,7 +167,7 @@ def make_models(
         _checkpoint_activations(model, critic)
     reference = make_reference(model, given.reference, adapter=config.ref_adapter_name)
     _check_refresh(config, policy, reference)
-    # Last: a critic may have been copied from a reward model, which is sharded from here on.
+    # Do this last: a critic may have been copied from a reward model, which this may shard.
     _prepare_frozen(engine, model, policy, reference, given.rewards)
     return ModelBundle(
         policy=policy,
@@ -188,9 +189,9 @@ def _saved_dtype(given: nn.Module, policy: LanguageModel) -> torch.dtype:
 
 
 def trained_layouts(models: ModelBundle) -> dict[str, Layout]:
-    """Return the shapes of what is trained, and an adapter's settings, for the fingerprint.
+    """Return the shapes of the trained models, and an adapter's settings, for the fingerprint.
 
-    Call it before the engine prepares policy and critic: afterwards a process may hold shards.
+    Call this before the engine prepares policy and critic: later, a process may have only shards.
     """
     layouts = {"policy or critic": layout(ActorCritic(models.policy, models.critic))}
     if models.adapted is not None:
@@ -201,7 +202,7 @@ def trained_layouts(models: ModelBundle) -> dict[str, Layout]:
 
 
 def _prepared_policy(config: PPOConfig, given: ScriptModels) -> tuple[nn.Module, nn.Linear | None]:
-    """Return the policy with its new adapter, if any, and the value head that it came with."""
+    """Return the policy with its new adapter, if any, and the given policy's value head or None."""
     model, value_head = given.policy, None
     if isinstance(model, ModelWithValueHead):
         value_head, model = model.v_head.summary, model.pretrained_model
@@ -215,11 +216,11 @@ def _prepared_policy(config: PPOConfig, given: ScriptModels) -> tuple[nn.Module,
 
 
 def _without_adapter(model: nn.Module) -> nn.Module:
-    """Return a model to add an adapter to: of a PeftModel, a copy with its adapter merged."""
+    """Return a model without adapters; for a PeftModel, a copy with the adapter merged."""
     if not is_peft(model):
         return model
     merged = merged_copy(model)
-    # PEFT would name the base without the merged adapter in the files of the new one (TRL #4713).
+    # Else the new adapter's files would name the base without the merged adapter (TRL #4713).
     merged.name_or_path = ""
     logger.warning(
         "The policy's adapter is merged into a copy of its base, and the adapter of peft_config is "
@@ -243,7 +244,7 @@ def _prepare_frozen(
     reference: LanguageModel,
     rewards: RewardMix,
 ) -> None:
-    """Bring reference and reward models to the device, in shards where the policy will be."""
+    """Move reference and reward models to the device; shard them if the policy will be sharded."""
     frozen = [one for one in reward_holders(rewards, model) if one is not model]
     for scorer in rewards.models():
         if not isinstance(scorer.model, PreTrainedModel):
@@ -274,7 +275,8 @@ def require_loaded(model: object, **others: object) -> None:
 def share_random_scores(models: Iterable[object], engine: Engine) -> None:
     """Copy the random score head of process 0 to all processes, if nothing else differs.
 
-    A language model that a script loads as a classifier gets a random score in each process.
+    A language model that a script loads as a classifier gets a random head, which differs between
+    the processes.
     """
     for model in models if engine.num_processes > 1 else ():
         score = getattr(model, "score", None)
@@ -294,9 +296,10 @@ def share_random_scores(models: Iterable[object], engine: Engine) -> None:
 
 
 def require_equal_models(prints: dict[str, Layout], engine: Engine) -> None:
-    """Raise if the models differ between processes, as fingerprints of their weights tell.
+    """Raise if the fingerprints of the models' weights differ between processes.
 
-    The error is the same in all processes, because a launcher ends the others after the first.
+    All processes raise the same error, because a launcher ends the other processes after the first
+    error.
 
     Raises:
         ModelError: a process has other weights than process 0.
@@ -313,11 +316,11 @@ def require_equal_models(prints: dict[str, Layout], engine: Engine) -> None:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout to 0: the update must see the policy that sampled (detail 8)."""
+    """Set every dropout to 0: the update must train the policy that was sampled (detail 8)."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        # Layers of transformers have dropout as a float, PEFT's have one for each adapter.
+        # Layers of transformers store dropout as a float, and PEFT's layers as a dict by adapter.
         for name in [name for name in vars(module) if "drop" in name]:
             value = getattr(module, name)
             if isinstance(value, float):
@@ -402,7 +405,7 @@ def _make_policy(config: PPOConfig, model: nn.Module) -> LanguageModel:
 
 
 def _activate(model: "PeftModel", name: str) -> None:
-    """Make an adapter the active one, which is trained and saved."""
+    """Activate an adapter; the active adapter is trained and saved."""
     before = model.active_adapter
     others = [
         parameter
@@ -410,7 +413,7 @@ def _activate(model: "PeftModel", name: str) -> None:
         if parameter.requires_grad and f".{before}." not in where
     ]
     model.set_adapter(name)
-    # PEFT freezes all other adapters with that, also the critic's.
+    # `set_adapter` freezes all other adapters, including the critic's.
     for parameter in others:
         parameter.requires_grad_(True)
 

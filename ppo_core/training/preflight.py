@@ -24,7 +24,8 @@ def check_models(
     Raises:
         ModelError: the policy cannot be sampled from or saved, `stop_token_id` is not in its
             vocabulary, or another model lacks embeddings for the policy's tokens.
-        DataError: a prompt is too long for a model, or a reward model has no chat template.
+        DataError: a prompt is too long for a model, or prompts are chats and a reward model has no
+            chat template.
     """
     _check_policy(models)
     require_stop_token(_config(models.policy.model), config.stop_token_id)
@@ -60,7 +61,7 @@ def require_stop_token(config: Any, stop_token_id: int | None) -> None:
     """Raise unless `stop_token_id` is None or a token of the policy with this configuration.
 
     Raises:
-        ModelError: it is not in the vocabulary.
+        ModelError: `stop_token_id` is not in the vocabulary.
     """
     size = text_config(config).vocab_size
     if stop_token_id is not None and not 0 <= stop_token_id < size:

@@ -1,4 +1,4 @@
-"""Compare the numbers of a run's models with the models' own forward of each sequence alone."""
+"""Compare the outputs of a run's models with the models' own forward pass of single sequences."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -42,7 +42,7 @@ class SelfCheck:
     """The backend that decodes the policy; None if a server samples."""
 
     padded: dict[str, float]
-    """Model -> difference of its padded pass to its own forward of each sequence alone."""
+    """Model -> difference between its padded pass and its own forward of each sequence alone."""
 
     def as_record(self) -> dict[str, str | float]:
         """Return the result as text and numbers, for a file."""
@@ -58,20 +58,20 @@ def check_numbers(
 ) -> SelfCheck:
     """Choose how the policy decodes, and compare each model's padded pass with its own forward.
 
-    Scoring and the update make the same padded pass. Sequences of different lengths have
-    tokens of the prompts. `samples_here` is False if another process samples the responses. Call
-    before the engine prepares policy and critic.
+    Scoring and the update make the same padded pass. The compared sequences have different lengths
+    and consist of tokens from the prompts. `samples_here` is False if another process samples the
+    responses. Call this function before the engine prepares policy and critic.
 
     Raises:
-        ModelError: a model gives other numbers in a padded batch than alone, or the policy cannot
-            be sampled from.
+        ModelError: a model computes other numbers for a padded batch than for each sequence alone,
+            or the policy cannot be sampled from.
     """
     with torch.autocast(engine.device.type, enabled=False):
         decoding, difference = _check_policy(models.policy, prompts, samples_here=samples_here)
         padded = {"policy": difference}
         with engine.gathered(models.reference):
             padded["reference"] = _check_reference(models.reference, prompts)
-        # The numbers of a script's own module are what it returns: there are no others to compare.
+        # A script's own module has no other forward pass to compare with.
         if models.critic is not None and isinstance(models.critic.backbone, DecoderBackbone):
             padded["critic"] = _check_critic(models.critic, prompts)
         for number, scorer in enumerate(models.rewards.models(), start=1):
@@ -115,7 +115,7 @@ def _check_policy(
 def _check_reference(reference: LanguageModel, prompts: Sequence[Tokens]) -> float:
     _, tokens, _ = sequences_of(prompts, reference.model.config)
     logprobs = own_logprobs(reference, tokens)
-    # A causal model needs no second pass for the beginning of a sequence.
+    # The model is causal, so the beginning of a sequence needs no second pass.
     beginning = min(CHECKED_LENGTHS)
     sequences, expected = [tokens, tokens[:beginning]], [logprobs[:-1], logprobs[: beginning - 1]]
     return _check_language_model("reference", reference, sequences, expected)
@@ -124,7 +124,7 @@ def _check_reference(reference: LanguageModel, prompts: Sequence[Tokens]) -> flo
 def _check_language_model(
     name: str, model: LanguageModel, sequences: Sequence[Tokens], expected: Sequence[Tensor]
 ) -> float:
-    """Return the difference of a padded pass to `expected`, (S - 1, V) for each sequence."""
+    """Return the difference between a padded pass and `expected`, (S - 1, V) for each sequence."""
     rows = joined_texts(sequences).to(model.device)
     own = torch.cat(list(expected)).gather(1, rows.targets[:, None])[:, 0]
 
@@ -146,7 +146,7 @@ def _check_critic(critic: Critic, prompts: Sequence[Tokens]) -> float:
     ]
     states = torch.cat(alone)
     values = critic.values(states)
-    # The values of a new critic are all 0, and show no fault.
+    # The values of a new critic are all 0, so compare its hidden states instead.
     is_new = not bool(values.any())
 
     def difference() -> float:
@@ -158,7 +158,7 @@ def _check_critic(critic: Critic, prompts: Sequence[Tokens]) -> float:
 
 def _check_reward_model(scorer: RewardModel, prompts: Sequence[Tokens]) -> float:
     config = text_config(scorer.model.config)
-    # The model's own forward would take trailing padding tokens for padding.
+    # The model's own forward would treat trailing tokens that equal the pad token as padding.
     kept = [[token for token in tokens if token != config.pad_token_id] for tokens in prompts[:64]]
     sequences = sequences_of(kept, config, vocabulary=config.vocab_size)[:2]
     device = next(scorer.model.parameters()).device
@@ -193,10 +193,10 @@ def _check_padding(
     backbone: object,
     difference: Callable[[], float],
 ) -> float:
-    """Return the difference of a padded pass; give the backbone a mask where it needs one.
+    """Return the difference of a padded pass; leave the backbone in the first way that works.
 
     Raises:
-        ModelError: the difference is too large, with a mask too.
+        ModelError: the difference is too large in all ways, even with a mask.
     """
     limit, found = limit_of(model), []
     for _ in _ways(backbone):
@@ -212,7 +212,7 @@ def _check_padding(
 
 
 def _ways(backbone: object) -> Iterator[None]:
-    """Set a backbone to each way of a padded pass, the fastest first."""
+    """Set a backbone to one way after the other to make a padded pass, the fastest first."""
     yield
     if isinstance(backbone, DecoderBackbone):
         if backbone.fastest is Decoding.FAST:

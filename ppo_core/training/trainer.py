@@ -58,10 +58,10 @@ LESS_MEMORY = (
     "with offload=True if that is not enough. Then resume with --resume_anyway "
     "(resume_anyway=True). Or train LoRA adapters in a new run."
 )
-"""What to do after a training that ran out of memory."""
+"""Advice in the error of a training that ran out of memory."""
 
 ROWS_SHOWN = 5
-"""Number of rows that are printed of a table of samples; the file has all rows."""
+"""Number of rows of a table of samples that are printed; the file contains all rows."""
 
 logger = logging.getLogger(__name__)
 
@@ -69,8 +69,8 @@ logger = logging.getLogger(__name__)
 class Trainer:
     """Trains a policy with PPO to increase rewards; a KL term keeps the policy near a reference.
 
-    `step` is one update, and the phases of an update follow in their order. `train` makes all
-    updates of a run.
+    `step` runs one update. The methods after it are the phases of an update, in order. `train` runs
+    all updates.
 
     Args:
         config: the settings, as `join_processes` returns them.
@@ -78,7 +78,7 @@ class Trainer:
         prompts: the prompts, as `make_run_prompts` returns them.
         engine: the processes of the run.
         callbacks: transformers' callbacks; a step of a callback is one PPO update.
-        callback_model: the model that callbacks get; None: the policy.
+        callback_model: the model that callbacks get; if None, the policy.
         optimizers: optimizer and learning-rate scheduler; (None, None) makes AdamW and the
             schedule of the settings.
         pretraining: texts for `ptx_coef`.
@@ -186,7 +186,7 @@ class Trainer:
 
     @contextmanager
     def _undone_if_interrupted(self) -> Iterator[None]:
-        """On SIGTERM, restore counters and random states, so that the next run draws this batch."""
+        """On SIGTERM, restore counters and random states; a resumed run then draws this batch."""
         before, randomness = self._run.as_checkpoint(), global_rng_state()
         try:
             yield
@@ -256,7 +256,7 @@ class Trainer:
             for _ in range(self._run.updates, self.schedule.num_updates):
                 self._reporter.step_begin()
                 metrics = self.step()
-                # Check before any file is written, because another process may have taken over.
+                # Check before any file is written: another process may have taken over output_dir.
                 self._checkpoints.check_writer()
                 seconds = time.monotonic() - started
                 metrics["eps"] = (self._run.episodes - episodes_before) / seconds
@@ -317,7 +317,7 @@ class Trainer:
         return completions
 
     def evaluate(self) -> Metrics:
-        """Answer the evaluation prompts greedily and score the answers; see `_evaluate`.
+        """Answer the evaluation prompts greedily; log and return the mean score "eval/scores".
 
         Raises:
             ConfigError: there are no evaluation prompts.
@@ -396,7 +396,7 @@ class Trainer:
         self._reporter = self._make_reporter(callbacks, callback_model)
         digest = prompts.training.digest()
         fingerprint = ppo_fingerprint(config, self.schedule, digest, models.fingerprints)
-        # The fingerprint has the setting as it was given.
+        # Replace total_episodes after the fingerprint, which uses the setting as it was given.
         self.config = replace(config, total_episodes=self.schedule.total_episodes)
         context = vars(self._context())
         self._files = PolicyExporter(**context)
@@ -406,7 +406,7 @@ class Trainer:
         self._sampler = self._make_sampler()
         self._interruption = Interruption()
         self.is_done = False
-        """Whether `train` has made its last update."""
+        """Whether `train` has finished its updates."""
 
     def _check_models(self) -> SelfCheck:
         for prompts in (self._prompts.training, self._prompts.evaluation):

@@ -1,1 +1,1 @@
-"""Scripts of TRL's users: other people's names, arguments and loops, translated into ours."""
+"""Run scripts that were written for TRL: TRL's names, arguments and loops on our trainer."""

@@ -34,22 +34,25 @@ class PPOTrainer(ScriptNames):
         processing_class: the policy's tokenizer. A pad token is not necessary.
         model: the policy, trained in place: a causal language model, with or without a value
             head, or a PeftModel.
-        ref_model: the reference; None takes a copy of the policy, or its base without adapter.
+        ref_model: the reference. If None, the policy is copied, or the base model of a policy with
+            an adapter is used.
         reward_model: a `RewardModel`, a `...ForSequenceClassification` or another module
             (`ppo_core.models.script_modules`), a function of prompts and responses, or several of
             these as a list or a dict.
         train_dataset: prompts as a list, or a data set with the column "prompt" (text or chat
             messages), "messages" or "input_ids".
-        value_model: the critic, a `...ForSequenceClassification`, a `Critic` or another module
-            that returns a value for each token, trained in place; None copies the reward model, or
-            else the policy's backbone.
-        data_collator: function that returns the "input_ids" of rows without these columns.
+        value_model: the critic: a `...ForSequenceClassification`, a `Critic` or another module that
+            returns a value for each token. It is trained in place. If None, the policy's value head
+            is used if there is one or with `shared_critic`; else the reward model is copied; if
+            that is impossible, the policy's backbone.
+        data_collator: function that returns the "input_ids" of a list of one row, for rows without
+            these columns.
         eval_dataset: prompts for sample completions and evaluations.
         optimizers: optimizer and learning-rate scheduler; (None, None) makes AdamW and the
             schedule of the settings.
         callbacks: transformers' callbacks; a step of a callback is one PPO update.
-        peft_config: settings of an adapter to add to `model`; of the policy, only the adapter is
-            trained.
+        peft_config: settings of an adapter to add to `model`; the other weights of the policy are
+            then not trained.
         pretrain_dataset: texts for `ptx_coef`.
 
     Raises:
@@ -122,7 +125,7 @@ class PPOTrainer(ScriptNames):
         *,
         resume_anyway: bool = False,
     ) -> list[Metrics]:
-        """Run all remaining updates, as `Trainer.train`; return the metrics of each update.
+        """Run all remaining updates, like `Trainer.train`; return the metrics of each update.
 
         Raises:
             ConfigError: the settings were changed after the trainer was made.

@@ -1,4 +1,4 @@
-"""Settings for scripts that load data and models by themselves, as TRL's do."""
+"""Settings for scripts that load data and models by themselves, as TRL's scripts do."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -17,7 +17,7 @@ TRL_MODEL = "EleutherAI/pythia-160m"
 class ScriptPPOConfig(PPOConfig):
     """`PPOConfig` with TRL's default models, which TRL's documented commands rely on.
 
-    Only scripts read them: `python -m ppo_core` and the flow have no default models.
+    Only scripts use these defaults: `python -m ppo_core` and the flow have no default models.
 
     Raises:
         ConfigError: a value is out of range, two values contradict each other, or a given setting
@@ -35,7 +35,7 @@ class ScriptPPOConfig(PPOConfig):
         return {name: value for name, value in asdict(self).items() if name != "hub_token"}
 
     def to_sanitized_dict(self) -> dict[str, Any]:
-        """Return the same with texts for lists, as trackers take them."""
+        """Return `to_dict` for trackers: lists and other compound values become texts."""
         plain = (bool, int, float, str)
         return {k: v if isinstance(v, plain) else str(v) for k, v in self.to_dict().items()}
 
@@ -48,7 +48,7 @@ class ScriptPPOConfig(PPOConfig):
 class ScriptModelConfig(ModelArguments):
     """`ModelArguments` of a script, which may load models in any precision.
 
-    The trainer trains in float32, and saves the policy in the precision in which it came.
+    The trainer trains in float32, and saves the policy in the precision of the loaded model.
     """
 
     trust_remote_code: bool = False

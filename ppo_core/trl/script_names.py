@@ -43,7 +43,7 @@ STATE_FILE = "trainer_state.json"
 def with_older_names(
     function: Callable[Parameters, None], names: Mapping[str, str] = OLDER_NAMES
 ) -> Callable[Parameters, None]:
-    """Let a function take keyword arguments under their older names as well.
+    """Make a function accept keyword arguments also under their older names.
 
     Raises:
         ConfigError: an argument is given under both names.
@@ -68,9 +68,9 @@ def add_computed(
 ) -> None:
     """Add the attributes that TRL's trainer computes to the settings of a trainer, for scripts.
 
-    Only `total_episodes` is a setting; `dataclasses.replace` leaves out the others, and nothing
-    here reads them.
-    `of_callbacks` are the settings that callbacks get, which have some of them as properties.
+    Only `total_episodes` is a setting. The other attributes are read only by scripts, and
+    `dataclasses.replace` leaves them out. `of_callbacks` are the settings that callbacks get, which
+    already have some of these attributes as properties.
     """
     local = ceil(schedule.batch_size / engine.num_processes)
     computed = {
@@ -95,7 +95,7 @@ def add_computed(
 
 
 class PolicyAndValue(nn.Module):
-    """Policy and value model of a run; calls and all other attributes are the policy's."""
+    """Policy and value model of a run; forwards calls and all other attributes to the policy."""
 
     def __init__(self, policy: nn.Module, value_model: nn.Module | None) -> None:
         """Take the models, which may share parameters; without a critic, `value_model` is None."""
@@ -219,7 +219,7 @@ class ScriptNames(Trainer):
     def log(self, logs: Metrics, start_time: float | None = None) -> None:
         """Add metrics to the log history, and send them to callbacks and trackers.
 
-        `start_time` (`time.time()`) adds the metric "runtime", in seconds.
+        With `start_time` (from `time.time()`), the metric "runtime" has the seconds since then.
         """
         runtime = {} if start_time is None else {"runtime": time.time() - start_time}
         self._reporter.log(logs | runtime)

@@ -28,7 +28,7 @@ class TrlParser(HfArgumentParser):
         """Return one object of each dataclass; flags override the values of the file.
 
         The table `env` of the file sets environment variables. With `return_remaining_strings`, the
-        last entry has the flags and names that no dataclass has.
+        last entry lists the flags and names that belong to no dataclass.
 
         Raises:
             ConfigError: the file cannot be read, or a name in it is unknown or not supported.

@@ -45,7 +45,7 @@ _TRAININGS = {
 
 
 def max_tokens(model: str | Path, config: SupervisedConfig) -> int:
-    """Return the maximum number of tokens of a row: `max_length`, or the model's context."""
+    """Return the maximum number of tokens of a row: `max_length`, or a shorter model context."""
     return min(config.max_length, context_length(load_config(model)) or config.max_length)
 
 
@@ -60,12 +60,12 @@ def encode_rows(
 ) -> Rows:
     """Return rows as token ids, see `EXAMPLE_SCHEMA` and `PAIR_SCHEMA`.
 
-    `limit` is the maximum number of tokens of a row. Ties are skipped, because training on a tie
-    would teach a preference that nobody has.
+    `limit` is the maximum number of tokens of a row. Ties are pairs without a preference. They are
+    skipped, because training on a tie would teach a preference that nobody has.
 
     Raises:
-        DataError: a row is too long and `overlong` is "error", more than `rows.max_left_out` of
-            the rows are left out, or all rows are ties.
+        DataError: a row is too long and `overlong` is "error", a larger fraction of the rows than
+            `rows.max_left_out` is left out, or all rows are ties.
     """
     training = _TRAININGS[kind]
     encoding = training.encoding(tokenizer, config)

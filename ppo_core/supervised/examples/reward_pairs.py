@@ -40,10 +40,11 @@ PAIR_SCHEMA = pyarrow.schema(
 def pair_encoding(
     tokenizer: PreTrainedTokenizerBase, config: SupervisedConfig
 ) -> Encoding[RewardPair]:
-    """Return how a row becomes token ids of the prompt with each response, and the margin.
+    """Return the encoding of rows as token ids of the prompt with each response, and the margin.
 
-    Texts are encoded as by `encode_dialogue`, as when the trained model scores. The margin is 0 if
-    the row has none. A row with a text of no token cannot be used.
+    Texts are encoded as by `encode_dialogue`, which also encodes the texts that the trained model
+    scores. The margin is 0 if the row has none. A row cannot be used if the prompt with a response
+    has no token.
     """
 
     def sequences(row: Row) -> list[list[Segment]]:

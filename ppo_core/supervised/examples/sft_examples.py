@@ -50,14 +50,14 @@ EXAMPLE_SCHEMA = pyarrow.schema(
 def example_encoding(
     tokenizer: PreTrainedTokenizerBase, config: SupervisedConfig
 ) -> Encoding[SFTExample]:
-    """Return how a row becomes token ids and labels.
+    """Return the encoding of rows as token ids and labels.
 
     The columns of the row determine which tokens count in the loss:
-    - "messages": the turns of the assistant, each with the token that ends it;
+    - "messages": the turns of the assistant, including the token that ends a turn;
     - "prompt" and "completion": the completion;
     - "text": all tokens.
-    A chat template with a generation mask says itself which tokens are the assistant's. With
-    completion_only_loss=False, all tokens of the row count.
+    If the chat template has a generation mask, the mask determines which tokens are the
+    assistant's. With completion_only_loss=False, all tokens of the row count.
 
     A row cannot be used if no token counts, or if the chat template rejects the conversation or
     renders the first messages differently when more messages follow.
@@ -111,11 +111,11 @@ def _segments(
 def _chat_segments(
     tokenizer: PreTrainedTokenizerBase, messages: Messages, first: int, *, end: bool
 ) -> list[Segment]:
-    """Split a conversation into segments; assistant turns from message `first` on count.
+    """Split a conversation into segments; assistant turns from message `first` on are counted.
 
     An assistant segment starts after the chat template's generation prompt. So the tokens before
     the segment are exactly the prompt that PPO would sample a response to. The segment ends with
-    the token that ends a turn, where PPO's response ends.
+    the token that ends a turn, as a response in PPO does.
     """
     if has_generation_mask(tokenizer):
         return _masked_segments(tokenizer, messages, first)
@@ -138,7 +138,10 @@ def _chat_segments(
 def _masked_segments(
     tokenizer: PreTrainedTokenizerBase, messages: Messages, first: int
 ) -> list[Segment]:
-    """Return one segment for each token, which counts where the template's mask says so."""
+    """Return one segment for each token.
+
+    A token counts if the template's mask includes it and it is not in the first `first` messages.
+    """
     ids, mask = encode_with_mask(tokenizer, messages)
     begin = len(encode_prompt(tokenizer, messages[:first])) if first else 0
     return [

@@ -1,4 +1,4 @@
-"""The passes to time, and their times; both are files in one folder."""
+"""The job that describes the passes to time, and its result; both are files in one folder."""
 
 import json
 from collections.abc import Sequence
@@ -11,18 +11,18 @@ from ppo_core.io.atomic_files import write_atomically
 _JOB, _RESULT = "settings.json", "result.json"
 
 WORKS = "works"
-"""Metric with the number of passes that are timed in all; the metrics file has a line for each."""
+"""Metric with the number of all passes to time; each timed pass adds a line to the metrics file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedJob:
-    """The shape of a policy and the batches of a training, to time passes."""
+    """The shapes of the policy and of the batches for which passes are timed."""
 
     policy: str
-    """Folder or hub id of the policy, whose configuration is read and whose weights are not."""
+    """Folder or hub id of the policy; its configuration is read, but not its weights."""
 
     depths: Sequence[int]
-    """Numbers of layers of the models that are timed."""
+    """Number of layers of each model that is timed."""
 
     sharding: Sharding
     """How the processes share weights and optimizer states."""
@@ -54,43 +54,43 @@ class PassSeconds:
     """Number of layers."""
 
     scoring: float
-    """Seconds per token of prompt and response of a pass without gradients."""
+    """Seconds of a pass without gradients, divided by its tokens of prompts and responses."""
 
     updating: float
-    """Seconds per token of prompt and response of a pass forward and backward, in which the
-    processes exchange nothing."""
+    """Seconds of a forward and backward pass, divided by its tokens of prompts and responses. The
+    processes exchange nothing in this pass."""
 
     drawing: float
-    """Seconds for one more token of every response of a batch."""
+    """Seconds to sample one more token for every response of a batch."""
 
     gathering: float
-    """Seconds of an all-gather of sharded weights (zero3, fsdp2) or of new weights (zero1, zero2);
-    0 under ddp."""
+    """Seconds of an all-gather of sharded weights (zero3, fsdp2), or of the weights after an
+    optimizer step (zero1, zero2); 0 under ddp."""
 
     exchange: float
-    """Seconds that the exchange of weights and gradients adds to a pass forward and backward."""
+    """Seconds that the exchange of weights and gradients adds to a forward and backward pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FoundSpeed:
-    """Times that the processes of a `SpeedJob` have measured."""
+    """Times that the processes of a `SpeedJob` measured."""
 
     passes: Sequence[PassSeconds]
-    """One for each depth."""
+    """Times for each of `SpeedJob.depths`."""
 
     adam: float
-    """Seconds of an optimizer step per parameter."""
+    """Seconds of an optimizer step, divided by the number of parameters."""
 
 
 def write_speed_job(job: SpeedJob, folder: Path) -> Path:
-    """Write a job into a folder, and return its file."""
+    """Write a job into a folder, and return the job's file."""
     file = folder / _JOB
     write_atomically(file, json.dumps(asdict(job), indent=2))
     return file
 
 
 def read_speed_job(file: Path) -> SpeedJob:
-    """Return the job of a file that `write_speed_job` has written."""
+    """Return the job in a file that `write_speed_job` has written."""
     return SpeedJob(**json.loads(file.read_text(encoding="utf-8")))
 
 

@@ -1,7 +1,7 @@
-"""Time passes of a policy with few layers, in the processes and the sharding of a training.
+"""Time passes of a policy with few layers, with the processes and the sharding of a training.
 
 All processes work at the same time, as they will in the training, so they share the machine's
-memory and processors. Weights are random: they change no time.
+memory and processors. The weights are random, because their values do not affect the times.
 """
 
 import copy
@@ -32,24 +32,24 @@ MAX_DRAWN = 16
 """Maximum number of tokens of a response that are drawn for the measurement."""
 
 REPEATS = 5
-"""Measurements of each pass, after one that is left out; the median counts."""
+"""Number of measurements of each pass, after a warmup; the result is their median."""
 
 ENOUGH_SECONDS = 5.0
-"""Seconds after which a pass is not measured again: of long passes, the times differ little."""
+"""Total seconds after which a pass is not measured again: the times of long passes vary little."""
 
 PASSES = 4
-"""Passes of a model that are measured, beside the exchanges of several processes."""
+"""Number of passes that are measured for each model, without the exchanges of several processes."""
 
 MAX_GRAD_NORM = 1.0
-"""Norm to which gradients are clipped. With a learning rate of 0, any value does."""
+"""Norm to which gradients are clipped. The learning rate is 0, so any value works."""
 
 
 def measure(job: SpeedJob, note: Callable[[int, int], None]) -> FoundSpeed:
-    """Return the seconds of the passes of a job. Every process must call this function.
+    """Time the passes of a job. Every process must call this function.
 
     Args:
         job: the job.
-        note: called after each pass, with the number of passes so far, and of all passes.
+        note: called after each pass, with the number of passes so far and the total number.
 
     Raises:
         ConfigError: see `Engine`.
@@ -73,7 +73,7 @@ def measure(job: SpeedJob, note: Callable[[int, int], None]) -> FoundSpeed:
 
 
 def _with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
-    """Return a copy of a configuration with this number of layers; their kinds repeat."""
+    """Return a copy of a configuration with this number of layers; the layer types repeat."""
     config = copy.deepcopy(config)
     text = text_config(config)
     text.num_hidden_layers = layers
@@ -109,7 +109,7 @@ class _Clock:
         before: Callable[[], object] = lambda: None,
         after: Callable[[], object] = lambda: None,
     ) -> float:
-        """Return the slowest process's median seconds of `work`, without `before` and `after`."""
+        """Return the slowest process's median seconds of `work` alone."""
         measured: list[float] = []
         while len(measured) <= REPEATS:
             before()
@@ -128,11 +128,11 @@ class _Clock:
 
 
 def _passes(model: PreTrainedModel, job: SpeedJob, clock: _Clock, adam: float) -> PassSeconds:
-    """Return the times of a policy; `adam` are seconds of an optimizer step per parameter."""
+    """Return the times of a policy; `adam` is the seconds per parameter of an optimizer step."""
     engine = clock.engine
     model.to(engine.device)  # type: ignore[arg-type]
     if engine.shards_weights:
-        # A forward hook, as sharded weights have, leaves the passes to transformers' forward.
+        # With a forward hook, as sharded weights have, passes use transformers' forward.
         model.base_model.register_forward_pre_hook(lambda *_: None)
     policy = LanguageModel(model)
     rollout = _rollout(job.trained_rows, job.prompt_tokens, job.response_tokens, engine)
@@ -157,7 +157,7 @@ def _passes(model: PreTrainedModel, job: SpeedJob, clock: _Clock, adam: float) -
 
 
 def _draw(policy: LanguageModel, job: SpeedJob, length: int) -> None:
-    """Sample responses of exactly so many tokens."""
+    """Sample responses of exactly `length` tokens."""
     prompts = [[0] * job.prompt_tokens] * job.sampled_rows
     uniforms = torch.full((len(prompts), length), 0.5)
     settings = SamplingSettings(stop_token_id=NO_STOP_TOKEN, temperature=1.0)
@@ -165,7 +165,7 @@ def _draw(policy: LanguageModel, job: SpeedJob, length: int) -> None:
 
 
 def _rollout(rows: int, prompt_tokens: int, response_tokens: int, engine: Engine) -> Rollout:
-    """Return responses of exactly so many tokens, all of them 0."""
+    """Return a rollout with exactly the given numbers of tokens; all token ids are 0."""
 
     def zeros(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=engine.device)
@@ -192,7 +192,7 @@ def _loss(module: nn.Module, policy: LanguageModel, rollout: Rollout, engine: En
 
 
 def _exchanges(engine: Engine) -> int:
-    """Return how many passes `_exchange` measures."""
+    """Return the number of passes that `_exchange` measures."""
     if engine.num_processes == 1:
         return 0
     return 3 if engine.shards_weights or engine.is_deepspeed else 2
@@ -201,8 +201,8 @@ def _exchanges(engine: Engine) -> int:
 def _exchange(trained: ActorCritic, clock: _Clock, adam: float) -> tuple[float, float]:
     """Return the seconds of `PassSeconds.gathering` and `PassSeconds.exchange`.
 
-    A pass of two tokens computes next to nothing, so almost all its time is exchange. The time of
-    the same pass without the engine, which exchanges nothing, is subtracted.
+    A pass of two tokens computes next to nothing, so the exchange takes almost all of its time. The
+    time of the same pass without the engine is subtracted, because that pass exchanges nothing.
     """
     engine = clock.engine
     if engine.num_processes == 1:
@@ -239,7 +239,7 @@ def _exchange(trained: ActorCritic, clock: _Clock, adam: float) -> tuple[float, 
 
 
 def _adam_seconds(clock: _Clock) -> float:
-    """Return the seconds of an optimizer step per parameter."""
+    """Return the seconds of an optimizer step, divided by the number of parameters."""
     parameters = nn.Parameter(torch.zeros(2**22, device=clock.engine.device))
     parameters.grad = torch.zeros_like(parameters)
     optimizer = torch.optim.AdamW([parameters], fused=True)

@@ -6,8 +6,8 @@
         stats = trainer.step(batch["input_ids"], responses, scores)
         trainer.log_stats(stats, batch, scores)
 
-Names and arguments are TRL's, as in its PPO up to 0.11. `step` and `ppo_core.PPOTrainer` share the
-code of the PPO update.
+Names and arguments are as in TRL's PPO up to 0.11. `step` and `ppo_core.PPOTrainer` share the code
+of the PPO update.
 """
 
 from transformers import set_seed

@@ -60,7 +60,7 @@ CLASSIC_NO_EFFECT = CLASSIC_INSTEAD.keys() - {
     "forward_batch_size",
     "push_to_hub_if_best_kwargs",
 }
-"""Settings of which no value would change a result; any value causes one log line."""
+"""Settings that change no result, whatever their value; any value causes one log line."""
 
 
 @partial(refusing_unsupported, instead=CLASSIC_INSTEAD, no_effect=CLASSIC_NO_EFFECT)
@@ -143,7 +143,7 @@ class ClassicPPOConfig:
     """Clip the probability ratio to [1 - cliprange, 1 + cliprange]."""
 
     cliprange_value: float = 0.2
-    """Maximum distance of the critic's new values from those at sampling time, by clipping."""
+    """Clip the critic's new values to this distance from the values at sampling time."""
 
     vf_coef: float = 0.1
     """Weight of the value loss in the total loss."""

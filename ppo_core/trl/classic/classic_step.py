@@ -61,7 +61,7 @@ class ClassicStep:
         )
         self.train_state = self._make_train_state(optimizer)
         self.sampled = SamplingSettings(stop_token_id=NO_STOP_TOKEN, temperature=config.temperature)
-        """The distribution that the responses of the next step were sampled from."""
+        """The distribution from which the responses of the next step were sampled."""
         self._run = RunState.at_start(self._settings, self._schedule, config.steps)
         self._timer = PhaseTimer()
 

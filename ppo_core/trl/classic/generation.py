@@ -37,13 +37,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "watermarking_config": (None,),
     "prompt_lookup_num_tokens": (None,),
 }
-"""Argument of `generate` -> values with which it samples from the policy itself, default first."""
+"""Argument of `generate` -> values that sample from the policy itself, the default first."""
 
 ONE_SEQUENCE: dict[str, tuple[Any, ...]] = {
     "num_return_sequences": (1, None),
     "return_dict_in_generate": (False, None),
 }
-"""Argument of `generate` -> values with which it returns one sequence for each query."""
+"""Argument of `generate` -> values that return one sequence for each query."""
 
 OTHER_ENDS = {"stop_strings", "stopping_criteria", "max_time"}
 """Arguments that may end a response without an end token."""
@@ -72,11 +72,11 @@ class Generation:
     """Temperature, top_k and top_p, which `step` accounts for."""
 
     unaccounted: list[str]
-    """Arguments, as "name=value", of which `step` knows nothing."""
+    """Arguments, as "name=value", that `step` does not account for."""
 
     @classmethod
     def of(cls, given: dict[str, Any], temperature: float) -> "Generation":
-        """Read the arguments of a script; `temperature` is the default.
+        """Read the arguments of a script; `temperature` is the default temperature.
 
         Raises:
             ConfigError: an argument asks for several sequences for a query, or the
@@ -106,7 +106,7 @@ class Generation:
         unaccounted = [name for name in others if name not in accounted]
         known = chosen
         if unaccounted:
-            # The distribution is unknown, so step() takes the policy itself.
+            # The distribution is unknown, so step() assumes that the policy itself was sampled.
             known = policy if "do_sample" in others else {**chosen, "top_k": 0, "top_p": 1.0}
         return cls(
             {**defaults, **others, **chosen},
@@ -115,7 +115,7 @@ class Generation:
         )
 
     def warning(self, estimator: str) -> str | None:
-        """Return what is wrong with the statistics of `step` on these responses, if anything."""
+        """Return a warning if the statistics of `step` on these responses are biased, else None."""
         if self.unaccounted:
             return (
                 f"generate() samples with {', '.join(self.unaccounted)}, and so not from the "
@@ -151,7 +151,7 @@ def generate_responses(
     `length_sampler` draws max_new_tokens for each batch of `batch_size` queries.
     """
     if OTHER_ENDS & arguments.keys():
-        # In larger batches, padding would follow such a response without an end token between.
+        # In larger batches, padding would directly follow such a response, without an end token.
         batch_size = 1
     has_encoder = bool(getattr(model.config, "is_encoder_decoder", False))
     generate = _after_encoder if has_encoder else _after_prompt

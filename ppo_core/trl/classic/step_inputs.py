@@ -1,4 +1,4 @@
-"""Checks of the tensors that a script passes to a classic step, and their rollout."""
+"""Check the tensors that a script passes to a classic step, and make a rollout from them."""
 
 from collections.abc import Sequence
 
@@ -55,7 +55,8 @@ def make_rollout(
     """Return a rollout of queries (P,) and responses (T,); its log-probabilities are set to 0.
 
     `start_token_id` is the first decoder input of an encoder-decoder model, else None. This token
-    is removed from responses, because `generate` puts it there and the policy did not sample it.
+    is removed from the start of responses, because `generate` adds it and the policy does not
+    sample it.
 
     Raises:
         DataError: the number of queries, responses or masks is not `batch_size`, one of them is

@@ -13,7 +13,7 @@ from ppo_core.reporting.metrics import Metrics, explained_variance, update_metri
 from ppo_core.reporting.sample_table import Completions
 
 Stats = dict[str, Any]
-"""Name -> number, or an array (B,) of a number per response, or (B, T) of one per token."""
+"""Name -> a number, an array (B,) of numbers per response, or an array (B, T) of them per token."""
 
 OF_UPDATE = {
     "ppo/loss/policy": "loss/policy_avg",
@@ -108,7 +108,7 @@ def texts_table(
 ) -> Completions | None:
     """Return a table of queries, responses and rewards, or None without query or response texts.
 
-    `gather` concatenates the lists of all processes. Further columns of the table are `columns`.
+    `gather` concatenates the lists of all processes. `columns` names further columns of the table.
 
     Raises:
         DataError: the batch lacks one of `columns`.
