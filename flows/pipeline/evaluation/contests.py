@@ -49,7 +49,7 @@ def evaluate(
             contestant `reference`, or of `sft` if there are no references.
         contests: (candidate, opponent) pairs of keys of `texts`.
         people: rows with `prompt`, `first`, `second` and a person's `label`; may be empty.
-        config: limits above which the result is inconclusive.
+        config: limits of the rates and of kappa; beyond a limit, the result is inconclusive.
         canaries_decide: whether the result is inconclusive if the judge falls for canaries.
         seed: seed of the bootstrap intervals.
 
