@@ -167,7 +167,7 @@ class _Between:
         self, data: RunData, start: str, end: str, prompts: Sequence[JudgedPrompt], folder: Path
     ) -> None:
         self.prompts = prompts
-        # Not the random numbers of the evaluation, which judges the chosen policy later.
+        # Use other random numbers than the evaluation, which judges the chosen policy later.
         self.settings = replace(data.settings, seed=(data.settings.seed + 1) % 2**32)
         self._start = start
         self._end = end

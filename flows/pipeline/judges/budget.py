@@ -64,7 +64,7 @@ class Budget:
         return self._tokens.total()
 
     def spent(self, before: Mapping[str, Spent]) -> dict[str, Spent]:
-        """Return what each judge that was called has spent, with what was spent before, by name."""
+        """Return what each judge has spent, by name of the judge, including `before`."""
         own = {
             name: Spent(
                 calls=calls, tokens=None if name in self._unreported else self._tokens[name]
