@@ -59,7 +59,7 @@ class Backward:
 
 
 class Speed(ExchangeSpeed, Protocol):
-    """Seconds of the parts of a training, in one of its processes."""
+    """Seconds that one process of a training takes for each part of the training."""
 
     def forward(self, model: ModelSize, tokens: float, logit_tokens: float) -> float:
         """Return seconds of passes without gradients, with logits for some of the tokens."""
@@ -70,13 +70,13 @@ class Speed(ExchangeSpeed, Protocol):
         """Return seconds of passes forward and backward."""
 
     def decoding(self, model: ModelSize) -> float:
-        """Return seconds in which each sequence of a batch grows by one token."""
+        """Return seconds to sample one token for each sequence of a batch."""
 
     def launching(self, model: ModelSize) -> float:
         """Return the minimum duration of a pass, in seconds."""
 
     def optimizer(self, parameters: float) -> float:
-        """Return seconds of an optimizer step on so many parameters."""
+        """Return seconds of an optimizer step on this number of parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ class TableSpeed:
         return passes * self.forward(model, tokens, logit_tokens) + repeated
 
     def decoding(self, model: ModelSize) -> float:
-        """Return seconds in which each sequence of a batch grows by one token.
+        """Return seconds to sample one token for each sequence of a batch.
 
         The time is the time to read all weights from memory, because each takes part in few
         operations. In a small model, launching the kernels takes longer.
@@ -124,7 +124,7 @@ class TableSpeed:
         return LAUNCHES * model.layers
 
     def optimizer(self, parameters: float) -> float:
-        """Return seconds of an optimizer step on so many parameters."""
+        """Return seconds of an optimizer step on this number of parameters."""
         assert self.gpu.bandwidth is not None
         return FP32 * OPTIMIZER_NUMBERS * parameters / (PEAK_SHARE * self.gpu.bandwidth)
 

@@ -57,7 +57,7 @@ class Attempt:
 
 @contextmanager
 def measured(step: str, run: FlowRun, machines: int) -> Iterator[None]:
-    """Measure an attempt of a step; the first machine writes its files.
+    """Measure an attempt of a step, and write it to a file; only the first machine does so.
 
     Args:
         step: name of the step.

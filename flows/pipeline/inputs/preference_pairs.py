@@ -50,7 +50,7 @@ class LabelledPair:
     """Number of people who voted."""
 
     agreement: float | None = None
-    """Fraction of the votes that hold the most frequent opinion; None for a single vote."""
+    """Fraction of the votes for the most frequent opinion; None for a single vote."""
 
 
 def label_pairs(rows: Iterable[Row]) -> list[LabelledPair]:

@@ -101,7 +101,7 @@ class Budget:
         self._calls[judge] += 1
 
     def add_tokens(self, judge: str, tokens: int | None) -> None:
-        """Add the tokens of a judge's question and reply; None if its server reports none.
+        """Add the tokens of a judge's question and reply; None if the server does not report them.
 
         Raises:
             JudgeError: `tokens` is None, and `max_tokens` is set.

@@ -55,7 +55,7 @@ def answer(job: AnswerJob, *, processes: int, folder: Path, stall_minutes: float
 
 
 def answer_in_run(job: AnswerJob, settings: Settings, folder: Path) -> Answers:
-    """Return the answers to all prompts of a job, see `answer`; a run's settings set the processes.
+    """Return the answers to all prompts of a job, with the processes that the settings allow.
 
     `folder` is the folder of the run.
     """

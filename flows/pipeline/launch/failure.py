@@ -13,7 +13,7 @@ from ppo_core.errors import PPOError, ProcessError, RunInterruptedError
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """The process whose end ended the training, with exit code and report."""
+    """The process that ended first and so ended the training, with exit code and report."""
 
     rank: int
     """Rank of the process; -1 for torchrun itself."""
