@@ -1,4 +1,4 @@
-"""Memory, time and price of a run's trainings before it starts, and what to choose."""
+"""Estimate memory, time and price of a run's trainings before it starts; recommend settings."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -30,27 +30,28 @@ from pipeline.settings.settings import Settings
 from ppo_core.errors import ConfigError, ModelError, ProcessError
 
 NUMBERS_OF_GPUS = (1, 2, 4, 8)
-"""Numbers of GPUs of one machine that are compared."""
+"""Numbers of GPUs, all in one machine, whose prices are compared."""
 
 
 SpeedOf = Callable[[TrainingSize], Speed]
-"""The speed of the devices of a training, in its precision and sharding."""
+"""Function that returns the speed of the devices of a training, in the training's precision and
+sharding."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingCost:
-    """A training, and the time that it takes at a speed."""
+    """A training, and functions that compute its size on other processes and its time."""
 
     training: Training
     size_on: Callable[[Processes], TrainingSize | None]
     """Size of the training with other processes."""
 
     seconds: Callable[[TrainingSize, Speed], float]
-    """Seconds of the training with such a size, on processes of this speed."""
+    """Seconds of the training, from its size and the speed of its processes."""
 
 
 def describe_memory_of(works: Sequence[TrainingCost], settings: Settings) -> list[str]:
-    """Return lines of text: memory, the table, and what to choose.
+    """Return lines of text: the memory of the trainings, the table, and recommended settings.
 
     Args:
         works: the trainings of the run; PPO is the last one.
@@ -95,7 +96,10 @@ def describe_time_of(works: Sequence[TrainingCost], settings: Settings) -> list[
 
 
 def _device(works: Sequence[TrainingCost], settings: Settings) -> tuple[Gpu | None, int]:
-    """Return the GPU, and its usable memory; without one, this machine's for each process."""
+    """Return the GPU and its usable memory in bytes.
+
+    Without a GPU, return None and the share of this machine's memory for each process.
+    """
     gpu = find_gpu(settings.hardware)
     if gpu:
         return gpu, gpu.usable
@@ -121,7 +125,7 @@ def _recommendations(trainings: Sequence[Training], usable: int, *, on_gpus: boo
 def _time_and_price(
     works: Sequence[TrainingCost], settings: Settings, gpu: Gpu | None, usable: int
 ) -> str:
-    """Return the time of the trainings as they are set, and their price if it is known."""
+    """Return the time of the trainings with the run's settings, and the price if it is known."""
     size = works[-1].training.size
     assert isinstance(size, PPOSize)
     missing = missing_speeds(gpu, size.processes, size.machines) if gpu else []
@@ -161,7 +165,7 @@ def _time_and_price(
 
 
 def _assumed_decoding(size: PPOSize, speed: Speed) -> str:
-    """Return the line that says how long a token of all responses of a batch is assumed to take."""
+    """Return a line with the assumed time to sample one token for each response of a batch."""
     return (
         f"\nassumed: {1000 * speed.decoding(size.policy):.1f} ms for a token of each of "
         f"{size.sampled_rows} responses sampled together, which is at least "
@@ -183,7 +187,8 @@ def _speeds_of(gpu: Gpu) -> SpeedOf:
 def _speeds_here(works: Sequence[TrainingCost], settings: Settings) -> SpeedOf:
     """Return the speed of this machine, measured with the batches of PPO.
 
-    It is measured for each precision and sharding of the trainings, in `MAX_SECONDS` together.
+    The speed is measured once for each precision and sharding among the trainings. All measurements
+    together take at most `MAX_SECONDS`.
 
     Raises:
         ConfigError: see `measure_speed`.
@@ -210,7 +215,7 @@ def _precision_and_sharding(size: TrainingSize) -> tuple[bool, str]:
 
 
 def _cheapest(works: Sequence[TrainingCost], settings: Settings) -> str:
-    """Return the GPUs of the table on which the trainings fit, and cost least."""
+    """Return, as text, the GPUs of the table on which the trainings fit at the lowest price."""
     offers = []
     table = read_gpus(settings.hardware).values()
     gpus = [gpu for gpu in table if gpu.price]
@@ -218,7 +223,7 @@ def _cheapest(works: Sequence[TrainingCost], settings: Settings) -> str:
         try:
             on_these = [_on_gpus(work, number) for work in works]
         except ConfigError:
-            continue  # The batches cannot be shared by so many processes.
+            continue  # The batches cannot be divided among this number of processes.
         for gpu in gpus:
             if missing_speeds(gpu, number, machines=1):
                 continue
@@ -241,10 +246,10 @@ def _cheapest(works: Sequence[TrainingCost], settings: Settings) -> str:
 
 
 def _on_gpus(work: TrainingCost, number: int) -> TrainingCost:
-    """Return a training with so many processes of one machine, each on a GPU.
+    """Return a training on `number` processes of one machine, each with a GPU.
 
     Raises:
-        ConfigError: its batches cannot be shared by so many processes.
+        ConfigError: the batches cannot be divided among this number of processes.
     """
     size = work.size_on(Processes(number=number, on_gpus=True))
     assert size is not None
@@ -252,7 +257,10 @@ def _on_gpus(work: TrainingCost, number: int) -> TrainingCost:
 
 
 def _fastest(work: TrainingCost, gpu: Gpu) -> tuple[Choice, float] | None:
-    """Return the fastest way on such GPUs by the run's method and critic, and its seconds."""
+    """Return the fastest choice that fits on these GPUs, and its seconds.
+
+    Return None if nothing fits with the run's method (all parameters or LoRA) and kind of critic.
+    """
     training = work.training
     way = recommended(training, gpu.usable, on_gpus=True)
     if way is None or way.shares_critic or way.lora != bool(training.size.adapter):

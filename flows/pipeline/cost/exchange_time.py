@@ -4,8 +4,9 @@ ddp and zero1 reduce (sum) all gradients once for each optimizer step; zero1 the
 weights. zero2 reduces gradients in each backward pass, and gathers the new weights once for each
 step (arXiv:1910.02054, section 5). fsdp2 reduces gradients in each backward pass. It gathers the
 weights of the layers for the forward and for the backward pass, and other weights once
-(arXiv:2304.11277, section 3). zero3 reduces likewise, and gathers all weights for both passes, or
-once if the model has at most `REUSED` parameters.
+(arXiv:2304.11277, section 3). zero3 also reduces gradients in each backward pass. It gathers all
+weights for the forward and again for the backward pass, or only once if the model has at most
+`REUSED` parameters.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,8 +19,8 @@ from pipeline.cost.memory.sizes import FP32, ModelSize, Shards
 from pipeline.cost.memory.supervised_memory import SupervisedSize
 
 REUSED = 500_000_000
-"""Parameters up to which ZeRO-3 keeps a model's gathered weights from the forward to the backward
-pass: half of DeepSpeed's stage3_max_reuse_distance, which counts both passes."""
+"""Largest number of parameters for which ZeRO-3 keeps the gathered weights between the passes. It
+is half of DeepSpeed's stage3_max_reuse_distance, which counts the parameters of both passes."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def ppo_exchange_seconds(
     Args:
         size: sizes of models and batches.
         speed: speed of the processes.
-        batch_rows: responses of a process.
+        batch_rows: responses of a process in the update.
         step_rows: responses of a process in an optimizer step.
         steps: optimizer steps of the update.
         samples_here: whether the training's processes sample; otherwise a server samples.
@@ -92,7 +93,7 @@ def supervised_exchange_seconds(
 ) -> float:
     """Return the seconds of exchange in a supervised training.
 
-    `passes` is the number of passes in an optimizer step, and `steps` of optimizer steps.
+    `passes` is the number of passes in an optimizer step. `steps` is the number of optimizer steps.
     """
     if size.processes == 1:
         return 0.0
@@ -108,7 +109,7 @@ def _step_exchange_seconds(
     learning: Sequence[ParameterCount],
     passes: int,
 ) -> float:
-    """Return the seconds of exchange in an optimizer step after `passes` forward and backward."""
+    """Return the seconds of exchange in an optimizer step of `passes` forward-backward passes."""
     reducing = sum(map(speed.reducing, learning))
     if size.shards_weights:
         return passes * (reducing + sum(_gathering_of_a_pass(size, speed, one) for one in models))
@@ -117,7 +118,7 @@ def _step_exchange_seconds(
 
 
 def _gathering_of_a_pass(size: Shards, speed: ExchangeSpeed, model: ParameterCount) -> float:
-    """Return the seconds in which a pass forward and backward gathers the weights of a model."""
+    """Return the seconds to gather a model's weights in one forward-backward pass."""
     if size.sharding == "fsdp2":
         return speed.gathering(model) + speed.gathering(ParameterCount(model.layers))
     is_kept = model.layers + model.outside <= REUSED
@@ -131,12 +132,12 @@ def _gathering_seconds(
     batches: int,
     sampling_passes: int,
 ) -> float:
-    """Return the seconds in which sharded weights are gathered for sampling and scoring.
+    """Return the seconds to gather sharded weights for sampling and scoring in an update.
 
-    With `gathers`, sampling and the critic gather the module of policy and critic, the reward
-    model and the reference each gather their own weights, and the reference of an adapter gathers
-    the module. Without `gathers`, each pass gathers again: under fsdp2 its layers, under zero3 all
-    its weights.
+    With `gathers`, the weights are gathered four times: policy and critic, which are one module,
+    for sampling and again for the critic's pass; the reward model; and the reference. The reference
+    of an adapter is in the module of policy and critic. Without `gathers`, each pass gathers
+    weights again: under fsdp2 the weights of the layers, under zero3 all weights.
     """
     policy, critic = module[0], module[-1]
     reference = module if size.adapter else [policy]
@@ -159,5 +160,5 @@ def _gathering_seconds(
 
 
 def rows_of_a_pass(size: PPOSize) -> int:
-    """Return how many of the longest responses a process trains on in a pass."""
+    """Return the number of sequences of maximum length that a process trains on in a pass."""
     return max(size.trained_tokens // (size.prompt_tokens + size.response_tokens), 1)

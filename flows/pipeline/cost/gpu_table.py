@@ -14,23 +14,23 @@ from ppo_core.errors import ConfigError
 TABLE = Path(__file__).parents[2] / "gpus.toml"
 
 GB = 10**9
-"""Bytes of the unit in which makers give a bandwidth."""
+"""Bytes of a gigabyte, the unit of bandwidths in the table."""
 
 USABLE = 0.9
-"""Fraction of a GPU's memory that tensors may take. CUDA's context, and blocks that are not full,
-take the rest."""
+"""Fraction of a GPU's memory that tensors may take. The rest is for CUDA's context and for unused
+parts of allocated blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """A type of GPU. A number is None if nobody gave it."""
+    """A type of GPU. A number is None if neither the table nor the settings specify it."""
 
     name: str
     device: str = ""
-    """Full name that CUDA gives it; empty if nobody gave it."""
+    """Full device name that CUDA reports; empty if it is unknown."""
 
     memory: int
-    """Bytes."""
+    """Bytes of memory."""
 
     bf16: float | None = None
     """Operations per second in bfloat16."""
@@ -39,13 +39,13 @@ class Gpu:
     """Operations per second in fp32."""
 
     bandwidth: float | None = None
-    """Bytes per second of its memory."""
+    """Bandwidth of the GPU's memory, in bytes per second."""
 
     link: float | None = None
-    """Bytes per second, one way, between GPUs of its machine."""
+    """Bandwidth between GPUs of one machine, one way, in bytes per second."""
 
     network: float | None = None
-    """Bytes per second, one way, between its machine and others."""
+    """Bandwidth between machines, one way, in bytes per second."""
 
     price: float | None = None
     """US dollars per hour."""
@@ -57,10 +57,10 @@ class Gpu:
 
 
 def read_gpus(config: HardwareConfig) -> dict[str, Gpu]:
-    """Return all GPUs by name, with the settings' numbers in the place of the table's.
+    """Return all GPUs by name; numbers of the settings replace numbers of the table.
 
     Raises:
-        ConfigError: a GPU of the settings is in no table and has no memory.
+        ConfigError: a GPU of the settings is not in the table, and its memory is not specified.
     """
     facts = _facts(config)
     for name, known in facts.items():
@@ -73,10 +73,10 @@ def read_gpus(config: HardwareConfig) -> dict[str, Gpu]:
 
 
 def find_gpu(config: HardwareConfig) -> Gpu | None:
-    """Return the GPU that the settings name, else this machine's GPU; None without one.
+    """Return the GPU that the settings name, else this machine's GPU; None if it has none.
 
     Raises:
-        ConfigError: there is no GPU of this name; or see `read_gpus`.
+        ConfigError: the settings name an unknown GPU; or see `read_gpus`.
     """
     gpus = read_gpus(config)
     if config.gpu:
@@ -93,10 +93,12 @@ def find_gpu(config: HardwareConfig) -> Gpu | None:
 
 
 def processes_on_a_machine(settings: Settings) -> int:
-    """Return the number of processes of a training on each machine; on GPUs one for each.
+    """Return the number of processes of a training on each machine.
+
+    This is the setting `processes`, or else one per GPU, or one without GPUs.
 
     Raises:
-        ConfigError: the settings name a GPU that is not in this machine, and no number of them.
+        ConfigError: the settings name a GPU but not `processes`, and this machine has no GPU.
     """
     if settings.hardware.gpu and not (settings.processes or found_gpus()):
         raise ConfigError(
@@ -111,19 +113,19 @@ def price_per_hour(found: FoundGpu, gpus: Mapping[str, Gpu], named: str) -> floa
     """Return the price of a GPU that a step has used; None if it is unknown.
 
     Args:
-        found: the GPU.
+        found: the GPU that the step has used.
         gpus: all GPUs by name, see `read_gpus`.
-        named: name of the GPU in the settings, which counts if the table lacks the one found.
+        named: name of the GPU in the settings; its price is used if `gpus` lacks the found GPU.
     """
     gpu = _of_the_table(found, gpus) or gpus.get(named)
     return gpu.price if gpu else None
 
 
 def _of_the_table(found: FoundGpu, gpus: Mapping[str, Gpu]) -> Gpu | None:
-    """Return the GPU with the full device name of the found one.
+    """Return the GPU whose full device name is the name of the found GPU; None if there is none.
 
-    The beginning of a name is not enough: an L40 is no L4, and a slice of a GPU (MIG) is not the
-    whole one.
+    The beginning of a name is not enough: an L40 is not an L4, and a slice of a GPU (MIG) is not
+    the whole GPU.
     """
     return next((gpu for gpu in gpus.values() if gpu.device == found.name), None)
 

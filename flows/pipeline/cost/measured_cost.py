@@ -15,15 +15,15 @@ from pipeline.settings.hardware_config import HardwareConfig
 def cost_of_run(
     run: FlowRun, config: HardwareConfig, trained: TrainedPolicy, spent: Mapping[str, Spent]
 ) -> RunCost:
-    """Return the cost of a run; what is unknown is None.
+    """Return the cost of a run.
 
-    A price is unknown if a table lacks it, or a server does not report tokens.
+    A price is None if a table lacks it, or if a judge's server does not report tokens.
 
     Args:
         run: the run of the flow.
         config: prices of GPUs and judges.
-        trained: the policy after PPO, with its tokens.
-        spent: calls and tokens of the judges, in the validation and the evaluation.
+        trained: the policy after PPO, with the numbers of sampled and trained tokens.
+        spent: calls and tokens of each judge, in the validation and the evaluation.
     """
     gpus, attempts = read_gpus(config), recorded_attempts(run)
     steps = {}
@@ -45,7 +45,7 @@ def cost_of_run(
 
 
 def cost_numbers(cost: RunCost) -> dict[str, float]:
-    """Return the numbers of a cost by their names in MLflow, without prices that are unknown."""
+    """Return the known numbers of a cost, by their names in MLflow."""
     numbers: dict[str, float | None] = {
         "gpu_hours": cost.gpu_hours,
         "price": cost.price,

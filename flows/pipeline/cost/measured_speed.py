@@ -1,7 +1,7 @@
-"""Speed of this machine on the policy of a run, measured on two models of few layers.
+"""Measure the speed of this machine on the policy of a run, with two models of few layers.
 
-A pass takes a + b L seconds with L layers. Two depths give b, the time of a layer, and a, that of
-everything outside the layers: embeddings, LM head, and drawing tokens.
+A pass through L layers takes a + b L seconds. Models of two depths give b, the time of a layer, and
+a, the time of everything outside the layers: embeddings, LM head, and drawing tokens.
 """
 
 import time
@@ -24,16 +24,17 @@ PROGRAM = ("ppo_core.training.speed",)
 """Module that measures the speed, see `pipeline.launch.commands.PPO`."""
 
 NAME_A_GPU = "Name a GPU with all its numbers: [hardware] gpu."
-"""What to do where this machine cannot be timed."""
+"""Advice in an error if this machine cannot be timed."""
 
 MAX_LAYERS = 6
 """Maximum number of layers of the deeper of the two models that are measured."""
 
 MAX_PARAMETERS = 5 * 10**8
-"""Parameters above which a model is not measured: it would take minutes."""
+"""Maximum number of parameters of a measured model; a larger model would take minutes."""
 
 MAX_SECONDS = 180.0
-"""Time limit of the measurements of a check. Time and price are then not known."""
+"""Time limit in seconds of all measurements of `--check`. If they take longer, time and price stay
+unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +46,15 @@ class LinearCost:
 
     @classmethod
     def through(cls, depths: Sequence[int], seconds: Sequence[float]) -> "LinearCost":
-        """Return the line through the seconds of both depths; noise may not make it fall."""
+        """Return the line through the seconds at two depths.
+
+        If noise makes the line fall, its slope is set to 0.
+        """
         layer = max(seconds[1] - seconds[0], 0.0) / (depths[1] - depths[0])
         return cls(outside=max(seconds[0] - depths[0] * layer, 0.0), layer=layer)
 
     def minus(self, other: "LinearCost", *, layers: int) -> "LinearCost":
-        """Subtract `layers` times another model's cost of a layer, and its cost outside."""
+        """Return this cost minus `other`, with the layer part of `other` taken `layers` times."""
         return LinearCost(
             outside=self.outside - other.outside, layer=self.layer - layers * other.layer
         )
@@ -64,29 +68,29 @@ class MeasuredSpeed:
     """The policy, whose layers were measured."""
 
     scoring: LinearCost
-    """Per token of prompt and response, of a pass without gradients."""
+    """Cost of a pass without gradients, per token of prompt and response."""
 
     updating: LinearCost
-    """Per token of prompt and response, of a pass forward and backward."""
+    """Cost of a forward and backward pass, per token of prompt and response."""
 
     drawing: LinearCost
-    """Of a token for each response of a batch."""
+    """Cost of sampling one token for each response of a batch."""
 
     gathered: LinearCost
-    """Of gathering the sharded weights of the policy once."""
+    """Cost of gathering the sharded weights of the policy once."""
 
     reduced: LinearCost
-    """Of summing the gradients of the policy over the processes."""
+    """Cost of summing the gradients of the policy over the processes."""
 
     answered: float
     """Fraction of the measured tokens whose logits were computed."""
 
     adam: float
-    """Per parameter."""
+    """Seconds of an optimizer step per parameter."""
 
     @classmethod
     def of(cls, found: FoundSpeed, size: PPOSize) -> "MeasuredSpeed":
-        """Return the speed from the times that processes found, with the batches of `size`."""
+        """Return the speed from the times that the processes measured on the batches of `size`."""
         depths = [each.layers for each in found.passes]
 
         def line(name: str) -> LinearCost:
@@ -94,7 +98,8 @@ class MeasuredSpeed:
 
         gathered, exchange = line("gathering"), line("exchange")
         if size.shards_weights:
-            # Subtract what a pass gathers: see `exchange_time`, for a model of at most `REUSED`.
+            # Subtract the time to gather weights in a pass, see `exchange_time`. The measured
+            # models have at most `REUSED` parameters.
             exchange = exchange.minus(gathered, layers=2 if size.sharding == "fsdp2" else 1)
         return cls(
             model=size.policy,
@@ -116,8 +121,9 @@ class MeasuredSpeed:
     ) -> float:
         """Return seconds of passes forward and backward.
 
-        Only passes with gradients of weights are measured, without `gradient_checkpointing`. The
-        gradients of weights are half of the backward pass.
+        The measured passes compute gradients of weights and have no `gradient_checkpointing`. If
+        the weights are frozen, the time of their gradients is subtracted: half of the backward
+        pass. If activations are recomputed, the time of a forward pass is added.
         """
         seconds = self._pass(self.updating, model, tokens, logit_tokens)
         if backward.is_frozen:
@@ -125,15 +131,15 @@ class MeasuredSpeed:
         return seconds + (self.forward(model, tokens, 0) if backward.recomputes else 0.0)
 
     def decoding(self, model: ModelSize) -> float:
-        """Return seconds in which each sequence of a batch grows by one token."""
+        """Return seconds to sample one token for each sequence of a batch."""
         return self.drawing.outside + self.drawing.layer * self._layers(model)
 
     def launching(self, model: ModelSize) -> float:
-        """Return 0: the passes that were measured have launched their kernels."""
+        """Return 0: the measured times already include the launches of kernels."""
         return 0.0
 
     def optimizer(self, parameters: float) -> float:
-        """Return seconds of an optimizer step on so many parameters."""
+        """Return seconds of an optimizer step on this number of parameters."""
         return self.adam * parameters
 
     def gathering(self, parameters: ParameterCount) -> float:
@@ -155,14 +161,14 @@ class MeasuredSpeed:
         return outside + line.layer * self._layers(model) * tokens
 
     def _layers(self, model: ModelSize) -> float:
-        """Return the number of the policy's layers that have as many weights as the model's."""
+        """Return the number of policy layers that have as many weights as the layers of `model`."""
         return (model.parameters - model.outside_layers) / self.model.of_a_layer
 
 
 def measure_speed(policy: str, size: PPOSize, *, seconds: float = MAX_SECONDS) -> MeasuredSpeed:
-    """Return the speed of this machine on a policy, and show a progress bar meanwhile.
+    """Measure the speed of this machine on a policy, and show a progress bar.
 
-    As many processes are timed as a training starts on this machine.
+    The number of timed processes is the number that a training starts on this machine.
 
     Args:
         policy: folder or hub id.

@@ -1,4 +1,4 @@
-"""The table of memory for each training, sharding, precision and method, and what to choose."""
+"""Show the memory of each training by sharding, precision and method, and recommend one of them."""
 
 import io
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from ppo_core.distributed.strategy import SHARD_WEIGHTS, Sharding
 TrainingSize = PPOSize | SupervisedSize
 
 RANK = 16
-"""Rank of the adapters of a training that the settings give none."""
+"""Assumed rank of LoRA adapters for a training that has none in the settings."""
 
 WIDTH = 106
 """Characters of the table."""
@@ -30,13 +30,14 @@ class Training:
     """SFT, reward model or PPO."""
 
     section: str
-    """Section of its settings."""
+    """Section of the training in the settings file."""
 
     size: TrainingSize
     """Sizes with the settings of the run."""
 
     adapter: int
-    """Parameters of adapters, as the settings say, or of rank RANK on all linear layers."""
+    """Number of parameters of the adapters in the settings, or of adapters of rank RANK on all
+    linear layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,7 @@ class Choice:
 
     @property
     def size(self) -> TrainingSize:
-        """Sizes of the training, run so."""
+        """Sizes of the training if it runs in this way."""
         size = replace(
             self.training.size,
             sharding=self.sharding,
@@ -73,7 +74,7 @@ class Choice:
 
     @property
     def is_set(self) -> bool:
-        """Whether the settings of the run say so."""
+        """Whether the settings of the run make this choice."""
         return self.size == self.training.size
 
     def as_settings(self) -> str:
@@ -98,10 +99,11 @@ def memory_of(size: TrainingSize) -> Memory:
 
 
 def choices(training: Training, *, on_gpus: bool) -> Iterator[Choice]:
-    """Yield the ways to run a training, the fastest first: bfloat16, and little to send.
+    """Yield the ways to run a training, all parameters before LoRA, and then the fastest first.
 
-    On a CPU the precision comes from the settings, or from the trainer's own choice.
-    A running average of weights needs them in full in every process.
+    bfloat16 comes before fp32, and a sharding that sends less before one that sends more. On a CPU,
+    the precision is the one in the settings, or the trainer's default. A running average needs all
+    weights in every process, so it excludes zero3 and fsdp2.
     """
     several: tuple[Sharding, ...] = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
     if isinstance(training.size, PPOSize) and training.size.averages:
@@ -115,10 +117,11 @@ def choices(training: Training, *, on_gpus: bool) -> Iterator[Choice]:
 
 
 def recommended(training: Training, usable: int, *, on_gpus: bool) -> Choice | None:
-    """Return the fastest way that fits.
+    """Return the fastest way that fits; None if nothing fits.
 
-    A critic on the policy's backbone is recommended only if no way fits with a critic of its own,
-    and another method (all parameters or LoRA) only if no way fits with the method of the run.
+    The other method (all parameters or LoRA) is recommended only if nothing fits with the run's
+    method. Within a method, a critic on the policy's backbone is recommended only if nothing fits
+    with a separate critic.
 
     Args:
         training: the training.
@@ -134,7 +137,7 @@ def recommended(training: Training, usable: int, *, on_gpus: bool) -> Choice | N
 
 
 def render_table(trainings: Sequence[Training], usable: int, *, on_gpus: bool, title: str) -> str:
-    """Return the table as text, in GiB; `!` marks what does not fit, `*` what the settings say."""
+    """Return the table as text, in GiB; `!` marks what does not fit, `*` the run's settings."""
     found = [list(choices(training, on_gpus=on_gpus)) for training in trainings]
     kinds = list(dict.fromkeys(choice.sharding for each in found for choice in each))
     table = Table("training", "trains", "dtype", title=title, title_justify="left")

@@ -60,16 +60,16 @@ class RunSize:
     """Number of parameters of the policy."""
 
     reward_parameters: int
-    """Number of parameters of the reward model; of the model to train, if none is given."""
+    """Number of parameters of the reward model that is given or will be trained."""
 
     sft: SupervisedRows | None
     """Fine-tuning of the policy; None without it."""
 
     reward_model: SupervisedRows | None
-    """Training of the reward model; None if one is given."""
+    """Training of the reward model; None if the settings name a reward model."""
 
     judge: SupervisedRows | None
-    """Training of the judge; None if one is named."""
+    """Training of the judge; None if the settings name a judge."""
 
     validation_pairs: int
     """Number of pairs that validate the reward model."""
@@ -96,7 +96,8 @@ class RunSize:
     """The trainings, for their memory, time and price; empty if these cannot be computed."""
 
     selection: str
-    """Answers and questions of the choice of the policy, in words; empty without a choice."""
+    """Numbers of answers and questions to choose the policy, as text; empty if the last policy is
+    registered."""
 
     evaluation_prompts: int
     """Number of prompts that the policies answer."""
@@ -162,7 +163,7 @@ def _sample_questions(gate: RewardGateConfig, prompts: int) -> int:
 
 
 def _selection(data: RunData) -> str:
-    """Return how many answers and questions the choice of the policy takes at most, in words."""
+    """Return the maximum numbers of answers and questions to choose the policy, as text."""
     choice = data.settings.selection
     if choice.method == "last":
         return ""
@@ -205,7 +206,7 @@ def describe_run(size: RunSize) -> str:
 
 
 def describe_memory(size: RunSize, settings: Settings) -> str:
-    """Return memory of the trainings, and what to choose, in lines of text.
+    """Return lines of text with the memory of the trainings and recommended settings.
 
     Raises:
         ConfigError: see `find_gpu`.
@@ -216,7 +217,7 @@ def describe_memory(size: RunSize, settings: Settings) -> str:
 
 
 def describe_time(size: RunSize, settings: Settings) -> str:
-    """Return time and price of the trainings in lines of text; this machine may be timed.
+    """Return lines of text with time and price of the trainings; this machine may be timed.
 
     Raises:
         ConfigError: see `find_gpu`.

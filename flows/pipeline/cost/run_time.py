@@ -23,20 +23,20 @@ from ppo_core.distributed.strategy import SHARD_WEIGHTS, Sharding
 from ppo_core.ppo.schedule import Schedule
 
 PEAK_SHARE = 0.4
-"""Fraction of a GPU's peaks, in operations and in bytes per second, that passes reach. An
-assumption: 0.3 to 0.5 are reported for training of large language models (arXiv:2204.02311)."""
+"""Assumed fraction of a GPU's peak rates (operations and bytes per second) that passes reach. For
+the training of large language models, 0.3 to 0.5 are reported (arXiv:2204.02311)."""
 
 LINK_SHARE = 0.7
-"""Fraction of the bandwidth between processes that collectives reach. An assumption."""
+"""Assumed fraction of the bandwidth between processes that collectives reach."""
 
 PUBLISHED_RATE, PUBLISHED_LAYERS = 49.94, 24
-"""Tokens per second that Qwen2-0.5B-Instruct, of so many layers, writes at batch 1 on an A100 by
-transformers (https://qwen.readthedocs.io/en/v2.0/benchmark/speed_benchmark.html)."""
+"""Tokens per second that Qwen2-0.5B-Instruct generates with transformers on an A100 at batch size 1
+(https://qwen.readthedocs.io/en/v2.0/benchmark/speed_benchmark.html), and its number of layers."""
 
 LAUNCHES = 1 / PUBLISHED_RATE / PUBLISHED_LAYERS
-"""Seconds in which Python launches the kernels of a layer for one token, 0.83 ms: a lower limit of
-decoding without captured graphs, which a faster GPU does not shorten. Each other pass forward, and
-each pass backward, is assumed to have the same limit."""
+"""Seconds that Python takes to launch the kernels of one layer, 0.83 ms. Without captured graphs, a
+layer takes at least this time for each sampled token, also on a faster GPU. Every other forward
+pass, and every backward pass, is assumed to have the same lower limit."""
 
 OPTIMIZER_NUMBERS = 7
 """Numbers in fp32 that AdamW reads or writes per parameter: weight and two moments are read and
@@ -47,18 +47,19 @@ written, the gradient is read."""
 class Backward:
     """What a backward pass of a model computes.
 
-    The gradients of inputs and of weights take as many operations as a forward pass each.
+    The gradients of inputs take as many operations as a forward pass, and so do the gradients of
+    weights.
     """
 
     recomputes: bool
-    """Whether it repeats the forward pass of the layers."""
+    """Whether the backward pass repeats the forward pass of the layers."""
 
     is_frozen: bool
-    """Whether the weights have no gradients, under an adapter."""
+    """Whether the weights are frozen under an adapter, and so have no gradients."""
 
 
 class Speed(ExchangeSpeed, Protocol):
-    """Seconds of the parts of a training, in one of its processes."""
+    """Seconds that one process of a training takes for each part of the training."""
 
     def forward(self, model: ModelSize, tokens: float, logit_tokens: float) -> float:
         """Return seconds of passes without gradients, with logits for some of the tokens."""
@@ -69,18 +70,18 @@ class Speed(ExchangeSpeed, Protocol):
         """Return seconds of passes forward and backward."""
 
     def decoding(self, model: ModelSize) -> float:
-        """Return seconds in which each sequence of a batch grows by one token."""
+        """Return seconds to sample one token for each sequence of a batch."""
 
     def launching(self, model: ModelSize) -> float:
         """Return the minimum duration of a pass, in seconds."""
 
     def optimizer(self, parameters: float) -> float:
-        """Return seconds of an optimizer step on so many parameters."""
+        """Return seconds of an optimizer step on this number of parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableSpeed:
-    """Speed of a GPU, from its peaks."""
+    """Speed of a GPU, computed from its peak rates."""
 
     gpu: Gpu
     autocast: bool
@@ -108,10 +109,10 @@ class TableSpeed:
         return passes * self.forward(model, tokens, logit_tokens) + repeated
 
     def decoding(self, model: ModelSize) -> float:
-        """Return seconds in which each sequence of a batch grows by one token.
+        """Return seconds to sample one token for each sequence of a batch.
 
-        The weights are read from memory, and few operations are done on each. Of a small model the
-        kernels take less time than their launches.
+        The time is the time to read all weights from memory, because each takes part in few
+        operations. In a small model, launching the kernels takes longer.
         """
         size = BF16 if self.autocast else FP32
         assert self.gpu.bandwidth is not None
@@ -123,7 +124,7 @@ class TableSpeed:
         return LAUNCHES * model.layers
 
     def optimizer(self, parameters: float) -> float:
-        """Return seconds of an optimizer step on so many parameters."""
+        """Return seconds of an optimizer step on this number of parameters."""
         assert self.gpu.bandwidth is not None
         return FP32 * OPTIMIZER_NUMBERS * parameters / (PEAK_SHARE * self.gpu.bandwidth)
 
@@ -154,7 +155,7 @@ class TableSpeed:
 
 
 def missing_speeds(gpu: Gpu, processes: int, machines: int) -> list[str]:
-    """Return the numbers that a GPU lacks, of those from which its time is computed."""
+    """Return the names of the unknown numbers of a GPU that are needed to compute a time."""
     numbers = {"bf16_tflops": gpu.bf16, "fp32_tflops": gpu.fp32, "gb_per_second": gpu.bandwidth}
     if processes > machines:
         numbers["link_gb_per_second"] = gpu.link
@@ -174,9 +175,10 @@ def ppo_seconds(
 ) -> float:
     """Return the seconds of PPO if every response has its maximum length.
 
-    Reference, critic and reward model each read every sequence once, the policy samples it, and
-    each PPO epoch trains policy and critic on it. If a server samples, its time is left out, and
-    the policy reads every sequence once. Loading models and saving checkpoints are left out.
+    The policy samples every response. Reference, critic and reward model each read every sequence
+    once. Each PPO epoch trains policy and critic on every sequence. If a server samples, the time
+    of the server is left out, and the policy reads every sequence once. Loading models and saving
+    checkpoints are left out.
     """
     policy, critic = size.policy, size.critic
     rows = schedule.batch_size / size.processes
@@ -215,7 +217,7 @@ def ppo_seconds(
 def supervised_seconds(
     size: SupervisedSize, speed: Speed, *, tokens: int, optimizer_steps: int, passes: int
 ) -> float:
-    """Return the seconds of a supervised training on so many tokens, over all epochs.
+    """Return the seconds of a supervised training on `tokens` tokens in all epochs together.
 
     `passes` is the number of passes of a process in an optimizer step.
     """
@@ -237,7 +239,7 @@ def _training(
     backward: Backward,
     passes: int,
 ) -> float:
-    """Return seconds in which passes forward and backward read so many tokens in all."""
+    """Return seconds of `passes` forward and backward passes, with `tokens` tokens in all."""
     ways = 3 if backward.recomputes else 2
     seconds = speed.training(model, tokens, logit_tokens, backward)
     return max(seconds, ways * passes * speed.launching(model))
@@ -253,6 +255,6 @@ def describe_seconds(seconds: float) -> str:
 
 
 def _products(model: ModelSize, tokens: float, logit_tokens: float) -> float:
-    """Return multiplications of weights and tokens."""
+    """Return the number of multiplications of a weight with a token."""
     layers = model.parameters - model.outside_layers
     return layers * tokens + model.width * model.vocabulary * logit_tokens

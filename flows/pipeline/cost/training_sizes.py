@@ -1,4 +1,4 @@
-"""Sizes of models and batches of a run's trainings, whose memory `ppo_core` computes."""
+"""Compute the sizes of models and batches of a run's trainings, for `pipeline.cost.memory`."""
 
 from dataclasses import dataclass, replace
 from math import ceil
@@ -25,7 +25,7 @@ class Processes:
     """The processes of a training."""
 
     number: int
-    """On all machines."""
+    """Number of processes on all machines."""
 
     machines: int = 1
 
@@ -34,14 +34,14 @@ class Processes:
 
     @property
     def unsharded(self) -> Sharding:
-        """The sharding of processes that have the full model each."""
+        """The sharding if each process has the full model."""
         return "ddp" if self.number > 1 else "none"
 
 
 def ppo_size(
     settings: Settings, schedule: Schedule, *, longest_prompt: int, processes: Processes
 ) -> PPOSize | None:
-    """Return the sizes of PPO; None if states are offloaded or DeepSpeed has its own settings.
+    """Return the sizes of PPO; None with `offload` or a file of DeepSpeed's settings.
 
     Args:
         settings: settings of the run, whose inputs were checked.
@@ -94,7 +94,7 @@ def ppo_size(
 
 
 def sft_size(settings: Settings, *, longest: int, processes: Processes) -> SupervisedSize | None:
-    """Return the sizes of fine-tuning the policy; None if states are offloaded.
+    """Return the sizes of fine-tuning the policy; None with `offload`.
 
     `longest` is the number of tokens of the longest row.
 
@@ -105,7 +105,7 @@ def sft_size(settings: Settings, *, longest: int, processes: Processes) -> Super
 
 
 def reward_size(settings: Settings, *, longest: int, processes: Processes) -> SupervisedSize | None:
-    """Return the sizes of training the reward model from the policy; None if states are offloaded.
+    """Return the sizes of training the reward model from the policy; None with `offload`.
 
     `longest` is the number of tokens of the longest text of a pair.
 
@@ -117,7 +117,7 @@ def reward_size(settings: Settings, *, longest: int, processes: Processes) -> Su
 
 
 def adapter_parameters(settings: Settings, rank: int) -> int:
-    """Return the parameters of adapters of a rank on all linear layers of the policy.
+    """Return the number of parameters of adapters of this rank on all linear layers of the policy.
 
     Raises:
         ModelError: the policy cannot be read.
@@ -164,7 +164,8 @@ def _computes_in_bf16(
 ) -> bool:
     """Return whether the passes of a training compute in bfloat16 by autocast.
 
-    The GPUs of another machine do if the settings leave it open.
+    If the settings leave the precision open, the GPUs of another machine are assumed to use
+    bfloat16.
     """
     if asked is not None:
         return asked
@@ -178,7 +179,7 @@ def _kind(sharding: Sharding | None, processes: Processes) -> Sharding:
 
 
 def _scorers(settings: Settings) -> tuple[ModelSize, ModelSize | None]:
-    """Return the size of the reward model, and of the critic if it is a copy of that model."""
+    """Return the size of the reward model, and of the critic if it copies the reward model."""
     data = RunData(settings)
     model = empty_model(settings.reward_model or settings.policy, scores=True)
     scorer = RewardModel(model, data.reward_tokenizer, end_of_text=False)
@@ -188,9 +189,9 @@ def _scorers(settings: Settings) -> tuple[ModelSize, ModelSize | None]:
 
 
 def _without_head(policy: ModelSize) -> ModelSize:
-    """Return the size of a critic on a copy of the policy's backbone, with one value as its head.
+    """Return the size of a critic that is a copy of the policy's backbone with a value head.
 
-    A head that is tied to the embeddings is no further matrix.
+    An LM head that is tied to the embeddings has no parameters of its own to subtract.
     """
     head = policy.width * policy.vocabulary
     is_tied = policy.outside_layers < 2 * head

@@ -1,7 +1,7 @@
-"""Measure the GPU and CPU seconds of each attempt of a step, in files of the run's folder.
+"""Measure the GPU and CPU seconds of each attempt of a step, and write them to the run's folder.
 
-The file of a running attempt is written again every WRITE_SECONDS seconds. An attempt that was
-killed has the seconds of the last time.
+The file of a running attempt is written again every WRITE_SECONDS seconds. For an attempt that was
+killed, it has the seconds until the last write.
 """
 
 import json
@@ -18,7 +18,7 @@ from pipeline.results.report_files import read_report
 from ppo_core.io.atomic_files import write_atomically
 
 FOLDER = "usage"
-"""Folder of the files in the folder of a run."""
+"""Folder of these files in the folder of a run."""
 
 WRITE_SECONDS = 30.0
 """Seconds between two writes of the file of a running attempt."""
@@ -33,20 +33,21 @@ class Attempt:
     """Seconds since 1970."""
 
     seconds: float = 0.0
-    """Duration; of an attempt that is running or was killed, until its file was last written."""
+    """Duration. For an attempt that is running or was killed, it ends with the last write of the
+    file."""
 
     cpu_seconds: float = 0.0
-    """Seconds of all cores of the first machine."""
+    """CPU seconds of the attempt on all cores of the first machine."""
 
     machines: int = 1
     gpus: int = 0
     """Number of GPUs of each machine."""
 
     gpu: str = ""
-    """Name of the GPU as CUDA gives it; empty without one."""
+    """Name of the GPU that CUDA reports; empty without a GPU."""
 
     gpu_memory: int = 0
-    """Bytes of the memory of a GPU."""
+    """Bytes of memory of each GPU."""
 
     @property
     def gpu_seconds(self) -> float:
@@ -56,7 +57,7 @@ class Attempt:
 
 @contextmanager
 def measured(step: str, run: FlowRun, machines: int) -> Iterator[None]:
-    """Measure an attempt of a step; the first machine writes its files.
+    """Measure an attempt of a step, and write it to a file; only the first machine does so.
 
     Args:
         step: name of the step.
@@ -109,7 +110,7 @@ def recorded_attempts(run: FlowRun) -> list[Attempt]:
 def gpu_hours(run: FlowRun) -> float:
     """Return the GPU hours of a run so far, with all attempts of all steps on all machines.
 
-    Attempts are missing that were killed on a machine whose files are gone with it.
+    An attempt that was killed is missing if its file was lost together with its machine.
 
     Raises:
         DataError: a file is damaged.

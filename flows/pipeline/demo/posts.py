@@ -168,8 +168,9 @@ COMPARED_WRITERS = (
     (FAULTLESS, REPETITIVE),
     (FAULTLESS, QUOTING),
 )
-"""Pairs of writers whose summaries are compared. They make every error that a policy may try, so
-the reward model sees each error lose. A three-layer model still hardly learns wrong values."""
+"""Pairs of writers whose summaries are compared. The writers make every error that a policy may
+try, so the reward model sees each error lose. Even so, a three-layer reward model hardly learns to
+recognize wrong values."""
 
 
 def write_summary(post: Post, writer: Writer, rng: Random) -> str:

@@ -43,7 +43,7 @@ def measure_agreement(comparison: Comparison) -> EnsembleAgreement:
 
 
 def agree_with_people(judge: Judge, rows: Sequence[Mapping[str, str]]) -> HumanAgreement:
-    """Ask a judge about labelled pairs in both orders, and return its agreement with the labels.
+    """Ask a judge about labeled pairs in both orders, and return its agreement with the labels.
 
     Args:
         judge: the judge to test.
@@ -61,7 +61,7 @@ def agree_with_people(judge: Judge, rows: Sequence[Mapping[str, str]]) -> HumanA
             )
     prompts, first, second = ([row[name] for row in rows] for name in ("prompt", "first", "second"))
     comparison = compare(judge, prompts, first, second)
-    # No error without a valid pair: the win rate does not depend on the agreement with people.
+    # If no pair is valid, nothing is raised: the win rate does not depend on the agreement.
     both = _valid_for_all([[row["label"] for row in rows], comparison.outcomes])
     people, judged = [label for label, _ in both], [outcome for _, outcome in both]
     counts = Counter(zip(people, judged, strict=True))
@@ -80,7 +80,8 @@ def agree_with_people(judge: Judge, rows: Sequence[Mapping[str, str]]) -> HumanA
 def doubts_about_judge(people: HumanAgreement, *, min_kappa: float) -> list[str]:
     """Return why a judge that disagrees with people makes a result inconclusive; may be empty.
 
-    A kappa of None with valid pairs is no doubt: the judge and people then always say the same.
+    If kappa is None although there are valid pairs, there is no doubt: the judge and people then
+    chose one and the same label for all pairs.
     """
     if people.n == 0:
         return [f"The judge gave no verdict on the {people.invalid} pairs that people labelled."]

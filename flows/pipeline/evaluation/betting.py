@@ -1,4 +1,4 @@
-"""Bound the mean of bounded values by betting: the interval holds whenever one looks.
+"""Compute an interval of the mean of bounded values by betting; sampling may stop at any time.
 
 Waudby-Smith and Ramdas, Estimating means of bounded random variables by betting (arXiv:2010.09686).
 """
@@ -10,16 +10,16 @@ from scipy.special import logsumexp
 from pipeline.evaluation.rates import Array
 
 BETS = np.array((0.05, 0.1, 0.2, 0.4, 0.6, 0.8))
-"""Fractions of the largest bet that cannot lose everything: small ones show small differences after
-many values, large ones show large differences after few."""
+"""Bets, as fractions of the largest bet that cannot lose all capital. Small bets show small
+differences after many values, and large bets show large differences after few values."""
 
 
 def log_capital(values: Array, mean: float, lowest: float) -> float:
-    """Return the log of the capital that bets on "the mean is above `mean`" have won.
+    """Return the log of the capital W that results from bets that the mean is above `mean`.
 
         W = mean over bets b of  prod_i (1 + b (x_i - mean) / (mean - lowest))
 
-    If the mean is at most `mean`, W is a nonnegative supermartingale that starts at 1, so the
+    If the true mean is at most `mean`, W is a nonnegative supermartingale that starts at 1, so the
     probability that it ever reaches 1 / alpha is at most alpha (Ville's inequality).
 
     Args:
@@ -37,8 +37,8 @@ def mean_interval(
 ) -> tuple[float, float]:
     """Return the interval of the mean of values (N,), N >= 1, from a confidence sequence.
 
-    All intervals of a growing sample hold at once with probability 1 - alpha, so one may stop
-    after any value.
+    With probability 1 - alpha, the intervals of a growing sample all contain the mean, so sampling
+    may stop after any value.
     """
     values = np.asarray(values, dtype=float)
     low = _lower_end(values, lowest, highest, alpha / 2)

@@ -10,7 +10,8 @@ from ppo_core.data.rows.dialogues import shown_prompt
 from ppo_core.errors import DataError
 
 CONTESTS = (("sft", "reference"), ("ppo", "reference"), ("ppo", "sft"), ("ppo", "champion"))
-"""Candidate and opponent of each contest of a run whose contestants all exist."""
+"""Candidate and opponent of each contest, which compares two sets of answers to the same prompts. A
+run without references or champion has fewer contests, see `contests_between`."""
 
 POINTS = {"first": 1.0, "tie": 0.5, "second": 0.0}
 """Points of the candidate by outcome; the outcome `invalid` gives no points."""

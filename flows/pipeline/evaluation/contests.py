@@ -60,7 +60,7 @@ def evaluate(
         contests: (candidate, opponent) pairs of keys of `texts`.
         rules: rules of the contests that decide, by name of the contest; at least one.
         people: rows with `prompt`, `first`, `second` and a person's `label`; may be empty.
-        config: limits above which the result is inconclusive.
+        config: limits of the rates and of kappa; beyond a limit, the result is inconclusive.
         canaries_decide: whether the result is inconclusive if the judge falls for canaries.
         seed: seed of the order of the pairs.
 

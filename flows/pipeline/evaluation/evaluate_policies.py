@@ -101,7 +101,7 @@ class _Answered(NamedTuple):
 
 
 def judge_of_run(settings: Settings, trained: TrainedJudge | PreparedModel | None) -> str:
-    """Return the name of the judge: the one that the run trained, or else that of the settings."""
+    """Return the name of the judge that the run trained, or else of the judge in the settings."""
     return f"reward-model:{trained.path}" if trained else settings.judge
 
 
@@ -191,7 +191,7 @@ def answer_as_evaluated(
 ) -> Answers:
     """Return a policy's answers in an evaluation, and its KL divergence from a reference policy.
 
-    The divergence is None for decoding that allows no estimate.
+    The divergence is None if it cannot be estimated with the decoding settings.
     """
     return _sample(
         settings,
@@ -212,7 +212,7 @@ def _answer_as_champion(
 ) -> list[str]:
     """Return the champion's answers, which end at the champion's own stop token."""
     server = server_of(settings.ppo)
-    # A server keeps the architecture that it was started with.
+    # A running server cannot change to another architecture.
     if server and not is_same_architecture(champion.model, settings.policy):
         server = None
     return _sample(
@@ -222,7 +222,7 @@ def _answer_as_champion(
         folder,
         tokenizer=champion.tokenizer,
         prompt_format="auto",
-        # A champion without a stop token was also judged, and is served, at full response length.
+        # Without a stop token, the champion was judged before, and is served, at full length.
         stop="own",
         stop_token_id=None,
         reference=None,

@@ -1,4 +1,4 @@
-"""What a reader of an evaluation must know: it had no references, or its judge was trained."""
+"""Write notes for the reader of an evaluation without references or with a trained judge."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,7 @@ def notes_on(
     is_reward_model_given: bool,
     has_references: bool,
 ) -> list[str]:
-    """Return sentences on the evidence of an evaluation; empty for a named judge and references.
+    """Return sentences on the evidence; empty if a judge was named and there are references.
 
     Args:
         judge: the judge that the run trained; None if a judge was named.
@@ -45,7 +45,7 @@ def notes_on(
 
 
 def _canaries_that_won(canaries: CanaryReport) -> list[str]:
-    """Return what it means that a judge that the run trained fell for canaries, if it did."""
+    """Return a sentence on the canaries that a trained judge preferred; empty if there is none."""
     fell = [f"'{kind}'" for kind, found in canaries.kinds.items() if found.fell]
     if not fell:
         return []
@@ -66,7 +66,7 @@ def describe_accuracy(judge: TrainedJudge) -> str:
 
 
 def doubts_about_trained_judge(judge: TrainedJudge | None) -> Sequence[str]:
-    """Return why a judge that the run trained cannot decide; empty if it can, or if it is None."""
+    """Return why a trained judge cannot decide; empty if it can, or if the run trained none."""
     if judge is None or judge.low > 0.5:
         return ()
     return (

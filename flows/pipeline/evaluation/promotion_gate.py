@@ -19,7 +19,7 @@ def reasons_to_refuse(
 ) -> list[str]:
     """Return the reasons to refuse a candidate, as sentences; empty if it passes the gate.
 
-    Without references, there is no win rate against them to limit.
+    Without references, the limit on the win rate against references does not apply.
 
     Each reason gives the measured value, its limit, and the risk of promoting anyway. A value that
     is not finite violates its limit.
@@ -30,7 +30,7 @@ def reasons_to_refuse(
         reward_model_fit: whether the reward model passed its validation gate.
         candidate: version of the candidate.
         champion: version of the current champion; None if there is no champion.
-        kl: KL divergence between the candidate and SFT, nats per answer.
+        kl: KL divergence of the candidate from SFT, in nats per answer.
 
     Raises:
         DataError: the evaluation compares the candidate with a different champion.
@@ -72,7 +72,7 @@ def direct_contest(evaluation: Evaluation) -> str:
 
 
 def words_of_both(evaluation: Evaluation) -> tuple[float, float]:
-    """Return the mean words per answer: of the candidate, and of the champion (else of SFT)."""
+    """Return the mean words per answer of the candidate, and of the champion or else SFT."""
     return evaluation.length["ppo"], evaluation.length[_rival(evaluation)]
 
 

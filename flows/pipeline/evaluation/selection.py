@@ -1,4 +1,8 @@
-"""Choose a policy between the start and the end of PPO, see `SelectionConfig`."""
+"""Choose a policy between the start and the end of PPO, see `SelectionConfig`.
+
+The policy at position w has the weights start + w (end - start), see `write_interpolated`. Its KL
+divergence is measured from the start.
+"""
 
 import shutil
 from collections.abc import Callable, Sequence
@@ -23,11 +27,12 @@ from ppo_core.training.interpolation import write_interpolated
 NO_ESTIMATE = "The settings allow no decoding without an estimate of the divergence."
 
 ABOVE_TARGET = 1.1
-"""Largest divergence within `ppo.kl_target`, as a fraction of it: a run lands within 15 %."""
+"""Largest divergence that may be chosen, as a fraction of `ppo.kl_target`. It is above 1 because a
+run reaches its target only within 15 %."""
 
 BELOW_LIMIT = 0.9
-"""Largest divergence within `promotion.max_kl`, as a fraction of it: the gate measures on other
-prompts, where it differs by about 5 %."""
+"""Largest divergence that may be chosen, as a fraction of `promotion.max_kl`. The promotion gate
+measures on other prompts, where the divergence differs by about 5 %."""
 
 AIM = 0.95
 """Divergence that the search aims at, as a fraction of the limit."""
@@ -39,7 +44,7 @@ NEAR = 0.85
 def choose_policy(
     data: RunData, start: str, end: str, judge: Judge | None, folder: Path
 ) -> Selection:
-    """Choose a policy, and write it to `folder` unless it is the end.
+    """Choose a policy, and write it to `folder` unless it is the policy `end`.
 
     Args:
         data: data sets and settings of the run.
@@ -70,7 +75,7 @@ def divergence_limit(settings: Settings) -> float:
 
 
 def nearest_within(divergence: Callable[[float], float], limit: float) -> list[TriedPolicy]:
-    """Measure policies until one is within the limit and near it; return all that were measured.
+    """Measure policies until one is within the limit and near it; return all measured policies.
 
     The search starts at the end and assumes KL ~ w^e. The first exponent is 2, as for a small step
     of the weights; later exponents fit the last two measurements.
@@ -101,7 +106,7 @@ def _is_near(candidate: TriedPolicy, limit: float) -> bool:
 
 
 def _exponent(one: TriedPolicy, other: TriedPolicy) -> float | None:
-    """Return e of KL ~ w^e through two measurements; None if they do not tell it."""
+    """Return e of KL ~ w^e through two measurements; None if they give no plausible e."""
     if min(one.kl, other.kl) <= 0 or one.weight == other.weight:
         return None
     exponent = log(one.kl / other.kl) / log(one.weight / other.weight)
@@ -109,7 +114,7 @@ def _exponent(one: TriedPolicy, other: TriedPolicy) -> float | None:
 
 
 def _judged(between: "_Between", judge: Judge, limit: float) -> list[TriedPolicy]:
-    """Measure the policies at `weights`, and let the judge compare those within the limit."""
+    """Measure the policies at `weights`; the judge compares those within the limit to the start."""
     start, tried = between.answers(0.0).texts, []
     for weight in sorted({*between.settings.selection.weights}, reverse=True):
         answers = between.answers(weight)
@@ -126,7 +131,7 @@ def _points(judged: Comparison, max_invalid: float) -> float:
     """Return the mean points of the pairs with a valid outcome.
 
     Raises:
-        DataError: there is none.
+        DataError: no pair has a valid outcome.
         JudgeError: the share of invalid pairs is above `max_invalid`.
     """
     valid, total = valid_pairs(judged), len(judged.outcomes)
@@ -140,10 +145,12 @@ def _points(judged: Comparison, max_invalid: float) -> float:
 
 
 def _position_of_best(tried: Sequence[TriedPolicy], limit: float) -> float:
-    """Return the position with the most points within the limit; without a judge, the largest.
+    """Return the position of the best policy within the limit.
 
-    If points are equal, return the position nearest to the start. If no policy is within the limit,
-    return that of the least divergence, which the gate refuses if it is above `max_kl`.
+    This is the policy with the most points, and of several with equal points the nearest to the
+    start. Without a judge, it is the policy at the largest position. If no policy is within the
+    limit, return the position with the smallest divergence; the promotion gate refuses this policy
+    if its divergence is above `max_kl`.
     """
     within = [each for each in tried if each.kl <= limit]
     if not within:
@@ -154,13 +161,13 @@ def _position_of_best(tried: Sequence[TriedPolicy], limit: float) -> float:
 
 
 class _Between:
-    """The policies between two policies, written when they are asked for."""
+    """The policies between two policies; each is written when it is needed."""
 
     def __init__(
         self, data: RunData, start: str, end: str, prompts: Sequence[JudgedPrompt], folder: Path
     ) -> None:
         self.prompts = prompts
-        # Other random numbers than those of the evaluation, which is to judge the choice.
+        # Use other random numbers than the evaluation, which judges the chosen policy later.
         self.settings = replace(data.settings, seed=(data.settings.seed + 1) % 2**32)
         self._start = start
         self._end = end
@@ -179,7 +186,7 @@ class _Between:
         return divergence
 
     def leave_only(self, weight: float) -> None:
-        """Leave the files of the policy at this position in the folder; none for the end."""
+        """Keep only the files of the policy at this position in the folder; no file for the end."""
         if weight == 1:
             shutil.rmtree(self._folder)
             self._folder.mkdir()

@@ -33,12 +33,12 @@ MOST_PAIRS_PER_PROMPT = 16
 
 
 LEAST_TO_CHOOSE = 16
-"""Least number of prompts on which the judge chooses a policy."""
+"""Minimum number of prompts on which the judge chooses a policy."""
 
 
 @dataclass(frozen=True)
 class RunData:
-    """The data sets of a run, as its models read them; each tokenizer is loaded once."""
+    """The data sets of a run, prepared for its models; each tokenizer is loaded once."""
 
     settings: Settings
     """Settings of the run, with paths on this machine."""
@@ -60,7 +60,7 @@ class RunData:
 
     @cached_property
     def reward_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer of the reward model; a given one uses its own chat template."""
+        """The tokenizer of the reward model; a given reward model uses its own chat template."""
         if self.settings.reward_model:
             return load_tokenizer(self.settings.reward_model, self.reward_format)
         return self.policy_tokenizer
@@ -72,14 +72,17 @@ class RunData:
     def training_pairs(self) -> Rows:
         """Read the preferences for training the reward model, without labels and without ties.
 
-        Pairs that are also in the validation set are left out, even if other people labelled them,
-        and so are the pairs of a judge that the run trains.
+        Pairs that are also in the validation set are left out, even if other people labeled them
+        there. If the run trains a judge, the pairs of the judge are left out too.
         """
         rows = self._training_pairs_of_both()
         return rows if self.settings.judge else split_off_judge_pairs(rows)[0]
 
     def judge_pairs(self) -> Rows:
-        """Read the preferences for training the judge: all, or a third without a reward model."""
+        """Read the preferences for training the judge.
+
+        These are a third of the pairs if the run also trains the reward model, and otherwise all.
+        """
         rows = self._training_pairs_of_both()
         return rows if self.settings.reward_model else split_off_judge_pairs(rows)[1]
 
@@ -88,23 +91,23 @@ class RunData:
         rows = self._read(self.settings.preferences, "pairs")
         if not self.settings.preferences_test:
             rows = held_out(rows, self.settings.held_out_share)[0]
-        # Before any is shortened: the keys of long pairs must agree.
+        # Pairs are compared before long ones are shortened, which would change their keys.
         return training_pairs_of(rows, self._validation_pairs())
 
     def encoded_demonstrations(self) -> Rows:
-        """Return the demonstrations as SFT reads them: token ids, with the digest of the rows."""
+        """Return the demonstrations as token ids for SFT, with the digest of the original rows."""
         return self.encoded("demonstrations", self.sft_rows(), self.settings.sft)
 
     def encoded_pairs(self) -> Rows:
-        """Return the preferences as the training reads them, like `encoded_demonstrations`."""
+        """Return the preferences as token ids for the training of the reward model."""
         return self.encoded("pairs", self.training_pairs(), self.settings.reward_model_training)
 
     def encoded_judge_pairs(self) -> Rows:
-        """Return the preferences for the judge as its training reads them, in the same way."""
+        """Return the preferences as token ids for the training of the judge."""
         return self.encoded("pairs", self.judge_pairs(), self.settings.reward_model_training)
 
     def encoded(self, kind: TrainingKind, rows: Rows, config: SupervisedConfig) -> Rows:
-        """Return rows as a training reads them: token ids, with the digest of the rows."""
+        """Return rows as token ids for a training, with the digest of the original rows."""
         encoded = encode_rows(
             kind,
             rows,
@@ -151,7 +154,7 @@ class RunData:
         return prompts_without(*self._split_prompts())
 
     def evaluation_rows(self) -> Rows:
-        """Read the prompts to judge the policies on; all rows have a reference, or none has.
+        """Read the prompts to judge the policies on; all rows have a reference, or none has one.
 
         Prompts on which the judge chooses the policy are left out.
 
@@ -162,13 +165,13 @@ class RunData:
         return rows if _missing_references(rows) == len(rows) else require_reference(rows)
 
     def selection_prompts(self) -> list[str | Messages]:
-        """Return the prompts on which the policy is chosen, by lot, see `SelectionConfig`.
+        """Return random prompts on which the policy is chosen, see `SelectionConfig`.
 
-        The divergence alone is measured on prompts of PPO. The judge chooses on prompts that the
-        evaluation does not have.
+        If the divergence alone decides, it is measured on prompts of PPO. A judge chooses on
+        prompts that the evaluation does not use.
 
         Raises:
-            DataError: there are too few for the judge.
+            DataError: there are too few prompts for the judge.
         """
         rows, judged_on = self._unseen_prompts()
         by_judge = rows is not None
@@ -188,9 +191,10 @@ class RunData:
         return [prompts[number] for number in lots[: self.settings.selection.num_prompts]]
 
     def _unseen_prompts(self) -> tuple[Rows | None, Rows]:
-        """Read the prompts that PPO does not train on: those of the choice, and of the evaluation.
+        """Read the prompts that PPO does not train on.
 
-        Without a choice by the judge, all are of the evaluation.
+        Return those on which the judge chooses the policy (None if it does not choose), and those
+        of the evaluation.
         """
         if self.settings.eval_prompts:
             rows = self._fitting(self._read(self.settings.eval_prompts, "prompts"))
@@ -200,13 +204,16 @@ class RunData:
             return None, rows
         number = min(len(rows) // 2, self.settings.selection.num_prompts)
         first, last = held_out(rows, 1 - number / len(rows))
-        # What was left out is reported with the evaluation's rows.
+        # The rows that were left out are reported with the rows of the evaluation.
         last = replace(last, left_out=rows.left_out, left_out_files=rows.left_out_files)
         return first, last
 
     def _split_prompts(self) -> tuple[Rows, Rows]:
-        """Split the rows of `prompts` into rows to train on, and rows of the evaluation."""
-        # After long prompts are shortened: the policy is judged on none that it was trained on.
+        """Split the rows of `prompts` into rows for training and rows for the evaluation.
+
+        If the judge chooses the policy, the second part also has the prompts for this choice.
+        """
+        # Long prompts are shortened first: `prompts_without` then finds all that become equal.
         rows = self._fitting(self._read(self.settings.prompts, "prompts"))
         settings = self.settings
         most = settings.evaluation.num_examples
@@ -230,13 +237,14 @@ class RunData:
         return first_rows(self.evaluation_rows(), self.settings.evaluation)
 
     def labels(self) -> Rows | None:
-        """Read the labelled pairs, see `human_labels`."""
+        """Read the labeled pairs, see `human_labels`."""
         return self._labels("human_labels", self.settings.evaluation.human_labels)
 
     def fresh_prompts(self) -> list[str | Messages]:
-        """Return the prompt of each of `fresh_pairs.count` pairs, equal prompts side by side.
+        """Return the prompt of each of `fresh_pairs.count` pairs of the policy's samples.
 
-        The prompts of PPO come by lot; if there are fewer than pairs, they have several pairs each.
+        The prompts are drawn at random from the prompts of PPO. If there are fewer prompts than
+        pairs, a prompt has several pairs, which are side by side.
 
         Raises:
             DataError: there would be more than MOST_PAIRS_PER_PROMPT pairs of one prompt.
@@ -255,11 +263,11 @@ class RunData:
         return [prompts[number] for number in np.repeat(lots, pairs)]
 
     def fresh_labels(self) -> Rows | None:
-        """Read the labelled pairs of the policy's samples, see `fresh_pairs.labels`."""
+        """Read the labeled pairs of the policy's samples, see `fresh_pairs.labels`."""
         return self._labels("fresh_pairs.labels", self.settings.fresh_pairs.labels)
 
     def fresh_pairs(self, folder: str) -> tuple[Rows, Rows]:
-        """Read pairs of the policy's samples: those to train on, and those held out."""
+        """Read pairs of the policy's samples; return the training pairs and the held-out pairs."""
         rows = self._read(str(Path(folder) / PAIRS_FILE), "pairs")
         return held_out(rows, self.settings.held_out_share)
 
@@ -296,12 +304,11 @@ class RunData:
 def held_out(rows: Rows, share: float, most: int | None = None) -> tuple[Rows, Rows]:
     """Split off the last fraction `share` of the rows; both results have at least one row.
 
-    At most `most` rows are split off, if it is given.
-
-    Pairs of one ranked list, or of judgements of one prompt, stay together.
+    If `most` is given, at most this number of rows is split off. The pairs of one ranked list, or
+    of the judgments of one prompt, stay together.
 
     Raises:
-        DataError: there are fewer than two rows, or all are pairs of one prompt.
+        DataError: there are fewer than two rows, or all rows are pairs of one prompt.
     """
     if len(rows) < 2:
         raise DataError(f"{rows.source} has one row, so none can be held out. Add rows.")
@@ -316,10 +323,10 @@ def held_out(rows: Rows, share: float, most: int | None = None) -> tuple[Rows, R
 
 
 def _between_prompts(rows: Rows, cut: int) -> int:
-    """Return the next place to cut that separates no pairs of one ranked list or judged prompt.
+    """Return the first cut from `cut` on, or else before it, between two ranked lists or prompts.
 
     Raises:
-        DataError: all rows are pairs of one.
+        DataError: all rows are pairs of one ranked list or prompt.
     """
     numbers = rows.table.with_format("arrow")[ROW]
     places = chain(range(cut, len(rows)), range(cut - 1, 0, -1))
@@ -332,7 +339,7 @@ def _between_prompts(rows: Rows, cut: int) -> int:
 
 
 def references_of(rows: Sequence[Row]) -> list[str] | None:
-    """Return the references of the rows of an evaluation; None if no row has any text as one."""
+    """Return the references of the rows of an evaluation; None if no reference has any text."""
     references = [row["reference"] or "" for row in rows]
     return references if any(text.strip() for text in references) else None
 
@@ -369,9 +376,9 @@ def read_labels(
     allow_urls: bool,
     max_left_out: float,
 ) -> Rows | None:
-    """Read the pairs of answers that people labelled; None if `source` is empty.
+    """Read the pairs of answers that people labeled; None if `source` is empty.
 
-    Rows without a label are not labelled yet, and left out.
+    Rows without a label are left out.
 
     Raises:
         DataError: the rows cannot be read, or a label is not first, second or tie.

@@ -7,7 +7,7 @@ from pipeline.inputs.lineage import DataSet
 from pipeline.storage.workspace import Workspace
 
 SETTINGS_FILE = "settings.toml"
-"""Name of the settings file in the folder of a run; the settings repeat the run."""
+"""Name of the file in the folder of a run with all settings of the run, to repeat it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,7 @@ class FlowRun:
     """Id FLOW/NUMBER. Each id has one parent run in MLflow and registers one version."""
 
     workspace: Workspace
-    """Where the files of the run are."""
+    """Folder of the caches and of all runs, with an optional copy in S3."""
 
     tracking: dict[str, str]
     """MLflow run ids by step name; `parent` is the MLflow run of the full run."""
@@ -31,5 +31,5 @@ class FlowRun:
 
     @property
     def folder(self) -> Path:
-        """Folder of the journal, the policy, the reports, the samples and the judgements."""
+        """Folder of the policy, reports, samples, judgments and journal (entries for MLflow)."""
         return self.workspace.root / "runs" / self.id.rpartition("/")[2]

@@ -1,4 +1,4 @@
-"""Read and write the JSON lines of a run."""
+"""Read and write the JSON Lines files of a run."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -14,7 +14,7 @@ def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
     """Return the JSON objects in a file that `write_jsonl` wrote.
 
     Raises:
-        DataError: the file is missing, or a line was changed.
+        DataError: the file is missing, or a line is not a JSON object.
     """
     return list(read_json_rows(Path(path)))
 
@@ -22,7 +22,7 @@ def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write one JSON object per line, with secrets masked.
 
-    A value that JSON lacks, such as a date, becomes its text.
+    A value of a type that JSON lacks, such as a date, is written as text.
 
     Raises:
         TrainingError: the file cannot be written.

@@ -1,4 +1,4 @@
-"""Record the lineage of a run: code, packages, settings and data."""
+"""Record the lineage of a run, that is its code, packages, settings and data."""
 
 import hashlib
 import os
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from ppo_core.data.rows.reader import Rows
 
 FLOW_RUN = "flow_run"
-"""MLflow tag of runs and versions with the id of the run of the flow."""
+"""MLflow tag, of runs and of registered versions, with the id of the flow's run."""
 
 ORIGIN = ("data/", "git_", "model/base", "model/reward_model", "settings_digest", "seed")
-"""Beginnings of the tags that say what a run was made from, beside its image."""
+"""Prefixes of the tags that describe the inputs of a run: code, settings, data and given models."""
 
 UNKNOWN = "unknown"
 """Tag value if the code is outside of a git repository or git does not answer."""
@@ -44,13 +44,13 @@ class DataSet:
     """File, folder or hub id of the data set, without credentials."""
 
     digest: str
-    """Digest of its usable rows."""
+    """Digest of the usable rows."""
 
     rows: int
     """Number of usable rows."""
 
     left_out: dict[str, int] = field(default_factory=dict)
-    """Reason -> number of rows that were left out for it."""
+    """Reason -> number of rows that were left out for this reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ def trace(*, flow_run: str, settings: Mapping[str, Any], data: Mapping[str, "Row
         "git_changes": changes,
         "python": platform.python_version(),
         "packages_digest": hashlib.sha256(packages.encode()).hexdigest(),
-        # Without the prices, on which no result depends.
+        # `hardware` has GPUs and prices, on which no result depends.
         "settings_digest": digest_of({k: v for k, v in settings.items() if k != "hardware"}),
         "seed": str(settings["seed"]),
         **{f"data/{name}": rows.digest for name, rows in data.items()},
@@ -116,9 +116,9 @@ def trace(*, flow_run: str, settings: Mapping[str, Any], data: Mapping[str, "Row
 
 
 def is_origin(tag: str) -> bool:
-    """Return whether a tag says what a run was made from: code, settings, data or given models.
+    """Return whether a tag describes an input of a run: code, settings, data or a given model.
 
-    The image, that is python and packages, is left out.
+    Tags of the image, that is of Python and its packages, do not count.
     """
     return tag.startswith(ORIGIN)
 
@@ -126,7 +126,7 @@ def is_origin(tag: str) -> bool:
 def git_state(file: Path) -> tuple[str, str]:
     """Return the commit of a file's repository, and whether tracked files changed: yes or no.
 
-    In a code package, return what Metaflow recorded when it made the package. Both values are
+    In a code package of Metaflow, return what was recorded with the package. Both values are
     `unknown` if no repository tracks the file, for example in an installed copy, or if git is
     missing or does not answer.
     """

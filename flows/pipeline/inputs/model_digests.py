@@ -1,4 +1,4 @@
-"""Digests of models, to name them and to find changed files."""
+"""Compute digests of models, which identify models and reveal changed files."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from ppo_core.io.folder_cache import digest_of_folder
 
 
 def require_unchanged(folder: str, digest: str, what: str) -> None:
-    """Raise if the files of a folder do not fit its digest; `what` names the folder.
+    """Raise if the files of a folder do not have the digest `digest`; `what` names the folder.
 
     Raises:
         ModelError: a file was changed, added or removed.

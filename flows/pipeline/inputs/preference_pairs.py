@@ -1,4 +1,4 @@
-"""Merge preference rows into labelled pairs, each with all votes on the pair."""
+"""Merge preference rows into labeled pairs, each with all votes on the pair."""
 
 import json
 from collections import Counter
@@ -15,7 +15,7 @@ from ppo_core.errors import DataError
 from ppo_core.io.folder_cache import digest_of_code
 
 JUDGE_PART = 3
-"""One of this number of different pairs trains the judge if none is named."""
+"""If no judge is named, one of every `JUDGE_PART` different pairs trains the judge."""
 
 _TRAINED = ("prompt", "chosen", "rejected")
 
@@ -40,7 +40,7 @@ class LabelledPair:
     if a minority preferred the other response by a large margin."""
 
     category: str | None = None
-    """Column `category` of the first row, else column `source`."""
+    """Column `category` of the first row, or column `source` if the category is empty."""
 
     tie: bool = False
     """Whether neither response is preferred, because the votes are equal, most votes are for
@@ -50,7 +50,7 @@ class LabelledPair:
     """Number of people who voted."""
 
     agreement: float | None = None
-    """Fraction of the votes that hold the most frequent opinion; None for a single vote."""
+    """Fraction of the votes for the most frequent opinion; None for a single vote."""
 
 
 def label_pairs(rows: Iterable[Row]) -> list[LabelledPair]:
@@ -75,8 +75,8 @@ def label_pairs(rows: Iterable[Row]) -> list[LabelledPair]:
 def training_pairs_of(rows: Rows, others: Rows) -> Rows:
     """Return the pairs for training a reward model: prompt, chosen and rejected.
 
-    Left out are pairs that are in `others`, and ties, which would teach a preference that nobody
-    has. The labels go too: a margin would change the training loss.
+    Pairs that are in `others` are left out, and so are ties, which would teach a preference that
+    nobody has. The other columns are removed, because a margin would change the training loss.
 
     Raises:
         DataError: no pair is left.
@@ -105,8 +105,8 @@ def training_pairs_of(rows: Rows, others: Rows) -> Rows:
 def split_off_judge_pairs(rows: Rows) -> tuple[Rows, Rows]:
     """Return the pairs that train PPO's reward model, and those that train the judge.
 
-    Every third different pair is the judge's. Rows with equal prompts and equal responses, in
-    either order, are one pair, and so in one part.
+    Every third different pair trains the judge. Rows with equal prompts and equal responses, in
+    either order, are one pair, so they are in the same part.
 
     Raises:
         DataError: there are fewer than three different pairs.
@@ -164,7 +164,7 @@ def _merge(rows: Sequence[Row]) -> LabelledPair:
 
 
 def _votes(rows: Sequence[Row], signs: Sequence[int]) -> list[int]:
-    """Return each person's vote: 1 for the first row's chosen response, -1 for the other, or 0."""
+    """Return each vote: 1 for the first row's chosen response, -1 for its rejected one, or 0."""
     opinions: dict[object, int] = {}
     for number, (row, sign) in enumerate(zip(rows, signs, strict=True)):
         annotator = row.get("annotator")

@@ -1,4 +1,4 @@
-"""Leave out of PPO's prompts those that the policies are judged on."""
+"""Remove the prompts of the evaluation from the prompts that PPO trains on."""
 
 import json
 from dataclasses import replace
@@ -11,7 +11,7 @@ from ppo_core.io.folder_cache import digest_of_code
 
 
 def prompt_key(prompt: str | Messages) -> str:
-    """Return a text that is equal for equal prompts, texts or messages."""
+    """Return a text that is equal for equal prompts; a prompt is a text or messages."""
     return json.dumps(prompt)
 
 

@@ -64,7 +64,7 @@ class Budget:
         return self._tokens.total()
 
     def spent(self, before: Mapping[str, Spent]) -> dict[str, Spent]:
-        """Return what each judge that was called has spent, with what was spent before, by name."""
+        """Return what each judge has spent, by name of the judge, including `before`."""
         own = {
             name: Spent(
                 calls=calls, tokens=None if name in self._unreported else self._tokens[name]
@@ -101,7 +101,7 @@ class Budget:
         self._calls[judge] += 1
 
     def add_tokens(self, judge: str, tokens: int | None) -> None:
-        """Add the tokens of a judge's question and reply; None if its server reports none.
+        """Add the tokens of a judge's question and reply; None if the server does not report them.
 
         Raises:
             JudgeError: `tokens` is None, and `max_tokens` is set.

@@ -30,8 +30,9 @@ def count_votes(votes: Sequence[Verdict]) -> Verdict:
     """Return the verdict of the majority.
 
     The verdict is `invalid` if more than half of all votes are invalid. Otherwise, an answer with
-    more than half of the valid votes wins, and the verdict is a tie if neither answer has so many.
-    The probability is the mean over the valid votes that have one, None if no vote has one.
+    more than half of the valid votes wins. If neither answer has so many votes, the verdict is a
+    tie. The probability is the mean over the valid votes with a probability; None if there are
+    none.
     """
     valid = [vote for vote in votes if vote.winner != "invalid"]
     if len(valid) < len(votes) / 2:

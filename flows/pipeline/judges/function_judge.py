@@ -125,11 +125,11 @@ def _require_two_arguments(function: JudgeFunction) -> None:
     """Raise unless a function can be called with the prompts and the pairs.
 
     Raises:
-        ConfigError: it takes other arguments.
+        ConfigError: the function takes other arguments.
     """
     try:
         signature = inspect.signature(function)
-    # A function of C may have no signature; the first call will tell.
+    # A function written in C may have no signature. The first call then checks the arguments.
     except ValueError:
         return
     try:
@@ -159,7 +159,7 @@ def _fields_of(item: Any) -> Mapping[str, Any]:
 
 def _is_probability(value: Any) -> bool:
     is_number = isinstance(value, Real) and not isinstance(value, bool)
-    # Before `float`, which a large integer overflows.
+    # Compare before calling `float`, which raises for a very large integer.
     return is_number and bool(0 <= value <= 1)
 
 

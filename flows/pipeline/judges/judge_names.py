@@ -1,6 +1,6 @@
 """Read the setting `judge`: the kind and the source of each judge that it names.
 
-This file imports no large library, so that a misspelt judge is reported at once.
+This file imports no large library, so that a misspelled judge is reported at once.
 """
 
 import os
@@ -14,8 +14,8 @@ from ppo_core.errors.packages import require_package
 OPENAI_URL = "https://api.openai.com/v1"
 
 JUDGED_ELSEWHERE = "RLHF_JUDGED_ELSEWHERE"
-"""Environment variable of a deployed step that lacks the key of the judge, which the judging step
-alone reads. The command that deployed it has checked that the judging step gets a secret."""
+"""Environment variable that marks a deployed step without the key of the judge's server. Only the
+judging step reads the key. The deploy command has checked that the judging step gets a secret."""
 
 KINDS_WITH_SOURCE = ("python", "reward-model", "openai", "transformers")
 
@@ -80,7 +80,7 @@ def _parse(spec: str) -> JudgePart:
 
 
 def check_judge_name(spec: str, reward_model: str, base_url: str) -> None:
-    """Raise if a specification is misspelt, or names PPO's reward model; nothing is read or asked.
+    """Raise if a judge is misspelled or is PPO's reward model; no model is read or asked.
 
     Args:
         spec: specification as for `make_judge`.
@@ -88,8 +88,8 @@ def check_judge_name(spec: str, reward_model: str, base_url: str) -> None:
         base_url: address of a server, see `read_access`.
 
     Raises:
-        ConfigError: the judge is unknown, named twice, or the reward model, its package is
-            missing, or its key is, see `read_access`.
+        ConfigError: a judge is unknown, is named twice or is the reward model, or its package is
+            missing; or see `read_access`.
     """
     for part in read_judges(spec):
         _require_independence(part, reward_model)
@@ -102,10 +102,10 @@ def check_judge_name(spec: str, reward_model: str, base_url: str) -> None:
 
 
 def check_labeller_name(spec: str, judge: str, base_url: str) -> None:
-    """Raise if the labeller of the policy's samples is misspelt, or is a judge of the run.
+    """Raise if a labeller of the policy's samples is misspelled, or is also a judge of the run.
 
     Raises:
-        ConfigError: see `check_judge_name`; or the labeller, or one of several, also judges.
+        ConfigError: see `check_judge_name`; or a labeller is also a judge of the run.
     """
     try:
         check_judge_name(spec, "", base_url)
@@ -145,7 +145,7 @@ def has_access_to_judge() -> bool:
 
 def _require_independence(part: JudgePart, reward_model: str) -> None:
     is_model = part.kind in ("reward-model", "transformers")
-    # Another revision of the reward model was mostly trained on the same preferences.
+    # Another revision of the reward model is refused too: it was mostly trained on the same pairs.
     if is_model and reward_model and _repository(part.source) == _repository(reward_model):
         raise ConfigError(
             f"judge={part.spec!r} is the reward model that PPO trains against. The win rate would "
@@ -162,7 +162,7 @@ def _repository(model: str) -> str:
 
 
 def _host(url: str) -> str | None:
-    # Imported here: only the address of a server needs it.
+    # Imported here, because only the check of a server's address needs it.
     from pydantic import HttpUrl, ValidationError
 
     try:

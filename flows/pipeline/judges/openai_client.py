@@ -33,7 +33,7 @@ class CallError(Exception):
     """A call failed, but may succeed if it is repeated."""
 
     def __init__(self, words: str, retry_after: float | None = None) -> None:
-        """Take the message, and the wait in seconds that the server asks for (None if none)."""
+        """Take the message, and how many seconds the server asks to wait (None if it does not)."""
         super().__init__(words)
         self.retry_after = retry_after
 
@@ -50,7 +50,7 @@ class Completion:
     """Text of the reply; None if there is none, for example if reasoning used all tokens."""
 
     finish_reason: str | None
-    """The server's name of the reason why the model stopped."""
+    """Reason why the model stopped, as the server names it."""
 
     tokens: int | None
     """Number of tokens of question and reply; None if the server does not report it."""
@@ -149,7 +149,7 @@ class OpenAIClient:
 
 def _clean(words: str) -> str:
     """Redact and shorten a server's message: some servers repeat the key in messages."""
-    # Redacted first: a part of the key would not be found.
+    # Redact before shortening: part of a key would not be recognized.
     return " ".join(redact(words).split())[:MAX_MESSAGE_CHARACTERS]
 
 

@@ -26,7 +26,7 @@ daily quota is spent, the call is not repeated."""
 
 DOWN_AFTER = 20
 """Number of consecutive unanswered questions after which the server counts as down. It exceeds the
-8 concurrent calls of the default, all of which a short outage can fail."""
+default of 8 concurrent calls, because a short outage can make all of them fail."""
 
 PROBE_RETRIES = 2
 """Maximum number of retries of `probe`; small, so that a wrong address is found within seconds."""

@@ -49,7 +49,7 @@ _WINNERS = {"A": "first", "B": "second", "TIE": "tie"}
 
 
 def pose(criterion: str, prompt: str, first: str, second: str, *, attempt: int) -> Question:
-    """Ask which of two answers to a prompt is better, the first as answer A.
+    """Return the question which of two answers to a prompt is better; `first` is answer A.
 
     The texts to judge are one line of ASCII JSON between two delimiters, so no character can leave
     its string. From the second `attempt` on, a reminder of the reply format follows.
@@ -80,8 +80,9 @@ def prompt_version(criterion: str) -> str:
 def read_verdict(text: str) -> Verdict:
     """Return the verdict of a reply; A is the first answer.
 
-    Only lines that are nothing but a verdict count; there must be one, and all must agree. A letter
-    without the word VERDICT counts if it is the full reply. Reasoning in <think> tags is removed.
+    A line counts if it has only a verdict. There must be at least one such line, and all must
+    agree. A letter without the word VERDICT counts if it is the full reply. Reasoning in <think>
+    tags is removed first.
     """
     answer = _without_thoughts(text)
     lines = [line for line in answer.split("\n") if line.strip()]
@@ -95,7 +96,7 @@ def read_verdict(text: str) -> Verdict:
 
 
 def _without_thoughts(text: str) -> str:
-    """Remove the reasoning of a reply; the chat template may have opened its tag already."""
+    """Remove the reasoning of a reply; its opening tag may be in the chat template instead."""
     return _THOUGHT.sub("", text).rpartition("</think>")[2]
 
 

@@ -37,7 +37,7 @@ class ReplyCache:
         self._folder, self._shared = folder, shared
 
     def get(self, key: str) -> Reply | None:
-        """Return the stored reply for a key from `reply_key`; None if none is stored.
+        """Return the stored reply for a key from `reply_key`; None if there is none.
 
         Raises:
             JudgeError: the file of the key does not have the format that `put` writes.
@@ -56,7 +56,7 @@ class ReplyCache:
         return _reply_of(written, path)
 
     def put(self, key: str, reply: Reply) -> None:
-        """Store a reply that has a text; return when it is on disk, and in S3 if that is shared.
+        """Store a reply that has a text on disk, and in S3 if there is a shared address.
 
         Raises:
             StorageError: S3 does not answer.
@@ -71,7 +71,7 @@ class ReplyCache:
             write_object(self._address(key), content.encode())
 
     def _get_shared(self, key: str) -> Reply | None:
-        """Return the reply that another machine has stored; None if none has."""
+        """Return the reply that another machine has stored in S3; None if there is none."""
         if self._shared is None:
             return None
         # Imported here: it imports boto3, which a run on one disk does without.

@@ -55,7 +55,7 @@ class RewardModelJudge:
 
 
 def verdict_by_score(first: float, second: float) -> Verdict:
-    """Return the verdict that the higher score wins; `invalid` if a score is not finite."""
+    """Return the verdict for the higher score, or `invalid` if a score is not finite."""
     if not (isfinite(first) and isfinite(second)):
         return Verdict("invalid", reason=f"The scores are {first} and {second}.")
     probability = float(expit(first - second))

@@ -45,7 +45,7 @@ def make_judge(
         shared_cache: address of these replies in S3; None if all machines share the folder.
         end_of_text: whether a reward model reads an end-of-sequence token after each answer.
         precision: precision of a chat model on this machine.
-        budget: what counts the calls of servers; None for one with the limits of `config`.
+        budget: counter of the calls of servers. If None, a new one has the limits of `config`.
 
     Raises:
         ConfigError: `spec` is unknown, names a judge twice, or names a missing function.
@@ -62,7 +62,7 @@ def make_judge(
 
 
 def make_judge_of_run(settings: Settings, spec: str, budget: Budget | None = None) -> Judge:
-    """Return a judge that keeps its replies where all runs of the workspace find them.
+    """Return a judge whose replies are stored for all runs of the same workspace.
 
     Raises:
         ConfigError: see `make_judge`.

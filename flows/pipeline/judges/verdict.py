@@ -7,14 +7,15 @@ from typing import Protocol, TypeAlias
 from ppo_core.data.chat_template import Messages
 
 JudgedPrompt: TypeAlias = str | Messages
-"""Text, or messages of a chat. A judge reads messages by `shown_prompt`, or by its template."""
+"""Text, or messages of a chat. A judge reads messages as the text that `shown_prompt` returns, or
+with its own chat template."""
 
 WINNERS = ("first", "second", "tie", "invalid")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A judge's decision which of two answers to a prompt is better."""
+    """A judge's decision about which of two answers to a prompt is better."""
 
     winner: str
     """`first`, `second`, `tie`, or `invalid` if the judge gave no readable verdict."""

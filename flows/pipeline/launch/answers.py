@@ -1,4 +1,4 @@
-"""Let a policy answer prompts: in this process, or in one process for each GPU."""
+"""Answer prompts with a policy, in this process or in one process for each GPU."""
 
 import shutil
 from collections.abc import Sequence
@@ -15,13 +15,15 @@ from ppo_core.training.evaluation import Answers
 PROGRAM = ("ppo_core.training.answers",)
 
 LEAST_PROMPTS = 16
-"""Minimum number of prompts for each process; fewer are answered before a process has started."""
+"""Minimum number of prompts for each process. Fewer prompts take less time than the start of a
+process."""
 
 
 def answer_processes(asked: int, prompts: int) -> int:
-    """Return the number of processes that answer: one per GPU, at most `asked` unless that is 0.
+    """Return the number of processes that answer `prompts` prompts.
 
-    On the CPU one process answers: it uses all cores.
+    This is one per GPU, and at most `asked` unless `asked` is 0. On the CPU, one process answers
+    and uses all cores.
     """
     found = gpus()
     wanted = min(asked or found, found)
@@ -35,7 +37,7 @@ def answer(job: AnswerJob, *, processes: int, folder: Path, stall_minutes: float
         job: the policy, the prompts, and the decoding.
         processes: number of processes that share the prompts.
         folder: folder for the files of several processes; removed after use.
-        stall_minutes: see `train`; several processes report their progress to it.
+        stall_minutes: see `train`; not used with one process.
 
     Raises:
         ModelError: a model cannot be loaded, or has no stop token.
@@ -53,7 +55,7 @@ def answer(job: AnswerJob, *, processes: int, folder: Path, stall_minutes: float
 
 
 def answer_in_run(job: AnswerJob, settings: Settings, folder: Path) -> Answers:
-    """Return the answers to all prompts of a job, as `answer` with the settings of a run.
+    """Return the answers to all prompts of a job, with the processes that the settings allow.
 
     `folder` is the folder of the run.
     """

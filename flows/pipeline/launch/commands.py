@@ -63,8 +63,8 @@ def command(
         port = PORTS[int(rendezvous_id, 16) % len(PORTS)]
         rendezvous = [
             f"--nnodes={machines.count}",
-            # Fixed: c10d would number the machines by their names, and rank 0, which writes the
-            # policy and the metrics, must be on the first machine.
+            # The static backend keeps the ranks of the machines. c10d would rank them by name, but
+            # rank 0 writes the policy and the metrics and must be on the first machine.
             "--rdzv-backend=static",
             f"--node-rank={machines.index}",
             f"--rdzv-endpoint={machines.main_address}:{port}",
@@ -88,10 +88,10 @@ class FoundGpu:
     """A GPU of this machine."""
 
     name: str
-    """Name that CUDA or ROCm gives it."""
+    """Name of the GPU that CUDA or ROCm reports."""
 
     memory: int
-    """Bytes."""
+    """Bytes of memory."""
 
 
 @cache
@@ -118,7 +118,8 @@ def gpus() -> int:
 def environment_of(processes: int, machines: Machines, reason: Path) -> dict[str, str]:
     """Return the environment of the processes.
 
-    A failed process writes its error to `reason`, and its stacks, on SIGUSR1, beside it.
+    A failed process writes its error to the file `reason`. On SIGUSR1, a process writes the stacks
+    of its threads to the folder of `reason`.
     """
     root = str(Path(ppo_core.__file__).parent.parent)
     environment = os.environ | {
@@ -135,7 +136,7 @@ def environment_of(processes: int, machines: Machines, reason: Path) -> dict[str
 
 
 def threads_of_a_process(processes: int) -> int:
-    """Return the number of threads of each of some processes on this machine.
+    """Return the number of threads of each process if several processes share this machine.
 
     With more spinning threads than cores, training is many times slower.
     """

@@ -13,7 +13,7 @@ from ppo_core.errors import PPOError, ProcessError, RunInterruptedError
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """The process whose end ended the training, with exit code and report."""
+    """The process that ended first and so ended the training, with exit code and report."""
 
     rank: int
     """Rank of the process; -1 for torchrun itself."""
@@ -34,9 +34,9 @@ def ended_alone(pid: int, code: int, reason: Path) -> Ended:
 
 
 def first_ended(pid: int, code: int, reason: Path) -> Ended:
-    """Return the first of several processes that ended, from the file `reason` by torchrun.
+    """Return the process that failed first, from the file `reason` that torchrun has written.
 
-    If `reason` does not exist, torchrun itself (process `pid`) ended first.
+    If `reason` does not exist, torchrun itself (process `pid`) was the first to end.
     """
     if not reason.is_file():
         return Ended(rank=-1, pid=pid, exit_code=code, report=None)

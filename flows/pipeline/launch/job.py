@@ -15,7 +15,7 @@ JOB_FILE = "settings.json"
 
 
 def ppo_config(settings: Settings) -> PPOConfig:
-    """Return the settings of PPO, whose KL warning says when the flow will refuse to promote."""
+    """Return the settings of PPO; their KL warning names the limit of the promotion gate."""
     max_kl = settings.promotion.max_kl
     if not math.isfinite(max_kl):
         return settings.ppo
@@ -53,7 +53,7 @@ def write_job(
         "output_dir": str(folder),
         "sft_model_path": policy,
         "reward_model_path": reward_model,
-        # The evaluation shows answers after the training, so PPO needs no prompts for samples.
+        # The evaluation shows answers after the training, so PPO need not sample any to show.
         "num_sample_generations": 0,
     }
     script = ScriptArguments(

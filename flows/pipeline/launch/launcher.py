@@ -40,7 +40,7 @@ METRICS_POLL_SECONDS = 0.2
 """Seconds between two reads of the metrics file."""
 
 STACK_SECONDS = 2.0
-"""Seconds that a process has to write its stacks, which takes milliseconds."""
+"""Seconds to wait until a process has written its stacks; writing takes milliseconds."""
 
 LOOK_SECONDS = 1.0
 """Seconds between two checks for stopped processes."""
@@ -72,9 +72,9 @@ def train(
         processes: number of processes; 0 for one per GPU, or one without a GPU.
         machines: the machines of the training.
         program: module that the processes run, and its arguments before the job; PPO by default.
-        stall_minutes: minutes without a new line of the metrics file, or a change of PROGRESS_FILE,
-            after which the training is ended (or 20 times the median time between two such signs,
-            if that is longer).
+        stall_minutes: minutes without progress after which the training is ended, or 20 times the
+            median time between two signs of progress, if that is longer. A new line of the metrics
+            file and a change of PROGRESS_FILE are signs of progress.
         on_metrics: called with the number and the metrics of each line in the metrics file.
         on_wait: called several times a second; an error that it raises ends the processes.
 
@@ -170,7 +170,7 @@ def _has_spot_notice() -> bool:
 
 
 def _stalled(pid: int, stall: StallWatch, folder: Path) -> ProcessError:
-    """Return the error of a training without progress, after its processes wrote their stacks."""
+    """Make the processes write their stacks; return the error of a training without progress."""
     files = []
     for process in _training_processes(pid):
         with suppress(psutil.NoSuchProcess):
@@ -225,7 +225,7 @@ class _MetricsFollower:
         self._inode = self._position = 0
 
     def read_new_lines(self) -> int:
-        """Call `on_metrics` for each line that was added since the last call; count the lines."""
+        """Call `on_metrics` for each line added since the last call; return the number of lines."""
         count = 0
         if not self._path.exists():
             return count
@@ -238,7 +238,7 @@ class _MetricsFollower:
                 if not line.endswith(b"\n"):
                     break
                 self._position += len(line)
-                # The training that resumes repairs a damaged line, and replaces the file.
+                # Skip a damaged line: a resumed training repairs it and replaces the file.
                 if (metrics := read_line(line)) is not None:
                     self._on_metrics(metrics.pop(UPDATE), metrics)
                     count += 1

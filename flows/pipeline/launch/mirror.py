@@ -1,4 +1,4 @@
-"""Copy the checkpoints of a training to S3, from where other machines continue it."""
+"""Copy the checkpoints of a training to S3, so that other machines can continue the training."""
 
 import shutil
 import threading
@@ -16,7 +16,7 @@ from ppo_core.reporting.metrics_file import METRICS_FILE, SELF_CHECK_FILE
 from ppo_core.supervised.supervised_config import RATE_FILE
 
 LOOK_SECONDS = 1.0
-"""Seconds between two looks for a new checkpoint."""
+"""Seconds between two checks for a new checkpoint."""
 
 BESIDE_CHECKPOINT = (METRICS_FILE, SELF_CHECK_FILE, RATE_FILE)
 """Files of a training that a resume needs beside its checkpoint."""
@@ -26,17 +26,19 @@ BESIDE_CHECKPOINT = (METRICS_FILE, SELF_CHECK_FILE, RATE_FILE)
 def mirrored(workspace: Workspace, folder: Path, here: Machines = ONE_MACHINE) -> Iterator[None]:
     """Keep a copy of the newest checkpoint in S3 while the context lasts.
 
-    On a machine whose folder is missing or empty, the copy becomes the folder first. A checkpoint
-    is copied in the background after it is finished, and once more at the end of the context, so
-    that nothing is lost if the training ends early. Without a store, nothing happens.
+    If the folder on this machine is missing or empty, the copy is fetched into it first. A finished
+    checkpoint is copied in the background. At the end of the context, the newest checkpoint is
+    copied if it was not, so nothing is lost if the training ends early. If the workspace has no
+    copy in S3, nothing is copied.
 
-    Each of several machines copies what its own processes have written, first what another one has
-    copied, and keeps two copies. They continue from the newest checkpoint that all have copied.
+    With several machines, each machine copies the files of its own processes, and prefers a
+    checkpoint that another machine has copied. The training continues from the newest checkpoint
+    that all machines have copied. Each machine keeps this one beside the last one that it copied.
 
     Args:
         workspace: the workspace of the run.
         folder: folder of the training on this machine.
-        here: the machines of the training.
+        here: the machines of the training, with the index of this machine.
 
     Raises:
         StorageError: another machine continued the training meanwhile, or S3 does not answer.
@@ -53,7 +55,7 @@ def mirrored(workspace: Workspace, folder: Path, here: Machines = ONE_MACHINE) -
 
 
 class _Mirror:
-    """Copies of the checkpoints of one training, one for each machine."""
+    """The copies of a training's checkpoints in S3; each machine has its own copy."""
 
     def __init__(self, workspace: Workspace, folder: Path, here: Machines) -> None:
         self._folder, self._here = folder, here
@@ -67,7 +69,7 @@ class _Mirror:
         self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
 
     def start(self) -> None:
-        """Continue from the copies, and start to copy."""
+        """Fetch the checkpoint to continue from, and start the thread that copies new ones."""
         if self._here.count == 1:
             self._own.read()
         else:
@@ -78,15 +80,15 @@ class _Mirror:
         self._thread.start()
 
     def stop(self) -> None:
-        """Copy the last checkpoint, and stop."""
+        """Stop the thread, and copy the newest checkpoint."""
         self._over.set()
         self._thread.join()
         self._copy(newest_checkpoint(self._folder))
 
     def _read_common(self) -> None:
-        """Fetch the newest checkpoint that all machines have copied, with the files of all.
+        """Fetch the newest checkpoint that all machines have copied, with the files of each one.
 
-        Remove what an earlier attempt left here: it lacks the files of the other machines.
+        First remove the folder of an earlier attempt, which lacks the files of other machines.
         """
         shutil.rmtree(self._folder, ignore_errors=True)
         names = [copy.look() for copy in self._copies]
@@ -99,12 +101,12 @@ class _Mirror:
         while not self._over.wait(LOOK_SECONDS):
             try:
                 self._copy(self._next())
-            # The training goes on: the next look tries again, and so does `stop`, which raises.
+            # The training continues. The next check tries again, and so does `stop`, which raises.
             except (PPOError, OSError) as error:
                 print(f"The checkpoint was not copied: {error}", flush=True)
 
     def _next(self) -> Path | None:
-        """Return the checkpoint to copy: the newest that another machine has copied, or the newest.
+        """Return the checkpoint to copy: the newest that another machine has, or else the newest.
 
         Otherwise a slow machine would never copy a checkpoint that the others also have.
         """
@@ -118,7 +120,7 @@ class _Mirror:
         return steps[max(shared)] if shared else newest
 
     def _copy(self, checkpoint: Path | None) -> None:
-        """Copy a checkpoint, unless it was the last to be copied."""
+        """Copy a checkpoint, unless it was copied last."""
         if checkpoint is None or checkpoint == self._copied:
             return
         with TemporaryDirectory() as name:
@@ -136,8 +138,8 @@ class _Mirror:
     def _still_needed(self) -> set[str]:
         """Return the names of this machine's files that a restart of several machines may need.
 
-        These are the newest checkpoint that all have copied, until they have copied the next one,
-        and the last one of this machine, which the others may still be copying.
+        These are the files of the newest checkpoint that all machines have copied, and of the last
+        one that this machine has copied, which the other machines may still be copying.
         """
         if self._here.count == 1:
             return set()
@@ -149,7 +151,7 @@ class _Mirror:
 
 
 def _newest_common(names: Sequence[Collection[str]]) -> str:
-    """Return the newest checkpoint that all collections of names have; empty if there is none."""
+    """Return the newest checkpoint that is in all collections of names; empty if there is none."""
     folders = set.intersection(*({name.split("/")[0] for name in each} for each in names))
     checkpoints = [name for name in folders if name.startswith("checkpoint-")]
     return max(checkpoints, key=lambda name: int(name.rpartition("-")[2]), default="")

@@ -22,7 +22,7 @@ TIME_TO_SAVE = 60.0
 """Maximum time in seconds for the processes of an earlier attempt to save a checkpoint."""
 
 SAME_START = 1.0
-"""Tolerance in seconds for the start time of a process, which changes when the clock is set."""
+"""Tolerance in seconds for the start time of a process; setting the clock changes this time."""
 
 
 class FrozenProcesses:
@@ -31,7 +31,7 @@ class FrozenProcesses:
     def __init__(self, root: int) -> None:
         """Watch the process `root` and all its descendants."""
         self._root = root
-        # Counts checks instead of seconds: while this process is stopped, the count must not grow.
+        # Count checks, not seconds: while this process itself is stopped, the count must not grow.
         self._looks: Counter[psutil.Process] = Counter()
 
     def look(self) -> list[psutil.Process]:

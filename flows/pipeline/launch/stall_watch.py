@@ -18,13 +18,13 @@ STALL_MINUTES = 30.0
 """Default of the setting `stall_minutes`."""
 
 TIMES_MEDIAN = 20
-"""A phase has stalled if it waits for this many times its median time between two advances."""
+"""A phase may wait for its next advance this many times as long as its median wait."""
 
 RECENT = 1_000
-"""Number of waits of which the median is taken; a phase may make millions of advances."""
+"""Number of latest waits in the median; a phase may make millions of advances."""
 
 LOOK_SECONDS = 0.5
-"""Seconds between two looks at the clock."""
+"""Seconds between two checks of the clock."""
 
 
 class StallWatch:
@@ -55,9 +55,10 @@ class StallWatch:
 
 
 class _StepWatch:
-    """A thread that ends this process if the step stalls while it shows progress, or is too long.
+    """Ends this process if a phase of the step stalls, or the step takes too long.
 
-    A thread, because the main thread may hang in code that no signal interrupts.
+    `watch` runs in its own thread, because the main thread may hang in code that no signal
+    interrupts.
     """
 
     def __init__(self, step: str, folder: Path, stall_minutes: float, step_minutes: float) -> None:
@@ -75,7 +76,7 @@ class _StepWatch:
             self._phases[phase] = StallWatch(self._stall_minutes)
 
     def ended(self, phase: str) -> None:
-        """Note that a phase ended, which is not watched any more."""
+        """Stop watching a phase that has ended."""
         self._phases.pop(phase, None)
 
     def stop(self) -> None:
@@ -83,7 +84,7 @@ class _StepWatch:
         self._over.set()
 
     def watch(self) -> None:
-        """Look at the clock until `stop` is called, or this process is ended."""
+        """Check the clock until `stop` is called or this process is ended."""
         while not self._over.wait(LOOK_SECONDS):
             if self._step_minutes and time.monotonic() - self._started > 60 * self._step_minutes:
                 self._end(
@@ -118,11 +119,11 @@ class _StepWatch:
 def watched_step(
     step: str, folder: Path, *, stall_minutes: float, step_minutes: float
 ) -> Iterator[None]:
-    """End this process if its step hangs, with the stack of each thread in `folder`.
+    """End this process if its step hangs; write the stack of each thread to `folder` first.
 
-    A step hangs if a progress bar does not move for `stall_minutes` (or 20 times its median, if
-    that is longer), or if the step lasts `step_minutes` (0: no limit). Metaflow retries the step if
-    it has `@retry`.
+    A step hangs if a progress bar does not advance for `stall_minutes` (or 20 times its median
+    wait, if that is longer), or if the step takes longer than `step_minutes` (0: no limit).
+    Metaflow retries the step if it has `@retry`.
     """
     watch = _StepWatch(step, folder, stall_minutes, step_minutes)
     thread = threading.Thread(target=watch.watch, name="stall watch", daemon=True)

@@ -1,4 +1,4 @@
-"""Run SFT or the training of a reward model in processes of its own, as PPO runs."""
+"""Run SFT or the training of a reward model in separate processes, like PPO."""
 
 from pathlib import Path
 from typing import Literal
@@ -30,7 +30,7 @@ def train_supervised(
 ) -> None:
     """Train a model, or resume its training from the last checkpoint in `folder`.
 
-    `read_result(folder)` then returns the metrics of `train_sft` or `train_reward_model`.
+    After the training, `ppo_core.supervised.job.read_result(folder)` returns its metrics.
 
     Args:
         training: `sft`, or `reward` for a reward model.

@@ -79,7 +79,7 @@ def check_inputs(settings: Settings) -> None:
 
 
 def _check_judge(data: RunData, setting: str, spec: str, reward_model: str = "") -> None:
-    """Check a judge or a labeller, and ask it about one pair; nothing if there is none."""
+    """Check a judge or a labeller, and ask it about one pair; do nothing if `spec` is empty."""
     if not spec:
         return
     for part in read_judges(spec):
@@ -132,9 +132,10 @@ def _check_training(
 
 
 def _check_models(data: RunData) -> None:
-    """Raise if a model or its type is refused, the policy cannot write, or the reward model score.
+    """Raise if a model cannot be used as the policy or as the reward model.
 
-    The reward model must have one score, and an end-of-sequence token if needed.
+    The policy must be decoder-only. The reward model must give one score, and have an
+    end-of-sequence token if its settings need one.
     """
     settings = data.settings
     check_model_types(settings)
@@ -156,7 +157,7 @@ def _check_models(data: RunData) -> None:
 
 
 def _require_template(data: RunData, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
-    """Raise if a reward model cannot read the chat that the policy reads."""
+    """Raise if the policy reads prompts as a chat and a reward model has no chat template."""
     if data.is_chat and tokenizer.chat_template is None:
         raise ModelError(
             f"The policy reads a chat, but the tokenizer of the reward model '{path}' has no chat "
@@ -184,7 +185,7 @@ def _check_prompts(data: RunData) -> None:
 
 
 def _check_pairs(data: RunData) -> None:
-    """Raise if preferences cannot be used, or none is left to train or validate with."""
+    """Raise if preferences cannot be used, or none are left for the training or the validation."""
     settings = data.settings
     with named_data("preferences_test" if settings.preferences_test else "preferences"):
         test = data.test_pairs()
@@ -219,7 +220,7 @@ def _check_demonstrations(data: RunData) -> None:
 
 
 def _report(rows: Rows, name: str, settings: Settings) -> None:
-    """Print how the rows were read, and copy those left out to the folder `quarantine`."""
+    """Print how the rows were read, and copy the rows that were left out to `quarantine`."""
     reading = original_names(describe_reading(rows))
     print(f"{name}: {reading}, digest {rows.digest}", flush=True)
     if rows.left_out:
@@ -234,9 +235,9 @@ def _show(name: str, data: RunData, ids: Sequence[int]) -> None:
 
 
 def describe_repeats(training: Rows, evaluated: Sequence[Row]) -> Iterator[str]:
-    """Yield a warning for training prompts that are mostly equal, or are evaluated on as well."""
+    """Yield warnings if many training prompts are equal, or some are prompts of the evaluation."""
     asked = {prompt_key(row["prompt"]) for row in evaluated}
-    # Hashes, because all prompts of a large data set would fill the memory.
+    # Hashes are stored, because all prompts of a large data set would fill the memory.
     distinct: set[int] = set()
     shared: set[str] = set()
     for batch in training.table.select_columns(["prompt"]).iter(ROWS_AT_ONCE):

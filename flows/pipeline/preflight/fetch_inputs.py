@@ -1,4 +1,4 @@
-"""One door for every input that a user names: a path, a hub id, or an address.
+"""Fetch every input that a user names: a path, a hub id, or an address.
 
 | name | meaning |
 |---|---|
@@ -6,7 +6,8 @@
 | `models:/NAME@ALIAS`, `models:/NAME/VERSION` | the policy of a registered version |
 | anything else | a path of this machine, or a hub id |
 
-If the steps share no disk, models and data sets of the hub are read at one commit, and copied.
+If the steps share no disk, models and data sets of the hub are read at one commit and copied to
+S3.
 """
 
 import dataclasses
@@ -36,11 +37,11 @@ DATA = ("sft_data", "preferences", "preferences_test", "prompts", "eval_prompts"
 MODEL_JUDGES = ("reward-model", "transformers")
 
 MODEL_FILES = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.txt")
-"""Files of a model on the hub that are read."""
+"""Patterns of the files that are downloaded for a model on the hub."""
 
 
 def fetch_inputs(given: Settings) -> Settings:
-    """Return the settings with a path on this machine in the place of every address.
+    """Return the settings with every address replaced by a path on this machine.
 
     Raises:
         ConfigError: an address is invalid, or S3 refuses the access.
@@ -52,7 +53,7 @@ def fetch_inputs(given: Settings) -> Settings:
 
     def data(name: str) -> str:
         if workspace.store and (on_hub := find_hub_data(name)):
-            # So that this step checks the rows that the other steps will read.
+            # With the commit in its name, all steps read the rows that this step checks.
             return on_hub.pinned()
         return _keeping_split(name, workspace.fetch)
 
@@ -63,16 +64,17 @@ def fetch_model(name: str, workspace: Workspace) -> str:
     """Return the path or hub id of a model that may be in S3 or in the registry.
 
     Raises:
-        ModelError: see `fetch_inputs`, as for the other errors.
+        ModelError: see `fetch_inputs`, also for its other errors.
     """
     return _fetch_version(name, workspace) if name.startswith(REGISTRY) else workspace.fetch(name)
 
 
 def share_inputs(settings: Settings, run: FlowRun) -> Settings:
-    """Return the settings of `fetch_inputs` for the other steps of a run.
+    """Return the settings of `fetch_inputs` with names of inputs that all steps of a run can read.
 
-    If the steps share no disk, every input is published once, by its content, so that all steps
-    read the same bytes. So are models and data sets of the hub, which no other step then asks.
+    If the steps share no disk, every input is uploaded to S3 once, to an address that depends on
+    its content, so all steps read the same bytes. This includes models and data sets of the hub, so
+    no other step asks the hub.
 
     Raises:
         ConfigError: S3 refuses the access.
@@ -133,7 +135,7 @@ def _renamed_judges(spec: str, model: Callable[[str], str], file: Callable[[str]
 
 
 def _keeping_split(name: str, change: Callable[[str], str]) -> str:
-    """Return the changed name of a data set; `:SPLIT` at its end stays."""
+    """Change the name of a data set, and keep `:SPLIT` at its end."""
     place, colon, split = name.rpartition(":")
     has_split = not os.path.exists(name) and place not in ("", "s3") and "/" not in split
     return f"{change(place)}{colon}{split}" if has_split else change(name)
@@ -154,7 +156,7 @@ def _fetch_version(address: str, workspace: Workspace) -> str:
 
 
 def _download(name: str) -> str:
-    """Return the folder of a model of the hub, at its present commit."""
+    """Download a model of the hub at the present commit of its revision; return the folder."""
     repository, _ = split_revision(name)
     with library_errors(
         ModelError, f"'{name}' cannot be downloaded", "Check the name and HF_TOKEN."

@@ -54,10 +54,10 @@ def _ask(part: JudgePart, settings: Settings, pairs: Sequence[LabelledPair]) -> 
 
 
 def ask_judge(judge: Judge, pairs: Sequence[LabelledPair]) -> str:
-    """Ask a judge about one pair in both orders; return what it says in words.
+    """Ask a judge about one pair in both orders; return the result as text.
 
     Raises:
-        JudgeError: it gives no verdict on the first `MOST_PAIRS` pairs.
+        JudgeError: the judge gives no verdict on the first `MOST_PAIRS` pairs.
     """
     reason = ""
     for pair in pairs[:MOST_PAIRS]:

@@ -1,4 +1,4 @@
-"""Refuse models from outside whose type nobody vouched for."""
+"""Refuse models whose type was not checked by this project and is not in `model_types`."""
 
 from collections.abc import Collection, Iterator
 
@@ -43,7 +43,7 @@ def _named_models(settings: Settings) -> Iterator[tuple[str, str, Collection[str
 
 
 def _reason(found: str, given: Collection[str]) -> str:
-    """Return what speaks against a type, as the end of a sentence."""
+    """Return why a type is refused, as the end of a sentence."""
     if given:
         return f"is not in model_types={list(given)}"
     if found in UNTRAINABLE:

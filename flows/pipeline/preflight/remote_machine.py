@@ -1,4 +1,4 @@
-"""Refuse a run whose machine or servers would make a later step fail, or lose its results."""
+"""Refuse a run whose machine or MLflow server would make a later step fail or lose results."""
 
 import os
 from importlib.util import find_spec
@@ -36,7 +36,7 @@ PACKAGES = (
 """Packages that the steps import."""
 
 MOST_PROXIED_BYTES = 10**9
-"""Size of a policy above which MLflow's server must not pass on its files. 1 GB takes the server
+"""Maximum size of a policy whose files pass through MLflow's server. For 1 GB, the server needs
 more than five minutes and 30 GB of memory (mlflow issue 22665)."""
 
 BYTES_PER_PARAMETER = 2
@@ -47,10 +47,11 @@ PROXIED = "mlflow-artifacts:"
 
 
 def check_machine() -> None:
-    """Raise if the machine of a scheduler lacks a package, or a server that all steps share.
+    """Raise if a step on a scheduler's machine lacks a package, or has no shared MLflow server.
 
     Raises:
-        ConfigError: a package is missing, or MLFLOW_TRACKING_URI names a file of this machine.
+        ConfigError: a package is missing, MLFLOW_TRACKING_URI is not set, or it (or
+            MLFLOW_REGISTRY_URI) is a file of this machine.
     """
     if not runs_remotely():
         return

@@ -1,7 +1,7 @@
 """Compute the memory of PPO, from the sizes of models and batches.
 
-The arithmetic follows what this package holds in each phase of an update. On a GPU, CUDA's context
-and unused parts of allocated blocks come on top, so leave a tenth free.
+The arithmetic counts the tensors that `ppo_core` keeps in each phase of an update. On a GPU, CUDA's
+context and unused parts of allocated blocks come on top, so leave a tenth of its memory free.
 """
 
 from dataclasses import dataclass
@@ -22,8 +22,8 @@ from ppo_core.models.kernels.packed_linear import MAX_NUMEL, MIN_PASSES
 from ppo_core.models.lm_head import LOGITS_PER_CHUNK
 
 LOGIT_COPIES = 3
-"""Copies of logits in fp32 while tokens are drawn, and in the loss under autocast: there autograd
-keeps the logits beside the probabilities and their gradient."""
+"""Number of fp32 copies of the logits while tokens are drawn, and in the loss under autocast. In
+the loss, autograd keeps the logits, the probabilities and their gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,16 +36,16 @@ class PPOSize(Shards):
 
     reward: ModelSize
     adapter: int = 0
-    """Number of parameters of the policy's adapter; 0 trains the policy itself."""
+    """Number of parameters of the policy's adapter; 0 if the policy itself is trained."""
 
     base_bytes: int = FP32
-    """Bytes of a parameter of the policy under an adapter."""
+    """Bytes of a parameter of the frozen policy under an adapter."""
 
     gathers: bool = True
-    """Whether sharded weights are gathered at once for sampling (`ds3_gather_for_generation`)."""
+    """Whether sampling gathers all sharded weights at once (`ds3_gather_for_generation`)."""
 
     averages: bool = False
-    """Whether a running average of the trained weights of the policy is kept (`ema_decay`)."""
+    """Whether a running average of the policy's trained weights is kept (`ema_decay`)."""
 
     autocast: bool = False
     """Whether passes compute in bfloat16 (`bf16`)."""
@@ -69,7 +69,8 @@ class PPOSize(Shards):
     """Tokens of prompts and responses in a forward and backward pass of a process."""
 
     on_cpu: bool = False
-    """Whether the processes compute on the CPU, where models are loaded and checkpoints copied."""
+    """Whether the processes compute on the CPU. Loading models and copying checkpoints then take
+    the same memory."""
 
     @property
     def trained(self) -> int:
@@ -84,20 +85,19 @@ def peak_memory(size: PPOSize) -> Memory:
 
 
 def phases(size: PPOSize) -> list[Memory]:
-    """Return the memory while responses are sampled, while they are scored, and in the update.
+    """Return the memory in each phase: sampling, scoring, update, and on a CPU loading and saving.
 
-    Gradients exist only in the update, the optimizer's states always. On a CPU, the memory while
-    models are loaded and while a checkpoint is saved comes after these.
+    Gradients exist only in the update, and optimizer states in all phases but loading.
     """
     computed = [_sampling(size), _scoring(size), _updating(size)]
     return computed + ([_loading(size), _saving(size)] if size.on_cpu else [])
 
 
 def host_memory(size: PPOSize) -> int:
-    """Return bytes of the main memory that the processes of one machine need beside their GPUs.
+    """Return the bytes of main memory that the processes of one machine with GPUs need.
 
     Each process reads the full models before it shards them or moves them to its GPU. The first
-    process has the full copies of a checkpoint.
+    process also keeps the full copies for a checkpoint.
     """
     loading = _full_weights(size) + PROCESS
     return size.processes_of_a_machine * loading + _copies(size)
@@ -109,7 +109,7 @@ def host_memory(size: PPOSize) -> int:
 def _sampling(size: PPOSize) -> Memory:
     policy, rows = size.policy, size.sampled_rows
     logits = LOGIT_COPIES * FP32 * rows * policy.vocabulary
-    # Two times the prompts: transformers fills a cache of its own, which is then copied.
+    # The prompts count twice: transformers fills its own cache, which is then copied.
     tokens = rows * (2 * size.prompt_tokens + size.response_tokens)
     read = passing_activations(policy, rows * size.prompt_tokens, autocast=size.autocast)
     gathered = _gathered(size, _module_bytes(size))
@@ -163,7 +163,7 @@ def _updating(size: PPOSize) -> Memory:
 
 
 def _loading(size: PPOSize) -> Memory:
-    """Memory when a process has read or copied all models, and shards none yet."""
+    """Memory after a process has read or copied all models and before it shards them."""
     return Memory(
         phase="loading",
         weights=_full_weights(size),
@@ -201,28 +201,28 @@ def _module_bytes(size: PPOSize) -> int:
 
 
 def _full_weights(size: PPOSize) -> int:
-    """Bytes of all models unsharded; the reference of an adapter is the base."""
+    """Bytes of all models, unsharded. With an adapter, the base is also the reference."""
     reference = 0 if size.adapter else FP32 * size.policy.parameters
     return _module_bytes(size) + reference + FP32 * size.reward.parameters
 
 
 def _weights(size: PPOSize) -> int:
-    """Bytes of all models in a process, with the running average of the policy in fp32."""
+    """Bytes of all models in a process, including the policy's running average, in fp32."""
     average = FP32 * (size.adapter or size.policy.parameters) if size.averages else 0
     return size.weights(_full_weights(size)) + average
 
 
 def _copies(size: PPOSize) -> int:
-    """Bytes of a checkpoint's copies in the first process.
+    """Bytes of the copies that the first process makes for a checkpoint.
 
-    It has the trained weights in full, and its share of the optimizer's moments, all of which the
-    processes write together.
+    It copies all trained weights and its own share of the optimizer's moments. Each process writes
+    its share of the moments.
     """
     return FP32 * size.trained + 2 * FP32 * size.trained // size.processes
 
 
 def _gathered(size: PPOSize, weights: int) -> int:
-    """Bytes of gathered weights, of a model with so many bytes of weights."""
+    """Bytes of the gathered weights of a model that has `weights` bytes in full."""
     if not size.shards_weights:
         return 0
     if size.gathers:
@@ -232,7 +232,7 @@ def _gathered(size: PPOSize, weights: int) -> int:
 
 
 def _bf16_copies(size: PPOSize, model: ModelSize) -> int:
-    """Bytes of the copies in bfloat16 that autocast keeps of trained weights during passes."""
+    """Bytes of the bfloat16 copies of trained weights that autocast keeps during passes."""
     if not size.autocast:
         return 0
     is_frozen = size.adapter and model is size.policy
@@ -240,7 +240,7 @@ def _bf16_copies(size: PPOSize, model: ModelSize) -> int:
 
 
 def _packed(size: PPOSize) -> int:
-    """Bytes of the matrices that oneDNN packs for the decoding of unsharded weights on a CPU."""
+    """Bytes of the matrices that oneDNN packs for decoding with unsharded weights on a CPU."""
     numbers = size.policy.multiplied
     is_packed = (
         size.on_cpu
@@ -272,7 +272,8 @@ def _kept(size: PPOSize, model: ModelSize) -> int:
 def _attention_weights(size: PPOSize, model: ModelSize) -> int:
     """Bytes of the attention weights that `kernels.attention` keeps for short texts on a CPU.
 
-    Under a causal mask it computes blocks of queries, each with the keys up to the block's end.
+    Under a causal mask, the kernel computes blocks of queries, each with the keys up to the end of
+    its block.
     """
     length = size.prompt_tokens + size.response_tokens
     if not size.on_cpu or size.shards_weights or length**2 > MAX_SCORES:

@@ -1,7 +1,7 @@
 """Sizes of models, and the memory of a training in its phases.
 
-The arithmetic counts the tensors that this package holds. What a process has beside tensors is
-`PROCESS`.
+The arithmetic counts the tensors that `ppo_core` keeps. `PROCESS` is the memory of a process beside
+its tensors.
 """
 
 from collections.abc import Iterable
@@ -10,16 +10,17 @@ from dataclasses import dataclass
 from ppo_core.distributed.strategy import SHARD_WEIGHTS, Sharding
 
 FP32, BF16 = 4, 2
-"""Bytes of a number."""
+"""Bytes of a number in fp32 and in bfloat16."""
 
 PROCESS = 650 * 2**20
 """Bytes of a process beside its tensors: the interpreter, the libraries that a training imports,
 and what they keep. Measured with the CPU build of torch 2.13 and transformers 5.23: 587 MiB are
 resident before the models, `KEPT_MATMULS` compiled matmuls take about 1 MiB each, and the threads
-and connections of a training the rest."""
+and connections of a training take the rest."""
 
 ZERO_BUCKET = 500_000_000
-"""Gradients that DeepSpeed collects before it sends them (its default reduce_bucket_size)."""
+"""Number of gradients that DeepSpeed collects before it sends them (default of its setting
+reduce_bucket_size)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,7 @@ class ModelSize:
     """Sizes of a language model or a classifier."""
 
     parameters: int
-    """Number of parameters; tied ones count once."""
+    """Number of parameters; tied parameters count once."""
 
     outside_layers: int
     """Number of parameters outside the layers: embeddings, head and last norm."""
@@ -43,13 +44,13 @@ class ModelSize:
     """Whether the MLP is gated, as in Llama and Qwen."""
 
     heads: int
-    """Number of heads of the queries, H."""
+    """Number of query heads, H."""
 
     key_width: int
-    """Numbers of a token's keys in a layer: heads of the keys x size of a head."""
+    """Width of a token's keys in a layer: number of key heads x size of a head."""
 
     vocabulary: int
-    """Number of logits of a token."""
+    """Number of logits per token."""
 
     @property
     def of_a_layer(self) -> int:
@@ -58,7 +59,7 @@ class ModelSize:
 
     @property
     def multiplied(self) -> int:
-        """Number of weights that a token is multiplied by: layers and LM head, no embeddings."""
+        """Number of weights that multiply a token: layers and LM head, without embeddings."""
         return self.parameters - self.outside_layers + self.width * self.vocabulary
 
 
@@ -68,14 +69,14 @@ class Memory:
 
     phase: str
     weights: int
-    """All models, with their gathered, bfloat16 and packed copies."""
+    """Weights of all models, with their gathered, bfloat16 and packed copies."""
 
     gradients: int
     """Gradients, and the buffers in which DistributedDataParallel sends them."""
 
     optimizer: int
     activations: int
-    """Activations, logits, and the buffers of gradients that are sent."""
+    """Activations, logits, layers gathered in a backward pass, and buffers of gradients to send."""
 
     cache: int = 0
     """Keys and values of sampled tokens."""
@@ -84,8 +85,9 @@ class Memory:
     """Copies of weights and optimizer states for a checkpoint."""
 
     process: int
-    """What is no tensor: libraries of a process on a CPU. Of a GPU's memory a tenth should be left
-    free for CUDA's context (about 1 GiB) and for blocks that are not full."""
+    """Memory of a process on a CPU beside its tensors, such as libraries. On a GPU it is 0; leave a
+    tenth of the GPU's memory free for CUDA's context (about 1 GiB) and for blocks that are not
+    full."""
 
     @property
     def total(self) -> int:
@@ -130,34 +132,37 @@ class Shards:
 
     @property
     def shards_weights(self) -> bool:
-        """Whether a process holds a share of the weights only."""
+        """Whether each process holds only a share of the weights."""
         return self.sharding in SHARD_WEIGHTS
 
     def weights(self, size: int) -> int:
-        """Return a process's bytes of `size` bytes of weights."""
+        """Return the bytes of weights that a process holds, if all weights have `size` bytes."""
         return size // (self.processes if self.shards_weights else 1)
 
     def gradients(self, trained: int) -> int:
-        """Return a process's bytes of the gradients of so many trained parameters."""
+        """Return the bytes of gradients that a process holds for `trained` parameters."""
         size = FP32 * trained
         if self.sharding in ("zero2", "zero3", "fsdp2"):
             return size // self.processes
         return size
 
     def send_buffers(self, trained: int) -> int:
-        """Return bytes of the buffers that DistributedDataParallel keeps from its start on."""
+        """Return the bytes of the buffers that DistributedDataParallel allocates at its start."""
         return FP32 * trained if self.sharding == "ddp" and self.processes > 1 else 0
 
     def optimizer(self, trained: int) -> int:
-        """Return bytes of AdamW's moments; ZeRO-1 and -2 hold a copy of their share of weights."""
+        """Return the bytes of AdamW's moments, and under ZeRO-1 and -2 of a copy of some weights.
+
+        This copy is the process's share of the weights.
+        """
         numbers = 3 if self.sharding in ("zero1", "zero2") else 2
         shards = 1 if self.sharding in ("none", "ddp") else self.processes
         return numbers * FP32 * trained // shards
 
     def whole_layers(self, models: Iterable[ModelSize], numbers: int) -> int:
-        """Return bytes of weights and gradients that a backward pass gathers, or collects to send.
+        """Return the bytes of gathered weights and of unsent gradients in a backward pass.
 
-        Under zero3 and fsdp2 two layers, and everything outside the layers, are whole.
+        Under zero3 and fsdp2, two layers and everything outside the layers are unsharded at a time.
 
         Args:
             models: the trained models.
@@ -176,10 +181,10 @@ def kept_activations(
 ) -> int:
     """Return the bytes of the activations that a backward pass reads.
 
-    A layer keeps, for each token: of both norms the input, the normalised input and the output;
-    queries, keys, values and the attention output; and inside the MLP 4 tensors if it is gated,
-    else 2. With adapters, also the input of each adapted layer. If activations are recomputed,
-    every layer keeps its input, and one layer all of these.
+    For each token, a layer keeps: the input, the normalized input and the output of both norms;
+    queries, keys, values and the attention output; and 4 tensors inside a gated MLP, or 2 inside
+    another MLP. With adapters, it also keeps the input of each adapted linear layer. If activations
+    are recomputed, every layer keeps its input, and only one layer at a time keeps the rest.
     """
     inside = BF16 if autocast else FP32
     wide = 4 if model.is_gated else 2

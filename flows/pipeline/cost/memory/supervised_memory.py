@@ -22,10 +22,10 @@ class SupervisedSize(Shards):
     """The language model, or the classifier that is trained on pairs."""
 
     writes: bool
-    """Whether the model has an LM head and learns to write: SFT."""
+    """Whether the model has an LM head (SFT) and not a score (reward model)."""
 
     adapter: int = 0
-    """Number of parameters of the adapter; 0 trains the model itself."""
+    """Number of parameters of the adapter; 0 if the model itself is trained."""
 
     autocast: bool = False
     """Whether passes compute in bfloat16 (`bf16`)."""
@@ -34,10 +34,12 @@ class SupervisedSize(Shards):
     """Whether the backward pass recomputes activations (`gradient_checkpointing`)."""
 
     tokens: int
-    """Tokens in a forward and backward pass of a process, padding included; both texts of pairs."""
+    """Tokens in a forward and backward pass of a process, including padding and both texts of a
+    pair."""
 
     on_cpu: bool = False
-    """Whether the processes compute on the CPU, where models are loaded, checkpoints copied."""
+    """Whether the processes compute on the CPU. Loading models and copying checkpoints then take
+    the same memory."""
 
     @property
     def trained(self) -> int:
@@ -53,7 +55,7 @@ def peak_supervised_memory(size: SupervisedSize) -> Memory:
 def supervised_phases(size: SupervisedSize) -> list[Memory]:
     """Return the memory of a step, and on a CPU also while loading and saving.
 
-    A frozen base is loaded in fp32, and again to merge the adapter into it.
+    A frozen base is loaded in fp32. To save, it is loaded again, and the adapter is merged into it.
     """
     frozen = FP32 * size.model.parameters if size.adapter else 0
     loaded = FP32 * size.trained + frozen
@@ -93,7 +95,7 @@ def _kept_base(size: SupervisedSize) -> int:
 
 
 def _activations(size: SupervisedSize) -> int:
-    """Bytes of what a step computes: copies of weights, activations, and logits of every token."""
+    """Bytes of activations, of bfloat16 copies of weights, and of the logits of every token."""
     kept = kept_activations(
         size.model,
         size.tokens,
@@ -106,9 +108,10 @@ def _activations(size: SupervisedSize) -> int:
 
 
 def _logits(size: SupervisedSize) -> int:
-    """Bytes of the logits: as the model gives them, and their log-softmax and its gradient in fp32.
+    """Bytes of the logits in the model's precision, and of their log-softmax and gradient in fp32.
 
-    If every token counts; with prompts that do not, the last two are smaller.
+    The result is an upper limit: if prompts are not in the loss, log-softmax and gradient are
+    smaller.
     """
     numbers = size.tokens * size.model.vocabulary
     return (BF16 if size.autocast else FP32) * numbers + 2 * FP32 * numbers
