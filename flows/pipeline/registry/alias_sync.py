@@ -70,7 +70,7 @@ def settle(name: str) -> Champions:
 
 
 def apply_decisions(client: MlflowClient, name: str, ledger: Ledger) -> None:
-    """Set aliases and tags according to the ledger; start over if the ledger has grown meanwhile."""
+    """Set aliases and tags according to the ledger; start over if the ledger grew meanwhile."""
     history = ledger.read()
     carried_out = history.applied
     while True:

@@ -43,7 +43,7 @@ def longest_row(model: RewardModel) -> int:
 
 
 def _filled(model: RewardModel, prompt: str | Messages, text: str) -> list[int]:
-    """Return a row of maximum length: prompt, repeated text, and end token if the model reads one."""
+    """Return a row of maximum length: prompt, repeated text, and any end-of-sequence token."""
     start = model.encode(prompt, text)[: longest_row(model)]
     body = model.tokenizer(text, add_special_tokens=False)["input_ids"]
     end = [model.tokenizer.eos_token_id] if model.end_of_text else []

@@ -61,11 +61,12 @@ def measure_on_policy(
 
     The K samples of a prompt are paired at random, and the judge compares each pair in both orders.
     The judge is asked until the interval of the best of four lies on one side of `least`, until all
-    samples are judged, or until the budget is spent. Return None if the budget allows no question.
+    samples are judged, or until the budget is too small for more. Return None if the budget is too
+    small for the first pairs.
 
     Args:
         judge: the judge of the run.
-        budget: counter of the judge's calls and tokens, with their limits.
+        budget: counter of the judge's calls and tokens, with the limits of both.
         blocks: samples with their scores; the next block is taken only if it is needed.
         least: limit of the gate for the win rate of the best of four.
         seed: seed of the pairs.

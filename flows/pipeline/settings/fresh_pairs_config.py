@@ -30,7 +30,7 @@ class FreshPairsConfig:
     with the labels of people. If set, no pairs are sampled."""
 
     def __post_init__(self) -> None:
-        """Raise if a value is out of range, or the labeller is missing."""
+        """Raise if a value is out of range, or the labeler is missing."""
         check_fields(self)
         if bool(self.count) != bool(self.labeller):
             raise ConfigError(

@@ -33,8 +33,8 @@ class RewardGateConfig:
     """Maximum absolute Spearman correlation of a response's score with its length in characters."""
 
     min_shorter_accuracy: Share = 0.25
-    """Accuracy, on pairs whose shorter response is preferred, that the upper end of the 95 %
-    interval must reach."""
+    """Accuracy on pairs in which people prefer the shorter response. The upper end of the 95 %
+    interval must reach this limit."""
 
     min_sample_deviation: NotNegative = 0.05
     """Minimum standard deviation of the scores of the SFT policy's samples."""
@@ -48,7 +48,7 @@ class RewardGateConfig:
     as a fraction of the standard deviation of the held-out scores."""
 
     num_prompts: Count = 64
-    """Number of prompts for which the SFT policy is sampled, from the first prompt on."""
+    """Number of prompts for which the SFT policy is sampled; the first prompts are used."""
 
     max_prompts: Count = 256
     """Maximum number of prompts whose samples the judge compares. More than `num_prompts` prompts

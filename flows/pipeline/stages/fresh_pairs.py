@@ -52,10 +52,10 @@ def label_samples(tracker: Tracker, data: RunData, sft: PreparedModel, run: Flow
     Pairs are labeled once for equal inputs, so a resumed or repeated run does not ask again.
 
     Raises:
-        ConfigError: the labeller cannot be used.
+        ConfigError: the labeler cannot be used.
         DataError: there are too few prompts or too few pairs with a preference; or people have to
             label the pairs first, and the message names the file for them.
-        JudgeError: the labeller does not answer, or its budget is spent.
+        JudgeError: the labeler does not answer, or its budget is spent.
     """
     settings = data.settings
     config, budget = settings.fresh_pairs, Budget.of(settings.judging)

@@ -29,7 +29,7 @@ LARGE = ("answers", "fresh-reward-model", "judge", "policy", "ppo", "reward-mode
 
 
 def with_files(*read: str) -> Callable[[Callable[Given, Made]], Callable[Given, Made]]:
-    """Decorate a function: fetch the files of the arguments `read`, publish those of the result.
+    """Decorate a function: fetch the files of the arguments `read`, publish the result's files.
 
     The function's argument `run` contains the workspace. For the files of a record see
     `Workspace.fetch_files` and `Workspace.publish_files`.

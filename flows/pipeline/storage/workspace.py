@@ -48,8 +48,8 @@ _PINNED = re.compile(r"s3://[^\x00-\x1f#]+?#sha256=[0-9a-f]{64}")
 class Workspace:
     """The folder on this machine, and its copy in S3.
 
-    Between steps, records hold S3 addresses instead of paths. Without a copy in S3, all steps share
-    the folder, and records hold paths.
+    Between steps, records contain S3 addresses instead of paths. Without a copy in S3, all steps
+    share the folder, and records contain paths.
     """
 
     folder: str

@@ -95,8 +95,8 @@ class Tracker:
         The step itself counts as finished. At its end, all unfinished MLflow runs are ended.
 
         Args:
-            what: sentence that says what was refused.
-            reasons: sentences that say why.
+            what: sentence that names the refused result.
+            reasons: reasons for the refusal, as sentences.
         """
         self._refusal = what, reasons
 
