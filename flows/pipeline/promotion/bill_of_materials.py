@@ -4,9 +4,9 @@
       pedigree: SFT policy, and its pedigree: base model
       depends on: reward model, data sets, installed packages
 
-The document depends on the run and the environment alone, so that a retried step writes the same
-bytes. Digests of models and data sets are those of the version's tags, and stand in properties:
-CycloneDX's `hashes` are of single files.
+The document depends only on the run and the environment, so a retried step writes the same bytes.
+The digests of models and data sets are equal to the tags of the version. They are stored as
+properties, because CycloneDX's `hashes` are hashes of single files.
 """
 
 import json
@@ -33,10 +33,10 @@ from pipeline.promotion.version_card import NamedModel
 from ppo_core.training.model_card import without_folders
 
 PROPERTY = "rlhf-flow:"
-"""Beginning of the names of properties that CycloneDX does not define."""
+"""Prefix of the names of properties that CycloneDX does not define."""
 
 LONGEST_LICENSE = 100
-"""Longest name of a license, in characters; some packages write the full text in its place."""
+"""Longest name of a license, in characters; some packages give the full text instead of a name."""
 
 
 def bill_of_materials(
@@ -82,7 +82,7 @@ def bill_of_materials(
 
 
 def _model(part: str, model: NamedModel, ancestor: Component | None = None) -> Component:
-    """Return a model of the run: `part` is its role, and `model` has its name and digest."""
+    """Return the component of a model with the role `part` in the run."""
     return Component(
         type=ComponentType.MACHINE_LEARNING_MODEL,
         bom_ref=f"model:{part}",
@@ -94,7 +94,7 @@ def _model(part: str, model: NamedModel, ancestor: Component | None = None) -> C
 
 
 def _hub_address(digest: str) -> PackageURL | None:
-    """Return the address of a model of the hub, whose digest is ID@COMMIT; None for a folder."""
+    """Return the address of a hub model, which has the digest ID@COMMIT; None for a folder."""
     repository, at, commit = digest.rpartition("@")
     owner, _, name = repository.rpartition("/")
     return PackageURL("huggingface", owner, name, commit) if at else None
@@ -110,9 +110,9 @@ def _data_set(data: DataSet) -> Component:
 
 
 def _package(package: Distribution) -> Component:
-    """Return an installed package; its hash is known if it was installed from one archive."""
+    """Return the component of a package; with a hash if it was installed from a single archive."""
     name, version = package.metadata["Name"], package.version
-    # pip writes this file (PEP 610) for everything that came from no index.
+    # pip writes this file (PEP 610) for every package that did not come from an index.
     origin = json.loads(package.read_text("direct_url.json") or "null")
     archive = {} if origin is None else origin.get("archive_info", {}).get("hashes", {})
     return Component(

@@ -1,4 +1,4 @@
-"""Find, download and check the champion that a new policy is compared with."""
+"""Find, download and check the champion with which a new policy is compared."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ def find_champion(settings: Settings) -> FetchedChampion | None:
 
     Raises:
         DataError: an evaluation prompt is too long for the champion.
-        ModelError: the registry cannot be read, or the files differ from those registered.
+        ModelError: the registry cannot be read, or the files differ from the registered files.
     """
     version = settle(settings.registered_model).champion
     return None if version is None else fetch_version(settings, version)
@@ -57,7 +57,7 @@ def fetch_version(settings: Settings, version: int) -> FetchedChampion:
 
 
 def _check_champion(settings: Settings, champion: FetchedChampion) -> None:
-    """Raise before training if the champion could not answer the evaluation prompts."""
+    """Raise before training if the champion cannot answer the evaluation prompts."""
     tokenizer = load_tokenizer(champion.tokenizer)
     rows = RunData(settings).evaluation_rows()
     judged = first_rows(rows, settings.evaluation)

@@ -31,8 +31,8 @@ def decide_promotion(
     """Promote a candidate or refuse it, and write the decision to the history.
 
     If the champion changes before the decision is written, the candidate is evaluated against the
-    new champion, and decided on again. Each evaluation has its own folder and runs only once. If a
-    person has promoted the candidate meanwhile, it stays champion.
+    new champion, and a new decision is made. Each evaluation has its own folder and runs only once.
+    If a person has promoted the candidate meanwhile, the candidate stays champion.
 
     Args:
         settings: settings of the run.

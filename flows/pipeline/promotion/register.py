@@ -68,7 +68,7 @@ class Candidate:
 
 
 def register(candidate: Candidate) -> RegisteredPolicy:
-    """Register a policy as a version, and decide on the promotion of the version.
+    """Register a policy as a version, and decide whether the version is promoted.
 
     Repeated calls change nothing, because a run of the flow has one version and one decision.
 
@@ -118,13 +118,13 @@ def register(candidate: Candidate) -> RegisteredPolicy:
 def _write_judged(
     candidate: Candidate, contents: VersionContents, folder: Path, model_id: str
 ) -> str:
-    """Write the policy as a version; raise if its files are not those whose answers were judged."""
+    """Write the policy as a version; raise if its files were changed after the training."""
     trained = candidate.trained
     run_id = candidate.run.tracking["parent"]
     manifest = write_artifact(
         Path(trained.path), folder, contents, run_id=run_id, model_id=model_id
     )
-    # Checked last, so that no change before or during the writing goes unnoticed.
+    # Checked last, so that a change before or during the writing is noticed.
     require_unchanged(trained.path, trained.digest, "The judged policy")
     return manifest
 

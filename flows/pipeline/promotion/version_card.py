@@ -48,7 +48,7 @@ class NamedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class VersionFacts:
-    """What the card says about a version."""
+    """Facts about a version from which the card is written."""
 
     name: str
     """Name of the registered model."""
@@ -57,7 +57,7 @@ class VersionFacts:
     """Version number; None if the version is not registered yet."""
 
     models: dict[str, NamedModel]
-    """Models by their part in the run: base, SFT, reward model, policy and judge."""
+    """Models by their role in the run: base, SFT, reward model, policy and judge."""
 
     data: list[DataSet]
     """Data sets that the run read."""
@@ -66,7 +66,7 @@ class VersionFacts:
     """Evaluation on which the decision is based."""
 
     cost: RunCost
-    """What the run cost until then."""
+    """Cost of the run up to the registration."""
 
     decoding: dict[str, Any]
     """Default arguments of `generate`."""
@@ -196,7 +196,7 @@ def _other_metrics(facts: VersionFacts) -> Mapping[str, float]:
 
 
 def _cost(cost: RunCost) -> str:
-    """Return the cost of the steps until the registration."""
+    """Return the cost of the steps up to the registration."""
     rows = [
         (name, step.attempts, f"{step.gpu_seconds:.0f}", f"{step.cpu_seconds:.0f}")
         for name, step in cost.steps.items()

@@ -1,12 +1,13 @@
-"""Set the aliases and tags of a registered model by its ledger.
+"""Set the aliases and tags of a registered model according to its ledger.
 
-The ledger is authoritative: each decision is first appended to it, and then aliases and tags are
-set. If an alias differs from the ledger and nothing changes for TIMEOUT seconds, somebody moved
-the alias in MLflow. This move is appended to the ledger and never undone.
+The ledger, the history of decisions, is authoritative: each decision is first appended to the
+ledger, and then aliases and tags are set. If an alias differs from the ledger and nothing changes
+for TIMEOUT seconds, somebody moved the alias in MLflow. This move is appended to the ledger and
+never undone.
 
-MLflow has no compare-and-swap for aliases. A process that sets an alias therefore reads the ledger
-again afterwards, and starts over if the ledger has grown. So a process that was suspended before
-it set an alias corrects an outdated alias when it continues.
+MLflow has no compare-and-swap for aliases. Therefore a process that has set an alias reads the
+ledger again, and starts over if the ledger has grown. If a process was suspended and then sets an
+outdated alias, it corrects the alias in this way.
 """
 
 import time
@@ -32,7 +33,7 @@ from pipeline.tracking.mlflow_client import connect, explained
 
 TIMEOUT = 2.0
 """Seconds without change after which a difference between alias and ledger is resolved: an
-interrupted decision is carried out, and any other difference counts as a person's move."""
+interrupted decision is carried out, and any other difference counts as a move by a person."""
 
 POLL_SECONDS = 0.2
 """Seconds between two observations."""
@@ -51,7 +52,8 @@ def settle(name: str) -> Champions:
     """Carry out interrupted decisions, and record an alias that was moved in MLflow.
 
     Returns:
-        The champions by the ledger. The alias `champion` agreed with them when it was last read.
+        The champions according to the ledger. When the alias `champion` was last read, it agreed
+        with them.
 
     Raises:
         ModelError: the ledger was deleted.
@@ -68,7 +70,7 @@ def settle(name: str) -> Champions:
 
 
 def apply_decisions(client: MlflowClient, name: str, ledger: Ledger) -> None:
-    """Set aliases and tags by the ledger, and repeat this if the ledger has grown meanwhile."""
+    """Set aliases and tags according to the ledger; start over if the ledger grew meanwhile."""
     history = ledger.read()
     carried_out = history.applied
     while True:
@@ -81,7 +83,8 @@ def apply_decisions(client: MlflowClient, name: str, ledger: Ledger) -> None:
         previous = champions.previous
         kept = previous is not None and exists(client, name, previous)
         point(client, name, PREVIOUS, previous if kept else None)
-        # Set the champion last and right between two reads, so that it is rarely outdated.
+        # Set the alias `champion` last and between two reads of the ledger, so that it is rarely
+        # outdated.
         if ledger.read().decisions == decisions:
             point(client, name, CHAMPION, champions.champion)
         history = ledger.read()
@@ -111,7 +114,7 @@ def _end_challenge(client: MlflowClient, name: str, decision: Decision) -> None:
 
 @dataclass(frozen=True)
 class _Observation:
-    """The ledger and the version of the alias `champion`, which was read after the ledger."""
+    """The history in the ledger, and the version of the alias `champion`, which was read later."""
 
     history: History
     alias: int | None
@@ -141,8 +144,8 @@ def _watch(client: MlflowClient, name: str) -> _Observation:
 
 
 def _observe(client: MlflowClient, name: str) -> _Observation:
-    # Read the ledger first. If a later decision then moves the alias, that decision has taken the
-    # next number, so a wrong `found` decision with this number cannot be appended.
+    # Read the ledger first. If another process then decides and moves the alias, its decision takes
+    # the next number. A wrong `found` decision would have the same number and is not appended.
     ledger = find_ledger(client, name)
     history = ledger.read() if ledger else History()
     return _Observation(history, read_aliases(name).get(CHAMPION))

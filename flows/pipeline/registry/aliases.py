@@ -76,7 +76,7 @@ def read_version(name: str, version: int) -> VersionNotes:
 
 
 def set_tags(client: MlflowClient, name: str, version: int, tags: Mapping[str, str]) -> None:
-    """Set tags of a version; values that are too long are cut and end with a mark."""
+    """Set tags of a version; values that are too long are cut and marked as cut."""
     with unless_deleted():
         for key, value in tags.items():
             text = shortened(value, MAX_TAG_CHARACTERS)
@@ -112,6 +112,6 @@ def unless_deleted() -> Iterator[None]:
 
 
 def raise_unless_missing(error: MlflowException) -> None:
-    """Raise the error again unless its code is RESOURCE_DOES_NOT_EXIST."""
+    """Raise the error unless its code is RESOURCE_DOES_NOT_EXIST."""
     if error.error_code != "RESOURCE_DOES_NOT_EXIST":
         raise error

@@ -24,7 +24,7 @@ from ppo_core.rollout.sampler import NO_STOP_TOKEN, stop_token
 from serving.manifest import CARD, write_manifest
 
 REQUIREMENTS = ("torch", "transformers", "accelerate")
-"""Packages that loading a version requires; they are pinned to the installed versions."""
+"""Packages that are needed to load a version; they are pinned to the installed versions."""
 
 SETTINGS = "settings.toml"
 """Optional file with the settings that reproduce the run."""
@@ -36,12 +36,12 @@ ADAPTER = "adapter"
 """Optional folder with the adapter that was merged into the policy."""
 
 IDLE_SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}
-"""Default values of the sampling arguments in transformers."""
+"""Defaults of transformers for the sampling arguments, which greedy decoding does not use."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VersionContents:
-    """Contents of a version beside its weights."""
+    """Contents of a version in addition to its weights."""
 
     name: str
     """Name of the registered model."""
@@ -75,7 +75,7 @@ def write_artifact(
         policy: folder of the model, its tokenizer and optionally its merged adapter. The weights
             keep their precision.
         folder: output folder, which must be missing or empty.
-        contents: contents of the version beside the policy.
+        contents: contents of the version in addition to the policy.
         run_id: id of the version's MLflow run.
         model_id: id of the logged model to which the files are uploaded.
 
@@ -83,8 +83,8 @@ def write_artifact(
         SHA-256 of the manifest's bytes, in hexadecimal.
 
     Raises:
-        ModelError: the folder of the policy holds no model, or the example is messages and the
-            model has no chat template.
+        ModelError: the folder of the policy contains no model, or the example consists of messages
+            and the model has no chat template.
     """
     pipeline, tokenizer = _load(policy, contents.name)
     pipeline.model.generation_config = _generation_config(contents.decoding, tokenizer)
@@ -96,7 +96,7 @@ def write_artifact(
         pip_requirements=[_requirement(package) for package in REQUIREMENTS],
         **_interface(tokenizer, contents.decoding, contents.example),
     )
-    # MLflow writes this file from the hub, but the hub does not have this policy.
+    # MLflow looks up the license on the hub and writes this file, but the policy is not on the hub.
     (folder / "LICENSE.txt").unlink()
     if (policy / ADAPTER).is_dir():
         # Leave out the empty card template that PEFT writes.
@@ -116,8 +116,8 @@ def _load(policy: Path, name: str) -> tuple[TextGenerationPipeline, PreTrainedTo
         tokenizer: Any = load_tokenizer(folder)
     except ModelError as error:
         raise ModelError(f"The policy cannot be registered. {error} Train it again.") from error
-    # Keep local paths out of the version. Because of the colon, MLflow does not take the name for a
-    # hub id and does not search the hub for a model card.
+    # Keep local paths out of the version. The colon prevents MLflow from reading the name as a hub
+    # id and from searching the hub for a model card.
     model.name_or_path = tokenizer.name_or_path = f"models:/{name}"
     pipeline = transformers.pipeline(
         "text-generation",
@@ -149,7 +149,7 @@ def _generation_config(decoding: Decoding, tokenizer: PreTrainedTokenizerBase) -
 def _interface(
     tokenizer: PreTrainedTokenizerBase, decoding: Decoding, example: str | Messages
 ) -> dict[str, Any]:
-    """Return task, signature, example and fixed arguments of MLflow's pyfunc."""
+    """Return the task, signature, input example and fixed arguments of MLflow's pyfunc model."""
     if tokenizer.chat_template is not None:
         turns = [{"role": "user", "content": example}] if isinstance(example, str) else example
         return {
@@ -190,5 +190,5 @@ def _parameters(decoding: Decoding) -> ParamSchema:
 
 
 def _requirement(package: str) -> str:
-    """Pin the installed version, without a local part such as +cpu that package indexes lack."""
+    """Pin the installed version without a local part such as +cpu, which package indexes lack."""
     return f"{package}=={version(package).partition('+')[0]}"

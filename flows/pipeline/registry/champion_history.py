@@ -36,8 +36,9 @@ class Champions:
 def stack_of(decisions: Sequence[Decision]) -> tuple[int, ...]:
     """Return the stack of champions after the decisions; the present champion is the last item.
 
-    A promotion or a found move pushes its version unless the version is on top already. A rollback
-    pops the top version. A refusal changes nothing. A deleted alias empties the stack.
+    A promotion pushes its version unless the version is already on top; so does a move of the alias
+    that was found in MLflow. A rollback pops the top version. A refusal changes nothing. If the
+    alias was deleted in MLflow, the stack becomes empty.
     """
     stack: tuple[int, ...] = ()
     for decision in decisions:

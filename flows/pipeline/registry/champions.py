@@ -24,7 +24,7 @@ from ppo_core.errors import ModelError
 
 @explained()
 def read_champions(name: str) -> Champions:
-    """Return the champions by the ledger, without changing anything.
+    """Return the champions according to the ledger, without changing anything.
 
     Raises:
         ModelError: there is no such registered model, or its ledger was deleted.
@@ -46,8 +46,8 @@ def read_champions(name: str) -> Champions:
 def challenge(name: str, version: int) -> None:
     """Point the alias `challenger` at a version.
 
-    Do nothing if the version was already decided on, or if the challenger is newer. The alias only
-    informs people; no decision depends on it.
+    Do nothing if there is already a decision on the version, or if the challenger is newer. The
+    alias only informs people; no decision depends on it.
 
     Raises:
         ModelError: there is no such version.
@@ -79,15 +79,15 @@ def decide(
     Args:
         name: the registered model.
         version: the candidate.
-        promote: whether the comparison speaks for the promotion.
+        promote: whether the comparison favors the promotion.
         reasons: reasons for the promotion, or all reasons against it.
         by: run or person that decides.
-        key: id of the attempt. If a decision with this key and version exists, it is returned.
+        key: id of the attempt. An existing decision with this key and version is returned.
         after: champions at the time of the comparison.
 
     Returns:
         The decision, which has been carried out; None if the champions have changed since `after`.
-        After None, call `settle` and compare again.
+        In that case, call `settle` and compare again.
 
     Raises:
         ModelError: there is no such version, or the ledger was deleted.
@@ -161,7 +161,7 @@ def _commit(
     by: str,
     key: str,
 ) -> Decision | None:
-    """Append a decision and carry it out; return None if another decision came after `now`."""
+    """Append a decision and carry it out; return None if another decision was made since `now`."""
     client = connect()
     _require_version(client, name, version)
     champion = {"promoted": version, "refused": now.champion, "rolled back": now.previous}[action]

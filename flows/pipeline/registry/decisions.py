@@ -1,4 +1,4 @@
-"""Decisions on the champion, and their forms as a line of JSON and as a row of a table."""
+"""Decisions on the champion, written as a line of JSON or as a row of a Markdown table."""
 
 import json
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ Action = Literal["promoted", "refused", "rolled back", "found"]
 
 MAX_NAME_CHARACTERS = 250
 CUT_MARK = " [cut]"
-"""End of a text that was cut to the maximum length in MLflow."""
+"""Mark at the end of a text that was cut to MLflow's maximum length."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class Decision:
     """Time of the decision, ISO 8601 in UTC."""
 
     key: str
-    """Id of the attempt: a repeated attempt with the same key makes no second decision."""
+    """Id of the attempt; a repeated attempt with the same key makes no second decision."""
 
     def __post_init__(self) -> None:
         """Raise if `by` or `key` is too long, because only the reasons may be cut."""
@@ -73,7 +73,7 @@ def encode(decision: Decision) -> str:
 
 
 def decode(number: int, line: str) -> Decision:
-    """Return the decision that `encode` wrote.
+    """Parse a line that `encode` wrote; `number` is the expected number of the decision.
 
     Raises:
         ModelError: `encode` did not write the line.
@@ -93,7 +93,7 @@ def decode(number: int, line: str) -> Decision:
 def plain(text: str) -> str:
     """Return a text as one printable line.
 
-    Control characters and halves of surrogate pairs become spaces.
+    Unprintable characters, such as control characters and unpaired surrogates, become spaces.
     """
     return "".join(character if character.isprintable() else " " for character in text).strip()
 

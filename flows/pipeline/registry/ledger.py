@@ -1,10 +1,10 @@
-"""The history of decisions on a registered model, to which concurrent processes append safely.
+"""The ledger of a registered model: the decisions on its champion, safe for concurrent appends.
 
 MLflow's aliases have no compare-and-swap: if two processes set an alias, the later process
 overwrites the alias, and neither process notices. A parameter of a run is safe, because the server
-never changes its value: it accepts the first value and equal values, and refuses other values. The
-decisions are therefore the parameters 0001, 0002, ... of one run. A process appends number n + 1
-only after it has read all n earlier decisions, and a repeated request adds nothing.
+never changes its value: it accepts the first value and equal values, and refuses other values.
+Therefore the decisions are stored as the parameters 0001, 0002, ... of one run. A process appends
+number n + 1 only after it has read all n earlier decisions, and a repeated request adds nothing.
 
 A decision is first appended, then carried out by setting aliases and tags, and then marked with
 the parameter "0001 applied". A decision without this mark was interrupted, and any process can
@@ -25,7 +25,7 @@ from pipeline.tracking.run_log import DESCRIPTION
 from ppo_core.errors import ModelError
 
 RUN_TAG = "decisions_run"
-"""Tag of the experiment: id of the run that holds the decisions."""
+"""Tag of the experiment: id of the run whose parameters are the decisions."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Ledger:
         )
 
     def append(self, decision: Decision) -> None:
-        """Write a decision unless its number is taken; call `read` to see which decision has it.
+        """Write a decision unless its number is taken; then `read` returns the decision that won.
 
         Raises:
             MlflowException: the decision was not written although its number is free.

@@ -1,4 +1,4 @@
-"""Manage MLflow's logged models, which hold the uploaded files of a version."""
+"""Manage MLflow's logged models, which contain the uploaded files of a version."""
 
 import tempfile
 from collections.abc import Callable, Iterator
@@ -43,7 +43,10 @@ class LoggedModels:
         return next(ready, None)
 
     def upload(self, write: Callable[[Path, str], str], scratch: Path | None) -> LoggedModel:
-        """Let `write` make a model in a folder of `scratch`, upload it, and then mark it READY."""
+        """Call `write` to make a model in a new folder, upload the model, and mark it READY.
+
+        The new folder is in `scratch`; if None, in the system's temporary folder.
+        """
         model = self.client.create_logged_model(
             self._experiment_id(),
             LOGGED_MODEL,
@@ -65,7 +68,7 @@ class LoggedModels:
         try:
             self.client.log_outputs(self.run_id, [LoggedModelOutput(model_id, step=0)])
         except MlflowException:
-            # MLflow refuses an output that the run has already.
+            # MLflow refuses an output that the run already has.
             outputs = self.client.get_run(self.run_id).outputs
             if outputs is None or model_id not in [one.model_id for one in outputs.model_outputs]:
                 raise
@@ -93,7 +96,7 @@ def uploading(model_id: str) -> Iterator[None]:
     """Raise every error of the artifact store as a ModelError."""
     try:
         yield
-    # Each store raises its own client's errors; for example boto's share no class with MLflow's.
+    # The client of each store has its own errors. For example, boto's errors are no MLflow errors.
     except Exception as error:
         raise ModelError(
             f"The artifact store did not accept the files of {model_id}: {error}. Check the "

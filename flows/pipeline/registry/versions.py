@@ -23,7 +23,7 @@ DESCRIPTION = (
     "Policies registered by flows/rlhf.py. The alias champion names the one in use; who became "
     "champion, when and why is in the experiment promotions of "
 )
-"""Beginning of a registered model's description, in Markdown; the name of the model follows."""
+"""First words of a registered model's description, in Markdown; the name of the model follows."""
 
 MAX_DESCRIPTION_CHARACTERS = 5000
 """Maximum length of a version's description in MLflow's database."""
@@ -89,17 +89,17 @@ def register_version(
     """Register the model that `write` makes as the one version of a run of the flow.
 
     A step may be killed and retried, or run twice at once. MLflow's client may also create a
-    version twice if it loses a reply of the registry. Therefore the lowest version number of the
-    run is claimed as a parameter of the MLflow run, which cannot be changed later. Every copy of
+    version twice if a reply of the registry is lost. Therefore the lowest version number of the
+    run is claimed as a parameter of the MLflow run; MLflow never changes a parameter. Every copy of
     the step keeps the claimed version and deletes the run's other versions. A complete upload is
     not repeated.
 
     Args:
         name: name of the registered model, which is created if needed.
         run_id: id of the MLflow run that the version comes from.
-        flow_run: id of the run of the flow, which gets one version however often it is retried.
-        write: function of a new folder and a logged model's id. It writes an MLflow model into the
-            folder and returns the digest of the manifest, as `write_artifact` does.
+        flow_run: id of the run of the flow, which gets one version even if it is retried.
+        write: function that takes a new folder and the id of a logged model. It writes an MLflow
+            model into the folder and returns the digest of the manifest; see `write_artifact`.
         tags: further tags of the version.
         card: the model card, which becomes the description.
         scratch: folder for the files of the version during the upload; None for the temporary
@@ -139,7 +139,7 @@ def write_card(name: str, version: str | int, card: str) -> None:
 
     Raises:
         ModelError: there is no such version, its source is no logged model, or the registry
-            refuses.
+            refuses the request.
     """
     client = connect()
     model_id = logged_model_id(client.get_model_version(name, str(version)))
@@ -210,7 +210,7 @@ class _FlowRunVersions:
         )
 
     def keep_only(self, number: str) -> ModelVersion:
-        """Delete the run's versions and logged models except version `number` and its model."""
+        """Delete the run's versions except `number`, and the logged models except its model."""
         kept = None
         for version in self.find():
             if str(version.version) == number:
@@ -232,7 +232,7 @@ class _FlowRunVersions:
 
     @property
     def _claim_key(self) -> str:
-        """Parameter of the MLflow run that holds the claimed number."""
+        """Name of the MLflow run's parameter for the claimed number."""
         return f"model_version/{self.models.flow_run}"
 
 
@@ -255,9 +255,9 @@ def _description(card: str) -> str:
 
 
 def _whole_lines(text: str, limit: int) -> str:
-    """Return the lines of a card within `limit` characters, without a code block that was cut.
+    """Return the full lines of a card within `limit` characters, without an unfinished code block.
 
-    Half of an escape sequence or of a code block would be markup.
+    A partial escape sequence or code block would be interpreted as markup.
     """
     lines = text[: limit + 1].split("\n")[:-1]
     fences = [number for number, line in enumerate(lines) if line.startswith("```")]

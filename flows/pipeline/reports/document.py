@@ -17,7 +17,7 @@ class Plot:
     """Contents of the PNG file."""
 
     shows: str
-    """Alternative text, which is written in this project and needs no escaping."""
+    """Alternative text. It is a constant of this project, so it needs no escaping."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,7 @@ def as_points(of: PairedDifference) -> tuple[str, str]:
 
 
 def as_equal_length_rate(contest: ContestResult) -> str:
-    """Return the win rate at equal length as text, or why it cannot be measured."""
+    """Return the win rate at equal length as text, or a text on why it cannot be measured."""
     if contest.length_controlled is None:
         return f"not measurable, {contest.equal_length_pairs} of {contest.n}"
     return as_percent(contest.length_controlled)
@@ -99,6 +99,6 @@ def as_number(value: float | None) -> str:
 
 
 def as_decimal(value: float, digits: int) -> str:
-    """Return a number as text with a fixed number of decimals; what rounds to zero becomes `0`."""
+    """Return a number with a fixed number of decimals; a number that rounds to zero becomes `0`."""
     text = f"{value:z.{digits}f}"
     return text if float(text) else "0"

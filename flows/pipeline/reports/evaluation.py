@@ -34,7 +34,7 @@ WHO = {"reference": "References", "sft": "SFT", "ppo": "PPO", "champion": "Champ
 
 
 def evaluation_document(evaluation: Evaluation) -> Document:
-    """Return the document that says whether PPO improved the policy.
+    """Return the document on whether PPO improved the policy.
 
     Args:
         evaluation: the report of `evaluate_policies`.
@@ -253,7 +253,7 @@ def _policies(evaluation: Evaluation) -> Section:
 
 
 def _divergence(kl: float | None) -> str:
-    """Return a KL divergence with fixed decimals: the SFT policy's is only rounding error."""
+    """Return a KL divergence with fixed decimals, because SFT's value is only a rounding error."""
     return "none" if kl is None else as_decimal(kl, 2)
 
 

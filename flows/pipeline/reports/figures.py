@@ -22,7 +22,7 @@ COLOR = "#1f5f99"
 QUIET = "#50565f"
 
 MARGINS = {"people": "people's margin", "model": "the model's own margin"}
-"""Titles of the margins that the accuracy is grouped by."""
+"""Titles of the margins by which the accuracy is grouped."""
 
 
 def reward_model_figures(report: RewardReport) -> dict[str, bytes]:
@@ -107,7 +107,7 @@ def win_rate_plot(win_rates: Mapping[str, WinRate]) -> bytes:
 
 
 def _draw_rates(title: str, rates: Mapping[str, tuple[float, float, float]]) -> tuple[Figure, Axes]:
-    """Plot rates with the ends of their intervals, the first on top, and a line at 50 %."""
+    """Plot rates with their intervals, the first rate on top, and a line at 50 %."""
     figure = _figure(title, height=0.8 + 0.5 * len(rates))
     axes = figure.subplots()
     axes.axvline(0.5, linestyle="--", color=QUIET, linewidth=1)
@@ -124,7 +124,7 @@ def _draw_rates(title: str, rates: Mapping[str, tuple[float, float, float]]) -> 
 
 
 def _figure(title: str, *, height: float) -> Figure:
-    """Return an empty figure; `height` is without the title."""
+    """Return an empty figure; `height` does not include the title."""
     lines = _wrapped(title, 75)
     height += 0.2 * (1 + lines.count("\n"))
     figure = Figure(figsize=(INCHES, height), dpi=DPI, layout="constrained")

@@ -1,6 +1,6 @@
-"""The main numbers of the reports, logged to MLflow as metrics for the comparison of runs.
+"""The main numbers of the reports, logged to MLflow as metrics to compare runs.
 
-The full reports are logged as artifacts. Names of metrics never come from a data set.
+The full reports are logged as artifacts. The names of metrics never contain text of a data set.
 """
 
 from collections.abc import Mapping
@@ -53,7 +53,7 @@ def evaluation_numbers(evaluation: Evaluation) -> Numbers:
         numbers |= _under("judge", figures)
     return {
         **numbers,
-        # The KL of SFT from itself is only rounding error.
+        # Without the KL divergence of SFT from itself, which is only a rounding error.
         **_under("kl", {"ppo": evaluation.kl["ppo"]}),
         **_under("distinct", evaluation.distinct),
         **_under("length", evaluation.length),

@@ -1,4 +1,4 @@
-"""Render each report as one HTML page that needs no other file and no network."""
+"""Render each report as a single HTML page that loads no other file and needs no network."""
 
 from base64 import b64encode
 

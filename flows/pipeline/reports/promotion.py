@@ -34,7 +34,7 @@ def promotion_document(
         reward_model_fit: whether the reward model passed its validation gate.
         kl: KL divergence between the version and SFT, nats per answer.
     """
-    # Also true if a person promoted the version before the run decided.
+    # `promoted` is also true if a person promoted the version before the run decided.
     promoted = promotion.champion == promotion.version
     return Document(
         subject="Does production load this policy?",

@@ -31,7 +31,7 @@ WHAT_FOLLOWS = {
     "on labelled pairs of the policy's own answers gains more.",
     "good": "Good for this policy: what PPO gains from this model, the judge sees as well.",
 }
-"""What follows from how well a reward model chooses among the policy's own answers."""
+"""By usefulness of a reward model for the policy's own answers: the consequence for PPO."""
 
 RATE_HEADERS = ("", "Right", "95 % interval", "Pairs")
 
@@ -40,7 +40,7 @@ def reward_document(report: RewardReport) -> Document:
     """Return the report on a reward model: verdict, measurements and baselines.
 
     Args:
-        report: result of `validate`, with the decision of a person.
+        report: result of `validate`, with the decision of a person if the model was refused.
     """
     plots = reward_model_figures(report)
     verdict, tone = _verdict(report)
@@ -82,7 +82,7 @@ def _on_policy(found: OnPolicy | None) -> Section:
     title = "Choices among the policy's own answers"
     if found is None:
         return Section(title=title)
-    # The gate decides by the best of four, so only that rate has an interval.
+    # The gate decides by the best of four, so only the rate for k = 4 has an interval.
     decides = {"4": (as_interval(found), str(found.pairs))}
     rows: list[tuple[str, ...]] = [
         (f"Best of {k} against another answer", as_percent(rate), *decides.get(k, ("", "")))

@@ -27,7 +27,7 @@ SHOWN_METRICS = ("objective/scores", "objective/rlhf_reward", "objective/kl", "o
 
 def render_summary(summary: Summary) -> str:
     """Return the summary as text, 106 columns wide."""
-    # Without markup, because names of judges and data sets may contain brackets.
+    # Markup is off, because names of judges and data sets may contain brackets.
     console = Console(file=io.StringIO(), width=106, markup=False, emoji=False)
     with console.capture() as capture:
         console.print(_win_rates(summary.win_rate))
@@ -43,7 +43,7 @@ def render_summary(summary: Summary) -> str:
 
 
 def decision_in_words(version: int, champion: int | None) -> str:
-    """Return `champion` if `version` is the champion, else text that says who stays champion."""
+    """Return `champion` if `version` is the champion; otherwise a text that names the champion."""
     if champion == version:
         return "champion"
     if champion is None:
@@ -59,7 +59,7 @@ def reward_verdict(report: RewardReport) -> str:
 
 
 def reward_model_in_words(report: RewardReport) -> str:
-    """Return the verdict on a reward model, its choices among samples, and its accuracy."""
+    """Return a text: the verdict on a reward model, the win rate of its choices, its accuracy."""
     accuracy, chosen = report.accuracy, ""
     if found := report.on_policy:
         chosen = (
@@ -119,7 +119,7 @@ def _the_rest(summary: Summary) -> Table:
 
 
 def cost_in_words(cost: RunCost) -> str:
-    """Return the measured cost of a run in one line; prices that no table has are left out."""
+    """Return the measured cost of a run in one line; an unknown price is described as unknown."""
     cpu, judged = sum(step.cpu_seconds for step in cost.steps.values()), cost.judge_tokens
     parts = [
         f"{cost.gpu_hours:.2f} GPU hours, {cpu / 3600:.2f} CPU hours",

@@ -1,1 +1,1 @@
-"""Records of what a run measures and decides; the stages pass them on, and files keep them."""
+"""Records of the measurements and decisions of a run; stages return them, and files store them."""

@@ -1,4 +1,4 @@
-"""The evaluation of a policy: win rates, tests of the judge, and figures of the answers."""
+"""Records of the evaluation of a policy: win rates, tests of the judge, statistics of answers."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -33,7 +33,7 @@ class SequentialTest:
 
 @dataclass(frozen=True, kw_only=True)
 class WinRate:
-    """How often the candidate's answers beat the opponent's."""
+    """How often the candidate's answers beat the opponent's answers."""
 
     rate: float
     """Fraction of the valid pairs that the candidate won; a tie counts as half a win."""
@@ -54,7 +54,7 @@ class WinRate:
     """Number of valid pairs that the candidate lost in both orders."""
 
     ties: int
-    """Number of the other valid pairs: both verdicts are ties, or the two verdicts differ."""
+    """Number of the remaining valid pairs: both verdicts are ties, or the two verdicts differ."""
 
     invalid: int
     """Number of pairs without a verdict in at least one order; not counted in `n`."""
@@ -133,7 +133,7 @@ class EnsembleAgreement:
 
 @dataclass(frozen=True, kw_only=True)
 class ContestResult(WinRate):
-    """Win rate of a contest, with the parts that depend on lengths and on single judges."""
+    """Win rate of a contest, with the win rates by length and the agreement of the judges."""
 
     length_controlled: float | None
     """Win rate at equal length; None if no pair has about equal lengths."""
@@ -142,7 +142,7 @@ class ContestResult(WinRate):
     """Number of valid pairs of about equal length."""
 
     by_length_ratio: list[LengthBin]
-    """Win rates by how many times as long the answer is as its opponent, shortest first."""
+    """Win rates by the ratio of candidate's to opponent's length, smallest ratio first."""
 
     agreement: EnsembleAgreement | None
     """Agreement of the judges of an ensemble; None for a single judge."""
@@ -153,7 +153,7 @@ class PairedDifference:
     """Difference between two policies' win rates on the same prompts and opponents."""
 
     difference: float
-    """Win rate of the first policy minus win rate of the second, over the pairs valid for both."""
+    """Win rate of the first policy minus win rate of the second, over pairs valid for both."""
 
     low: float
     """Lower end of the 95 % interval."""
@@ -176,7 +176,7 @@ class CanaryKind:
     """Verdicts of a judge on the canaries of one kind."""
 
     asked: int
-    """Number of prompts that the judge was asked about."""
+    """Number of prompts for which the judge was asked."""
 
     won: int
     """Number of prompts for which the canary won in both orders. For the kind "same": number of
@@ -191,14 +191,14 @@ class CanaryKind:
 
 @dataclass(frozen=True, kw_only=True)
 class CanaryReport:
-    """Results of a judge on the canaries of all kinds."""
+    """Results of a judge on all kinds of canaries: pairs whose right verdict is known."""
 
     kinds: dict[str, CanaryKind]
     """Results by kind: the keys of `CANARIES`, and "same" for an answer against itself. Empty if
     there was no answer to compare with."""
 
     reasons: list[str]
-    """One sentence for each kind that the judge failed, or why it was not tested."""
+    """One sentence for each kind that the judge failed, or the reason why it was not tested."""
 
     sound: bool
     """Whether the judge passed all kinds."""
@@ -209,7 +209,7 @@ class HumanAgreement:
     """Agreement of a judge with people's labels."""
 
     n: int
-    """Number of labelled pairs for which the judge gave a verdict in both orders."""
+    """Number of labeled pairs for which the judge gave a verdict in both orders."""
 
     share: float | None
     """Fraction of these pairs whose outcome equals the label; None if `n` is 0."""
@@ -221,7 +221,7 @@ class HumanAgreement:
     """Number of pairs by label (outer key) and by the judge's outcome (inner key)."""
 
     invalid: int
-    """Number of labelled pairs without a verdict in at least one order; not counted in `n`."""
+    """Number of labeled pairs without a verdict in at least one order; not counted in `n`."""
 
     judge: str
     """Name of the judge."""
@@ -229,7 +229,7 @@ class HumanAgreement:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedJudge:
-    """The reward model that judges if no judge is named, and its accuracy on held-out pairs."""
+    """The reward model that judges if the settings name no judge, with its accuracy."""
 
     FILE_FIELDS: ClassVar = ("path",)
 
@@ -237,7 +237,7 @@ class TrainedJudge:
     """Place of the model."""
 
     accuracy: float
-    """Fraction of the held-out pairs whose preferred response scores higher."""
+    """Fraction of the held-out pairs in which the preferred response scores higher."""
 
     low: float
     """Lower end of the 95 % interval of `accuracy`."""
@@ -259,7 +259,7 @@ class JudgeIdentity:
 
 @dataclass(frozen=True, kw_only=True)
 class JudgedContests:
-    """Results of contests between answers to the same prompts, and of the tests of their judge."""
+    """Results of contests between answers to the same prompts, and of the tests of the judge."""
 
     judge: JudgeIdentity
 
@@ -289,13 +289,13 @@ class Evaluation(JudgedContests):
     """All measurements of a trained policy's answers."""
 
     notes: list[str]
-    """What a reader of the win rates must know; may be empty."""
+    """Sentences that a reader of the win rates must know; may be empty."""
 
     trained_judge: TrainedJudge | None
-    """The judge that the run trained; None if a judge is named."""
+    """The judge that the run trained; None if the settings name a judge."""
 
     champion: int | None
-    """Champion version that the policy was compared with; None if there was no champion."""
+    """Champion version with which the policy was compared; None if there was no champion."""
 
     improvement: PairedDifference | None
     """Win rate of PPO minus win rate of SFT against the references; None without references."""
@@ -304,14 +304,14 @@ class Evaluation(JudgedContests):
     """Fraction of different answers, by contestant."""
 
     length: dict[str, float]
-    """Mean words of an answer, by contestant."""
+    """Mean number of words of an answer, by contestant."""
 
     repetition: dict[str, float]
     """Mean fraction of repeated 3-grams of words in an answer, by contestant."""
 
     kl: dict[str, float | None]
-    """KL divergence from SFT in nats per answer, by policy; None for decoding that allows no
+    """KL divergence from SFT in nats per answer, by policy; None if the decoding allows no
     estimate."""
 
     spent: dict[str, Spent]
-    """Calls and tokens of each judge that asks a server, by its name."""
+    """Calls and tokens of each judge that asks a server, by name of the judge."""

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 Record = TypeVar("Record")
 
 EVALUATION_FILE, REWARD_REPORT_FILE = "evaluation.json", "reward-model.json"
-"""Report in the folder of an evaluation, and report on the reward model in the folder of a run."""
+"""Names of the report in an evaluation's folder, and of the reward model's in a run's folder."""
 
 
 def as_json(record: "DataclassInstance") -> dict[str, Any]:
-    """Return a record and the records in it as JSON values, in the order of their fields."""
+    """Return a record and its nested records as JSON values, in the order of the fields."""
     return asdict(record)
 
 
@@ -39,12 +39,12 @@ def write_report(path: Path, report: "DataclassInstance", *, indent: int | None 
 
 
 def read_report(path: Path, kind: type[Record]) -> Record:
-    """Return the record in a file that `write_report` wrote; fields that `kind` lacks are left out.
+    """Read a file that `write_report` wrote; fields that `kind` does not have are ignored.
 
     Raises:
         DataError: the file cannot be read, or a field is missing or has a value of another type.
     """
-    # Imported here: every step imports this module, and few steps read a report.
+    # Imported here, because every step imports this module, but few steps read a report.
     from ppo_core.io.validation import read_record
 
     value = read_json_file(path, DataError)

@@ -11,7 +11,7 @@ class Rate:
     """Accuracy on pairs, with its 95 % interval."""
 
     accuracy: float
-    """Fraction of the pairs whose preferred response scores higher; equal scores count half."""
+    """Fraction of the pairs whose preferred response scores higher; equal scores count as half."""
 
     low: float
     """Lower end of the 95 % interval (Wilson)."""
@@ -31,7 +31,7 @@ class Ties:
     """Number of ties between different texts."""
 
     identical: int
-    """Number of ties between identical texts. Their margin is 0, and no other field counts them."""
+    """Number of ties between identical texts. Their margin is 0; no other field includes them."""
 
     margin: float | None
     """Mean absolute score margin of the `n` ties; None if `n` is 0."""
@@ -49,7 +49,7 @@ class Agreement:
     """Agreement of people on the pairs with several votes."""
 
     mean: float
-    """Fraction of a pair's votes that are its most frequent vote, averaged over pairs."""
+    """Fraction of the votes on a pair that agree with the majority, averaged over pairs."""
 
     by_chance: float
     """Expected value of `mean` for random votes, for example 0.75 with two votes per pair."""
@@ -63,14 +63,14 @@ class Accuracy(Rate):
     """Accuracy of a reward model on held-out pairs without ties, with baselines."""
 
     margin_of: str
-    """Source of the margins of `by_margin`: `people`, or `model` if people gave none."""
+    """Source of the margins of `by_margin`: `people`, or `model` if people gave no margins."""
 
     by_margin: dict[str, Rate]
     """If people gave margins: accuracy on the pairs above each of several thresholds. Otherwise:
     accuracy by quartile of the model's absolute margin."""
 
     by_category: dict[str, Rate]
-    """Accuracy by category, the category with most pairs first; empty without categories."""
+    """Accuracy by category, beginning with the category with most pairs; may be empty."""
 
     longer: Rate
     """Accuracy of always preferring the response with more characters."""
@@ -82,10 +82,11 @@ class Accuracy(Rate):
     """Published accuracies by model size."""
 
     ties: Ties
-    """Results on the tied pairs, which `n` does not count."""
+    """Results on the tied pairs; `n` does not include them."""
 
     people: Agreement | None
-    """Agreement of people, an upper bound for a model; None if no pair has several votes."""
+    """Agreement of people, a practical upper bound of `accuracy`; None if no pair has several
+    votes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +94,7 @@ class Bin(Rate):
     """Accuracy on pairs of similar confidence."""
 
     confidence: float
-    """Mean probability that the model gives to its own choice."""
+    """Mean probability that the model assigns to its own choices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +106,8 @@ class Calibration:
     0.4 * sqrt(bins / N), for example 0.04 for 1,000 pairs in 10 bins."""
 
     overconfidence: float
-    """Mean confidence minus accuracy. Above 0, the model is overconfident. Below 0, it is
-    underconfident, as models with small scores are."""
+    """Mean confidence minus accuracy. Above 0, the model is overconfident. Below 0, the model is
+    underconfident, for example because all of its scores are small."""
 
     brier: float
     """Mean squared error of sigmoid(margin) against people's choice; 0.25 if all margins are 0."""
@@ -116,7 +117,7 @@ class Calibration:
 
     temperature: float | None
     """Divisor of the scores that minimizes the log loss; above 1, the model is overconfident. None
-    if there is no minimum: the mean margin is at most 0, or no margin is below 0."""
+    if there is no minimum, because the mean margin is at most 0 or no margin is below 0."""
 
     bins: list[Bin]
     """Bins of the reliability diagram, by increasing confidence."""
@@ -135,7 +136,7 @@ class Lengths:
     prompts; None if it is undefined for every prompt."""
 
     prompts: int
-    """Number of prompts that `within_prompts` averages."""
+    """Number of prompts over which `within_prompts` is averaged."""
 
     shorter: Rate | None
     """Accuracy on the pairs whose chosen response is shorter; None if there is no such pair."""
@@ -153,7 +154,7 @@ class References:
 
     above_samples: float
     """Probability that a reference scores above a random sample for the same prompt, averaged over
-    prompts; equal scores count half."""
+    prompts; equal scores count as half."""
 
     low: float
     """Lower end of the 95 % interval of `above_samples` (bootstrap by prompt); 0 for one prompt."""
@@ -189,7 +190,7 @@ class SampleScores:
     """Highest score."""
 
     quantiles: dict[str, float]
-    """Percentiles of the scores; the keys are the percents as text."""
+    """Percentiles of the scores; the keys are the percentages as text."""
 
     counts: list[int]
     """Number of samples in each bin of the histogram of scores."""
@@ -207,20 +208,20 @@ class SampleScores:
 
 @dataclass(frozen=True, kw_only=True)
 class Samples(SampleScores):
-    """Scores of the samples, and how often a sample repeats another one."""
+    """Statistics of the scores of samples, and the fraction of repeated samples."""
 
     duplicates: float
     """Fraction of the samples that repeat an earlier sample for the same prompt."""
 
 
 GOOD_BEST_OF_4 = 0.6
-"""Win rate of the best of four from which a reward model is good; docs/trusting-a-result.md has the
-experiments."""
+"""A reward model is good if the best of four wins at least at this rate; docs/trusting-a-result.md
+describes the experiments."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OnPolicy:
-    """The reward model's choices among the policy's own samples, compared with the judge's."""
+    """The reward model's choices among the policy's own samples, compared with the judge."""
 
     judge: str
     """Name of the judge."""
@@ -232,25 +233,26 @@ class OnPolicy:
     """Number of samples per prompt K, in K // 2 pairs."""
 
     pairs: int
-    """Number of pairs, with ties and pairs without a verdict."""
+    """Number of pairs, including ties and pairs without a verdict."""
 
     ties: int
-    """Number of pairs without a winner; pairs of equal texts are ties that the judge was not asked
-    about."""
+    """Number of pairs without a winner. Pairs of equal texts are also ties; the judge was not asked
+    about them."""
 
     invalid: int
     """Number of pairs without a verdict."""
 
     accuracy: Rate | None
-    """Fraction of the decided pairs that the reward model orders as the judge does; None if no
+    """Fraction of the decided pairs that reward model and judge order in the same way; None if no
     pair is decided."""
 
     best_of: dict[str, float]
-    """How often the best of k samples by the reward model wins against another sample, by k as
-    text; ties count half. 0.5 is a random choice."""
+    """How often the judge prefers the reward model's best of k samples to another sample, by k as
+    text; ties count as half. A random choice has 0.5."""
 
     low: float
-    """Lower end of the 95 % interval of the best of four, valid whenever one stops to ask."""
+    """Lower end of the 95 % interval of the best of four. The interval is valid even though the
+    number of questions depends on the verdicts."""
 
     high: float
     """Upper end of this interval."""
@@ -259,7 +261,7 @@ class OnPolicy:
     """Limit of the gate, which `low` must exceed."""
 
     spent: dict[str, Spent]
-    """Calls and tokens by name of the judge; only of judges that ask a server."""
+    """Calls and tokens by name of the judge, for judges that ask a server."""
 
     @property
     def usefulness(self) -> str:
@@ -326,7 +328,7 @@ class Vocabulary:
     """SHA-256 of the vocabulary (tokens with ids) and the special tokens."""
 
     chat_template: str | None
-    """SHA-256 of the chat template; None without one."""
+    """SHA-256 of the chat template; None if there is no chat template."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -366,7 +368,7 @@ class Probe:
 
     preferred: float
     """Fraction of the references for which the changed version scores above all rivals; equal
-    scores count half."""
+    scores count as half."""
 
     low: float
     """Lower end of the 95 % interval (Wilson)."""
@@ -392,8 +394,8 @@ class Probes:
     """Results by name of the probe; empty if every reference was left out."""
 
     left_out: int
-    """Number of references that were left out: they have at most three words, or a changed version
-    exceeds the context."""
+    """Number of references that were left out, because they have at most three words or because a
+    changed version exceeds the context."""
 
     reasons: list[str]
     """Reasons to refuse the model, as sentences; empty if it passes."""
@@ -410,7 +412,7 @@ class RewardReport:
     """Reasons why the reward model failed the gate; empty if it passed."""
 
     training: Mapping[str, int | float]
-    """Metrics of the model's training; empty if the run did not train it."""
+    """Metrics of the model's training; empty if the run did not train the model."""
 
     accuracy: Accuracy
     calibration: Calibration
@@ -426,7 +428,7 @@ class RewardReport:
     """Factor of the scores, see `bias`."""
 
     warnings: list[str] = field(default_factory=list)
-    """What a person should know about the reward model, although it does not refuse it."""
+    """Sentences on weaknesses of the reward model that are no reasons to refuse it."""
 
     on_policy: OnPolicy | None = None
     """Comparison with the judge on the policy's own samples; None if no judge could be asked."""

@@ -8,13 +8,13 @@ from pipeline.judges.budget import Spent
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """What all attempts of a step have cost. Prices are in US dollars."""
+    """Cost of all attempts of a step. Prices are in US dollars."""
 
     attempts: int
     seconds: float
 
     gpus: int
-    """GPUs of all machines, in the last attempt."""
+    """Number of GPUs of all machines in the last attempt."""
 
     gpu_seconds: float
     cpu_seconds: float
@@ -25,15 +25,15 @@ class StepCost:
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeCost(Spent):
-    """What a judge that asks a server has cost."""
+    """Cost of a judge that asks a server."""
 
     price: float | None
-    """Price of its tokens; None if their number or their price is unknown."""
+    """Price of the tokens; None if the number of tokens or their price is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenCounts:
-    """Tokens of PPO."""
+    """Number of tokens that PPO sampled, and on which PPO trained."""
 
     sampled: int
     trained: int
@@ -41,7 +41,7 @@ class TokenCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class RunCost:
-    """What a run has cost so far."""
+    """Cost of a run so far."""
 
     steps: dict[str, StepCost]
     """Costs by name of the step."""
@@ -57,12 +57,12 @@ class RunCost:
 
     @property
     def judge_calls(self) -> int:
-        """Calls of all judges."""
+        """Number of calls of all judges."""
         return sum(judge.calls for judge in self.judges.values())
 
     @property
     def judge_tokens(self) -> float | None:
-        """Tokens of all judges; None if a server did not report them."""
+        """Number of tokens of all judges; None if a server did not report its tokens."""
         return sum_if_known([judge.tokens for judge in self.judges.values()])
 
 

@@ -7,24 +7,24 @@ from pipeline.judges.budget import Spent
 
 @dataclass(frozen=True, kw_only=True)
 class TriedPolicy:
-    """A policy between the start and the end of PPO, as it was measured for the choice."""
+    """Measurements of a candidate, a policy between the start and the end of PPO."""
 
     weight: float
-    """Its position: 0 is the start, and 1 the end."""
+    """Position of the policy: 0 is the start of PPO, and 1 is the end."""
 
     kl: float
-    """KL divergence of its answers from the start, in nats per answer."""
+    """KL divergence of the policy's answers from the start of PPO, in nats per answer."""
 
     points: float | None = None
-    """Mean points against the start: win 1, tie 0.5, loss 0. None if the judge was not asked."""
+    """Mean points against the start of PPO: win 1, tie 0.5, loss 0. None if no judge was asked."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """The policy that was chosen, and what was measured for it."""
+    """The chosen policy, and the measurements for the choice."""
 
     weight: float
-    """Position of the chosen policy."""
+    """Position of the chosen policy: 0 is the start of PPO, and 1 is the end."""
 
     limit: float
     """Largest KL divergence of a policy that may be chosen, in nats per answer."""
@@ -33,7 +33,7 @@ class Selection:
     """Number of prompts that were answered."""
 
     candidates: list[TriedPolicy]
-    """In the order in which they were measured."""
+    """Measured policies in the order of the measurements."""
 
     spent: dict[str, Spent] = field(default_factory=dict)
     """Calls and tokens of the judges, by name."""

@@ -1,10 +1,10 @@
-"""Records that the stages of the flow pass on: places of files and small numbers.
+"""Records that the stages of the flow pass on: places of files, and small numbers.
 
 A place is a path, a hub id, or the address of a published file; see `Workspace`. FILE_FIELDS of a
-record names the fields whose files the step publishes if the steps share no disk.
+record lists the fields whose files the step publishes if the steps share no disk.
 
 Metaflow pickles these records between steps, so this module imports nothing large. Reports are
-JSON files, which `ValidatedReward.report` and `EvaluatedPolicy.report` read.
+stored as JSON files; `ValidatedReward.report` and `EvaluatedPolicy.report` read them.
 """
 
 from dataclasses import dataclass, field
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from pipeline.registry.decisions import Decision
 
 SAMPLES, JUDGEMENTS = "samples.jsonl", "judgements.jsonl"
-"""Files in an evaluation's folder: SAMPLES has the answers to each prompt, JUDGEMENTS all verdicts.
-"""
+"""Files in an evaluation's folder: SAMPLES contains the answers to each prompt, and JUDGEMENTS all
+verdicts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class PreparedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class FreshPairs:
-    """Pairs of the policy's own samples with preferences."""
+    """Labeled pairs of the policy's own samples."""
 
     FILE_FIELDS: ClassVar = ("path",)
 
@@ -51,7 +51,7 @@ class FreshPairs:
     """Place of the folder with the pairs, see `RunData.fresh_pairs`."""
 
     spent: dict[str, Spent]
-    """Calls and tokens of the labellers in this run, by name."""
+    """Calls and tokens of the labelers in this run, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ class ValidatedReward:
     """JSON file with all measurements."""
 
     judge: TrainedJudge | None = None
-    """The judge that the run trained; None if a judge is named."""
+    """The judge that the run trained; None if the settings name a judge."""
 
     spent: dict[str, Spent] = field(default_factory=dict)
     """Calls and tokens of the judges that compared samples, by name."""
@@ -115,9 +115,9 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedPolicy:
-    """The policy after PPO, or the one that was chosen between SFT and the end of PPO.
+    """The policy after PPO, or the policy that was chosen between SFT and the end of PPO.
 
-    Metrics, warnings and self-check are those of the end of PPO.
+    In both cases, metrics, warnings and self-check come from the full training with PPO.
     """
 
     FILE_FIELDS: ClassVar = ("path",)
@@ -144,11 +144,11 @@ class TrainedPolicy:
     """Number of tokens of all responses."""
 
     tokens_trained: int
-    """Number of tokens of responses that policy and critic were trained on, over all epochs."""
+    """Number of response tokens on which policy and critic were trained, over all epochs."""
 
     self_check: dict[str, str | float]
-    """How the policy decoded, and the difference of each model's numbers to its own forward; see
-    `ppo_core.training.self_check`."""
+    """Decoding of the policy, and differences between our forward pass of each model and the
+    model's own; see `ppo_core.training.self_check`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,10 +158,10 @@ class EvaluatedPolicy:
     FILE_FIELDS: ClassVar = ("folder",)
 
     champion: int | None
-    """Champion version that the policy was compared with; None if there was no champion."""
+    """Champion version with which the policy was compared; None if there was no champion."""
 
     kl: float | None
-    """KL divergence from SFT in nats per answer; None for decoding that allows no estimate."""
+    """KL divergence from SFT in nats per answer; None if the decoding allows no estimate."""
 
     folder: str
     """Folder of the report, the samples and the judgements."""
@@ -192,7 +192,7 @@ class RegisteredPolicy:
     """Name, version, URI, run id and manifest digest, as `register_version` returns them."""
 
     promotion: "Decision"
-    """Whether the version became the champion, and why."""
+    """The decision whether the version became the champion, with the reasons."""
 
     evaluation: EvaluatedPolicy
     """The evaluation on which the decision is based."""

@@ -29,10 +29,10 @@ class Summary(Evaluation):
     """Everything that a run measured and decided."""
 
     samples: str
-    """Path or address of the file of the prompts with all answers."""
+    """Path or address of the file with the prompts and all answers."""
 
     judgements: str
-    """Path or address of the file of all verdicts."""
+    """Path or address of the file with all verdicts."""
 
     reward_model: RewardReport
 
@@ -40,12 +40,12 @@ class Summary(Evaluation):
     """First and last values of PPO's metrics, by metric name."""
 
     warnings: list[str]
-    """Warnings of PPO, each with its update."""
+    """Warnings of PPO, each with the number of the update."""
 
     timings: Timings
 
     model: dict[str, str]
-    """Name, version, URI, run id and manifest digest of the version."""
+    """Name, version number, URI, run id and manifest digest of the registered version."""
 
     promotion: Decision
 

@@ -20,16 +20,16 @@ from ppo_core.errors import DataError
 from ppo_core.models.loading import load_reward_model
 
 ANCHORS = {"1B": 0.628, "2.8B": 0.669, "6.9B": 0.689}
-"""Accuracy of reward models of these sizes on the validation pairs of TL;DR (arXiv:2403.17031)."""
+"""Accuracy of published reward models by size, on TL;DR's validation pairs (arXiv:2403.17031)."""
 
 MAX_THRESHOLDS = 5
-"""Maximum number of entries of `Accuracy.by_margin` for margins by people."""
+"""Maximum number of entries of `Accuracy.by_margin` if people rated the margins."""
 
 
 def measure_accuracy(
     chosen_scores: ArrayLike, rejected_scores: ArrayLike, pairs: Sequence[LabelledPair]
 ) -> Accuracy:
-    """Return the accuracy on the pairs without ties: in total, by margin and by category.
+    """Return the accuracy on pairs that are not ties: in total, by margin and by category.
 
     Args:
         chosen_scores: finite scores (N,) of the chosen responses.
@@ -82,8 +82,9 @@ def _by_margin(margins: Array, pairs: Sequence[LabelledPair]) -> tuple[str, dict
 def _thresholds(margins: Array) -> list[float]:
     """Return at most MAX_THRESHOLDS round thresholds, in increasing order.
 
-    The thresholds start at max(smallest margin, 0) and stay below the 90 % quantile, so that enough
-    pairs lie above the last threshold. Each threshold has fewer pairs above it than the previous.
+    The thresholds are at least max(smallest margin, 0) and below the 90 % quantile, so that enough
+    pairs lie above the last threshold. Fewer pairs lie above each threshold than above the previous
+    threshold.
     """
     if margins.size == 0:
         return []
@@ -93,7 +94,7 @@ def _thresholds(margins: Array) -> list[float]:
     unit = 10.0 ** floor(log10(largest - least))
     for step in (0.2 * unit, 0.5 * unit, unit, 2 * unit, 5 * unit):
         multiples = step * np.arange(np.ceil(least / step), np.ceil(largest / step))
-        # Of thresholds with the same pairs above them, keep the lowest, which the dict sees last.
+        # Of several thresholds with the same pairs above them, the dict keeps the last, the lowest.
         by_left = {int((margins > value).sum()): float(value) for value in multiples[::-1]}
         by_left.pop(0, None)  # Rounding can make a multiple equal to the largest margin.
         if len(by_left) <= MAX_THRESHOLDS:
@@ -137,7 +138,7 @@ def _measure_agreement(pairs: Sequence[LabelledPair]) -> Agreement | None:
 
 @cache
 def _chance_agreement(votes: int) -> float:
-    """Return the expected fraction of the more frequent side in `votes` tosses of a coin."""
+    """Return the expected fraction of the majority if `votes` people vote by tossing a coin."""
     heads = np.arange(votes + 1)
     return binom.pmf(heads, votes, 0.5) @ np.maximum(heads, votes - heads) / votes
 
@@ -145,7 +146,7 @@ def _chance_agreement(votes: int) -> float:
 def measure_model(
     path: str, pairs: Sequence[LabelledPair], *, end_of_text: bool, prompt_format: PromptFormat
 ) -> Accuracy:
-    """Load a reward model, and measure its accuracy on pairs in fp32.
+    """Load a reward model in fp32, and measure its accuracy on pairs.
 
     Raises:
         ModelError: the model cannot be loaded, or a score is not finite.

@@ -21,12 +21,13 @@ def calibrate(margins: ArrayLike) -> Calibration:
         error      = sum over bins of n_b / N * |accuracy_b - confidence_b|
 
     The error is the expected calibration error (arXiv:1706.04599, eq. 3). A margin is the chosen
-    minus the rejected score, so every label of sigmoid(margin) would be 1. Instead, the confidence
-    in the model's own choice, from 0.5 to 1, is compared with the accuracy of this choice.
+    minus the rejected score, so if sigmoid(margin) were the prediction, every label would be 1.
+    Instead, the confidence in the model's own choice, from 0.5 to 1, is compared with the accuracy
+    of this choice.
 
-    The bins have equal counts, because most margins are small and many bins of equal width would
-    be nearly empty. Pairs of equal confidence share a bin. There are at most `MAX_BINS` bins, of
-    about `PAIRS_PER_BIN` pairs or more.
+    The bins have equal counts, because most margins are small, and many bins of equal width would
+    be nearly empty. Pairs of equal confidence share a bin. There are at most `MAX_BINS` bins, with
+    about `PAIRS_PER_BIN` pairs or more each.
 
     Args:
         margins: finite margins (N,) of pairs without ties, N >= 1.
@@ -52,15 +53,15 @@ def _bin(confidence: Array, right: Array) -> Bin:
 
 
 def _log_loss(margins: Array) -> float:
-    # scikit-learn's log_loss clips the loss of a pair at 36, which would hide larger errors.
+    # scikit-learn's log_loss would clip the loss of a pair at 36, and hide larger errors.
     return float(-log_expit(margins).mean())
 
 
 def _best_temperature(margins: Array) -> float | None:
     """Return the temperature that minimizes the log loss; None if there is no minimum.
 
-    The loss is convex in 1/temperature and has the slope -mean(margin)/2 at 1/temperature = 0. So
-    it has a minimum only if the mean margin is above 0 and some margin is below 0.
+    The loss is convex in 1/temperature and has the slope -mean(margin)/2 at 1/temperature = 0.
+    Therefore the loss has a minimum only if the mean margin is above 0 and some margin is below 0.
     """
     if margins.mean() <= 0 or margins.min() >= 0:
         return None

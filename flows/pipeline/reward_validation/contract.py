@@ -26,11 +26,11 @@ NUM_PAIRS = 16
 def check_contract(
     scorer: TextScorer, pairs: Sequence[LabelledPair], *, tolerance: float
 ) -> Contract:
-    """Score real and unusual texts in every way that training or serving may score them.
+    """Score real and unusual texts in all ways in which training or serving may score them.
 
     Args:
-        scorer: scores texts with the reward model. Comparisons of one text use the model itself, in
-            fp32.
+        scorer: scores texts with the reward model. The checks that compare several scores of one
+            text call the model of the scorer directly, in fp32.
         pairs: at least one held-out pair; all scores must be finite. The end-of-sequence check uses
             up to 500 pairs, and all other checks use the first `NUM_PAIRS`.
         tolerance: maximum difference between two scores of the same text, as a fraction of the
@@ -94,7 +94,8 @@ CONDITIONS = {
         "and positions",
     ),
 }
-"""The two conditions under which scores are compared, and the consequence with the remedy."""
+"""By comparison: the two conditions under which a text is scored, and the consequence of different
+scores, with the remedy."""
 
 
 def _difference_reasons(

@@ -13,18 +13,18 @@ from ppo_core.data.prompts import context_length
 from ppo_core.models.reward_model import RewardModel
 
 MAX_PAIRS = 500
-"""Maximum number of pairs that are scored with and without the token."""
+"""Maximum number of pairs that are scored with and without the end-of-sequence token."""
 
 CLEARLY_BETTER = 0.02
-"""The present setting counts as wrong if the 95 % interval of the other setting's gain in accuracy
-lies above this value."""
+"""The present setting counts as wrong if the other setting is more accurate and the 95 % interval
+of the gain in accuracy lies above this value."""
 
 
 def compare_ends(scorer: TextScorer, pairs: Sequence[LabelledPair]) -> EndOfText | None:
     """Score the first pairs that are not ties with and without the end-of-sequence token.
 
     Return None if the tokenizer has no such token, or if fewer than two pairs are usable. A pair is
-    usable if none of its token rows, with or without the token, is empty or exceeds the context.
+    usable if all of its token rows, with and without the token, are non-empty and fit the context.
     """
     model = scorer.model
     if model.tokenizer.eos_token_id is None:
@@ -57,7 +57,7 @@ def compare_ends(scorer: TextScorer, pairs: Sequence[LabelledPair]) -> EndOfText
 
 
 def _encode(model: RewardModel, other: RewardModel, pair: LabelledPair) -> list[list[int]]:
-    """Return the token rows of chosen and rejected by `model`, then of both by `other`."""
+    """Return the token rows of both responses as `model` encodes them, then as `other` does."""
     return [
         way.encode(pair.prompt, text)
         for way in (model, other)

@@ -23,11 +23,11 @@ def reasons_against(
     limits: RewardGateConfig,
     training: Mapping[str, float],
 ) -> list[str]:
-    """Return the reasons against a reward model, as sentences; empty if it keeps every limit.
+    """Return the reasons against a reward model, as sentences; empty if it meets every limit.
 
-    Each reason gives the measured value, its limit, and the consequence for PPO. `training` has the
-    metrics of `train_reward_model`; it is empty for a reward model that the run did not train.
-    Without a measurement on the policy's samples, the accuracy on held-out pairs decides.
+    Each reason gives the measured value, its limit, and the consequence for PPO. `training`
+    contains the metrics of the training; it is empty for a reward model that the run did not train.
+    If `on_policy` is None, the limit of the accuracy on held-out pairs is checked instead.
     """
     found = [
         _choice(on_policy) if on_policy else chance(accuracy, limits, training),
@@ -61,7 +61,7 @@ def _choice(found: OnPolicy) -> str:
 
 
 def chance(accuracy: Accuracy, limits: RewardGateConfig, training: Mapping[str, float]) -> str:
-    """Return why the accuracy on held-out pairs speaks against a model; empty if it does not."""
+    """Return the reason why the accuracy on held-out pairs is too low; empty if it is not."""
     if accuracy.low >= limits.min_accuracy:
         return ""
     cause = (
@@ -83,7 +83,7 @@ def chance(accuracy: Accuracy, limits: RewardGateConfig, training: Mapping[str, 
 
 
 def _not_learned(training: Mapping[str, float]) -> str:
-    """Return why the model did not learn its training pairs, and the next move."""
+    """Return a text on why the model did not learn its training pairs, and what to do."""
     found = (
         "the model did not learn its training pairs, because their loss was "
         f"{training['loss']:.3f} at the end of the training, and {CHANCE_LOSS:.3f} is the loss of "

@@ -1,4 +1,4 @@
-"""Unusual texts, which are hardly in the training data, but which a policy may write."""
+"""Unusual texts: rare in training data, but a policy may write them."""
 
 from itertools import cycle, islice
 
@@ -23,9 +23,9 @@ RESPONSES = {
 def odd_rows(model: RewardModel, prompt: str | Messages, response: str) -> dict[str, list[int]]:
     """Return token rows of a prompt with odd responses, by name; empty rows are left out.
 
-    Rows of `RESPONSES` that are too long lose their beginning. Two more rows have the maximum
-    length: `long` repeats `response`, and `one word` repeats its first word. These two end with the
-    end-of-sequence token if the model reads one.
+    A row of `RESPONSES` that is too long is cut at the beginning. Two more rows have the maximum
+    length: `long` repeats `response`, and `one word` repeats the first word of `response`. These
+    two rows end with the end-of-sequence token if the model reads one.
     """
     longest = longest_row(model)
     rows = {name: model.encode(prompt, text)[-longest:] for name, text in RESPONSES.items()}
@@ -38,12 +38,12 @@ def odd_rows(model: RewardModel, prompt: str | Messages, response: str) -> dict[
 def longest_row(model: RewardModel) -> int:
     """Return the maximum number of tokens of an odd text."""
     context = context_length(model.model.config) or LONGEST
-    # Some encoders reserve two positions, which only `model_max_length` of the tokenizer respects.
+    # Some encoders reserve two positions. Only the tokenizer's `model_max_length` excludes them.
     return min(context, model.tokenizer.model_max_length, LONGEST)
 
 
 def _filled(model: RewardModel, prompt: str | Messages, text: str) -> list[int]:
-    """Return a row of maximum length: the prompt, the repeated text, and any end token."""
+    """Return a row of maximum length: prompt, repeated text, and any end-of-sequence token."""
     start = model.encode(prompt, text)[: longest_row(model)]
     body = model.tokenizer(text, add_special_tokens=False)["input_ids"]
     end = [model.tokenizer.eos_token_id] if model.end_of_text else []

@@ -17,10 +17,10 @@ from pipeline.results.reward_report import OnPolicy
 from ppo_core.errors import DataError
 
 BEST_OF = 4
-"""Number of samples k of which the gate takes the best."""
+"""Number k of samples from which the gate takes the best."""
 
 PROMPTS_AT_ONCE = 16
-"""Number of prompts whose pairs the judge compares between two looks at the interval."""
+"""Number of prompts whose pairs the judge compares before the interval is computed again."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class ScoredSamples:
 
 @dataclass(frozen=True)
 class _Pairs:
-    """The samples of M prompts in P = K // 2 pairs each; all arrays have the shape (M, P, 2)."""
+    """Samples of M prompts, in P = K // 2 pairs per prompt; all arrays have the shape (M, P, 2)."""
 
     count: int
     """Number of samples K of each prompt."""
@@ -57,15 +57,16 @@ class _Pairs:
 def measure_on_policy(
     judge: Judge, budget: Budget, blocks: Iterable[ScoredSamples], *, least: float, seed: int
 ) -> OnPolicy | None:
-    """Measure how often the judge prefers what the reward model prefers among samples.
+    """Measure how often the judge prefers the samples that the reward model prefers.
 
-    The K samples of a prompt are paired by lot, and the judge compares each pair in both orders. It
-    is asked until the interval of the best of four lies on one side of `least`, until all samples
-    are judged, or until the budget is too small for more. Return None if it is too small for any.
+    The K samples of a prompt are paired at random, and the judge compares each pair in both orders.
+    The judge is asked until the interval of the best of four lies on one side of `least`, until all
+    samples are judged, or until the budget is too small for more. Return None if the budget is too
+    small for the first pairs.
 
     Args:
         judge: the judge of the run.
-        budget: what counts the judge's calls.
+        budget: counter of the judge's calls and tokens, with the limits of both.
         blocks: samples with their scores; the next block is taken only if it is needed.
         least: limit of the gate for the win rate of the best of four.
         seed: seed of the pairs.
@@ -96,9 +97,9 @@ def _parts(blocks: Iterable[ScoredSamples], rng: np.random.Generator) -> Iterato
 
 
 def _pair_up(block: ScoredSamples, rng: np.random.Generator) -> _Pairs:
-    """Put the samples of each prompt into pairs by lot."""
+    """Pair the samples of each prompt at random."""
     count = block.scores.shape[1]
-    # Samples with equal scores get their ranks in the order of the lot.
+    # The ranks of samples with equal scores follow the random order.
     lots = rng.permuted(np.tile(np.arange(count), (len(block.texts), 1)), axis=1)
     scores = np.take_along_axis(block.scores, lots, axis=1)
     texts = np.take_along_axis(np.array(block.texts, dtype=object), lots, axis=1)
@@ -111,7 +112,7 @@ def _pair_up(block: ScoredSamples, rng: np.random.Generator) -> _Pairs:
 def _ask(judge: Judge, pairs: _Pairs) -> Array:
     """Return the points (M, P) of the first sample of each pair; NaN without a verdict.
 
-    Equal texts tie without a question.
+    A pair of equal texts counts as a tie; the judge is not asked about it.
     """
     firsts, seconds = pairs.texts[..., 0], pairs.texts[..., 1]
     points = np.full(firsts.shape, POINTS["tie"])
@@ -129,7 +130,7 @@ def _ask(judge: Judge, pairs: _Pairs) -> Array:
 def _measure(
     judge: str, judged: Sequence[_Pairs], parts: Sequence[Array], least: float
 ) -> OnPolicy:
-    """Return the measurements on everything that was judged, without what was spent."""
+    """Return the measurements on all judged pairs; the field `spent` stays empty."""
     points, count = np.concatenate(parts), judged[0].count
     ranks = np.concatenate([pairs.ranks for pairs in judged])
     margins = np.concatenate([pairs.scores[..., 0] - pairs.scores[..., 1] for pairs in judged])
@@ -163,16 +164,18 @@ def _measure(
 def wins_of_best(points: Array, ranks: Array, count: int, k: int) -> Array:
     """Return for each prompt an unbiased estimate of how often the best of k samples wins.
 
-    The best by the reward model among k random ones of the K samples is compared with a random one
-    of the other K - k. A pair (i, j) of all K (K - 1) ordered pairs is this pair with probability
+    Draw k of the K samples at random, and let i be the one that the reward model scores highest.
+    Let j be a random sample of the other K - k. Among the K (K - 1) ordered pairs of samples, the
+    pair (i, j) has the probability
 
         w[i, j] = C(r[i] - 1 - [r[j] < r[i]], k - 1) / (C(K, k) (K - k))
 
-    for ranks r = 1 .. K. So, with the points p of i against j of a pair drawn by lot,
+    for ranks r = 1 .. K. Now draw a pair of samples (i, j) at random, with p points of i against j.
+    The mean of
 
         1/2 + K (K - 1) (w[i, j] - w[j, i]) (p - 1/2) / 2
 
-    has the win rate as its mean. The variance is lower than for one direct comparison.
+    is the win rate of the best sample. The variance is lower than for one direct comparison.
 
     Args:
         points: points (M, P) of the first sample of P pairs of each prompt; NaN counts as a tie.

@@ -41,9 +41,9 @@ def _scores(model: RewardModel, rows: Sequence[list[int]], batch_size: int) -> A
 
 
 def score_right_padded(model: RewardModel, rows: Sequence[list[int]]) -> Array:
-    """Return the scores (N,) in one batch, right-padded to twice its width.
+    """Return the scores (N,) in one batch, right-padded to twice the width of the longest row.
 
-    The width stays within `longest_row`.
+    The padded width is at most `longest_row`.
     """
     ids, lengths = pad_rows(rows)
     capacity = max(longest_row(model) - ids.shape[1], 0)
@@ -57,8 +57,8 @@ def score_right_padded(model: RewardModel, rows: Sequence[list[int]]) -> Array:
 def score_left_padded(model: RewardModel, rows: Sequence[list[int]]) -> Array | None:
     """Return the scores (N,) in one left-padded batch with a mask and position ids.
 
-    Return None for a model without a `position_ids` argument, because it would count padding as
-    positions. Also return None for an encoder, whose score is read at the first position.
+    Return None for a model without the argument `position_ids`, because it would count padding as
+    positions. Also return None for an encoder, because its score is read at the first position.
     """
     head, inner = model.lm_head, model.model.base_model
     takes_positions = "position_ids" in inspect.signature(inner.forward).parameters

@@ -14,7 +14,7 @@ from ppo_core.data.chat_template import Messages
 from ppo_core.errors import DataError
 
 QUANTILES = (5, 25, 50, 75, 95)
-"""Percentiles of the scores in the report."""
+"""Percentiles of the scores that the report gives."""
 
 NUM_BINS = 30
 """Number of histogram bins, all of equal width."""
@@ -28,7 +28,7 @@ def draw_samples(
 ) -> list[list[str]]:
     """Return `samples_per_prompt` answers of the policy to each prompt.
 
-    `answer` samples an answer to each of the prompts it gets.
+    `answer` takes a list of prompts and samples one answer to each of them.
     """
     texts = answer([prompt for prompt in prompts for _ in range(samples_per_prompt)])
     starts = range(0, len(texts), samples_per_prompt)

@@ -1,4 +1,4 @@
-"""Score token rows and pairs once each, and raise for scores that are not finite."""
+"""Score each token row once, and raise an error for scores that are not finite."""
 
 from collections.abc import Sequence
 
@@ -14,21 +14,21 @@ from ppo_core.io.progress_bar import SECONDS_BETWEEN_LINES, progress
 from ppo_core.models.reward_model import RewardModel
 
 BATCH_SIZE = 16
-"""Number of texts per batch: few, so that a long validation often says how far it is."""
+"""Number of texts per batch; small, so that a long validation often reports its progress."""
 
 
 class TextScorer:
     """Scores texts with a reward model, each text once, in the precision in which PPO scores."""
 
     def __init__(self, model: RewardModel, *, bf16: bool = False) -> None:
-        """Take the reward model; with `bf16` it computes in bfloat16 by autocast."""
+        """Take the reward model; with `bf16`, the model computes in bfloat16 by autocast."""
         self.model = model
         self._bf16 = bf16
         self._known: dict[tuple[int, ...], float] = {}
 
     def scores(self, rows: Sequence[list[int]]) -> Array:
         """Return the scores (N,) of N token rows."""
-        # Longest first, so that a lack of memory shows early.
+        # The longest rows come first, so that a lack of memory is noticed early.
         new = sorted(
             {tuple(row) for row in rows} - self._known.keys(), key=lambda row: (-len(row), row)
         )
@@ -87,7 +87,7 @@ def require_finite(scores: Array, of: str) -> None:
 
 
 def _require_known_tokens(model: RewardModel, rows: Sequence[list[int]]) -> None:
-    """Raise if a token has no embedding, because the model would raise an unclear IndexError."""
+    """Raise a clear error if a token has no embedding; the model would raise an IndexError."""
     largest = max((max(row) for row in rows if row), default=0)
     known = known_tokens(model)
     if largest >= known:

@@ -26,7 +26,7 @@ from ppo_core.data.rows.reader import Rows
 
 
 class SampleResponses(Protocol):
-    """Samples the policy that PPO starts from."""
+    """Function that samples the policy from which PPO starts."""
 
     def __call__(
         self, prompts: Sequence[str | Messages], *, samples_per_prompt: int
@@ -38,8 +38,8 @@ class SampleResponses(Protocol):
 Compare: TypeAlias = Callable[[Iterable[ScoredSamples]], OnPolicy | None]
 
 MAX_REFERENCES = 1000
-"""Maximum number of references whose mean score becomes the bias. The maximum is `num_prompts` of
-the gate's settings if that is larger."""
+"""Maximum number of references whose mean score is the bias; if `num_prompts` of the gate's
+settings is larger, `num_prompts` is the maximum."""
 
 MAX_PROBED = 256
 """Maximum number of references for the probes, which score ten versions of each reference."""
@@ -61,12 +61,13 @@ def validate(
     Args:
         scorer: scores texts with the reward model, without bias and gain.
         pairs: held-out preferences.
-        prompts: rows of PPO's prompts. The probes change their references. If there are no
+        prompts: rows of PPO's prompts. The probes change the references of these rows; without
             references, the probes change the chosen responses of `pairs`.
         draw: function that samples the policy from which PPO starts.
         limits: limits of the gate.
-        compare: function that lets the judge compare scored samples; None if it cannot be asked.
-        training: metrics of the model's training; empty if the run did not train it.
+        compare: function that lets the judge compare scored samples; None if the judge cannot be
+            asked.
+        training: metrics of the model's training; empty if the run did not train the model.
         seed: seed of the bootstrap intervals and the probes.
 
     Raises:
@@ -124,8 +125,9 @@ def _with_verdict(measured: RewardReport, limits: RewardGateConfig) -> RewardRep
     )
     reasons += measured.contract.reasons
     doubts = [chance(measured.accuracy, limits, training)] if on_policy else []
-    # The policy's samples are unlike the probes. If the model chooses well among the samples, PPO
-    # may train against it: the promotion gate refuses a policy that learned to repeat itself.
+    # The policy's samples differ from the texts of the probes. If the model chooses well among the
+    # samples, PPO may train against it, and the probes only cause warnings: the promotion gate
+    # refuses a policy that has learned to repeat itself.
     is_good = on_policy is not None and on_policy.usefulness == "good"
     (doubts if is_good else reasons).extend(measured.probes.reasons)
     warnings = [doubt for doubt in doubts if doubt]
@@ -150,7 +152,7 @@ def _score_references(scorer: TextScorer, prompts: Rows, limit: int) -> Array | 
 def _good_answers(
     prompts: Rows, pairs: Sequence[LabelledPair]
 ) -> tuple[list[str | Messages], list[str]]:
-    """Return prompts with their references, or with the responses that people chose."""
+    """Return prompts with their references; without references, with the preferred responses."""
     if prompts.has("reference"):
         return prompts.column("prompt", MAX_PROBED), prompts.column("reference", MAX_PROBED)
     decided = [pair for pair in pairs if not pair.tie][:MAX_PROBED]

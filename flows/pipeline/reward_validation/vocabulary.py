@@ -15,7 +15,7 @@ MAX_UNKNOWN = 0.05
 
 
 def measure_vocabulary(model: RewardModel, texts: Sequence[str]) -> Vocabulary:
-    """Compare a tokenizer with its model and with real texts."""
+    """Compare the tokenizer of a model with the model's embeddings and with real texts."""
     tokenizer = model.tokenizer
     tokens = tokenizer.get_vocab()
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
@@ -35,7 +35,7 @@ def known_tokens(model: RewardModel) -> int:
 
 
 def vocabulary_reasons(vocabulary: Vocabulary) -> list[str]:
-    """Return the reasons against a model with this tokenizer."""
+    """Return the reasons why a model and its tokenizer do not match; empty if they match."""
     reasons = []
     if vocabulary.largest_id >= vocabulary.embeddings:
         reasons.append(
@@ -55,7 +55,7 @@ def vocabulary_reasons(vocabulary: Vocabulary) -> list[str]:
 
 def _unknown_share(model: RewardModel, texts: Sequence[str]) -> float | None:
     unknown = model.tokenizer.unk_token_id
-    # No special tokens, because GPT-2's end-of-sequence token is also its unknown token.
+    # Without special tokens, because GPT-2's end-of-sequence token is also its unknown token.
     ids = [
         token
         for text in texts

@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Decoding:
-    """Decoding of a policy's answers; by default a served version decodes as in its evaluation."""
+    """Decoding of a policy's answers; a served version uses the evaluation's values by default."""
 
     response_length: int
     """Maximum number of tokens of an answer."""
@@ -21,10 +21,10 @@ class Decoding:
     """Sample from the likeliest tokens with this total probability; 1 samples from all tokens."""
 
     stop_token: str | None = "eos"
-    """Name of the token that ends an answer; None for answers of full length."""
+    """Name of the token that ends an answer; if None, all answers have full length."""
 
     stop_token_id: int | None = None
-    """Id of the token that ends an answer; replaces `stop_token`."""
+    """Id of the token that ends an answer; overrides `stop_token`."""
 
     def arguments(self) -> dict[str, Any]:
         """Return arguments of transformers' `generate`, without the stop token.

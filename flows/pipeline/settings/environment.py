@@ -1,4 +1,4 @@
-"""Environment of the steps: where they run, quiet libraries, and a user name for Metaflow."""
+"""Prepare the environment of the steps: quiet libraries, and a user name for Metaflow."""
 
 import atexit
 import gc
@@ -16,9 +16,9 @@ DEFAULTS = {
     "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false",
     # MLflow would print two lines at the end of every step.
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
-    # MLflow gives up after 14 seconds with 3 retries, but only after minutes with its default of 7.
+    # MLflow gives up after 14 seconds with 3 retries, and after minutes with its default of 7.
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
-    # Settings and texts would be sent to an address that nobody chose.
+    # With redirects, settings and texts would be sent to an address that nobody chose.
     "MLFLOW_ALLOW_HTTP_REDIRECTS": "false",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
@@ -33,13 +33,14 @@ def runs_remotely() -> bool:
 
 
 def prepare_environment() -> None:
-    """Redact the output, and set default environment variables, which all processes inherit.
+    """Redact the output, and set default environment variables, which child processes inherit.
 
-    Each command calls it, also in the process of each step of a flow: no import changes a process.
-    Metaflow refuses to run as root or without a user name, so USERNAME is set in these cases.
+    Each command calls this function, also in the process of each step of a flow, because imports
+    must not change the process. Metaflow refuses to run as root or without a user name, so USERNAME
+    is set in these cases.
     """
     install_redaction()
-    # Metaflow starts the tasks of further machines as `python`, which must be this interpreter.
+    # Metaflow starts the tasks of the other machines as `python`; this interpreter must be found.
     folder, search = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
     if search.split(os.pathsep)[0] != folder:
         os.environ["PATH"] = os.pathsep.join([folder, search])

@@ -34,12 +34,12 @@ class EvaluationConfig:
     """Maximum fraction of pairs without a verdict; above it, the result is inconclusive."""
 
     max_flip_rate: Share = 0.5
-    """Maximum fraction of pairs in which the judge follows the position of the answers; above it,
-    the result is inconclusive."""
+    """Maximum fraction of pairs in which the judge's verdict follows the position of the answers;
+    above it, the result is inconclusive."""
 
     human_labels: str = ""
     """Rows with prompt, first, second and a person's label (first, second or tie). The judge
-    labels these pairs as well, and its agreement with people is reported. Empty for none."""
+    also labels these pairs, and its agreement with people is reported. If empty, it is not."""
 
     min_kappa: Annotated[float, Field(ge=-1, le=1, description="between -1 and 1")] = 0.2
     """Minimum Cohen's kappa of the judge and `human_labels`; below it, the result is inconclusive.

@@ -1,4 +1,4 @@
-"""Settings of the labelled pairs of the policy's own samples."""
+"""Settings of the labeled pairs of the policy's own samples."""
 
 from dataclasses import dataclass
 
@@ -7,30 +7,30 @@ from ppo_core.errors import ConfigError
 from ppo_core.io.validation import Natural
 
 PEOPLE = "people"
-"""Labeller that means: write the pairs to a file, and end the run until people have labelled it."""
+"""Value of `labeller`: the run writes the pairs to a file and ends; people then label the pairs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FreshPairsConfig:
-    """How many pairs of the policy's own samples train the reward model, and who labels them.
+    """Number of pairs of the policy's own samples that train the reward model, and their labeler.
 
     Raises:
         ConfigError: a value is out of range, or two settings contradict each other.
     """
 
     count: Natural = 0
-    """Number of pairs; 0 for none. They answer `prompts`, as evenly as the number allows."""
+    """Number of pairs; with 0, none are sampled. The pairs are spread evenly over `prompts`."""
 
     labeller: str = ""
-    """Who says which answer is better: a judge, as for `judge`, but never the judge of the run; or
-    `people`, for whom the run writes `to-label.jsonl` and ends."""
+    """Who decides which answer is better: a judge in the form of the setting `judge`, but never the
+    judge of the run; or `people`. With `people`, the run writes `to-label.jsonl` and ends."""
 
     labels: str = ""
     """Rows with prompt, first, second and label (first, second or tie), such as `to-label.jsonl`
-    with the labels of people; with them nothing is sampled."""
+    with the labels of people. If set, no pairs are sampled."""
 
     def __post_init__(self) -> None:
-        """Raise if a value is out of range, or the labeller is missing."""
+        """Raise if a value is out of range, or the labeler is missing."""
         check_fields(self)
         if bool(self.count) != bool(self.labeller):
             raise ConfigError(
@@ -45,7 +45,7 @@ class FreshPairsConfig:
 
     @property
     def judge(self) -> str:
-        """The labeller, if it is asked as a judge is; else empty."""
+        """The labeler if it is a judge; empty if people label or if there is no labeler."""
         return "" if self.labeller == PEOPLE else self.labeller
 
     @property

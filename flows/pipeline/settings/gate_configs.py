@@ -27,45 +27,45 @@ class RewardGateConfig:
     """
 
     min_best_of_4: Share = 0.5
-    """How often the judge must prefer the best of four samples, chosen by the reward model, to
-    another sample: the lower end of the 95 % interval must exceed the limit."""
+    """Fraction of prompts for which the judge must prefer the reward model's best of four samples
+    to another sample. The lower end of the 95 % interval must exceed this limit."""
 
     min_accuracy: Share = 0.55
-    """Accuracy on held-out pairs that the lower end of the 95 % interval must reach. A model that
-    chooses well among the policy's samples is only warned of."""
+    """Accuracy on held-out pairs that the lower end of the 95 % interval must reach. If the judge
+    has compared samples (`min_best_of_4`), a lower accuracy only causes a warning."""
 
     max_calibration_error: Share = 0.3
-    """Maximum expected calibration error of sigmoid(margin) for an overconfident model. An
-    underconfident model passes, because its rewards are small but not wrong."""
+    """Maximum expected calibration error of sigmoid(margin) for an overconfident model. The limit
+    does not apply to an underconfident model, because its rewards are small but not wrong."""
 
     max_length_correlation: Share = 0.8
-    """Maximum absolute Spearman correlation of a response's score with its number of characters."""
+    """Maximum absolute Spearman correlation of a response's score with its length in characters."""
 
     min_shorter_accuracy: Share = 0.25
-    """Accuracy, on pairs whose shorter response is preferred, that the upper end of the 95 %
-    interval must reach."""
+    """Accuracy on pairs in which people prefer the shorter response. The upper end of the 95 %
+    interval must reach this limit."""
 
     min_sample_deviation: NotNegative = 0.05
     """Minimum standard deviation of the scores of the SFT policy's samples."""
 
     max_degenerate_preferred: Share = 0.6
-    """Fraction of references for which a degenerate version scores above its rivals; an indifferent
-    model has about a third. The lower end of the 95 % interval must not exceed the limit."""
+    """Maximum fraction of references for which a degenerate version scores above its rivals; about
+    a third for an indifferent model. The lower end of the 95 % interval must not exceed it."""
 
     tolerance: Positive = 1e-3
     """Maximum difference of a text's scores between batches, and between left and right padding,
     as a fraction of the standard deviation of the held-out scores."""
 
     num_prompts: Count = 64
-    """Number of prompts for sampling the SFT policy; the first prompts are used."""
+    """Number of prompts for which the SFT policy is sampled; the first prompts are used."""
 
     max_prompts: Count = 256
-    """Maximum number of prompts whose samples the judge compares; more than `num_prompts` are
-    sampled only while `min_best_of_4` is not decided."""
+    """Maximum number of prompts whose samples the judge compares. More than `num_prompts` prompts
+    are sampled only while the comparison with `min_best_of_4` is undecided."""
 
     samples_per_prompt: Annotated[int, Field(ge=5)] = 8
-    """Number of samples per prompt, and the largest K of the best-of-K curve. The best of four is
-    compared with a fifth one."""
+    """Number of samples per prompt, and the largest K of the best-of-K curve. The best of four
+    samples is compared with a fifth sample."""
 
     unit_deviation: bool = False
     """Whether to scale the reward so that the SFT policy's samples have standard deviation 1."""
@@ -83,8 +83,8 @@ GAIN = 0.05
 class PromotionConfig:
     """Limits of the promotion gate.
 
-    `max_invalid` of the evaluation limits invalid verdicts. An evaluation above this limit is
-    inconclusive, and an inconclusive evaluation never promotes a policy.
+    The limit of invalid verdicts is `max_invalid` of the evaluation. An evaluation above this limit
+    is inconclusive, and an inconclusive evaluation never promotes a policy.
 
     Raises:
         ConfigError: a value is out of range.
@@ -109,8 +109,8 @@ class PromotionConfig:
     exploits the reward model; see the README's table of metrics."""
 
     max_length_ratio: Annotated[float, Field(ge=1, allow_inf_nan=True)] = 2.0
-    """Maximum ratio of the mean answer lengths in words of the policy and the champion (SFT if
-    there is no champion), the longer divided by the shorter."""
+    """Maximum ratio of the mean answer lengths of the policy and of the champion (SFT if there is
+    no champion), in words: the longer length divided by the shorter length."""
 
     max_repetition: Share = 0.3
     """Maximum mean fraction of an answer's word 3-grams that repeat an earlier 3-gram; equal

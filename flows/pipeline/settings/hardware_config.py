@@ -1,4 +1,4 @@
-"""The GPUs of a run, and what they and paid judges cost."""
+"""The GPUs of a run, and the prices of GPUs and paid judges."""
 
 from dataclasses import dataclass, field
 
@@ -14,30 +14,30 @@ GPU_FACTS = (
     "network_gb_per_second",
     "price_per_hour",
 )
-"""Numbers of a GPU that `gpus` may have; flows/gpus.toml says what they are."""
+"""Names of the numbers that `gpus` may give for a GPU; flows/gpus.toml explains them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareConfig:
-    """The GPUs of the trainings, for the memory, time and price of a run.
+    """The GPUs of the trainings, for computing the memory, time and price of a run.
 
-    No result depends on them. The number of GPUs is `processes` x `num_nodes`.
+    No result depends on these settings. The number of GPUs is `processes` x `num_nodes`.
 
     Raises:
         ConfigError: a number of a GPU is unknown or not above 0, or a price of a judge is below 0.
     """
 
     gpu: str = ""
-    """Name of the GPU in flows/gpus.toml or `gpus`, as h100-80gb. Empty: the GPU that a step finds;
-    name it to check a run of a cluster on a machine without GPUs."""
+    """Name of the GPU in flows/gpus.toml or `gpus`, such as h100-80gb. If empty, the GPU of the
+    machine is used. Set the name to check a run for a cluster on a machine without GPUs."""
 
     gpus: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Numbers of GPUs in the place of those in flows/gpus.toml, or of further GPUs, by name: as
+    """Numbers by name of the GPU, which replace or extend the numbers in flows/gpus.toml. Example:
     `[hardware.gpus.h100-80gb]` with `price_per_hour = 2.5`, in US dollars."""
 
     judge_prices: dict[str, float] = field(default_factory=dict)
-    """US dollars for 1,000 tokens of questions and replies of a judge, by the name of its model:
-    as `"openai:gpt-4o-mini" = 0.0003`; 0 for a server of your own."""
+    """Price of a judge in US dollars per 1,000 tokens of questions and replies, by name of the
+    judge, as in `"openai:gpt-4o-mini" = 0.0003`; 0 for your own server."""
 
     def __post_init__(self) -> None:
         """Raise if a number is unknown or out of range."""

@@ -13,7 +13,7 @@ _BOOLEANS = {"True": True, "False": False}
 def read_overrides(texts: Sequence[str]) -> dict[str, Any]:
     """Return the settings in texts such as `ppo.learning_rate=3e-6`, as tables of a settings file.
 
-    A value is written as in TOML; a text may have no quotes. True and False are booleans, too.
+    A value is written as in TOML, but a text needs no quotes, and True and False are also booleans.
 
     Raises:
         ConfigError: a text has no name or value, its value is no TOML, or a setting is given twice.
@@ -32,9 +32,9 @@ def read_overrides(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def merge_tables(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the table with the changes; a table in both is merged.
+    """Return the table with the changes; tables that exist in both are merged.
 
-    A table does not replace a value: reading the settings then reports the wrong type.
+    If `changes` has a table where `table` has a plain value, the value stays.
     """
     merged = {**table}
     for name, value in changes.items():
@@ -62,11 +62,12 @@ def _given_twice(parts: Sequence[str]) -> ConfigError:
 
 
 def _read_value(text: str, name: str) -> object:
-    """Return the TOML value of a text, or the text itself if it is a text without quotes."""
+    """Return the TOML value of a text, or the text itself if it is no TOML value."""
     if text in _BOOLEANS:
         return _BOOLEANS[text]
     try:
-        # In an inline table, a comment or a second line is an error, not a value cut short.
+        # Parsed in an inline table, where a comment or a second line is an error. On a line of its
+        # own, such a text would be accepted and cut off.
         parsed = tomllib.loads(f"table = {{ value = {text} }}")
     # ValueError: an error of syntax, or an integer of thousands of digits.
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Settings of the choice between the start and the end of PPO."""
+"""Settings for choosing a policy between the start and the end of PPO."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -7,30 +7,31 @@ from ppo_core.config.checks import check_fields, require
 from ppo_core.io.validation import Count
 
 MOST_TRIES = 6
-"""Largest number of policies that are measured to get near the limit of the KL divergence."""
+"""Maximum number of policies that are measured to find one near the limit of the KL divergence."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelectionConfig:
-    """Which policy is evaluated and registered, of those between the start and the end of PPO.
+    """Choice of the policy, between the start and the end of PPO, to evaluate and register.
 
     Raises:
         ConfigError: a value is out of range.
     """
 
     method: Literal["last", "kl", "judge"] = "last"
-    """`last`: register the last policy. `kl`: if its KL divergence from SFT exceeds the limit,
-    register one nearer to SFT. `judge`: register the policy at `weights`, within the limit, that
-    the judge most often prefers to SFT, on up to `num_prompts` and half of `eval_prompts`, which
-    the evaluation then does not use. The limit is the smaller of 1.1 x `ppo.kl_target` and 0.9 x
-    `promotion.max_kl`."""
+    """`last` registers the last policy. `kl` registers a policy nearer to SFT if the KL divergence
+    of the last policy from SFT exceeds the limit. `judge` compares the policies at `weights` whose
+    KL divergence is within the limit, and registers the policy that the judge most often prefers
+    to SFT. The comparison uses up to `num_prompts` prompts, at most half of `eval_prompts`; the
+    evaluation does not use these prompts. The limit is the smaller of 1.1 x `ppo.kl_target` and
+    0.9 x `promotion.max_kl`."""
 
     weights: list[float] = field(default_factory=lambda: [1.0, 0.8, 0.6, 0.4])
     """Positions of the policies that the judge compares with SFT: 1 is the end of PPO, and 0 would
     be SFT. A policy between them has interpolated weights."""
 
     num_prompts: Count = 128
-    """Largest number of prompts that are answered for the choice."""
+    """Maximum number of prompts that are answered for the choice."""
 
     def __post_init__(self) -> None:
         """Raise if a value is out of range."""

@@ -38,7 +38,7 @@ WARN_SHARE = 0.75
 """Default of ppo.warn_kl as a fraction of promotion.max_kl, so that the warning comes first."""
 
 UNKNOWN_SIZE = 10**9
-"""Number of parameters that the defaults are for until the policy has been read."""
+"""Number of parameters for which defaults are chosen until the size of the policy is known."""
 
 NOT_OF_THE_FLOW = {
     "output_dir": "set output_dir of the run",
@@ -56,11 +56,11 @@ NOT_OF_THE_FLOW = {
     "ref_adapter_name": "the reference is the policy before PPO",
     "warn_kl_note": "the flow's warning says what promotion.max_kl does",
 }
-"""PPO settings that the flow refuses, because it sets them itself; each with the reason or the
-setting to use."""
+"""PPO settings that the flow refuses, because it decides them itself. The value is the reason, or
+the setting to use instead."""
 
 NO_VALUE = "none"
-"""Text for None, which TOML lacks, in settings whose default is not None."""
+"""Text that means None in settings whose default is not None, because TOML has no null value."""
 
 PRESETS = Path(__file__).parents[2] / "presets"
 
@@ -74,66 +74,71 @@ class Settings:
     """
 
     task: Literal["", "tldr"] = ""
-    """Built-in task, which generates all inputs; empty for your own inputs."""
+    """Built-in task, which generates all inputs; if empty, the run uses your own inputs."""
 
     policy: str = ""
     """Folder or hub id of the causal language model to improve; a hub id may name a revision, as in
     `org/name@revision`."""
 
     sft_data: str = ""
-    """Rows with prompt and completion, to fine-tune `policy` before PPO; empty skips this."""
+    """Rows with prompt and completion, to fine-tune `policy` before PPO; if empty, `policy` is not
+    fine-tuned."""
 
     reward_model: str = ""
-    """Folder or hub id, as `policy`, of a reward model with one label; empty trains one from the
-    policy."""
+    """Folder or hub id of a reward model with one label, in the same form as `policy`. If empty, a
+    reward model is trained from the policy."""
 
     model_types: list[str] = field(default_factory=list)
     """Model types of transformers that `policy`, `reward_model` and judges may have, as in
-    `["llama", "deberta-v2"]`. Empty allows the types that `make architectures` found exact, and
-    encoders as models that score, see ppo_core/models/files/model_types.py."""
+    `["llama", "deberta-v2"]`. If empty, the types that passed `make architectures` are allowed,
+    and for reward models also encoders; see ppo_core/models/files/model_types.py."""
 
     preferences: str = ""
-    """Rows with chosen, rejected and optionally prompt, to train the reward model on, and the judge
-    if none is named."""
+    """Rows with chosen, rejected and optionally prompt, to train the reward model on; if `judge` is
+    empty, also to train the judge on."""
 
     preferences_test: str = ""
-    """Preferences to validate the reward model on; empty holds out `held_out_share`."""
+    """Preferences to validate the reward model on; if empty, the fraction `held_out_share` of
+    `preferences` is held out."""
 
     held_out_share: Annotated[float, Field(gt=0, lt=1, description="between 0 and 1")] = 0.1
     """Fraction of the last rows to hold out: of `preferences` if `preferences_test` is empty, and
     of `prompts` if `eval_prompts` is empty."""
 
     prompts: str = ""
-    """Rows with prompt, and optionally reference, that PPO trains on."""
+    """Rows with prompt and optionally reference, on whose prompts PPO trains."""
 
     eval_prompts: str = ""
-    """Rows with prompt, and all or none with reference, that the policies are judged on. Empty
-    splits off the last rows of `prompts`: `held_out_share`, at most `evaluation.num_examples`."""
+    """Rows on whose prompts the policies are judged; all rows or no row may have a reference. If
+    empty, the last rows of `prompts` are held out: the fraction `held_out_share`, but at most
+    `evaluation.num_examples` rows."""
 
     prompt_format: PromptFormat = "auto"
-    """How the policy reads prompts in every step: `chat`, by its tokenizer's chat template; `text`;
-    or `auto`, chat if there is a template."""
+    """Format in which the policy reads prompts in every step: `chat` applies the tokenizer's chat
+    template, `text` does not, and `auto` applies it if there is one."""
 
     columns: dict[str, str] = field(default_factory=dict)
-    """Columns with other names, as in `prompt = "post"`; a data set without this column is read as
-    if the entry were absent."""
+    """Names of columns that differ from the standard names, as in `prompt = "post"`. An entry is
+    ignored for a data set without the named column."""
 
     overlong: Overlong = "drop"
-    """What happens to a row that is too long for the model: `error`, `drop` (see `max_left_out`),
-    or `truncate`, which removes the start of the prompt."""
+    """What happens to a row that is too long for the model: `error` stops, `drop` leaves the row
+    out (see `max_left_out`), `truncate` removes the start of the prompt."""
 
     max_left_out: ShareBelow1 = MAX_LEFT_OUT
-    """Maximum fraction of the rows of a data set that may be left out, because they cannot be used
-    or are too long; above it, the run stops. 0 allows none."""
+    """Maximum fraction of the rows of a data set that may be left out because they cannot be used
+    or are too long; above it, the run stops. With 0, no row may be left out."""
 
     allow_data_urls: bool = False
-    """Whether data sets may be named by an address such as https://, whose owner then decides what
-    is trained on. Redirects are not followed. Addresses in S3, s3://, need no permission."""
+    """Whether data sets may be addresses such as https://...; the owner of the address then decides
+    on the training data. Redirects are not followed. Addresses in S3, s3://..., are always
+    allowed."""
 
     judge: str = ""
     """Judge that compares two answers: openai:MODEL, transformers:PATH, reward-model:PATH,
     python:FILE_OR_MODULE:FUNCTION or rule (the built-in task's judge). Several judges, joined by
-    commas, vote. Empty trains a reward model on a third of `preferences`, which PPO never sees."""
+    commas, vote. If empty, the judge is a reward model that is trained on a third of `preferences`;
+    PPO never uses this third."""
 
     accept_reward_model: bool = False
     """Whether to train against a reward model that the gate refuses; the run records this."""
@@ -145,32 +150,33 @@ class Settings:
     """Folder for the cache and for the files of each run."""
 
     store: str = ""
-    """Address in S3, s3://BUCKET/PREFIX, through which the steps share the files of output_dir.
-    Empty: a folder of Metaflow's data store if the steps run on AWS Batch or Kubernetes. `none`:
+    """Address in S3, s3://BUCKET/PREFIX, through which the steps share the files of output_dir. If
+    empty, steps on AWS Batch or Kubernetes use a folder of Metaflow's data store. `none` means that
     all machines have output_dir on a shared disk."""
 
     summary_json: str = ""
     """File for the summary of the run; empty for none."""
 
     seed: Seed = 1
-    """Seed of all random numbers in the run; a section with its own `seed` uses that instead."""
+    """Seed of all random numbers in the run; a section with a `seed` uses its own seed instead."""
 
     processes: Natural = 0
-    """Number of processes of each training on one machine; 0 starts one per GPU, or one without a
-    GPU."""
+    """Number of processes of each training on one machine. 0 starts one process per GPU, or one
+    process on a machine without a GPU."""
 
     num_nodes: Annotated[int, Field(ge=1)] = 1
-    """Number of machines that share each training, and output_dir; Metaflow's @parallel starts
-    them. It is read from the settings file only."""
+    """Number of machines that share each training; Metaflow's @parallel starts them. This setting
+    is read from the settings file only."""
 
     precision: Precision = "auto"
-    """Precision of language models in steps that only read them, which sample, answer and judge:
-    `fp32`, `bf16`, or `auto`, bf16 on a GPU that computes in it. Reward models score in fp32."""
+    """Precision of language models in steps that sample, answer or judge but do not train: `fp32`,
+    `bf16`, or `auto`, which is bf16 on a GPU that computes in bf16, else fp32. Reward models score
+    in fp32."""
 
     stall_minutes: Positive = 30.0
-    """A training or a step is ended after so many minutes without progress (a step, an answer, a
-    verdict), or after 20 times its median wait if that is longer. A training is retried from its
-    last checkpoint."""
+    """Number of minutes without progress (a step, an answer, a verdict) after which a training or a
+    step of the flow is ended; 20 times the median wait if that is longer. The training is retried
+    from its last checkpoint."""
 
     step_minutes: NotNegative = 0.0
     """Time limit in minutes of each step except `start`; 0 for no limit."""
@@ -194,10 +200,10 @@ class Settings:
     """Adapters that PPO trains instead of all parameters."""
 
     fresh_pairs: FreshPairsConfig = field(default_factory=FreshPairsConfig)
-    """Labelled pairs of the policy's own samples, for the training of the reward model."""
+    """Labeled pairs of the policy's own samples, for the training of the reward model."""
 
     selection: SelectionConfig = field(default_factory=SelectionConfig)
-    """Which policy between the start and the end of PPO is evaluated and registered."""
+    """Choice of the policy, between the start and the end of PPO, to evaluate and register."""
 
     reward_gate: RewardGateConfig = field(default_factory=RewardGateConfig)
     """Limits that a reward model must meet before PPO trains against it."""
@@ -332,11 +338,12 @@ _INSTEAD_OF = {
         "save_steps": "save_total_limit",
     },
 }
-"""Section -> setting -> the default that goes if the setting is given: both set the same size."""
+"""Section -> setting -> other setting whose default is dropped if the first is given, because both
+determine the same size."""
 
 
 def names_by_section(kind: Any, section: str = "") -> dict[str, list[str]]:
-    """Return section with a dot -> names of its settings, of a dataclass and those within it."""
+    """Return section with a dot -> names of its settings, also for nested dataclasses."""
     types = get_type_hints(kind)
     names = {section: [one.name for one in dataclasses.fields(kind)]}
     for name in names[section]:
@@ -346,7 +353,7 @@ def names_by_section(kind: Any, section: str = "") -> dict[str, list[str]]:
 
 
 SETTING_NAMES = names_by_section(Settings)
-"""Section with a dot -> names of its settings; the top level is the section without a name."""
+"""Section with a dot -> names of its settings; the key of the top level is an empty text."""
 
 
 def make_settings(
@@ -364,12 +371,13 @@ def make_settings(
     Args:
         from_file: the parsed TOML file; empty if there is none.
         from_command_line: values by parameter name; None for parameters that were not given.
-        overrides: texts of `--set`, as for `read_overrides`; they count as the command line.
-        parameters: size of the policy, which decides the defaults of learning rates and sizes.
+        overrides: texts of `--set`, see `read_overrides`; they are part of the command line.
+        parameters: number of parameters of the policy; it determines the default learning rates
+            and batch sizes.
 
     Raises:
         ConfigError: a setting is unknown, has the wrong type, is out of range, is missing, or
-            holds a secret, or the command line gives it twice.
+            contains a secret, or the command line gives it twice.
     """
     changes = read_overrides(overrides)
     refuse_secrets({**from_file, **from_command_line})
@@ -409,7 +417,7 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def needs_no_value(kind: Any, default: object) -> bool:
     """Return whether None must be written as NO_VALUE for a setting of this type and default."""
-    # For a learning rate the flow has a default of its own.
+    # Learning rates: the flow replaces a missing one by its own default, which is not None.
     may_be_auto = {float, str} <= {*get_args(kind)}
     return NoneType in get_args(kind) and (default is not None or may_be_auto)
 
@@ -452,13 +460,13 @@ def read_section(
 def _may_be_unset(kind: Any, default: object) -> bool:
     """Return whether the text NO_VALUE means None for a setting of this type and default."""
     parts = get_args(kind)
-    # NO_VALUE is a text like any other, and one of the values of `ppo.sharding`.
+    # A text setting may have the value NO_VALUE; it is also a value of `ppo.sharding`.
     is_value = str in parts or any(NO_VALUE in get_args(part) for part in parts)
     return needs_no_value(kind, default) or (NoneType in parts and not is_value)
 
 
 def _as_tables(from_command_line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters that were given as tables of a settings file."""
+    """Return the parameters that the user gave, as tables of a settings file."""
     given = {name: value for name, value in from_command_line.items() if value is not None}
     if "total_episodes" in given:
         given["ppo"] = {"total_episodes": given.pop("total_episodes")}
@@ -477,7 +485,7 @@ def _with_one_seed(table: Mapping[str, Any]) -> dict[str, Any]:
 
 def _with_defaults(table: Mapping[str, Any], parameters: int) -> dict[str, Any]:
     """Return the table with the flow's defaults for a policy of this size."""
-    # The adapters of PPO have a section of the top level.
+    # For PPO, the section `lora` is at the top level.
     places = {"sft": table.get("sft"), "reward_model_training": table.get("reward_model_training")}
     adapted = {name for name, place in {**places, "ppo": table}.items() if _has_adapters(place)}
     defaults = _defaults(parameters, adapted)
@@ -504,7 +512,7 @@ def _defaults(parameters: int, adapted: Collection[str] = ()) -> dict[str, dict[
     supervised = {
         "batch_size": sft.batch_size,
         "gradient_accumulation_steps": sft.gradient_accumulation_steps,
-        # A checkpoint after each tenth of the training, for a retried step.
+        # Ten checkpoints in the training, so that a retried step can resume.
         "save_steps": 0.1,
     }
     return {
@@ -516,7 +524,7 @@ def _defaults(parameters: int, adapted: Collection[str] = ()) -> dict[str, dict[
             "per_device_train_batch_size": ppo.ppo_device_batch_size,
             "total_episodes": ppo.total_episodes,
             "kl_coef": ppo.kl_coef,
-            # A checkpoint after each tenth of the run, for a retried step.
+            # Ten checkpoints in the training, so that a retried step can resume.
             "save_steps": 0.1,
             "save_total_limit": 2,
             "warn_kl": WARN_SHARE * PromotionConfig.max_kl,
@@ -527,14 +535,14 @@ def _defaults(parameters: int, adapted: Collection[str] = ()) -> dict[str, dict[
 def _with_section_defaults(
     name: str, section: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return a section with the defaults that none of its settings replaces or contradicts."""
+    """Return a section with the missing defaults, except those that its settings contradict."""
     contradicted = {other for given, other in _INSTEAD_OF[name].items() if given in section}
     kept = {key: value for key, value in defaults.items() if key not in contradicted}
     return {**kept, **section}
 
 
 def _kl_warning(promotion: object) -> dict[str, float]:
-    """Return the default of warn_kl for the `max_kl` in a section, if it has a finite one."""
+    """Return the default of warn_kl for the `max_kl` of a section; empty without finite max_kl."""
     max_kl = promotion.get("max_kl") if isinstance(promotion, Mapping) else None
     if isinstance(max_kl, int | float) and 0 < max_kl <= sys.float_info.max:
         return {"warn_kl": WARN_SHARE * max_kl}

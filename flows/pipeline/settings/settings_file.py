@@ -20,15 +20,15 @@ COMMENT = """\
 
 
 def settings_text(settings: Settings) -> str:
-    """Return the settings as TOML, with a comment that says how to use them.
+    """Return the settings as TOML, with a comment that explains how to use the file.
 
-    `make_settings` of the parsed text returns equal settings. For a built-in task, pass the
-    settings before `prepare_inputs`, which adds inputs from the local cache.
+    `make_settings` returns equal settings for the parsed text. For a built-in task, pass the
+    settings as they are before `prepare_inputs`, which adds inputs from the local cache.
     """
     table = _table(settings)
     for section in table.values():
         if isinstance(section, dict) and section.get("seed") == settings.seed:
-            # Without a seed, the section uses the seed of the run, even if --seed changes it.
+            # A section without a seed uses the seed of the run, also if --seed changes that seed.
             del section["seed"]
     return COMMENT + tomli_w.dumps(table)
 

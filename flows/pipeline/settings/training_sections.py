@@ -13,7 +13,7 @@ from ppo_core.supervised.supervised_config import SupervisedConfig
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterConfig:
-    """Adapters on a frozen model (LoRA, arXiv:2106.09685), or none.
+    """Adapters on a frozen model (LoRA, arXiv:2106.09685); with r = 0, there are no adapters.
 
     Raises:
         ConfigError: a value is out of range or has no effect, or the package peft is missing.
@@ -26,8 +26,8 @@ class AdapterConfig:
     """Numerator of the adapters' scale, alpha / r."""
 
     target_modules: list[str] = field(default_factory=lambda: [ALL_LINEAR])
-    """Names of the modules that get adapters; `all-linear`, as the only entry, selects every
-    linear layer except the output head."""
+    """Names of the modules that get adapters. The single entry `all-linear` selects every linear
+    layer except the output head."""
 
     def __post_init__(self) -> None:
         """Raise if a value is out of range."""
@@ -46,7 +46,7 @@ class AdapterConfig:
 
     def _refuse_what_has_no_effect(self) -> None:
         defaults = {one.name: one.default for one in fields(self)}
-        defaults["target_modules"] = [ALL_LINEAR]  # made by a function
+        defaults["target_modules"] = [ALL_LINEAR]  # the field has a default_factory, no default
         for name, default in defaults.items():
             if (value := getattr(self, name)) != default:
                 raise ConfigError(
@@ -59,8 +59,8 @@ class AdapterConfig:
 class LoraConfig(AdapterConfig):
     """Adapters that PPO trains instead of all parameters of the policy.
 
-    Dropout has no setting, because PPO sets all dropout to 0: otherwise the policy in the loss
-    would differ from the policy that sampled.
+    Dropout has no setting, because PPO sets all dropout to 0. With dropout, the policy in the loss
+    would differ from the policy that sampled the responses.
     """
 
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -70,7 +70,7 @@ class LoraConfig(AdapterConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisedLoraConfig(AdapterConfig):
-    """Adapters that SFT or the training of a reward model trains; then merged into the model."""
+    """Adapters that SFT or reward model training trains, and then merges into the model."""
 
     dropout: ShareBelow1 = 0.05
     """Dropout probability at the input of the adapters."""

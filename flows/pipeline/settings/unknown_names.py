@@ -1,4 +1,4 @@
-"""Describe names that are no settings of the flow: what they may stand for, and how to write it."""
+"""Error messages for unknown setting names: which setting is meant, and how to write it."""
 
 from collections.abc import Collection, Mapping
 
@@ -11,7 +11,7 @@ _REFUSED: dict[str, Unsupported] = {
     "sft.": SUPERVISED_INSTEAD,
     "reward_model_training.": SUPERVISED_INSTEAD,
 }
-"""Section -> names of TRL and transformers that it refuses, with advice."""
+"""Section -> names from TRL and transformers that the section refuses, with advice."""
 
 FILE_FORM = "python flows/rlhf.py --config settings FILE run"
 
@@ -19,7 +19,7 @@ ONLY_IN_FILE = (
     "num_nodes decides the steps of the run, which Metaflow reads before it reads flags. Write it "
     f"at the top of the settings file, as in num_nodes = 2: {FILE_FORM}"
 )
-"""What to do with num_nodes on the command line."""
+"""Advice to a user who sets num_nodes on the command line."""
 
 
 def describe_unknown_setting(name: str, where: str, known: Mapping[str, Collection[str]]) -> str:
@@ -27,7 +27,7 @@ def describe_unknown_setting(name: str, where: str, known: Mapping[str, Collecti
 
     Args:
         name: the name in its section.
-        where: the section with a dot, as `ppo.`; empty for the top level.
+        where: the section with a dot, such as `ppo.`; empty for the top level.
         known: section with a dot -> names of its settings.
     """
     unknown = f"Unknown setting {where}{name:.80}."
@@ -43,7 +43,7 @@ def describe_unknown_setting(name: str, where: str, known: Mapping[str, Collecti
 
 
 def settings_named(name: str, known: Mapping[str, Collection[str]]) -> list[str]:
-    """Return the full names of all settings that a name without a section may stand for."""
+    """Return the full names of all settings that a name without a section may mean."""
     found = {section: same_setting(name, names) for section, names in known.items()}
     return [f"{section}{same}" for section, same in found.items() if same]
 
@@ -51,11 +51,11 @@ def settings_named(name: str, known: Mapping[str, Collection[str]]) -> list[str]
 def describe_unknown_option(
     option: str, options: Collection[str], known: Mapping[str, Collection[str]]
 ) -> str:
-    """Return what to write in the place of an option that Metaflow does not know.
+    """Return what to write instead of an option that Metaflow does not know.
 
     Args:
         option: the option as it was given, such as `--lr`.
-        options: the options of `run` for the flow's parameters, without hyphens in front.
+        options: the options of `run` for the flow's parameters, without leading hyphens.
         known: section with a dot -> names of its settings.
     """
     name = option.lstrip("-").replace("-", "_")

@@ -1,4 +1,4 @@
-"""Flags of `flows/win_rate.py` apart from the settings of the evaluation and of chat models."""
+"""Flags of `flows/win_rate.py`, except the settings of the evaluation and of chat models."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from ppo_core.io.validation import Count, Seed, ShareAbove0, ShareBelow1
 
 @dataclass(frozen=True, kw_only=True)
 class WinRateArguments:
-    """The model, the judge, the prompts, and how answers are sampled.
+    """The model, the judge, the prompts, and the sampling of answers.
 
     Raises:
         ConfigError: a value is out of range.
@@ -32,35 +32,36 @@ class WinRateArguments:
     """File or hub data set with prompt and reference; empty uses the built-in task's prompts."""
 
     columns: list[str] | None = None
-    """Columns with other names, as in `prompt=post reference=summary`."""
+    """Names of columns that differ from the standard, as in `prompt=post reference=summary`."""
 
     prompt_format: PromptFormat = "auto"
-    """How the model reads prompts: `chat`, by its tokenizer's chat template; `text`; or `auto`,
-    chat if there is a template."""
+    """Format in which the model reads prompts: `chat` applies the tokenizer's chat template, `text`
+    does not, and `auto` applies it if there is one."""
 
     overlong: Overlong = "drop"
-    """What happens to a prompt that leaves no room for an answer: `error`, `drop` (see
-    `max_left_out`), or `truncate`, which removes its start."""
+    """What happens to a prompt that leaves no room for an answer: `error` stops, `drop` leaves the
+    prompt out (see `max_left_out`), `truncate` removes the start of the prompt."""
 
     max_left_out: ShareBelow1 = MAX_LEFT_OUT
-    """Maximum fraction of the rows of a data set that may be left out, because they cannot be used
-    or are too long; above it, the command stops. 0 allows none."""
+    """Maximum fraction of the rows of a data set that may be left out because they cannot be used
+    or are too long; above it, the command stops. With 0, no row may be left out."""
 
     allow_data_urls: bool = False
-    """Whether `eval_prompts` and `human_labels` may be addresses such as https:// or s3://."""
+    """Whether `eval_prompts` and `human_labels` may be addresses that begin with https://, s3://
+    and the like."""
 
     response_length: Count = 53
     """Maximum number of tokens of an answer."""
 
     stop_token_id: int | None = None
-    """Id of the token that ends an answer; None for the tokenizer's end-of-sequence token."""
+    """Id of the token that ends an answer; if None, the tokenizer's end-of-sequence token."""
 
     batch_size: Count = 64
-    """Number of prompts in a generation batch; fewer if memory is full."""
+    """Number of prompts in a generation batch; it is reduced if memory runs out."""
 
     precision: Precision = "auto"
-    """Precision of the model, and of a chat model that judges: `fp32`, `bf16`, or `auto`, bf16 on
-    a GPU that computes in it."""
+    """Precision of the model, and of a chat model that judges: `fp32`, `bf16`, or `auto`, which is
+    bf16 on a GPU that computes in bf16, else fp32."""
 
     seed: Seed = 1
     """Seed of the sampled answers and of the order in which pairs are judged."""
@@ -74,10 +75,11 @@ class WinRateArguments:
     """Whether a reward model used as judge reads an end-of-sequence token after each answer."""
 
     output_dir: str = "outputs"
-    """Folder for the judgements and for a cache of judge replies, which avoids paying twice."""
+    """Folder for the judgements, and for a cache of the judge's replies. A cached reply is not paid
+    for again."""
 
     summary_json: str = ""
-    """JSON file for all results and settings; empty writes no file."""
+    """JSON file for all results and settings; if empty, no file is written."""
 
     def __post_init__(self) -> None:
         """Raise if a value is out of range."""

@@ -1,7 +1,7 @@
-"""Stages of the flow; they take the settings and earlier records, and return further records.
+"""Stages of the flow: functions that take the settings and earlier records, and return new records.
 
-A stage's module is imported on its first use, because Metaflow also parses the flow in processes
-that run no step, and on machines where only Metaflow is installed.
+The module of a stage is imported on its first use, because Metaflow also parses the flow in
+processes that run no step, and on machines where only Metaflow is installed.
 """
 
 from importlib import import_module
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     )
 
 
-if not TYPE_CHECKING:  # With it, mypy would take any name for a module.
+if not TYPE_CHECKING:  # mypy would accept any name as a module if it saw `__getattr__`.
 
     def __getattr__(name: str) -> ModuleType:
         """Import the module of a stage on its first use."""

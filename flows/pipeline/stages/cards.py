@@ -1,7 +1,8 @@
 """The reports as Metaflow cards.
 
 Metaflow's Markdown component passes HTML and links to the browser, so it gets only fixed headings.
-Text from models and data sets goes into tables, value boxes and image labels, which show it as is.
+Text from models and data sets is put into tables, value boxes and image labels, which display the
+text literally.
 """
 
 from typing import Any
@@ -46,7 +47,7 @@ def promotion_card(
 
 
 def write_card_now(card: Any) -> None:
-    """Write `current.card` now: Metaflow writes no card of a step that raises.
+    """Write `current.card` now, because Metaflow writes no card for a step that raises an error.
 
     The card needs `refresh_interval=0`. The first call starts a process that writes the card, and
     the second call waits for that process.

@@ -1,4 +1,7 @@
-"""`run --check`: the checks of the first step, the sizes of the run, a self-check, and the time."""
+"""`run --check`: check the inputs as the first step does, and estimate the memory, time and price.
+
+The self-check compares our forward pass of the given models with the models' own forward pass.
+"""
 
 from collections.abc import Iterator
 
@@ -25,17 +28,17 @@ CHECKED_PROMPTS = 64
 """Number of prompts whose tokens the self-check uses."""
 
 BESIDE_WEIGHTS = 0.25
-"""Memory of the self-check beside the weights, as a fraction of the weights."""
+"""Memory that the self-check needs in addition to the weights, as a fraction of the weights."""
 
 
 def check_run(given: Settings) -> Iterator[str]:
-    """Check what the first step checks, and yield each text as soon as it is known.
+    """Check what the first step checks, and yield each text of the result as soon as it is known.
 
-    First come the sizes and the memory of the run, then the self-check, which loads the given
-    models, and last time and price, for which this machine may be timed.
+    The first texts are the sizes and the memory of the run. Then comes the self-check, which loads
+    the given models. The last text is the time and the price, for which this machine may be timed.
 
-    Nothing is trained or registered, and no run is created. Files that a run would reuse stay in
-    the cache: those of a built-in task, and the champion.
+    Nothing is trained or registered, and no run is created. The files of a built-in task and the
+    champion stay in the cache, where a run reuses them.
 
     Raises:
         ConfigError: a setting is invalid.
@@ -53,7 +56,7 @@ def check_run(given: Settings) -> Iterator[str]:
 
 
 def self_check(settings: Settings) -> str:
-    """Compare the numbers of the given models with their own forward; return the result as text."""
+    """Compare our forward pass of the given models with their own; return the result as text."""
     placement = placement_for_reading(settings.precision)
     needed = placement.dtype.itemsize * count_parameters(settings.policy)
     reads_scores = placement_for_reading()

@@ -35,10 +35,10 @@ CODE_OF_CHOICE = (
     "pipeline.results.selection",
     "ppo_core.training.interpolation",
 )
-"""Modules on which a choice depends."""
+"""Modules whose code determines the choice of the policy."""
 
 SELECTED = "selected-policy"
-"""Name of the chosen policy, which begins the name of its folder in the cache."""
+"""Name of the chosen policy; the name of its folder in the cache begins with it."""
 
 
 @stage("evaluate_win_rate", "settings", "sft", "policy", "judge", patient=True)
@@ -53,7 +53,8 @@ def evaluate_win_rate(
 ) -> tuple[TrainedPolicy | None, EvaluatedPolicy]:
     """Choose the policy, judge its answers, and log the report.
 
-    Returns the policy that replaces `policy`, or None if it stays, and the evaluation.
+    Return the policy that replaces `policy` and the evaluation; the policy is None if `policy`
+    stays.
 
     Raises:
         ModelError: the files of the policy were changed after training.
@@ -82,9 +83,10 @@ def _choose(
     trained_judge: TrainedJudge | None,
     run: FlowRun,
 ) -> tuple[MadeModel | None, Selection | None]:
-    """Choose a policy between the start and the end of PPO; the model is None if it is the end.
+    """Choose a policy between the start and the end of PPO.
 
-    Equal inputs reuse the earlier choice.
+    The returned model is None if the choice is the end of PPO. For equal inputs, the earlier choice
+    is reused.
     """
     if settings.selection.method == "last":
         return None, None
@@ -123,9 +125,9 @@ def _choose(
 
 
 def fetch_again(settings: Settings, champion: FetchedChampion | None) -> FetchedChampion | None:
-    """Return the champion of an earlier step, or the current one if its files are gone.
+    """Return the champion of an earlier step; if its files are gone, fetch the current champion.
 
-    They are gone if this step runs on another machine, or if somebody emptied the cache.
+    The files are gone if this step runs on another machine, or if somebody emptied the cache.
 
     Raises:
         DataError: see `find_champion`.
@@ -133,7 +135,7 @@ def fetch_again(settings: Settings, champion: FetchedChampion | None) -> Fetched
     """
     if champion is None or Path(champion.model).is_dir():
         return champion
-    # Imported here: it imports MLflow, which a short step does without.
+    # Imported here, because it imports MLflow, which a short step does not need.
     with large_imports():
         from pipeline.promotion.champion import find_champion
     return find_champion(settings)

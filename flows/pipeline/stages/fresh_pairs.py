@@ -22,13 +22,13 @@ from ppo_core.errors import DataError
 from ppo_core.io.folder_cache import digest_of, digest_of_code
 
 FRESH_PAIRS = "fresh-pairs"
-"""Name of the pairs, which begins the name of their folder in the cache."""
+"""Name of the pairs; the name of their folder in the cache begins with it."""
 
 TO_LABEL = "to-label.jsonl"
 """File of pairs that people label."""
 
 LEAST_PAIRS = 20
-"""Minimum number of pairs with a preference: fewer cannot be held out and trained on."""
+"""Minimum number of pairs with a preference; fewer pairs cannot be split into training and test."""
 
 
 class SampledPairs(NamedTuple):
@@ -39,7 +39,7 @@ class SampledPairs(NamedTuple):
     seconds: list[str]
 
     def different(self) -> "SampledPairs":
-        """Return the pairs of different texts."""
+        """Return the pairs whose two texts differ."""
         rows = [row for row in zip(*self, strict=True) if row[1] != row[2]]
         return (
             SampledPairs(*map(list, zip(*rows, strict=True))) if rows else SampledPairs([], [], [])
@@ -47,15 +47,15 @@ class SampledPairs(NamedTuple):
 
 
 def label_samples(tracker: Tracker, data: RunData, sft: PreparedModel, run: FlowRun) -> FreshPairs:
-    """Return labelled pairs of samples of the policy from which PPO starts, see `FreshPairsConfig`.
+    """Return labeled pairs of samples of the policy from which PPO starts, see `FreshPairsConfig`.
 
-    Pairs are labelled once for equal inputs, so a resumed or repeated run asks nobody twice.
+    Pairs are labeled once for equal inputs, so a resumed or repeated run does not ask again.
 
     Raises:
-        ConfigError: the labeller cannot be used.
-        DataError: there are too few prompts or too few pairs with a preference, or people have to
-            label the pairs first; then the message names the file.
-        JudgeError: the labeller does not answer, or its budget is spent.
+        ConfigError: the labeler cannot be used.
+        DataError: there are too few prompts or too few pairs with a preference; or people have to
+            label the pairs first, and the message names the file for them.
+        JudgeError: the labeler does not answer, or its budget is spent.
     """
     settings = data.settings
     config, budget = settings.fresh_pairs, Budget.of(settings.judging)
@@ -90,14 +90,14 @@ def sample_pairs(data: RunData, policy: str, folder: Path) -> SampledPairs:
 
 
 def describe_labels(counts: Mapping[str, Any]) -> str:
-    """Return in words how the pairs were labelled."""
+    """Return a text with the numbers of labeled pairs, ties, flips and invalid pairs."""
     words = [f"{counts['pairs']} of {counts['asked']} pairs have a preference"]
     words += [f"{counts[name]} {name}" for name in ("ties", "flips", "invalid") if counts.get(name)]
     return ", ".join(words)
 
 
 def _inputs(data: RunData, sft: PreparedModel, labeller: Judge) -> dict[str, Any]:
-    """Return everything that decides the pairs and their labels."""
+    """Return everything that determines the pairs and their labels."""
     settings = data.settings
     sampling = ("response_length", "temperature", "top_k", "top_p", "stop_token", "stop_token_id")
     return {
@@ -113,9 +113,9 @@ def _inputs(data: RunData, sft: PreparedModel, labeller: Judge) -> dict[str, Any
 
 
 def _ask(labeller: Judge, pairs: SampledPairs, folder: Path) -> dict[str, int]:
-    """Let a labeller compare the pairs in both orders, and write those with a preference.
+    """Let a labeler compare the pairs in both orders, and write the pairs with a preference.
 
-    Equal texts tie without a question.
+    A pair of equal texts counts as a tie; the labeler is not asked about it.
     """
     different = pairs.different()
     judged = compare(labeller, *different)
@@ -136,7 +136,7 @@ def _ask(labeller: Judge, pairs: SampledPairs, folder: Path) -> dict[str, int]:
 
 
 def _keep_votes(votes: list[Row], folder: Path) -> dict[str, int]:
-    """Write the pairs of which people prefer one answer."""
+    """Write the pairs in which people prefer one answer."""
     columns = ("prompt", "first", "second", "label")
     rows = [
         _preference(*(vote[name] for name in columns)) for vote in votes if vote["label"] != "tie"
@@ -164,7 +164,7 @@ def _ask_people(tracker: Tracker, pairs: SampledPairs, run: FlowRun) -> NoReturn
     """Write the pairs for people, and end the run.
 
     Raises:
-        DataError: always; the message says how to continue.
+        DataError: always; the message explains how to continue.
     """
     file = run.folder / TO_LABEL
     rows = zip(*pairs, strict=True)

@@ -1,6 +1,6 @@
-"""Read the settings of a run: first the names that they give, then the size of the policy.
+"""Read the settings of a run: first check the names, then read the size of the policy.
 
-A large library is imported only for the size, so that a misspelt name is reported at once.
+Large libraries are imported only to read the size. Therefore a misspelled name is reported at once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,9 +27,9 @@ def read_settings(
     For the arguments see `make_settings`.
 
     Raises:
-        ConfigError: see `check_machine`, `make_settings` and `check_names`; or num_nodes is not
-            from the file.
-        ModelError: the policy cannot be read, or is no language model that writes.
+        ConfigError: see `check_machine`, `make_settings` and `check_names`; or num_nodes was set by
+            `--set`.
+        ModelError: the policy cannot be read, or is no model that generates text.
     """
     check_machine()
     given = make_settings(from_file, from_command_line, overrides)
@@ -43,7 +43,7 @@ def read_settings(
 
 
 def _policy_at_hand(given: Settings) -> str:
-    """Return the folder or hub id of the policy, which may be the address of a folder."""
+    """Return the folder or hub id of the policy; if the setting is an address, fetch the policy."""
     if not is_address(given.policy):
         return given.policy
     with large_imports():
@@ -58,16 +58,16 @@ def _parameters(policy: str) -> int:
     with large_imports():
         from ppo_core.models.files.model_folder import check_model_folder
         from ppo_core.models.loading import check_policy_config, count_parameters
-    # First, because their messages say what a folder is if it is no policy.
+    # These checks come first, because their messages explain what a folder is if it is no policy.
     check_model_folder(policy)
     check_policy_config(policy)
     return count_parameters(policy)
 
 
 def check_names(judge: str, reward_model: str, config: JudgingConfig) -> None:
-    """Raise if the judge is misspelt or has no key, or a package of every evaluation is missing.
+    """Raise if the judge is misspelled or has no key, or a package for evaluations is missing.
 
-    An empty `judge` is one that the run trains.
+    If `judge` is empty, the run trains the judge, and its name is not checked.
 
     Raises:
         ConfigError: see `check_judge_name`; or statsmodels is not installed.

@@ -1,4 +1,4 @@
-"""Train a model once for equal inputs: later runs, also on other machines, reuse it."""
+"""Train a model once for equal inputs; later runs reuse it, also on other machines."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -24,7 +24,7 @@ class MadeModel:
     """Values that the training returned."""
 
     reused: bool
-    """Whether an earlier training made it."""
+    """Whether an earlier training made the model."""
 
 
 def make_or_reuse(
@@ -33,9 +33,9 @@ def make_or_reuse(
     inputs: Mapping[str, Any],
     make: Callable[[Path], Mapping[str, Any]],
 ) -> MadeModel:
-    """Return the model NAME-DIGEST of the cache; call `make` to fill its folder if it is missing.
+    """Return the model NAME-DIGEST of the cache; if it is missing, call `make` to fill its folder.
 
-    Print which of the two was done. See `folder_cache.make_once` for the arguments.
+    Print whether the model was reused or made. See `folder_cache.make_once` for the arguments.
     """
     if address := workspace.find(folder_cache.folder_of(workspace.cache, name, inputs)):
         model = _published(workspace, address, reused=True)
@@ -62,7 +62,7 @@ def _published(workspace: Workspace, address: str, *, reused: bool) -> MadeModel
 
 
 def can_be_reused(workspace: Workspace, name: str, inputs: Mapping[str, Any]) -> bool:
-    """Return whether `make_or_reuse` would find the model."""
+    """Return whether `make_or_reuse` would find the model in the cache."""
     folder = folder_cache.folder_of(workspace.cache, name, inputs)
     return folder_cache.is_made(folder) or workspace.find(folder) is not None
 

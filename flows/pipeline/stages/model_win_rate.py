@@ -140,7 +140,7 @@ def _read_rows(
     model: Path | str,
     tokenizer: PreTrainedTokenizerBase,
 ) -> Rows:
-    """Return the prompts and references; print the columns read, and the rows left out."""
+    """Return the prompts and references; print which columns were read and which rows left out."""
     rows = read_rows(
         source,
         "prompts",
@@ -166,7 +166,7 @@ def _answer(
     files: tuple[str, str],
     prompts: Sequence[str | Messages],
 ) -> list[str]:
-    """Return the answers of the model and tokenizer in `files`."""
+    """Return the model's answers to the prompts; `files` are the paths of model and tokenizer."""
     model, tokenizer = files
     job = AnswerJob(
         policy=model,

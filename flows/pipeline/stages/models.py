@@ -29,10 +29,10 @@ from ppo_core.supervised.job import read_result
 from ppo_core.supervised.training_code import modules_of_training
 
 SFT, REWARD_MODEL, FRESH, JUDGE = "sft", "reward-model", "fresh-reward-model", "judge"
-"""Names of the trainings, which begin the names of their folders in the cache."""
+"""Names of the trainings; the names of their folders in the cache begin with them."""
 
 MODEL = "model"
-"""Folder of the trained model in the folder of a training, before it is in the cache."""
+"""Subfolder of a training's folder for the trained model, before it is moved into the cache."""
 
 CODE = "ppo_core.supervised.training"
 """Entry module of the trainings. Its code and its imports are part of the cache key."""
@@ -66,10 +66,10 @@ class _Training:
 def load_policy(
     tracker: Tracker, settings: Settings, run: FlowRun, here: Machines = ONE_MACHINE
 ) -> tuple[PreparedModel, FreshPairs | None]:
-    """Return the policy to start from, and labelled pairs of its samples, see `label_samples`.
+    """Return the policy from which PPO starts, and labeled pairs of its samples.
 
-    The policy is `policy` itself, or `policy` fine-tuned on `sft_data`. The other machines call
-    `load_policy_as_worker` meanwhile.
+    The policy is `policy` itself, or `policy` fine-tuned on `sft_data`. The pairs are None if none
+    are wanted; see `label_samples`. Meanwhile, the other machines call `load_policy_as_worker`.
     """
     if settings.sft_data:
         policy = _train_and_log(_policy_training(settings, run), run, here, tracker)
@@ -96,12 +96,12 @@ def load_reward_models(
     here: Machines = ONE_MACHINE,
     fresh: FreshPairs | None = None,
 ) -> tuple[PreparedModel, PreparedModel | None]:
-    """Return the reward model, and the model that judges; None if a judge is named.
+    """Return the reward model, and the trained judge; the judge is None if the settings name one.
 
-    The reward model is `reward_model` itself, or one trained from the policy. With pairs of the
-    policy's samples another one is trained on these alone, and the better of both is returned. The
-    judge is trained from the same policy, on other pairs and with another seed. The other machines
-    call `load_reward_models_as_worker` meanwhile.
+    The reward model is `reward_model` itself, or a model that is trained from the policy. If there
+    are pairs of the policy's samples, a second reward model is trained on these pairs alone, and
+    the better of the two is returned. The judge is trained from the same policy, on other pairs and
+    with another seed. Meanwhile, the other machines call `load_reward_models_as_worker`.
     """
     if settings.reward_model:
         reward_model = _given_model(settings.reward_model, run)
@@ -114,13 +114,13 @@ def load_reward_models(
     if settings.judge:
         return reward_model, None
     judge, _ = _train_once(_judge_training(settings, sft, run), run, here, tracker)
-    # MLflow has the curve of the training as judge/loss.
+    # Named judge_..., because names such as judge/loss belong to the curves of the training.
     tracker.step.log_metrics({f"judge_{name}": value for name, value in judge.metrics.items()})
     return reward_model, judge
 
 
 def load_policy_as_worker(settings: Settings, run: FlowRun, here: Machines) -> None:
-    """Take part in the training of `load_policy`, as a machine after the first."""
+    """Take part in the training of `load_policy`, on any machine except the first."""
     if settings.sft_data:
         _take_part(_policy_training(settings, run), run, here)
 
@@ -132,7 +132,7 @@ def load_reward_models_as_worker(
     here: Machines,
     fresh: FreshPairs | None = None,
 ) -> None:
-    """Take part in the trainings of `load_reward_models`, as a machine after the first."""
+    """Take part in the trainings of `load_reward_models`, on any machine except the first."""
     if not settings.reward_model:
         _take_part(_reward_training(settings, sft, run), run, here)
     if fresh:
@@ -143,7 +143,7 @@ def load_reward_models_as_worker(
 
 def _policy_training(settings: Settings, run: FlowRun) -> _Training:
     policy = run.workspace.fetch(settings.policy)
-    # With its weights, which `fetch_files` leaves out.
+    # The policy is fetched with its weights, which `fetch_files` leaves out.
     data = RunData(replace(run.workspace.fetch_files(settings), policy=policy))
     return _Training(name=SFT, model=policy, rows=data.sft_rows(), section=settings.sft, data=data)
 
@@ -173,11 +173,11 @@ def _better(
     run: FlowRun,
     tracker: Tracker,
 ) -> PreparedModel:
-    """Return which of two reward models orders held-out pairs of the policy's samples better.
+    """Return the reward model that orders held-out pairs of the policy's samples better.
 
-    `trained` was trained on such pairs; it is returned if both are equally good.
+    `trained` was trained on such pairs; it is returned if both models are equally good.
     """
-    # Imported here: most runs compare no reward models, and statsmodels is slow to import.
+    # Imported here, because most runs compare no reward models and statsmodels imports slowly.
     from pipeline.reward_validation.accuracy import measure_model
 
     data = RunData(settings)
@@ -216,7 +216,7 @@ def _judge_training(settings: Settings, sft: PreparedModel, run: FlowRun) -> _Tr
 def _train_once(
     training: _Training, run: FlowRun, here: Machines, tracker: Tracker
 ) -> tuple[PreparedModel, bool]:
-    """Return the model NAME-DIGEST of the cache, and whether it was there; train it if not."""
+    """Return the model NAME-DIGEST and whether it was in the cache; if it was not, train it."""
     name, job = training.name, run.folder / training.name
 
     def log_curves(step: int, metrics: Mapping[str, float]) -> None:
@@ -231,7 +231,7 @@ def _train_once(
         return read_result(job)
 
     made = make_or_reuse(run.workspace, name, training.decides_the_result(), train)
-    # Its checkpoints, each larger than the model, have served their purpose.
+    # The checkpoints of the training, each larger than the model, are not needed any more.
     shutil.rmtree(job, ignore_errors=True)
     model = PreparedModel(path=made.place, digest=made.digest, metrics=made.values)
     return model, made.reused
@@ -246,7 +246,7 @@ def _take_part(training: _Training, run: FlowRun, here: Machines) -> None:
 def _train(training: _Training, run: FlowRun, here: Machines, on_metrics: OnMetrics) -> None:
     job, rows, is_sft = run.folder / training.name, training.rows, training.name == SFT
     if run.workspace.store:
-        # The processes of the training find them on this disk: they cannot fetch from S3.
+        # Put the encoded rows on this disk, because the training processes cannot fetch from S3.
         training.data.encoded("demonstrations" if is_sft else "pairs", rows, training.section)
     with mirrored(run.workspace, job, here):
         train_supervised(
@@ -274,7 +274,7 @@ def _train_and_log(
 def _given_model(place: str, run: FlowRun) -> PreparedModel:
     folder = run.workspace.fetch(place)
     if folder != place:
-        # The first step did not check the weights of a model of the hub.
+        # The first step did not check the weights if the model came from the hub.
         require_finite_weights(folder)
     digest = digest_of_model(folder)
     return PreparedModel(path=place, digest=digest, metrics={})

@@ -35,10 +35,10 @@ def prepare_inputs(given: Settings) -> Settings:
     """Write the files of a built-in task, if one is set, and check every input.
 
     Returns:
-        The settings; for a built-in task, with its files as inputs.
+        The settings; for a built-in task, the inputs are the files of the task.
 
     Raises:
-        ConfigError: a setting is invalid, or S3 refuses to write below `store`.
+        ConfigError: a setting is invalid, or S3 refuses to write into `store`.
         DataError: a data set cannot be used.
         ModelError: a model cannot be used, or MLflow does not answer.
         StorageError: S3 does not answer.
@@ -56,13 +56,13 @@ def prepare_inputs(given: Settings) -> Settings:
 
 
 def find_inputs(given: Settings) -> Settings:
-    """Return the settings with inputs on this machine, unchecked; see `prepare_inputs`."""
+    """Bring the inputs to this machine and return the settings with their paths, unchecked."""
     require_writable(Path(given.output_dir), "output_dir")
     return _make_demo_task(given) if given.task else fetch_inputs(given)
 
 
 def trace_run(name: str, given: Settings, settings: Settings) -> Lineage:
-    """Return the lineage of a run: of code, settings, data, and of the models that it starts from.
+    """Return the lineage of a run: its code, settings, data, and the models from which it starts.
 
     Args:
         name: id of the run.
@@ -82,7 +82,7 @@ def start_run(
     """Create the folder and the MLflow runs of a run of the flow, and record its lineage.
 
     Args:
-        given: settings before `prepare_inputs`, which repeat the run on another machine.
+        given: settings before `prepare_inputs`; they also repeat the run on another machine.
         settings: settings that `prepare_inputs` returned.
         flow: name of the flow.
         number: Metaflow's id of the run.

@@ -36,7 +36,7 @@ def summarize(
     validation, registered = fetch_files(validation), fetch_files(registered)
     evaluation, reward_model = registered.evaluation.report(), validation.report()
     with track(run, PARENT) as tracker:
-        # Read inside, because the files of earlier steps may come from another machine.
+        # Within `track`, which fetches the files that earlier steps wrote on other machines.
         labelled = fresh.spent if fresh else {}
         spent = sum_spent(labelled, validation.spent, evaluation.spent)
         cost = cost_of_run(run, settings.hardware, policy, spent)
@@ -67,14 +67,14 @@ def summarize(
     if settings.summary_json:
         write_report(Path(settings.summary_json), summary, indent=2)
     print(render_summary(summary), flush=True)
-    # Not the record, because clients read the artifacts of Metaflow without this code.
+    # A plain dict, because clients read Metaflow's artifacts without the classes of this code.
     return as_json(summary)
 
 
 def _outcome(registered: RegisteredPolicy) -> tuple[str, list[str]]:
     """Return the outcome of the run and its reasons, for the description in MLflow."""
     decision = registered.promotion
-    # Also true if a person promoted the version before the run decided.
+    # Also "Promoted" if a person promoted the version before the run decided.
     outcome = "Promoted" if decision.champion == decision.version else "Refused"
     decided = decision_in_words(decision.version, decision.champion)
     return outcome, [f"{registered.model['uri']}: {decided}.", *decision.reasons]

@@ -1,4 +1,4 @@
-"""Files, tracker and watch of the stages."""
+"""Decorators of the stages: fetch and publish files, track the step, and end it if it hangs."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,17 +22,17 @@ Given = ParamSpec("Given")
 Made = TypeVar("Made")
 
 LAST_STEP = "end"
-"""Step of the flow that the parent run tracks."""
+"""Last step of the flow; it is tracked in the parent run."""
 
 LARGE = ("answers", "fresh-reward-model", "judge", "policy", "ppo", "reward-model", "sft")
 """Folders of a run with models and checkpoints, or with files of running processes."""
 
 
 def with_files(*read: str) -> Callable[[Callable[Given, Made]], Callable[Given, Made]]:
-    """Fetch the files of the arguments `read` of a function, and publish the files of its result.
+    """Decorate a function: fetch the files of the arguments `read`, publish the result's files.
 
-    The argument `run` names the workspace. For the files of a record see `Workspace.fetch_files`
-    and `Workspace.publish_files`.
+    The function's argument `run` contains the workspace. For the files of a record see
+    `Workspace.fetch_files` and `Workspace.publish_files`.
     """
 
     def decorate(function: Callable[Given, Made]) -> Callable[Given, Made]:
@@ -52,9 +52,9 @@ def with_files(*read: str) -> Callable[[Callable[Given, Made]], Callable[Given, 
 def stage(
     step: str, *read: str, patient: bool = False
 ) -> Callable[[Callable[Concatenate[Tracker, Given], Made]], Callable[Given, Made]]:
-    """Track a function, whose first argument becomes the tracker, as a step of the flow.
+    """Decorate a function: track it as a step of the flow, and pass the tracker as first argument.
 
-    For the files see `with_files`, and for `patient` see `track`.
+    For `read` see `with_files`, and for `patient` see `track`.
     """
 
     def decorate(function: Callable[Concatenate[Tracker, Given], Made]) -> Callable[Given, Made]:
@@ -75,19 +75,19 @@ def stage(
 def track(run: FlowRun, step: str, *, patient: bool = False) -> Iterator[Tracker]:
     """Track a step, and yield its tracker.
 
-    Set `patient` for a step that often ends at once, because its model is in the cache. Such a step
-    imports MLflow only if it runs longer than SHORT_SECONDS; otherwise the next step sends its
-    entries.
+    Set `patient` for a step that often ends at once because its model is in the cache. Such a step
+    imports MLflow only if it runs longer than SHORT_SECONDS. If it is shorter, the next step sends
+    its entries.
     """
     patience = SHORT_SECONDS if patient else 0.0
     with shared_journal(run):
         tracker = Tracker(run.folder, run.tracking, step, patience=patience)
         if run.workspace.store and current.retry_count:
-            # Imported here: it imports MLflow, which a short step does without.
+            # Imported here, because it imports MLflow, which a short step does not need.
             from pipeline.tracking.sent_metrics import remember_sent_metrics
 
             remember_sent_metrics(tracker.journal, tracker.step.run)
-        # Only a step that several machines share has it.
+        # `parallel` exists only in a step that runs on several machines.
         parallel = current.get("parallel")
         name = LAST_STEP if step == PARENT else step
         with tracker, measured(name, run, parallel.num_nodes if parallel else 1):
@@ -96,9 +96,10 @@ def track(run: FlowRun, step: str, *, patient: bool = False) -> Iterator[Tracker
 
 @contextmanager
 def shared_journal(run: FlowRun) -> Iterator[None]:
-    """Read the journal that earlier steps have left in S3, and leave it there for the next ones.
+    """Fetch the journal of earlier steps from S3; at the end, write it back for the next steps.
 
-    Without a copy of the workspace in S3, all steps share the folder of the run.
+    Without a copy of the workspace in S3, all steps share the folder of the run, and nothing is
+    copied.
     """
     if not run.workspace.store:
         yield
@@ -113,9 +114,10 @@ def shared_journal(run: FlowRun) -> Iterator[None]:
 
 @contextmanager
 def watched(step: str, settings: Settings | None, run: FlowRun | None) -> Iterator[None]:
-    """End the process of a step that hangs, see `watched_step`, and share encoded rows meanwhile.
+    """Return a context that ends a step that hangs, and in which encoded rows are shared.
 
-    The first step has no settings and no run yet, and is not watched.
+    See `watched_step` and `Workspace.sharing_rows`. The first step has no settings and no run yet,
+    so the context does nothing.
     """
     if settings is None or run is None:
         yield
@@ -131,7 +133,7 @@ def watched(step: str, settings: Settings | None, run: FlowRun | None) -> Iterat
 
 
 def _small_files(folder: Path) -> dict[str, Path]:
-    """Return the journal, what it refers to, and the reports; not the models and checkpoints."""
+    """Return the journal, the files in its entries, and the reports; no models or checkpoints."""
     files = files_of(folder).items()
     # Names of unfinished folders begin with a dot.
     return {n: path for n, path in files if n[0] != "." and n.split("/")[0] not in LARGE}

@@ -26,16 +26,17 @@ from ppo_core.reporting.metrics_file import METRICS_FILE, SELF_CHECK_FILE, UPDAT
 from ppo_core.supervised.training_code import modules_of_training
 
 POLICY = "policy"
-"""Name of the training, of its folder in the cache, and of the policy's folder before that."""
+"""Name of the training, first part of the name of its folder in the cache, and name of the policy's
+folder in the folder of the run."""
 
 CODE = "ppo_core.__main__"
 """Entry module of the training. Its code and its imports are part of the cache key."""
 
 
 def this_machine(parallel: Any, attempt: str) -> Machines:
-    """Return the machines of a step with Metaflow's `current.parallel`, as this machine sees them.
+    """Return the machines of a step, with the index of this machine, from `current.parallel`.
 
-    See `Machines.attempt` for the attempt.
+    See `Machines.attempt` for the argument `attempt`.
     """
     return Machines(
         count=parallel.num_nodes,
@@ -57,17 +58,18 @@ def train_policy(
 ) -> TrainedPolicy:
     """Train the policy with PPO against the reward model, and track the training.
 
-    A policy that an earlier run has trained from the same inputs is reused, for example of a run
-    that failed in a later step. Its metrics are tracked again.
+    If an earlier run has trained a policy from the same inputs, that policy is reused; the earlier
+    run may have failed in a later step. The metrics of the reused training are tracked again.
 
     Args:
-        tracker: tracker of the step, which `stage` passes.
+        tracker: tracker of the step; the decorator `stage` passes it.
         settings: settings of the run.
         sft: the initial policy, which is also the reference policy.
         reward_model: the reward model.
         validation: result of validating the reward model.
         run: the run of the flow.
-        here: the machines of the training; the others call `train_policy_as_worker` meanwhile.
+        here: the machines of the training; meanwhile, each other machine calls
+            `train_policy_as_worker`.
 
     Raises:
         ProcessError: a process of the training failed.
@@ -117,7 +119,7 @@ def train_policy_as_worker(
     run: FlowRun,
     here: Machines,
 ) -> None:
-    """Take part in the training of `train_policy`, as a machine after the first."""
+    """Take part in the training of `train_policy`, on any machine except the first."""
     data = RunData(settings)
     inputs = _decides_the_result(data, sft, reward_model, validation)
     if not can_be_reused(run.workspace, POLICY, inputs):
@@ -137,7 +139,7 @@ def _decides_the_result(
     return {
         "policy": sft.digest,
         "reward_model": reward_model.digest,
-        # Four digits, because they differ by rounding between machines.
+        # Four digits, because bias and gain differ by rounding errors between machines.
         "bias": f"{validation.bias:.4g}",
         "gain": f"{validation.gain:.4g}",
         "end_of_text": settings.reward_model_training.end_of_text,
@@ -159,7 +161,7 @@ def _train(
     here: Machines,
     on_metrics: OnMetrics,
 ) -> Path:
-    """Train in processes of this machine, or resume; return the folder of the training."""
+    """Train or resume in processes of this machine; return the folder of the training."""
     folder = run.folder / "ppo"
     with mirrored(run.workspace, folder, here):
         train(
@@ -197,7 +199,7 @@ def _trained_policy(
     updates = made.values["updates"]
     first, last = _without_number(updates[0]), _without_number(updates[-1])
     # A run that reuses the policy of another run pays for no tokens. A run that was killed after
-    # its training reuses its own policy.
+    # its training reuses its own policy when it is resumed, and has paid for it.
     paid = not made.reused or made.values.get("run") == run.id
     sampled = _tokens_sampled(updates) if paid else 0
     return TrainedPolicy(

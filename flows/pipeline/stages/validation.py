@@ -47,9 +47,10 @@ def validate_reward_model(
 ) -> ValidatedReward:
     """Measure the reward model on held-out preferences and samples, and log the report.
 
-    A judge that the run trained is measured on held-out preferences, too.
+    A judge that the run trained is also measured on held-out preferences.
 
-    If the reward model is refused, the MLflow runs of this run end; then call `stop_run`.
+    If the reward model is refused, the MLflow runs of this run are ended, and the caller must call
+    `stop_run`.
     """
     data = RunData(settings)
     report = examine_reward_model(data, sft, reward_model, judge_model, run.folder)
@@ -81,11 +82,12 @@ def stop_run(validation: ValidatedReward, settings: Settings, run: FlowRun) -> N
     """Raise the error that ends a run whose reward model was refused.
 
     Raises:
-        ModelError: always; the message has the reasons, the report, and the commands to continue.
+        ModelError: always; the message contains the reasons, where the report is, and the commands
+            to continue.
     """
     same_run = f"--config settings {quote(_relative(run.folder / SETTINGS_FILE))} run"
     if run.workspace.store:
-        same_run = f"--config settings {SETTINGS_FILE} run"  # MLflow has the file
+        same_run = f"--config settings {SETTINGS_FILE} run"  # a file that MLflow stores
     change = "Do what the reasons say, or change the limits in [reward_gate], and run again"
     if settings.reward_model:
         change = (
@@ -110,7 +112,7 @@ def examine_reward_model(
     judge_model: PreparedModel | None,
     folder: Path,
 ) -> RewardReport:
-    """Return the report on the reward model that `reward_validation.validate` makes."""
+    """Load the reward model, and return the report of `reward_validation.validate`."""
     settings = data.settings
     model = load_reward_model(
         reward_model.path,
@@ -131,7 +133,7 @@ def examine_reward_model(
 
 
 def _comparer(settings: Settings, trained: PreparedModel | None) -> Compare | None:
-    """Return what lets the judge compare samples; None if only the judging step has its key."""
+    """Return a function that compares samples with the judge; None if this step has no API key."""
     spec = judge_of_run(settings, trained)
     if has_access_to_judge() or all(part.kind != "openai" for part in read_judges(spec)):
         budget = Budget.of(settings.judging)
@@ -149,7 +151,7 @@ def _comparer(settings: Settings, trained: PreparedModel | None) -> Compare | No
 
 
 def _scores_in_bf16(settings: Settings) -> bool:
-    """Return whether PPO scores in bfloat16 on this machine."""
+    """Return whether PPO computes scores in bfloat16 on this machine."""
     if settings.ppo.bf16 is not None:
         return settings.ppo.bf16
     width = getattr(text_config(load_config(settings.policy)), "hidden_size", 0)
@@ -158,7 +160,7 @@ def _scores_in_bf16(settings: Settings) -> bool:
 
 
 def _measure_judge(data: RunData, judge: PreparedModel) -> TrainedJudge:
-    """Measure a judge that the run trained on held-out preferences, and print its accuracy."""
+    """Measure on held-out preferences a judge that the run trained, and print its accuracy."""
     found = measure_model(
         judge.path,
         label_pairs(data.judge_test_pairs()),
@@ -181,7 +183,7 @@ def _listed(validation: ValidatedReward) -> str:
 
 
 def _relative(place: str | Path) -> str:
-    """Return a path relative to the working directory, if it is below that."""
+    """Return a path relative to the working directory if it is within that directory."""
     path, here = Path(place), Path.cwd()
     if is_in_s3(str(place)):
         return str(place)

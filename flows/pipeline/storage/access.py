@@ -1,4 +1,4 @@
-"""Find out before a run whether it may write, replace and remove objects in its store."""
+"""Check before a run that it may write, replace and remove objects in its store in S3."""
 
 import os
 import socket
@@ -14,10 +14,10 @@ PROBE = b"A run checks whether it may write here. This object may be removed.\n"
 
 
 def check_store(store: S3Address) -> None:
-    """Write, read and remove a small object below a store, as the steps of a run will.
+    """Write, read and remove a small object in a store; the steps of a run will do the same.
 
     Raises:
-        ConfigError: S3 refuses one of the calls, or ignores conditions of writes.
+        ConfigError: S3 refuses a call, or ignores the condition of a write.
         StorageError: S3 does not answer.
     """
     probe = store.below(f"access-{socket.gethostname()}-{os.getpid()}")

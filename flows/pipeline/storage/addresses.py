@@ -20,10 +20,10 @@ class S3Address:
 
     bucket: str
     key: str
-    """Key of a file, or common beginning of the keys of a folder, without a slash at the end."""
+    """Key of a file, or common prefix of the keys of a folder, without a slash at the end."""
 
     digest: str = ""
-    """SHA-256 of the manifest that `publish` wrote; empty accepts any content."""
+    """SHA-256 of the manifest that `publish` wrote; if empty, any content is accepted."""
 
     @classmethod
     def parse(cls, text: str) -> Self:

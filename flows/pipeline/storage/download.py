@@ -1,4 +1,4 @@
-"""Fetch a file or a folder from S3, verified, into a cache on this disk."""
+"""Fetch a file or a folder from S3 into a cache on this disk, and verify it."""
 
 import dataclasses
 import hashlib
@@ -26,12 +26,12 @@ from ppo_core.errors import DataError, StorageError
 from ppo_core.io.progress_bar import progress
 
 WEIGHTS = (".bin", ".pt", ".safetensors")
-"""Endings of the files with a model's weights."""
+"""File name extensions of a model's weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Source:
-    """An object in S3 that becomes a file."""
+    """An object in S3 that is fetched into a file."""
 
     name: str
     """Path of the file within the folder."""
@@ -40,25 +40,26 @@ class _Source:
     size: int
 
     file: StoredFile | None
-    """Description in the manifest; None if another program stored the object."""
+    """Entry in the manifest; None if another program stored the object."""
 
     version: str
-    """ETag of the object; empty for an object whose digest is known."""
+    """ETag of the object; empty if the digest is known."""
 
 
 def fetch(address: S3Address, cache: LocalCache, *, weights: bool = True) -> Path:
-    """Return a published file or folder, or other objects of S3, as verified files in the cache.
+    """Fetch a published file or folder, or other objects of S3; return the path in the cache.
 
     Without `weights`, the files with the weights of a published model are left out.
 
-    Files that an interrupted fetch has left are verified, and only the others are transferred.
+    Files that an interrupted fetch has left are verified; only missing and damaged files are
+    transferred.
 
-    Objects that `publish` did not write have no digests. They are checked by size and version, so
-    they cannot change during the fetch.
+    Objects that `publish` did not write have no digests. Their size and version are checked, so a
+    change during the fetch is detected.
 
     Raises:
         ConfigError: S3 refuses the access.
-        DataError: nothing is stored there, or its content does not fit the address.
+        DataError: nothing is stored at the address, or the content does not match the digest.
         StorageError: a file could not be transferred.
     """
     manifest = published_manifest(address)
@@ -79,7 +80,7 @@ def fetch(address: S3Address, cache: LocalCache, *, weights: bool = True) -> Pat
 
 
 def fetch_into(folder: Path, address: S3Address, names: Collection[str]) -> None:
-    """Fetch some files of a published folder into a folder, verified.
+    """Fetch some files of a published folder into a folder, and verify them.
 
     Raises:
         DataError: a file differs from its entry in the manifest.
@@ -94,7 +95,7 @@ def published_manifest(address: S3Address) -> Manifest | None:
     """Return the manifest of a published file or folder; None if nothing was published.
 
     Raises:
-        DataError: the manifest is damaged, or does not fit the address.
+        DataError: the manifest is damaged, or does not match the digest of the address.
         StorageError: S3 does not answer.
     """
     found = published_version(address)
@@ -102,10 +103,10 @@ def published_manifest(address: S3Address) -> Manifest | None:
 
 
 def published_version(address: S3Address) -> tuple[Manifest, str] | None:
-    """Return the manifest of a published file or folder, and its version in S3; None if none is.
+    """Return a published manifest and its version in S3; None if nothing was published.
 
     Raises:
-        DataError: see `published_manifest`, as for the other error.
+        DataError, StorageError: see `published_manifest`.
     """
     content = read_object(address.below(MANIFEST))
     if content is None:
@@ -119,7 +120,7 @@ def published_version(address: S3Address) -> tuple[Manifest, str] | None:
         manifest = Manifest.decoded(content[0])
     except ValueError as error:
         if not address.digest:
-            return None  # the folder has a file of the same name
+            return None  # a user's file that happens to have the name of a manifest
         raise DataError(f"'{address.below(MANIFEST)}' is damaged: {error}.") from error
     if address.digest not in ("", manifest.digest):
         raise DataError(
@@ -133,7 +134,7 @@ def read_file(address: S3Address, name: str) -> bytes:
     """Return the content of a small file of a published folder.
 
     Raises:
-        DataError: the folder has no such file, or another content; or see `published_manifest`.
+        DataError: the file is missing, or differs from the manifest; or see `published_manifest`.
     """
     manifest = published_manifest(address)
     file = None if manifest is None else manifest.files.get(name)
@@ -157,7 +158,7 @@ def _published(address: S3Address, manifest: Manifest) -> list[_Source]:
 
 
 def _found(address: S3Address) -> tuple[list[_Source], bool]:
-    """Return the objects of a folder, or the object with this key, and whether it is one object."""
+    """Return the object with this key and True, or else the objects of the folder and False."""
     whole = head_object(address) if address.key else None
     if whole is not None:
         name = address.key.rpartition("/")[2]
@@ -183,7 +184,7 @@ def _foreign(address: S3Address, name: str, size: int, version: str) -> _Source:
 
 
 def _fill(folder: Path, sources: Sequence[_Source], address: S3Address) -> None:
-    """Complete the files of the sources in the folder; transfer only files that differ."""
+    """Bring the files of the sources into the folder; transfer only missing or different files."""
     arrived = _Arrived(folder)
     unfinished = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -225,11 +226,11 @@ def _fill(folder: Path, sources: Sequence[_Source], address: S3Address) -> None:
 def _download(manager: Any, one: _Source, part: Path, bar: Any, wrong: set[str]) -> StoredFile:
     """Transfer an object into a file, and return the description of the file.
 
-    `wrong` has the digests of earlier attempts.
+    `wrong` contains the wrong digests of earlier attempts; a further wrong digest is added.
 
     Raises:
-        TransferFaultError: the bytes do not fit the digest, or are too few.
-        StorageError: they do not fit it for the second time in the same way.
+        TransferFaultError: the bytes do not match the digest, or are too few.
+        StorageError: two attempts have returned the same wrong bytes.
         DataError: the object was replaced or removed.
     """
     if one.size:
@@ -254,21 +255,21 @@ def _download(manager: Any, one: _Source, part: Path, bar: Any, wrong: set[str])
 
 
 class _Watch(ProgressCallbackInvoker):  # type: ignore[misc]
-    """The progress of a download, which demands a version of the object."""
+    """Progress of a download that requires a version of the object."""
 
     def __init__(self, bar: Any, version: str) -> None:
-        """Take the progress bar, and the version; empty for any."""
+        """Take the progress bar and the version; if `version` is empty, any version is accepted."""
         super().__init__(bar.update)
         self._version = version
 
     def on_queued(self, future: Any, **_: Any) -> None:
-        """Demand the version."""
+        """Require the version."""
         if self._version:
             future.meta.provide_object_etag(self._version)
 
 
 class _Arrived:
-    """Digests of files of objects without a manifest, kept for a fetch that continues."""
+    """Digests of fetched objects that no manifest describes, on disk for a resumed fetch."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder.with_name(f"{folder.name.removesuffix('.part')}.arrived")
@@ -276,7 +277,7 @@ class _Arrived:
         self._digests: dict[str, str] = {}
         lines = self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []
         for line in lines:
-            # The process may have been killed within the last line; version 0.1 wrote other ones.
+            # The last line may be incomplete, and version 0.1 wrote lines in another format.
             with suppress(ValueError):
                 name, digest = json.loads(line)
                 self._digests[name] = digest
@@ -288,7 +289,7 @@ class _Arrived:
         return one.file
 
     def add(self, one: _Source, file: StoredFile) -> None:
-        """Note the digest of a file that is in its place."""
+        """Record the digest of a file that is complete."""
         if one.file is None:
             line = json.dumps([one.name, file.digest])
             with self._lock, self._path.open("a", encoding="utf-8") as opened:

@@ -1,4 +1,4 @@
-"""Copies in S3 of folders that are made once, for other machines and later runs."""
+"""Copies in S3 of cached folders, for other machines and later runs."""
 
 import shutil
 from pathlib import Path
@@ -10,14 +10,14 @@ from pipeline.storage.upload import publish
 
 
 class FolderCopies:
-    """Folders of a cache by their names, which have a digest of all that decides their content."""
+    """Copies of cache folders by name; a name contains a digest of the inputs of the content."""
 
     def __init__(self, place: S3Address) -> None:
         """Keep the copies below an address."""
         self._place = place
 
     def fetch(self, folder: Path) -> None:
-        """Create the folder from its copy, whose digests are verified; do nothing if it has none.
+        """Create the folder from its copy and verify the digests; do nothing if it has no copy.
 
         Raises:
             StorageError: a file could not be transferred.

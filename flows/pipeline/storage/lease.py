@@ -18,8 +18,8 @@ from ppo_core.io.text_files import parse_strict_json
 from ppo_core.io.validation import read_record
 
 LIMIT = timedelta(hours=24)
-"""Time after which a lease that was not renewed may be taken over. Longer than a step waits for its
-machine, because nothing renews the lease meanwhile."""
+"""Time after which a lease that was not renewed may be taken over. It exceeds the time for which a
+step waits for its machine, because nothing renews the lease during the wait."""
 
 FOLDER = "leases"
 """Folder of the leases in the store."""
@@ -51,7 +51,8 @@ class Holder:
     def __str__(self) -> str:
         """Return the owner, the run that trains, and both times, for messages.
 
-        The message says so if a time lies in the future, and when the lease ends nevertheless.
+        A time in the future is marked as such; for `renewed`, the text also gives the time at which
+        the lease ends.
         """
         run = f" for {self.run}" if self.run else ""
         now = self.seen.now if self.seen else None
@@ -65,9 +66,10 @@ class Holder:
         )
 
     def is_over(self) -> bool:
-        """Return whether another run may take the lease: it was released, or not renewed.
+        """Return whether another run may take the lease, because it was released or not renewed.
 
-        The time counts at which the store got the lease: `renewed` may come from a wrong clock.
+        The age is counted from the time at which the store received the lease, because `renewed`
+        may come from a wrong clock.
         """
         return not self.owner or (
             self.seen is not None and self.seen.now - self.seen.written > LIMIT
@@ -78,7 +80,7 @@ class Holder:
 class Lease:
     """The lease of one registered model for one owner.
 
-    Each change is one conditional write, so of two runs that change the lease at once, one fails.
+    Each change is one conditional write. If two runs change the lease at once, one of them fails.
     All times are by the clock of the store, because the clocks of two machines may differ.
     """
 
@@ -92,9 +94,9 @@ class Lease:
     """Run that takes the lease."""
 
     def take(self, *, take_over: bool = False) -> Holder | None:
-        """Take the lease. Return None on success; otherwise its holder, which keeps the lease.
+        """Take the lease. Return None on success; otherwise the holder, who keeps the lease.
 
-        A lease that is not renewed for `LIMIT` is taken over, and any lease with `take_over`.
+        A lease that was not renewed for `LIMIT` is taken over. With `take_over`, every lease is.
 
         Raises:
             ConfigError: S3 refuses the access, or the object is no lease.
@@ -116,7 +118,7 @@ class Lease:
         return self._write(begun, IfMatch=version)
 
     def renew(self, run: str) -> None:
-        """Renew the lease for a run of the flow RLHF. The first run that renews is its only user.
+        """Renew the lease for a run of the flow RLHF. Only the first run that renews may use it.
 
         Raises:
             LeaseLostError: the lease was taken over or released, or another run uses it.
@@ -129,15 +131,15 @@ class Lease:
         now = holder.seen.now if holder.seen else datetime.now(UTC)
         renewed = dataclasses.replace(holder, run=run, renewed=_text(now))
         other = self._write(renewed, IfMatch=version)
-        # Of several machines of one run, another one may have renewed at the same time.
+        # Another machine of the same run may have renewed the lease at the same time.
         if other is not None and not self._has(other, run):
             raise self._lost(other)
 
     def release(self, run: str | None = None) -> None:
         """Release the lease, so that the next run need not wait for `LIMIT`.
 
-        Do nothing if the lease belongs to another run meanwhile. Without `run`, release it for
-        whichever run of the flow RLHF the owner has started.
+        Do nothing if the lease now belongs to another run. If `run` is None, release the lease for
+        any run of the flow RLHF that the owner has started.
 
         Raises:
             StorageError: S3 does not answer.
@@ -196,7 +198,8 @@ class Lease:
             found = self._read()
             if found is None:
                 raise StorageError(f"'{self._address}' was just removed. Start again.") from error
-            # After a lost reply the lease is written, and the repeated call is refused.
+            # If the reply to a first attempt was lost, the lease is written, and S3 refuses the
+            # second attempt.
             return None if found[0] == holder else found[0]
         return None
 

@@ -1,4 +1,4 @@
-"""Files from S3 on this disk, by the digest of their content, up to a limit of size."""
+"""Cache on this disk for files from S3, by digest of the content and with a maximum size."""
 
 import fcntl
 import os
@@ -11,26 +11,27 @@ from typing import IO
 from filelock import FileLock
 
 SHARE_OF_DISK = 0.5
-"""Fraction of the disk that the cache may fill. What a process uses is never removed."""
+"""Fraction of the disk that the cache may fill. Contents that a process uses are never removed."""
 
 _in_use: list[IO[bytes]] = []
-"""Open files whose locks keep other processes from removing the contents that this one uses."""
+"""Locked files that keep other processes from removing the contents that this process uses."""
 
 
 class LocalCache:
-    """A folder with a folder for each content."""
+    """A folder with one subfolder for each content; the subfolder's name is its `identity`."""
 
     def __init__(self, root: Path, *, limit_bytes: int | None = None) -> None:
-        """Use `root`, which need not exist; without a limit, use SHARE_OF_DISK."""
+        """Use `root`, which need not exist; if `limit_bytes` is None, use SHARE_OF_DISK."""
         self._root = root
         self._limit = limit_bytes
 
     @contextmanager
     def filling(self, identity: str) -> Iterator[Path]:
-        """Yield the folder of a content, which this process completes while others wait.
+        """Yield the folder of a content for this process to complete; other processes wait.
 
-        An incomplete folder has another name, so it is never taken for a complete one. Then the
-        contents that were unused for the longest time are removed, until the limit is met.
+        The name of an incomplete folder ends in `.part`, so it is never mistaken for a complete
+        folder. At the end of the context, the least recently used contents are removed until the
+        cache meets its limit.
         """
         self._root.mkdir(parents=True, exist_ok=True)
         complete = self._root / identity

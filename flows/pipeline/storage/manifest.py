@@ -19,7 +19,7 @@ MANIFEST = "manifest.json"
 """Name of the manifest, which is written last."""
 
 BLOCK_BYTES = 2 << 20
-"""Bytes of each block of a file in a manifest of version 0.1, except the last block."""
+"""Size in bytes of the blocks of a file in a manifest of version 0.1; the last may be shorter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class StoredFile:
     """Number of bytes."""
 
     digest: str
-    """SHA-256 of the file, in hexadecimal; of a file with blocks, SHA-256 of their digests."""
+    """SHA-256 of the file, in hexadecimal; if the file has blocks, SHA-256 of their digests."""
 
     blocks: tuple[str, ...] | None = None
     """SHA-256 of each block, if a program of version 0.1 published the file."""
@@ -47,7 +47,7 @@ class StoredFile:
         return stored_file(content, in_blocks=self.blocks is not None) == self
 
     def fields(self) -> dict[str, Any]:
-        """Return the entry of the manifest, as it was read or as this version writes it."""
+        """Return the manifest's entry for this file; with blocks, in the format of version 0.1."""
         if self.blocks is not None:
             return {"size": self.size, "blocks": self.blocks}
         return {"bytes": self.size, "sha256": self.digest}
@@ -75,7 +75,7 @@ class Manifest:
 
     @classmethod
     def decoded(cls, content: bytes) -> Self:
-        """Return the manifest in the bytes of a file.
+        """Parse the bytes of a manifest.
 
         Raises:
             ValueError: the bytes are no manifest, or a file would be outside of the folder.
@@ -106,7 +106,7 @@ class _Manifest(BaseModel):
 
 
 def manifest_of(files: Mapping[str, Path], *, is_file: bool = False) -> Manifest:
-    """Return the manifest of files by name; all cores read them.
+    """Return the manifest of files by name; read the files in parallel.
 
     Raises:
         OSError: a file cannot be read.
@@ -156,10 +156,10 @@ def _stored(name: str, file: _File | _FileInBlocks) -> StoredFile:
 
 
 def safe_name(name: str) -> str:
-    """Return the relative path of a file in a folder.
+    """Return `name` if it is the relative path of a file in a folder.
 
     Raises:
-        ValueError: the name is no such path, or leads out of the folder.
+        ValueError: the name is no relative path, or leads out of the folder.
     """
     path = PurePosixPath(name)
     if path.is_absolute() or str(path) != name or {"..", "."} & set(path.parts) or "\0" in name:

@@ -1,4 +1,4 @@
-"""Single objects in S3: look at, read, write, list and remove them."""
+"""Look up, read, write, list and remove single objects in S3."""
 
 import base64
 import hashlib
@@ -20,11 +20,11 @@ CHUNK_BYTES = 8 << 10
 """Bytes between two checks of the speed."""
 
 GRACE_SECONDS, LEAST_BYTES_PER_SECOND = 30.0, 20_000
-"""A transfer that takes longer than the grace and is slower than the speed is begun again."""
+"""A transfer is restarted if it takes longer than the first value and is slower than the second."""
 
 
 def read_object(address: S3Address) -> tuple[bytes, str] | None:
-    """Return the bytes and the version of a small object; None if there is none."""
+    """Return the bytes and the version (ETag) of a small object; None if it does not exist."""
 
     def read() -> tuple[bytes, str]:
         reply = get_object(Bucket=address.bucket, Key=address.key)
@@ -45,7 +45,7 @@ def get_object(**call: str) -> dict[str, Any]:
 
 
 class TimedBody:
-    """The body of a request; a read fails if the bytes before were sent too slowly."""
+    """The body of a request; a read fails if the earlier bytes were sent too slowly."""
 
     def __init__(self, body: Any) -> None:
         """Take the body, an open file."""
@@ -56,7 +56,7 @@ class TimedBody:
         return getattr(self._body, name)
 
     def seek(self, *place: int) -> Any:
-        """Move, so that the bytes are sent again."""
+        """Move to a position from which the bytes are sent again, and measure the speed anew."""
         self._count = 0
         return self._body.seek(*place)
 
@@ -79,19 +79,19 @@ class TimedBody:
 
 
 class TimedReply(TimedBody):
-    """The body of a reply; a read fails if the bytes are late, too few, or other bytes."""
+    """The body of a reply; a read fails if the bytes are late, too few, or damaged."""
 
     def __init__(self, reply: Mapping[str, Any]) -> None:
-        """Take the reply, which names the range of its bytes, or their number."""
+        """Take the reply, which contains the range of the bytes or their number."""
         super().__init__(reply["Body"])
         found = re.match(r"bytes (\d+)-(\d+)/", reply.get("ContentRange", ""))
         self._size = int(found[2]) - int(found[1]) + 1 if found else reply["ContentLength"]
 
     def read(self, size: int = sys.maxsize) -> bytes:
-        """Return the next bytes, or all.
+        """Return the next `size` bytes; by default, all remaining bytes.
 
         Raises:
-            TransferFaultError: the bytes are late, too few, or have another checksum.
+            TransferFaultError: the bytes are late, too few, or have a wrong checksum.
         """
         content = bytearray()
         while len(content) < size:
@@ -123,7 +123,7 @@ class TimedObject(NamedTuple):
 
 
 def read_timed_object(address: S3Address) -> TimedObject:
-    """Return the bytes of a small object, if there is one, and the time by the clock of S3."""
+    """Return a small object with times by the clock of S3; without content if it is missing."""
 
     def read() -> TimedObject:
         reply = get_object(Bucket=address.bucket, Key=address.key)
@@ -140,7 +140,7 @@ def read_timed_object(address: S3Address) -> TimedObject:
 
 
 def _time_of(reply: Mapping[str, Any]) -> datetime:
-    """Return the time at which S3 sent a reply, or of this machine if the reply does not say it."""
+    """Return the time at which S3 sent a reply; if the reply has no date, this machine's time."""
     date = reply["ResponseMetadata"].get("HTTPHeaders", {}).get("date")
     return parsedate_to_datetime(date).astimezone(UTC) if date else datetime.now(UTC)
 
@@ -162,7 +162,7 @@ def write_object(address: S3Address, content: bytes, **condition: str) -> str:
 
 
 def head_object(address: S3Address) -> dict[str, Any] | None:
-    """Return what S3 says of an object, as ContentLength and ETag; None if there is none."""
+    """Return the properties of an object, such as ContentLength and ETag; None if it is missing."""
     try:
         reply: dict[str, Any] = repeated(
             address, lambda: s3_client().head_object(Bucket=address.bucket, Key=address.key)
@@ -186,11 +186,11 @@ def list_objects(address: S3Address) -> list[dict[str, Any]]:
 
 
 def remove_objects(folder: S3Address, keys: Iterable[str]) -> None:
-    """Remove objects of a bucket, those that exist."""
+    """Remove objects of a bucket by key; ignore keys that do not exist."""
     for key in keys:
         repeated(folder, partial(s3_client().delete_object, Bucket=folder.bucket, Key=key))
 
 
 def checksum_of(content: bytes) -> str:
-    """Return the SHA-256 of bytes as S3 writes it."""
+    """Return the SHA-256 of bytes in base64, the format of S3."""
     return base64.b64encode(hashlib.sha256(content).digest()).decode()

@@ -1,4 +1,4 @@
-"""Calls of S3: one client, and the retry of calls that fail for a time."""
+"""The client for S3, and retries of calls that fail temporarily."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,17 +27,17 @@ from ppo_core.errors import ConfigError, StorageError, reason_of
 Result = TypeVar("Result")
 
 CONNECTIONS = 8
-"""Number of parts that are transferred at a time."""
+"""Number of parts that are transferred at the same time."""
 
 CONNECT_SECONDS, SILENCE_SECONDS = 10, 30
-"""Maximum wait in seconds for a connection, and for further bytes of an open one."""
+"""Maximum wait in seconds for a connection, and for the next bytes of an open connection."""
 
 ATTEMPTS = 10
-"""Number of times that a call is made before the transfer fails."""
+"""Maximum number of attempts of a call."""
 
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.25, 20.0
-"""Limits of the random wait before an attempt: the first value for the second attempt, then twice
-as much for each further attempt, up to the second value."""
+"""The wait before an attempt is random, up to a limit in seconds. The limit is the first value
+before the second attempt; it doubles before each further attempt, up to the second value."""
 
 TEMPORARY = {
     "ExpiredToken",
@@ -49,8 +49,8 @@ TEMPORARY = {
     "SlowDown",
     "ThrottlingException",
 }
-"""Codes of errors after which the same call may succeed, as it may after every status above 499.
-After ExpiredToken, botocore fetches new credentials."""
+"""Codes of errors after which the same call may succeed. Errors with a status of 500 or more are
+also temporary. After ExpiredToken, botocore fetches new credentials."""
 
 ADVICE = {
     "AccessDenied": "Give the role of this step access to the object",
@@ -61,13 +61,13 @@ ADVICE = {
     "RequestTimeTooSkewed": "Set the clock of this machine",
     "SignatureDoesNotMatch": "Correct the credentials",
 }
-"""What to do after errors that need a person, by code."""
+"""What the user must do after an error, by error code."""
 
 
 class TransferFaultError(ResponseStreamingError):  # type: ignore[misc]
-    """The bytes of a transfer are wrong, incomplete or late; another attempt may give others.
+    """The bytes of a transfer are wrong, incomplete or late; another attempt may succeed.
 
-    The transfer manager, too, repeats the transfer of a part after its base class.
+    The base class makes the transfer manager repeat the transfer of a part.
     """
 
     fmt = "{error}"
@@ -84,20 +84,20 @@ def s3_client() -> Any:
         connect_timeout=CONNECT_SECONDS,
         read_timeout=SILENCE_SECONDS,
         max_pool_connections=2 * CONNECTIONS,
-        # Repeated by `repeated`, which also repeats calls whose body fails.
+        # `repeated` makes the retries, also if reading the body of a reply fails.
         retries={"mode": "standard", "total_max_attempts": 1},
-        # `get_object` asks for each checksum. Otherwise the transfer manager would ask S3 about
-        # each file before it downloads it.
+        # `get_object` requests each checksum itself. Otherwise the transfer manager would send an
+        # additional request about each file before the download.
         response_checksum_validation="when_required",
     )
     return boto3.client("s3", config=config)
 
 
 def repeated(address: S3Address, call: Callable[[], Result]) -> Result:
-    """Return the result of a call; repeat it, after random waits, while its error is temporary.
+    """Return the result of a call; after a temporary error, wait and repeat the call.
 
     Raises:
-        ConfigError: S3 refuses the call, so that another attempt would fail as well.
+        ConfigError: S3 refuses the call; another attempt would also fail.
         StorageError: all attempts failed.
         ClientError: a precondition of the call is false, or the object does not exist.
     """
@@ -114,12 +114,12 @@ def repeated(address: S3Address, call: Callable[[], Result]) -> Result:
 
 
 def is_missing(error: ClientError) -> bool:
-    """Return whether an object does not exist."""
+    """Return whether an error means that the object does not exist."""
     return _code(error) in ("NoSuchKey", "404", "NotFound")
 
 
 def is_refused_write(error: ClientError) -> bool:
-    """Return whether IfNoneMatch or IfMatch kept a write from replacing another one."""
+    """Return whether S3 refused a request because of its condition IfNoneMatch or IfMatch."""
     return _code(error) in ("PreconditionFailed", "ConditionalRequestConflict", "412", "409")
 
 
@@ -127,7 +127,7 @@ def _is_temporary(error: BaseException) -> bool:
     if isinstance(error, ClientError):
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         return _code(error) in TEMPORARY or status >= 500
-    # HTTPError: a connection that breaks within a reply that botocore reads as a whole.
+    # HTTPError: the connection breaks while botocore reads the full reply.
     kinds = (
         ConnectionError,
         HTTPClientError,
@@ -141,7 +141,7 @@ def _is_temporary(error: BaseException) -> bool:
 
 @contextmanager
 def _explained(address: S3Address) -> Iterator[None]:
-    """Turn the error of a call into one that names the object and the next move."""
+    """Replace the error of a call by an error that names the object and the next move."""
     try:
         yield
     except ClientError as error:

@@ -1,4 +1,4 @@
-"""Small files that the steps of a run change one after another."""
+"""A folder of small files that several steps of a run change, one step after another."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -12,11 +12,12 @@ from pipeline.storage.upload import replace
 class SharedFolder:
     """A folder on this machine, and its newest content in S3.
 
-    One process at a time changes it. A process that was overtaken cannot write: see `replace`.
+    One process at a time changes the folder. If another process has written since the last read,
+    `write` fails: see `replace`.
     """
 
     def __init__(self, folder: Path, address: S3Address) -> None:
-        """Use the folder, which exists after `read`."""
+        """Use `folder`; `read` creates it."""
         self._folder, self._address = folder, address
         self._version = ""
         self._files: dict[str, StoredFile] = {}
@@ -27,7 +28,7 @@ class SharedFolder:
         return self._files.keys()
 
     def read(self) -> None:
-        """Write the newest files into the folder, unless it has files of an earlier attempt.
+        """Fetch the newest files into the folder, unless it has files of an earlier attempt.
 
         Raises:
             DataError: a file differs from its entry in the manifest.
@@ -37,13 +38,13 @@ class SharedFolder:
         is_new = not self._folder.exists() or not any(self._folder.iterdir())
         self._folder.mkdir(parents=True, exist_ok=True)
         if names and is_new:
-            # Renamed when it is complete, because this process may be killed meanwhile.
+            # Renamed when it is complete, because this process may be killed during the fetch.
             partial = self._folder.with_name(f".{self._folder.name}.part")
             fetch_into(partial, self._address, names)
             partial.rename(self._folder)
 
     def look(self) -> Collection[str]:
-        """Return the names of the newest files, which this process may then replace by `write`.
+        """Return the names of the newest files; after this call, `write` may replace these files.
 
         Raises:
             DataError: the manifest is damaged.
@@ -55,22 +56,23 @@ class SharedFolder:
         return self._files.keys()
 
     def read_files(self, names: Collection[str]) -> None:
-        """Write some of the newest files into the folder.
+        """Fetch some of the newest files into the folder.
 
         Raises:
-            DataError: see `read`, as for the other errors.
+            DataError, StorageError: see `read`.
         """
         fetch_into(self._folder, self._address, names)
 
     def write(self, files: Mapping[str, Path], keep: Collection[str] = ()) -> None:
-        """Make these files, by their names in the folder, the newest ones.
+        """Publish these files as the newest content of the folder.
 
         Args:
-            files: the files by name.
-            keep: names of present files that stay, although they are gone from the folder.
+            files: the files by name in the folder.
+            keep: names of published files that stay, although `files` does not contain them.
 
         Raises:
-            StorageError: another process has written since, or a file could not be transferred.
+            StorageError: another process has written since this process read, or a file could not
+                be transferred.
             OSError: a file cannot be read.
         """
         kept = {name: file for name, file in self._files.items() if name in keep}

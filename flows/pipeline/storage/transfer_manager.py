@@ -1,4 +1,4 @@
-"""boto3's transfer manager, whose requests are repeated as all requests to S3 are."""
+"""boto3's transfer manager, with the same retries as all other requests to S3."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -21,18 +21,18 @@ from pipeline.storage.s3_client import (
 from ppo_core.errors import DataError
 
 PART_BYTES = 16 << 20
-"""Number of bytes that one request transfers; parts of files above 160 GB are larger, because S3
-takes at most 10,000 of them."""
+"""Number of bytes that one request transfers. S3 accepts at most 10,000 parts, so the parts of
+files above 160 GB are larger."""
 
 CONFIG = TransferConfig(
     multipart_threshold=PART_BYTES,
     multipart_chunksize=PART_BYTES,
     max_concurrency=CONNECTIONS,
-    # Few pieces wait for the disk, so that they need little memory.
+    # Limits the memory for pieces that wait for the disk.
     max_io_queue=2 * CONNECTIONS,
-    # For parts whose bytes fail; `TransferClient` repeats calls that fail.
+    # Attempts for a part with wrong or late bytes; `TransferClient` repeats failed calls.
     num_download_attempts=ATTEMPTS,
-    # The client of CRT makes its calls without `TransferClient`.
+    # The CRT client would bypass `TransferClient`.
     preferred_transfer_client="classic",
 )
 
@@ -40,16 +40,16 @@ CONFIG = TransferConfig(
 class TransferClient:
     """The client of this process for the transfer manager.
 
-    It does what the transfer manager does not: it repeats calls after waits, names the object in
-    errors, and notices slow connections and parts with too few bytes.
+    It adds to the transfer manager: it repeats calls after waits, names the object in errors, and
+    detects slow connections and parts with too few bytes.
     """
 
     def __init__(self) -> None:
-        """Use the client, and its handlers of events."""
+        """Use the event handlers of this process's client."""
         self.meta = s3_client().meta
 
     def __getattr__(self, operation: str) -> Callable[..., Any]:
-        """Return the function of a call by its name, such as `upload_part`."""
+        """Return the function that makes the call `operation`, such as `upload_part`."""
         return partial(self.send, operation)
 
     def send(self, operation: str, **arguments: Any) -> Any:
@@ -83,11 +83,11 @@ class TransferClient:
 
 
 def transfer_manager(client: TransferClient) -> AbstractContextManager[Any]:
-    """Return the transfer manager, which ends all transfers if its context is left by an error."""
+    """Return the transfer manager; an error within its context cancels all transfers."""
     manager: AbstractContextManager[Any] = create_transfer_manager(client, CONFIG)
     return manager
 
 
 def address_of(arguments: dict[str, Any]) -> S3Address:
-    """Return the address of the object of a call."""
+    """Return the address of the object that the arguments of a call name."""
     return S3Address(bucket=arguments["Bucket"], key=arguments["Key"])

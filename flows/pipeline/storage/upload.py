@@ -25,18 +25,19 @@ from ppo_core.errors import ConfigError, StorageError
 from ppo_core.io.progress_bar import progress
 
 BAR_SECONDS = 5.0
-"""Duration of a transfer, in seconds, from which it shows a progress bar."""
+"""Seconds after which a transfer shows a progress bar."""
 
 
 def publish(source: Path, address: S3Address) -> S3Address:
-    """Publish a file or a folder, unless something is published there; return the pinned address.
+    """Publish a file or a folder, unless the address is in use; return the pinned address.
 
-    Each file has the key ADDRESS/DIGEST/NAME, so that files of two writers never mix, and files
-    that an interrupted transfer has stored are not transferred again. The manifest is written last.
+    A pinned address contains the digest of the published manifest. Each file has the key
+    ADDRESS/DIGEST/NAME. Therefore files of two writers never mix, and files that an interrupted
+    transfer has stored are not transferred again. The manifest is written last.
 
     Raises:
         ConfigError: S3 refuses the access.
-        StorageError: a file could not be transferred, or was changed meanwhile.
+        StorageError: a file could not be transferred, or was changed during the transfer.
         OSError: a file cannot be read.
     """
     if (published := find(address)) is not None:
@@ -46,7 +47,7 @@ def publish(source: Path, address: S3Address) -> S3Address:
 
 
 def publish_by_content(source: Path, address: S3Address) -> S3Address:
-    """Publish a file or a folder at ADDRESS-DIGEST, named by its content; see `publish`."""
+    """Publish a file or a folder at ADDRESS-DIGEST, with the manifest's digest; see `publish`."""
     files = files_of(source)
     manifest = manifest_of(files, is_file=source.is_file())
     named = dataclasses.replace(address, key=f"{address.key}-{manifest.digest[:16]}")
@@ -67,11 +68,12 @@ def replace(
     Args:
         files: the files by name.
         address: address of the folder.
-        version: version that this process read or wrote last; empty if nothing is published.
+        version: version of the manifest that this process read or wrote last; empty if nothing is
+            published.
         kept: published files that stay.
 
     Raises:
-        StorageError: another process has published since; or see `publish`.
+        StorageError: another process has published since that version; or see `publish`.
     """
     manifest = manifest_of(files)
     _upload(files, manifest, address)
@@ -81,7 +83,8 @@ def replace(
         written = _write_manifest(manifest, address, **condition)
     except ClientError as error:
         current = read_object(address.below(MANIFEST))
-        # After a lost reply the manifest is written, and a second call is refused.
+        # If the reply to a first attempt was lost, the manifest is written, and S3 refuses the
+        # second attempt.
         if current is None or current[0] != manifest.encoded():
             raise _overtaken(address) from error
         written = current[1]
@@ -92,7 +95,7 @@ def replace(
 
 
 def find(address: S3Address) -> S3Address | None:
-    """Return the pinned address of what is published at an address; None if nothing is.
+    """Return the pinned address of the content published at an address; None if there is none.
 
     Raises:
         ConfigError: S3 refuses the access.
@@ -121,7 +124,7 @@ def _upload(files: Mapping[str, Path], manifest: Manifest, address: S3Address) -
     described = {
         key_of(address, name, file): (files[name], file) for name, file in manifest.files.items()
     }
-    # Small files first: an error ends the other transfers once all files before it are finished.
+    # Small files first: an error is noticed only after all files before it are finished.
     missing = sorted(
         (key for key, (_, file) in described.items() if stored.get(key) != file.size),
         key=lambda key: described[key][1].size,
@@ -140,26 +143,27 @@ def _upload(files: Mapping[str, Path], manifest: Manifest, address: S3Address) -
 
 
 class _UploadClient(TransferClient):
-    """Client for uploads, which makes no object that lacks the digest in its key."""
+    """Client for uploads; it creates an object only if the file still has its digest."""
 
     def __init__(self, described: Mapping[str, tuple[Path, StoredFile]]) -> None:
-        """Take each file and its description in the manifest, by key."""
+        """Take the path of each file and its entry in the manifest, by key."""
         super().__init__()
         self._described = described
 
     def put_object(self, **call: Any) -> Any:
-        """Make an object of a small file, unless the file was changed meanwhile."""
+        """Create the object of a small file; fail if the file was changed meanwhile."""
         digest = bytes.fromhex(self._check(call["Key"]).digest)
-        # S3 compares it with the bytes that arrive.
+        # S3 compares the digest with the bytes that arrive.
         return self.send("put_object", **call, ChecksumSHA256=b64encode(digest).decode())
 
     def complete_multipart_upload(self, **call: Any) -> Any:
-        """Make an object of the parts that were uploaded, unless the file was changed meanwhile."""
+        """Create the object from the uploaded parts; fail if the file was changed meanwhile."""
         file = self._check(call["Key"])
         try:
             return self.send("complete_multipart_upload", **call)
         except ConfigError:
-            # After a lost reply the upload is complete, and a second call finds no upload.
+            # If the reply to a first attempt was lost, the upload is complete, and the second
+            # attempt finds no upload.
             written = head_object(address_of(call))
             if written is None or written["ContentLength"] != file.size:
                 raise

@@ -1,4 +1,4 @@
-"""The folder of caches and runs, and its copy in S3 for steps that share no disk."""
+"""The workspace: the folder of caches and runs, and its copy in S3 for steps that share no disk."""
 
 import dataclasses
 import os
@@ -15,7 +15,7 @@ from ppo_core.errors import ConfigError
 from ppo_core.io.folder_cache import sharing
 
 if TYPE_CHECKING:
-    # It imports boto3, which a run on one disk does without.
+    # This module imports boto3, which a run on one disk does not need.
     from pipeline.storage.shared_folder import SharedFolder
 
 Record = TypeVar("Record")
@@ -24,7 +24,7 @@ FETCHED = "cache/fetched"
 """Folder for files from S3, within the workspace."""
 
 ROWS = "rows"
-"""Folder of the cache for encoded rows, in S3 only."""
+"""Subfolder of the cache for encoded rows; it exists only in S3."""
 
 MODELS = ("policy", "reward_model")
 """Settings that name models."""
@@ -39,7 +39,7 @@ _fetched: dict[str, str] = {}
 """Address of each path that this process has fetched."""
 
 _verified: dict[tuple[str, str, bool], str] = {}
-"""Path of what this process has fetched, by workspace, address, and whether with weights."""
+"""Path of each fetched content, by workspace, address, and whether weights were fetched."""
 
 _PINNED = re.compile(r"s3://[^\x00-\x1f#]+?#sha256=[0-9a-f]{64}")
 
@@ -48,8 +48,8 @@ _PINNED = re.compile(r"s3://[^\x00-\x1f#]+?#sha256=[0-9a-f]{64}")
 class Workspace:
     """The folder on this machine, and its copy in S3.
 
-    Between steps, records hold S3 addresses instead of paths. Without a copy in S3, all steps share
-    the folder, and records hold paths.
+    Between steps, records contain S3 addresses instead of paths. Without a copy in S3, all steps
+    share the folder, and records contain paths.
     """
 
     folder: str
@@ -69,7 +69,7 @@ class Workspace:
         return self.root / "cache"
 
     def check_access(self) -> None:
-        """Raise if the steps could not write into the copy in S3; see `check_store`.
+        """Raise if the steps cannot write into the copy in S3; see `check_store`.
 
         Raises:
             ConfigError: S3 refuses to write, read or remove an object.
@@ -83,12 +83,13 @@ class Workspace:
     def publish(self, path: Path) -> str:
         """Publish a file or folder of the workspace; return its address.
 
-        What is in the cache has its path as its name in S3, by which `find` finds it. The results
-        of a run also have a digest in their names, because a repeated step may give others.
+        A file in the cache has an address without a digest in its name, so `find` finds it by its
+        path. The address of a result of a run has a digest in its name, because a repeated step
+        may produce another result.
 
         Raises:
             ConfigError: S3 refuses the access.
-            StorageError: it could not be transferred.
+            StorageError: a file could not be transferred.
         """
         from pipeline.storage.upload import publish, publish_by_content
 
@@ -96,11 +97,13 @@ class Workspace:
         return str((publish if is_cached else publish_by_content)(path, self.address(path)))
 
     def publish_input(self, path: Path) -> str:
-        """Publish a user's file or folder; return its address, which equal content shares.
+        """Publish a user's file or folder; return its address.
+
+        Inputs with equal names and equal content have equal addresses.
 
         Raises:
             ConfigError: S3 refuses the access.
-            StorageError: it could not be transferred.
+            StorageError: a file could not be transferred.
         """
         from pipeline.storage.upload import publish_by_content
 
@@ -109,7 +112,7 @@ class Workspace:
         return str(publish_by_content(path, S3Address.parse(self.store).below(f"inputs/{name}")))
 
     def find(self, path: Path) -> str | None:
-        """Return the address of `path` if an earlier run has published it; None if none has."""
+        """Return the address of `path` if an earlier run has published it; otherwise None."""
         if not self.store:
             return None
         from pipeline.storage.upload import find
@@ -118,12 +121,12 @@ class Workspace:
         return None if found is None else str(found)
 
     def fetch(self, name: str, *, weights: bool = True) -> str:
-        """Return the path of an address in S3, whose files are fetched; other names unchanged.
+        """Fetch an address in S3 and return its path here; return other names unchanged.
 
-        Without `weights`, only the other files of a model are fetched.
+        Without `weights`, the files with the weights of a model are left out.
 
         Raises:
-            DataError: nothing is stored there, or its content has changed.
+            DataError: nothing is stored at the address, or the content has changed.
             ConfigError: S3 refuses the access.
             StorageError: a file could not be transferred.
         """
@@ -143,7 +146,7 @@ class Workspace:
         """Return the content of a small file of a published folder, without the other files.
 
         Raises:
-            DataError: see `fetch`, as for the other errors.
+            DataError, ConfigError, StorageError: see `fetch`.
         """
         from pipeline.storage.download import read_file
 
@@ -152,7 +155,7 @@ class Workspace:
     def publish_files(self, record: Record) -> Record:
         """Publish the files of a record; return the record with their addresses.
 
-        FILE_FIELDS of the record's class names the fields with paths.
+        The attribute FILE_FIELDS of the record's class lists the fields with paths.
         """
         if not self.store:
             return record
@@ -161,8 +164,8 @@ class Workspace:
     def fetch_files(self, record: Record) -> Record:
         """Fetch the files of a record; return the record with their paths on this machine.
 
-        Of the models in `Settings`, only configuration and tokenizer are fetched. A step that reads
-        weights fetches the model by name, or gets it with a `PreparedModel`.
+        Of models in `Settings`, only the configuration and the tokenizer are fetched. A step that
+        needs the weights calls `fetch` with the model's name, or receives a `PreparedModel`.
         """
         if not self.store:
             return record
@@ -171,16 +174,16 @@ class Workspace:
     def shared_folder(self, folder: Path, name: str) -> "SharedFolder":
         """Return a folder of the workspace that steps change one after another.
 
-        Its copy in S3 is in the folder `name` within the folder.
+        Its copy in S3 is at the address of `folder / name`.
         """
         from pipeline.storage.shared_folder import SharedFolder
 
         return SharedFolder(folder, self.address(folder / name))
 
     def sharing_rows(self) -> AbstractContextManager[None]:
-        """Return a context in which rows that were encoded once are taken from S3.
+        """Return a context in which encoded rows are shared through S3.
 
-        On one disk they are in the cache of the machine.
+        Without a store, the context does nothing: the rows are in the cache on the shared disk.
         """
         if not self.store:
             return nullcontext()
@@ -194,7 +197,7 @@ class Workspace:
         return S3Address.parse(self.store).below(relative)
 
     def _shared(self, record: Any, name: str, value: str) -> str:
-        """Return the address of a file that the step has made or fetched; other texts unchanged."""
+        """Return the address of a file that the step made or fetched; return other texts as is."""
         if name not in getattr(record, "FILE_FIELDS", ()):
             return value
         if value in _fetched:
@@ -231,7 +234,7 @@ def workspace_of(settings: Settings) -> Workspace:
 
 
 def original_names(text: str) -> str:
-    """Return a text with the address of each path that this process has fetched."""
+    """Return a text in which addresses replace the paths that this process has fetched."""
     for path, address in _fetched.items():
         text = text.replace(path, address)
     return text
@@ -243,7 +246,7 @@ def is_address(name: str) -> bool:
 
 
 def _changed(record: Record, change: Any) -> Record:
-    """Return a record or a tuple of records with their texts changed, also in inner records."""
+    """Apply `change` to the texts of a record or a tuple of records, also in inner records."""
     if isinstance(record, tuple):
         return tuple(_changed(each, change) for each in record)  # type: ignore[return-value]
     if not dataclasses.is_dataclass(record) or isinstance(record, type):

@@ -1,1 +1,1 @@
-"""Runs and metrics in MLflow, on disk first."""
+"""Runs and metrics in MLflow; all entries are first written to disk."""

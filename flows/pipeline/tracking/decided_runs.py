@@ -1,4 +1,4 @@
-"""Runs of the flows in MLflow: those that decided on a policy, and what the flow Retrain found."""
+"""Find MLflow runs that decided on a policy, and record what the flow Retrain found."""
 
 from collections.abc import Iterator, Mapping
 from datetime import datetime
@@ -27,7 +27,7 @@ PAGE = 100
 
 @explained()
 def find_decided_run(lineage: Mapping[str, str]) -> str | None:
-    """Return a sentence that says what a run with this lineage decided; None if no run has.
+    """Return a sentence on what a run with this lineage decided; None if no run has decided.
 
     A run has decided if its policy was promoted or refused, or its reward model was refused. A run
     that failed has not.
@@ -57,7 +57,7 @@ def outcome_of(run: Run) -> str:
 
 
 def reason_of_outcome(run: Run) -> str:
-    """Return why a run of a flow ended as it did; empty if the version has the reasons."""
+    """Return why a run of a flow ended as it did; empty if the reasons are tags of the version."""
     tags = run.data.tags
     ended_early = tags.get(ENDED_EARLY, "") if OUTCOME in tags else ""
     return tags.get(REASON, ended_early)
@@ -79,8 +79,8 @@ def record_retrain(
         flow_run: id of the run of the flow Retrain.
         outcome: a few words.
         reason: a sentence.
-        lineage: lineage tags of the inputs that it found.
-        started: time at which it began to decide, before the training that it started.
+        lineage: lineage tags of the inputs that the run found.
+        started: time at which the run began to decide, before any training that it started.
 
     Raises:
         ModelError: MLflow does not answer.
@@ -108,7 +108,7 @@ def runs_of_model(name: str) -> list[Run]:
 
 
 def _runs_of(step: str) -> Iterator[Run]:
-    """Yield the runs of the experiment with a value of the tag STEP, newest first."""
+    """Yield the runs of the experiment whose tag STEP is `step`, newest first."""
     client = connect()
     experiment = client.get_experiment_by_name(EXPERIMENT)
     if experiment is None:

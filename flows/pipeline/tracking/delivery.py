@@ -1,4 +1,4 @@
-"""Send entries of the journal to MLflow by calls that may be repeated.
+"""Send entries of the journal to MLflow with calls that are safe to repeat.
 
 MLflow identifies a metric by run, name, time, step and value, so a repeated metric is stored once.
 Repeated tags, statuses and artifacts are overwritten with equal values.

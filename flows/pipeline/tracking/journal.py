@@ -1,4 +1,4 @@
-"""Journal on disk of all entries to track, because MLflow or the process may fail."""
+"""Journal on disk of all entries for MLflow, because MLflow or the process may fail."""
 
 import errno
 import fcntl
@@ -22,7 +22,7 @@ the fields of the kind."""
 
 
 IMPORTING_MLFLOW = threading.Lock()
-"""Held while a thread imports MLflow: two that do so at once may end in a deadlock of imports."""
+"""Lock for the import of MLflow, because two threads that import it at once may deadlock."""
 
 
 class Journal:
@@ -69,7 +69,7 @@ class Journal:
                 self._append(file, kind="metrics", run=run, step=step, values=new)
 
     def remember_metric(self, run: str, step: int, name: str) -> None:
-        """Make `log_metrics` skip a metric of a step, as if the journal had an entry of it."""
+        """Make `log_metrics` skip a metric of a step, as if the journal contained the metric."""
         self._names.setdefault((run, step), set()).add(name)
 
     def set_tag(self, run: str, key: str, value: str) -> None:
@@ -131,7 +131,8 @@ class Journal:
     def sent(self) -> int:
         """Return the number of bytes that were sent."""
         written = self._sent.read_bytes().strip() if self._sent.exists() else b""
-        # A power cut may leave the file empty. Then all is sent again, but MLflow stores it once.
+        # A power cut may leave the file empty. Then all entries are sent again, but MLflow stores
+        # each entry once.
         return int(written) if re.fullmatch(rb"[0-9]{1,18}", written) else 0
 
     def mark_sent(self, position: int) -> None:

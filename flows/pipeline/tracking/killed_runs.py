@@ -20,7 +20,7 @@ REASON = "The run of the flow was killed, and ended by the next run."
 def end_killed_runs(folder: Path, flow: str) -> None:
     """End the MLflow runs of all killed runs of a flow, and send the entries that they left.
 
-    An error is printed and leaves the remaining runs to the next run.
+    An error is printed; the next run of the flow then ends the remaining MLflow runs.
 
     Args:
         folder: folder of the runs of the flow, each in a subfolder with its number as name.
@@ -36,7 +36,7 @@ def end_killed_runs(folder: Path, flow: str) -> None:
 def _end(folder: Path, flow_run: str) -> None:
     runs = find_runs(flow_run)
     if not runs:
-        return  # it was tracked by another server
+        return  # another server tracked the run
     journal = Journal(folder)
     end_runs(journal, runs, "killed", REASON)
     sender = Sender(journal)

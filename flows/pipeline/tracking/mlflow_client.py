@@ -18,7 +18,8 @@ EXPERIMENT = "rlhf"
 """Name of the MLflow experiment for the runs of the flow."""
 
 CHECK_SECONDS = 60.0
-"""Limit for the first answer of the registry; the first run creates a database in some seconds."""
+"""Maximum wait in seconds for the first answer of the registry. On the first run, MLflow needs some
+seconds to create a database."""
 
 DEFAULT_TRACKING_URI = "sqlite:///mlflow.db"
 
@@ -33,7 +34,7 @@ def connect() -> MlflowClient:
     logging.getLogger("alembic").setLevel(logging.WARNING)
     logging.getLogger("mlflow").setLevel(logging.WARNING)
     logging.getLogger("mlflow.transformers").setLevel(logging.ERROR)
-    # It logs the traceback of every error of a database, which is raised as well.
+    # This logger prints the traceback of every database error, although the error is also raised.
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     return MlflowClient()
 
@@ -53,7 +54,8 @@ def check_databases(*, must_exist: bool = False, is_written: bool = False) -> No
 def create_experiment(client: MlflowClient, title: str) -> str:
     """Return the id of an experiment; create the experiment if it does not exist.
 
-    If the reply to a creation is lost, MLflow's client repeats the call, and MLflow refuses it.
+    If the reply to the creation is lost, MLflow's client repeats the call, and MLflow refuses the
+    second call.
     """
     try:
         return client.create_experiment(title)
@@ -65,7 +67,7 @@ def create_experiment(client: MlflowClient, title: str) -> str:
 
 
 def check_model_name(name: str) -> None:
-    """Raise if the URI of a version cannot contain the name of a registered model.
+    """Raise if the name of a registered model cannot be part of the URI of a version.
 
     Raises:
         ConfigError: the name is empty or has an invalid character.

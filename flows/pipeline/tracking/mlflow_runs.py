@@ -39,7 +39,7 @@ def start_runs(
     tags: Mapping[str, str],
     steps: Sequence[str],
 ) -> dict[str, str]:
-    """Return the ids of the MLflow runs: of the parent under `parent`, of steps under step names.
+    """Create the MLflow runs; return their ids by step name, with the parent's id at `parent`.
 
     Only missing runs are created, so a retried start reuses its runs. Runs of steps that have not
     started have the status SCHEDULED.
@@ -106,10 +106,10 @@ def experiment_of(client: MlflowClient) -> str:
 
 @explained()
 def artifact_root(*, create: bool) -> str:
-    """Return the address below which the runs of the flow have their artifacts.
+    """Return the address of the folder with the artifacts of the runs of the flow.
 
-    It belongs to the experiment. If the experiment does not exist yet, `create` creates it; without
-    `create`, the result is an empty text.
+    The address belongs to the experiment. If the experiment does not exist yet, `create` creates
+    it; without `create`, the result is an empty text.
 
     Raises:
         ModelError: MLflow does not answer.
@@ -144,7 +144,7 @@ def _children(
 
 
 def _all_tags(own: Mapping[str, str]) -> dict[str, str]:
-    """Return our tags and MLflow's, which name the git remote and may come from the environment."""
+    """Return our tags and MLflow's tags without secrets; MLflow's may contain the git remote."""
     return {name: redact(value) for name, value in resolve_tags(own).items()}
 
 

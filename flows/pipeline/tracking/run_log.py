@@ -1,4 +1,4 @@
-"""Log to an MLflow run through the journal, so that no step waits for MLflow."""
+"""Log to an MLflow run through the journal on disk, so that no step waits for MLflow."""
 
 import json
 import math
@@ -22,7 +22,7 @@ LOGGED_ARTIFACTS = "mlflow.loggedArtifacts"
 class RunLog:
     """Logs to one run of MLflow; logging equal values again changes nothing.
 
-    Secrets in tags and texts are masked, because models and judges wrote some of these.
+    Secrets in tags and texts are masked, because models and judges wrote some of the texts.
     """
 
     def __init__(self, journal: Journal, run: str) -> None:
@@ -31,7 +31,7 @@ class RunLog:
         self.run = run
 
     def log_metrics(self, values: Mapping[str, float], step: int | None = None) -> None:
-        """Log metrics of `step`, which keeps its first values, or of the full run if it is None."""
+        """Log metrics of `step`, or of the full run if None; the first values of a step stay."""
         self.journal.log_metrics(self.run, values, step)
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
@@ -48,7 +48,7 @@ class RunLog:
         self.journal.set_status(self.run, status)
 
     def log_artifact(self, path: Path, folder: str = "") -> None:
-        """Log a file or folder, which must exist until sent, into a folder of the artifacts."""
+        """Log a file or folder into a folder of the artifacts; `path` must exist until sent."""
         self.journal.add_file(self.run, path, folder)
 
     def log_text(self, text: str, artifact: str) -> None:

@@ -1,7 +1,8 @@
 """Record of the processes of a run of the flow, and the end of runs that are not finished.
 
-A killed process cannot end its runs in MLflow, which would stay RUNNING or SCHEDULED for ever. The
-next run finds the record of the killed run, and ends them. The end of a run removes the record.
+A killed process cannot end its MLflow runs, so they would stay RUNNING or SCHEDULED forever. The
+next run of the flow finds the record of the killed run, and ends its MLflow runs. A run that ends
+removes its record.
 """
 
 import json
@@ -31,17 +32,17 @@ OUTCOME = "outcome"
 """MLflow tag of a parent run that ended early: failed, refused or killed."""
 
 RESUMED = "no: it was resumed"
-"""Value of the tag ENDED_EARLY after a resumed run has started the run again."""
+"""Value of the tag ENDED_EARLY of a run that ended early and was resumed."""
 
 NOT_REACHED = "not reached"
-"""Beginning of the value of the tag ENDED_EARLY of a run whose step never started."""
+"""First words of the tag ENDED_EARLY of a run whose step never started."""
 
 RUNNING_AGAIN = "Running again, after an earlier attempt ended early"
 """Description of a parent run that was resumed and has no outcome yet."""
 
 
 def record_processes(folder: Path) -> None:
-    """Record this process and the process that started it, the scheduler of the flow.
+    """Record this process and its parent process, the scheduler of the flow.
 
     Raises:
         TrainingError: the record cannot be written.
@@ -61,7 +62,7 @@ def remove_record(folder: Path) -> None:
 def was_killed(folder: Path) -> bool:
     """Return whether the run in `folder` was killed: it has a record, but its processes ended.
 
-    A run on another machine may still be running.
+    A run on another machine may still be running, so it does not count as killed.
     """
     try:
         found = parse_json((folder / RECORD).read_bytes())

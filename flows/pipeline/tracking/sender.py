@@ -37,7 +37,7 @@ class Sender:
     """
 
     def __init__(self, journal: Journal, *, patience: float = 0.0) -> None:
-        """Send entries of `journal`; in the first `patience` seconds, only `flush` sends them."""
+        """Send entries of `journal` after `patience` seconds, or earlier if `flush` is called."""
         self.trouble = ""
         """Error of the last attempt; empty while MLflow answers."""
         self.sends = patience == 0

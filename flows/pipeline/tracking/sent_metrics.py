@@ -1,4 +1,4 @@
-"""Skip metrics that MLflow has already, from a machine that was lost with its journal."""
+"""Skip metrics that were already sent by a machine that was lost together with its journal."""
 
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.mlflow_client import connect, explained
@@ -6,7 +6,7 @@ from pipeline.tracking.mlflow_client import connect, explained
 
 @explained()
 def remember_sent_metrics(journal: Journal, run: str) -> None:
-    """Make the journal skip the metrics that MLflow has of a run, so that none is sent twice.
+    """Make the journal skip the metrics of a run that MLflow already has.
 
     Raises:
         ModelError: MLflow does not answer.

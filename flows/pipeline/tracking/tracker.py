@@ -26,11 +26,11 @@ FLUSH_SECONDS = 20.0
 """Maximum wait in seconds at the end of a step until all entries are sent."""
 
 FAILED_SECONDS = 60.0
-"""Maximum wait in seconds at the end of a failed step, after which no step may follow."""
+"""Maximum wait in seconds at the end of a failed step; perhaps no later step sends the entries."""
 
 SHORT_SECONDS = 30.0
-"""Duration in seconds below which a step may leave its entries to the next step, because importing
-MLflow would dominate the duration."""
+"""A step that takes fewer seconds may leave its entries to the next step, because the import of
+MLflow would take most of the time."""
 
 MAX_REASON_CHARACTERS = 500
 """Maximum length of the reason in the tag of a run that ended early."""
@@ -46,8 +46,8 @@ class Tracker:
             tracker.step.log_metrics({"loss": 0.1}, step=1)
             tracker.parent.log_metrics({"win_rate": 0.6})
 
-    Entries are written to the journal in `folder`, and a thread sends them. The next step with the
-    same folder sends the entries that are left at the end of a step.
+    Entries are written to the journal in `folder`, and a thread sends them. If entries are left at
+    the end of a step, the next step with the same folder sends them.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Tracker:
         Args:
             folder: folder of the journal of all steps of the run.
             runs: ids of the MLflow runs, from `start_runs`, in the order of the steps.
-            step: name of the step, or PARENT for the last step, whose end ends the full run.
+            step: name of the step; PARENT for the last step, which also ends the full run.
             patience: seconds before MLflow is imported. A step that ends earlier samples no load;
                 it sends nothing if it succeeds, and all entries if it fails.
         """
@@ -90,13 +90,13 @@ class Tracker:
         return self
 
     def refuse(self, what: str, reasons: Sequence[str]) -> None:
-        """Make this step the last one, because its result refuses the run.
+        """Make this step the last step of the run, because the run is refused.
 
-        The step itself is finished. When it ends, all other runs that are not finished end.
+        The step itself counts as finished. At its end, all unfinished MLflow runs are ended.
 
         Args:
-            what: sentence that says what was refused.
-            reasons: sentences that say why.
+            what: sentence that names the refused result.
+            reasons: reasons for the refusal, as sentences.
         """
         self._refusal = what, reasons
 
@@ -108,7 +108,7 @@ class Tracker:
     ) -> None:
         """End the step, and wait a limited time until the remaining entries are sent.
 
-        If the step failed, all runs that are not finished end.
+        If the step failed, all unfinished MLflow runs are ended.
         """
         if self._system:
             self._system.stop()
@@ -143,7 +143,7 @@ class Tracker:
             remove_record(self.journal.folder)
 
     def _not_finished(self) -> dict[str, str]:
-        """Return the ids of the parent, of this step, and of the steps after it."""
+        """Return the ids of the runs of the parent, of this step, and of the later steps."""
         names = [name for name in self._runs if name != PARENT]
         later = [] if self._name == PARENT else names[names.index(self._name) :]
         return {name: self._runs[name] for name in [PARENT, *later]}
