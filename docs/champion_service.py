@@ -4,8 +4,9 @@
     curl localhost:8000/generate -d '{"prompt": "Hello"}' -H 'content-type: application/json'
     curl localhost:8000/health
 
-A new champion is fetched, verified, loaded and asked once before it takes over; until then, and if
-one of these steps fails, the old champion serves. A request ends on the model that it began with.
+A new champion is fetched, verified and loaded, and must answer one question before it takes over.
+Until then, and if one of these steps fails, the old champion serves. A request that has started is
+answered by the same model to its end.
 """
 
 import argparse
@@ -40,7 +41,8 @@ class Question(BaseModel):
 
     prompt: str | None = None
     messages: list[dict[str, str]] | None = None
-    max_new_tokens: int | None = Field(None, ge=1)  # None: as evaluated, also below
+    # In these two settings, None means the value with which the champion was evaluated.
+    max_new_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0)  # 0: greedy decoding
     stream: bool = False
 
@@ -66,9 +68,9 @@ class Follower:
                 elif version != refused or time.monotonic() > retry_at:
                     self.champion = load_and_try(self.name, version)
                     log.info("Version %s of '%s' serves now.", version, self.name)
-            except Exception as error:  # whatever fails, the old champion serves on
+            except Exception as error:  # whatever fails, the old champion keeps serving
                 refused, retry_at = version, time.monotonic() + RETRY_SECONDS
-                if str(error) != logged:  # an hour without the registry is one line
+                if str(error) != logged:  # an hour without the registry is logged once
                     logged = str(error)
                     log.warning("Version %s keeps serving. %s", self.champion.version, logged)
 
@@ -121,7 +123,7 @@ def stream(
     stop = [lambda ids, *_, **__: torch.tensor([gone.is_set()], device=ids.device)]
     options = {"streamer": pieces, "stopping_criteria": stop}
     work = generations.submit(generate, champion, ids, question, **options)
-    work.add_done_callback(lambda _: pieces.end())  # also after an error: ends the loop
+    work.add_done_callback(lambda _: pieces.end())  # ends the loop below, also after an error
     yield from pieces
     work.result()  # an error closes the connection: a partial answer never looks complete
 
@@ -157,7 +159,7 @@ def make_app(follower: Follower) -> FastAPI:
 
 
 def main() -> int:
-    """Serve until stopped; return 1 if there is no champion at the start."""
+    """Serve until stopped; return 1 if no champion can be loaded at the start."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("name", help="registered model whose alias champion is served")
     parser.add_argument("--host", default="127.0.0.1")
@@ -165,7 +167,7 @@ def main() -> int:
     parser.add_argument("--poll-seconds", type=float, default=5, help="between reads of the alias")
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
-    logging.getLogger("urllib3").setLevel(logging.ERROR)  # the follower logs it once
+    logging.getLogger("urllib3").setLevel(logging.ERROR)  # the follower logs a failure once
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # the next poll is the retry
     try:
         follower = Follower(given.name, given.poll_seconds)

@@ -1,1 +1,1 @@
-"""Orchestration: the Metaflow flow, the presets, and the pipeline that the steps call."""
+"""Orchestration: the Metaflow flows, the presets, and the pipeline that their steps call."""

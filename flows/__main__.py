@@ -1,6 +1,6 @@
-"""Run a command of the project wherever it is installed.
+"""Run a command of the project from any folder.
 
-`python -m flows rlhf run` is `python flows/rlhf.py run` with the file of the installed package.
+`python -m flows rlhf run` does the same as `python flows/rlhf.py run` in the folder of the project.
 """
 
 import os
@@ -14,7 +14,7 @@ COMMANDS = ("deploy", "registry", "retrain", "rlhf", "win_rate")
 
 
 def main(argv: Sequence[str]) -> None:
-    """Become the command that the first word names, with the other words as its arguments."""
+    """Replace this process by the command that the first word names; pass it the other words."""
     if not argv or argv[0] not in COMMANDS:
         print(
             f"usage: python -m flows COMMAND ...\n"
@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> None:
             file=sys.stderr,
         )
         sys.exit(2)
-    # A new program: Metaflow packages the folder of the file that Python was started with.
+    # Python must be started with the command's own file: Metaflow packages the folder of that file.
     file = str(FOLDER / f"{argv[0]}.py")
     os.execv(sys.executable, [sys.executable, file, *argv[1:]])
 

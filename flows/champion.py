@@ -1,6 +1,6 @@
 """Public import path for services: `from flows.champion import load_champion`.
 
-Import it as `flows.champion`: it is no module by itself.
+Import it as `flows.champion`: its relative import fails if the file is imported as `champion`.
 """
 
 from .serving.champion import (

@@ -1,4 +1,4 @@
-"""Deploy both flows to Argo Workflows or Step Functions, as one file says.
+"""Deploy the flows RLHF and Retrain to Argo Workflows or Step Functions, as one file describes.
 
     python flows/deploy.py DEPLOYMENT.toml --check
     python flows/deploy.py DEPLOYMENT.toml --create
@@ -6,10 +6,10 @@
     python flows/deploy.py DEPLOYMENT.toml --status
     python flows/deploy.py DEPLOYMENT.toml --delete
 
-`--check` compiles both flows and applies nothing; `--status` changes nothing. `--start` starts
-Retrain now: after a run that failed, it continues with the models that were trained. `--delete`
-leaves runs, models and data alone. What somebody else has deployed is changed with `--authorize
-TOKEN`. infra/deployments has an example for each scheduler.
+`--check` compiles both flows and deploys nothing; `--status` changes nothing. `--start` starts
+Retrain now; after a failed run, the new run reuses the models that were already trained. `--delete`
+does not delete runs, models and data. To change a deployment that somebody else created, add
+`--authorize TOKEN`. infra/deployments has an example for each scheduler.
 """
 
 import argparse

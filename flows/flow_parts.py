@@ -1,4 +1,4 @@
-"""What both flows share: reading their settings, their code package, and their command."""
+"""Code that both flows share: it reads settings, fills the code package, and runs the command."""
 
 import sys
 import tomllib
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 
 class RunStoppedError(MetaflowException):
-    """Error of the project, which Metaflow prints without a traceback."""
+    """An error of the project; Metaflow prints it without a traceback."""
 
     headline = "The run stopped"
 
 
 @contextmanager
 def explained_errors() -> Iterator[None]:
-    """Raise an error of the project as one that Metaflow prints without a traceback."""
+    """Turn an error of the project into one that Metaflow prints without a traceback."""
     try:
         yield
     except PPOError as error:
@@ -61,13 +61,13 @@ def parse_deployment(text: str) -> dict[str, Any]:
 def _tables_of(text: str, what: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text.removeprefix("\ufeff"))
-    # ValueError: an error of syntax, or an integer of thousands of digits.
+    # A ValueError is an error of syntax, or an integer of thousands of digits.
     except (ValueError, RecursionError) as error:
         raise RunStoppedError(f"The {what} file is not valid TOML: {error}.") from error
 
 
 def _deployment_of(tables: Mapping[str, Any]) -> "Deployment":
-    # Imported here: a run without a deployment does without it.
+    # Imported here, because only a run with a deployment needs it.
     from deployment.deployment_file import read_deployment
 
     with explained_errors():
@@ -75,10 +75,11 @@ def _deployment_of(tables: Mapping[str, Any]) -> "Deployment":
 
 
 class more_files(FlowMutator):  # noqa: N801
-    """Package ppo_core, presets and GPUs for other machines, beside the modules of this folder.
+    """Add ppo_core, the presets and the GPU table to the code package for other machines.
 
-    Each is listed by its suffix: Metaflow's own ways would package every file of ppo_core, such as
-    a `.env`, and every .toml below this folder.
+    Metaflow packages the modules of this folder by itself. The other files are selected here by
+    their suffixes: Metaflow's own options would package every file of ppo_core, even a `.env`, and
+    every .toml below this folder.
     """
 
     def add_to_package(self) -> Iterator[tuple[str, str, ContentType]]:
@@ -91,13 +92,13 @@ class more_files(FlowMutator):  # noqa: N801
 
 
 class deployment_of_file(FlowMutator):  # noqa: N801
-    """Give the flow and its steps what the deployment file says, if there is one.
+    """Add the schedule, machines and rights of the deployment file to a flow, if there is a file.
 
-    It comes after a mutator that replaces steps, so it is written above that one.
+    This mutator must run after a mutator that replaces steps, so it is written above that mutator.
     """
 
     def init(self, *, is_scheduled: bool = False) -> None:
-        """Take whether this is the flow that the schedule of the file starts."""
+        """Store whether the schedule of the file starts this flow."""
         self.is_scheduled = is_scheduled
 
     def pre_mutate(self, mutable_flow: Any) -> None:

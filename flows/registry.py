@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def show(name: str) -> None:
-    """Print the champion, the previous champion, the challenger, and aliases that are wrong."""
+    """Print champion, previous champion and challenger, and aliases that contradict the history."""
     from pipeline.registry.aliases import CHALLENGER, CHAMPION, PREVIOUS, read_aliases
     from pipeline.registry.champions import read_champions
 
@@ -70,7 +70,7 @@ def history(name: str) -> None:
 
 
 def audit(name: str) -> None:
-    """Print what each run for the registered model found, did, and was made from, oldest first."""
+    """Print the outcome, reasons and inputs of each run for the registered model, oldest first."""
     from pipeline.inputs.lineage import FLOW_RUN, is_origin
     from pipeline.registry.aliases import read_version
     from pipeline.tracking.decided_runs import outcome_of, reason_of_outcome, runs_of_model
@@ -106,7 +106,7 @@ def _run(arguments: argparse.Namespace) -> None:
     check_model_name(name)
     check_databases(must_exist=True)
     check_registry(name)
-    # A model whose first runs were refused has an audit trail, but no version yet.
+    # If the first runs were refused, there are runs to audit, but no registered version yet.
     if arguments.command != "audit":
         require_registered(name)
     if arguments.command == "show":

@@ -1,4 +1,4 @@
-"""Start the flow RLHF if its inputs changed and no other run trains: `python flows/retrain.py`.
+"""Start the flow RLHF if its inputs changed and no other run is training.
 
     python flows/retrain.py --config settings FILE.toml run
 
@@ -21,7 +21,7 @@ from flow_parts import (
 @deployment_of_file(is_scheduled=True)
 @more_files()
 class Retrain(FlowSpec):
-    """Start the flow RLHF if its inputs changed and no other run trains."""
+    """Start the flow RLHF if its inputs changed and no other run is training."""
 
     file_settings = Config(
         "settings", default_value="", parser=parse_toml, plain=True, help="TOML file with settings."
@@ -35,7 +35,7 @@ class Retrain(FlowSpec):
     )
     take_over = Parameter(
         "take-over",
-        # Without the type, the text "true" would arrive in a scheduled run.
+        # Without the type, a scheduled run would get the text "true".
         type=bool,
         is_flag=True,
         help="Take the lease from the run that holds it; that run ends without a version.",
@@ -52,7 +52,7 @@ class Retrain(FlowSpec):
 
     @step
     def end(self) -> None:
-        """Take the lease and start the flow RLHF, if something is new."""
+        """If something is new, take the lease (the right to train) and start the flow RLHF."""
         with explained_errors():
             from retraining.retrain import retrain
 

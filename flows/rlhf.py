@@ -4,11 +4,12 @@ Without arguments, the flow runs the built-in task. To use your own data and mod
 
     python flows/rlhf.py run --policy gpt2 --preferences pairs.jsonl --prompts train.jsonl
 
-The result is then judged on the last prompts by a second reward model. Better evidence are
-`--eval-prompts test.jsonl` with references, and `--judge python:judge.py:judge`.
+A second reward model then judges the answers to the last prompts, which are held out. Better
+evidence comes from `--eval-prompts test.jsonl` with references, and from another judge, such as
+`--judge python:judge.py:judge`.
 
 Every other setting is read from a file, `python flows/rlhf.py --config settings FILE.toml run`, or
-given by name: `run --set ppo.learning_rate=3e-6 --set evaluation.num_examples=500`.
+given by its name: `run --set ppo.learning_rate=3e-6 --set evaluation.num_examples=500`.
 """
 
 import sys
@@ -47,12 +48,12 @@ from watched_step import RECORDS, alarms_of, phase, run_id
 
 
 class machines_of_settings(FlowMutator):  # noqa: N801
-    """Take steps from `SeveralMachines` if the settings file has num_nodes above 1."""
+    """Replace steps by those of `SeveralMachines` if the settings file has num_nodes above 1."""
 
     def pre_mutate(self, mutable_flow: Any) -> None:
         """Replace the steps before Metaflow reads the graph."""
         nodes = (dict(mutable_flow.configs)["settings"] or {}).get("num_nodes", 1)
-        # Values of other types are refused by the first step.
+        # The first step refuses values of other types.
         nodes = nodes if isinstance(nodes, int) else 1
         try:
             refuse_scheduler(sys.argv, nodes)
@@ -61,7 +62,7 @@ class machines_of_settings(FlowMutator):  # noqa: N801
         # Metaflow has no method that replaces a step.
         if nodes > 1:
             for name in vars(SeveralMachines):
-                # By getattr, because a decorator stands for its step in the class.
+                # By getattr: in vars(), a decorator takes the place of its step.
                 if hasattr(member := getattr(SeveralMachines, name), "is_step"):
                     setattr(mutable_flow._flow_cls, name, member)
 
@@ -100,7 +101,7 @@ class RLHF(FlowSpec):
     )
     accept_reward_model = Parameter(
         "accept-reward-model",
-        # Without the type, the text "true" would arrive in a scheduled run.
+        # Without the type, a scheduled run would get the text "true".
         type=bool,
         is_flag=True,
         help="Train even if the gate refuses the reward model.",
@@ -240,7 +241,7 @@ class RLHF(FlowSpec):
                 "check is a flag of `python flows/rlhf.py run` on this machine. A scheduled run "
                 "would start all steps, so leave it out."
             )
-        # From here on, an error releases the lease.
+        # Once the settings are stored, an error releases the lease.
         self.settings = given = self._given_settings()
         if self.lease:
             lease_of_run.lease_of(given, self.lease).renew(run_id())
@@ -266,7 +267,7 @@ class RLHF(FlowSpec):
             stages.validation.stop_run(self.validation, self.settings, self.tracked)
 
     def _tracked_steps(self) -> list[str]:
-        """Return the steps that have an MLflow run: all except start, join and end steps."""
+        """Return the steps that have an MLflow run: all except the start, join and end steps."""
         graph = self._graph
         return [
             name for name in graph.sorted_nodes if graph[name].type not in ("start", "join", "end")
@@ -319,8 +320,9 @@ class RLHF(FlowSpec):
 class SeveralMachines:
     """The steps of the flow that differ if `num_nodes` machines share each training.
 
-    Each training starts on all machines, by Metaflow's `@parallel`, and a join keeps what the first
-    machine returned. Metaflow reads the graph from the source of the steps, so each is written out.
+    Each training starts on all machines, by Metaflow's `@parallel`, and a join step keeps the
+    result of the first machine. Metaflow reads the graph from the source code of the steps, so each
+    step is written out.
     """
 
     @phase
@@ -351,7 +353,7 @@ class SeveralMachines:
     @phase
     @step
     def share_policy(self: Any) -> None:
-        """Hand the policy to all machines, which a join cannot do in Metaflow."""
+        """Start the next step on all machines, which a join step cannot do in Metaflow."""
         self.next(self.load_reward_model, num_parallel=self.settings.num_nodes)
 
     @retry(times=3, minutes_between_retries=0)
@@ -403,12 +405,12 @@ class SeveralMachines:
 
 
 def machines_of_step() -> Any:
-    """Return the machines that run this step; all of them give this attempt the same name."""
+    """Return the machines of this step, with a name of the attempt that all of them agree on."""
     return stages.training.this_machine(current.parallel, f"{current.run_id}.{current.retry_count}")
 
 
 def result_of_first_machine(flow: Any, inputs: Any) -> Any:
-    """Return what the first machine made, and keep the artifacts that all machines share."""
+    """Return the result of the first machine, and keep the artifacts that all machines share."""
     (first,) = [each for each in inputs if each.own_result]
     flow.seconds = first.seconds
     flow.merge_artifacts(inputs, exclude=["own_result", "seconds"])

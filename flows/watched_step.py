@@ -1,4 +1,8 @@
-"""Wrap every step of the flow RLHF: measure time, keep the lease, report errors, raise alarms."""
+"""Wrap every step of the flow RLHF: measure time, renew the lease, report errors, send alarms.
+
+The lease is the right of one run at a time to train a registered model (see
+`pipeline.storage.lease`).
+"""
 
 import sys
 import time
@@ -16,19 +20,19 @@ from ppo_core.io.atomic_files import explained_full_disk
 from retraining import alarms, lease_of_run
 
 RECORDS = 13
-"""Format version of the records passed between steps; increased when older records are
-unreadable."""
+"""Format version of the records passed between steps; increase it when the code can no longer read
+older records."""
 
 
 @user_step_decorator
 def phase(step_name: str, flow: Any, inputs: Any = None, attributes: Any = None) -> Iterator[None]:
     """Measure and watch a step, and print an error of the project without a traceback.
 
-    A step with `@retry` is retried only after errors that a second attempt can avoid. Schedulers
-    retry after every error: there, each attempt prints the error, and the last one releases the
-    lease.
+    On one machine, a step with `@retry` is retried only after errors that a second attempt can
+    avoid. Schedulers retry after every error: there, each attempt prints the error, and the last
+    attempt releases the lease.
     """
-    # Before a join merges the artifacts of its inputs, it has none of its own.
+    # A join step has no artifacts before it merges those of its inputs.
     earlier = flow if inputs is None else next(iter(inputs))
     if step_name != "start" and getattr(earlier, "records", None) != RECORDS:
         raise RunStoppedError(
@@ -65,7 +69,7 @@ def phase(step_name: str, flow: Any, inputs: Any = None, attributes: Any = None)
 def with_next_move(error: PPOError) -> str:
     """Return the message of an error with the command that continues after a correction.
 
-    The message of a refused reward model names its own commands.
+    A message that already names a command, such as that of a refused reward model, is unchanged.
     """
     if "resume" in str(error) or "python flows/rlhf.py" in str(error):
         return str(error)
@@ -85,7 +89,7 @@ def run_id() -> str:
 
 
 def alarms_of(flow: Any) -> Any:
-    """Return the alarms of the deployment; without a deployment there are none."""
+    """Return who receives alarms, from the deployment file; nobody without a deployment."""
     from deployment.deployment_file import read_deployment
 
     return read_deployment(flow.file_deployment or {}).alarms
@@ -98,5 +102,5 @@ def is_permanent(error: BaseException) -> bool:
 
 
 def most_attempts(step: Any) -> int:
-    """Return how often Metaflow runs a step that fails, at most."""
+    """Return the maximum number of attempts that Metaflow makes of a step."""
     return 1 + sum(int(one.attributes["times"]) for one in step.decorators if one.name == "retry")

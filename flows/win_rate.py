@@ -1,8 +1,8 @@
-"""Win rate of a model against the references of a data set, by a judge.
+"""Measure the win rate of a model against the references of a data set, by a judge.
 
     python flows/win_rate.py --model PATH_OR_URI --judge openai:MODEL --num-examples 1000
 
-No run of the flow is needed: any model and judge work, on rows with prompt and reference.
+This needs no run of the flow: it accepts any model, any judge, and rows with prompt and reference.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """Train a LoRA adapter with a reward adapter on the same base: one copy of the base in memory.
 
-The reward adapter is one of a `...ForSequenceClassification` with one label. Each line of PROMPTS
-has a `query`:
+The reward adapter was trained on a `...ForSequenceClassification` with one label. Each line of
+PROMPTS has a `query`:
 
     python docs/examples/adapters_only.py --model_name BASE --reward_model REWARD_ADAPTER \
         --query_dataset PROMPTS.jsonl
@@ -17,7 +17,7 @@ from ppo_core import load_tokenizer
 from ppo_core.classic import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer, set_seed
 
 (config,) = HfArgumentParser(PPOConfig).parse_args_into_dataclasses()
-set_seed(config.seed)  # of the new value head too
+set_seed(config.seed)  # also for the initialization of the value head
 tokenizer = load_tokenizer(config.model_name)
 rows = load_dataset("json", data_files=config.query_dataset, split="train")
 rows = rows.map(lambda row: {"input_ids": tokenizer.encode(row["query"])}).with_format("torch")
@@ -26,7 +26,7 @@ model = AutoModelForCausalLMWithValueHead.from_pretrained(
     peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
     reward_adapter=config.reward_model,
 )
-# Without a reference of its own: the policy with its adapter switched off is the reference.
+# No reference is passed: the policy with its adapter switched off is the reference.
 trainer = PPOTrainer(config, model, None, tokenizer, rows)
 
 

@@ -23,7 +23,7 @@ from ppo_core.classic import (
 )
 
 (config,) = HfArgumentParser(PPOConfig).parse_args_into_dataclasses()
-set_seed(config.seed)  # of the new value head too
+set_seed(config.seed)  # also for the initialization of the value head
 tokenizer = load_tokenizer(config.model_name)
 logits_of_all = {"top_k": None, "function_to_apply": "none", "trust_remote_code": False}
 classify = pipeline("text-classification", config.reward_model, **logits_of_all)
@@ -31,7 +31,7 @@ rows = load_dataset("json", data_files=config.query_dataset, split="train")
 rows = rows.map(lambda row: {"input_ids": tokenizer.encode(row["query"])}).with_format("torch")
 
 model = AutoModelForCausalLMWithValueHead.from_pretrained(config.model_name, dtype=torch.bfloat16)
-# The lower half of the layers is frozen and exists once.
+# The lower half of the layers is frozen, and policy and reference share it.
 layers = model.config.num_hidden_layers
 reference = create_reference_model(model, num_shared_layers=layers // 2)
 trainer = PPOTrainer(config, model, reference, tokenizer, rows)

@@ -1,4 +1,4 @@
-"""Continue film reviews in a positive mood, with the classic loop; a causal model, or T5.
+"""Continue film reviews in a positive mood, with the classic loop and a causal model or T5.
 
 The reward is a classifier's logit of POSITIVE. Each line of PROMPTS has a `query`:
 
@@ -19,7 +19,7 @@ from ppo_core.classic import (
 )
 
 (config,) = HfArgumentParser(PPOConfig).parse_args_into_dataclasses()
-set_seed(config.seed)  # of the new value head too
+set_seed(config.seed)  # also for the initialization of the value head
 tokenizer = load_tokenizer(config.model_name)
 logits_of_all = {"top_k": None, "function_to_apply": "none", "trust_remote_code": False}
 classify = pipeline("text-classification", config.reward_model, **logits_of_all)

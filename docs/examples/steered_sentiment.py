@@ -1,7 +1,7 @@
-"""Let a control token in front of the prompt choose the mood, with the classic loop.
+"""Train a policy whose mood follows a control token before the prompt, with the classic loop.
 
-The reward is a classifier's logit of POSITIVE, of NEGATIVE, or how close both are for [neutral].
-Each line of PROMPTS has a `query`:
+The reward is a classifier's logit of POSITIVE for [positive], the logit of NEGATIVE for [negative],
+and minus the distance between both logits for [neutral]. Each line of PROMPTS has a `query`:
 
     python docs/examples/steered_sentiment.py --model_name lvwerra/gpt2-imdb \
         --reward_model lvwerra/distilbert-imdb --query_dataset PROMPTS.jsonl
@@ -22,7 +22,7 @@ MOODS = {
 }
 
 (config,) = HfArgumentParser(PPOConfig).parse_args_into_dataclasses()
-set_seed(config.seed)  # of the new value head too
+set_seed(config.seed)  # also for the initialization of the value head
 tokenizer = load_tokenizer(config.model_name)
 logits_of_all = {"top_k": None, "function_to_apply": "none", "trust_remote_code": False}
 classify = pipeline("text-classification", config.reward_model, **logits_of_all)
@@ -47,7 +47,7 @@ for batch in trainer.dataloader:
     queries = [tokenizer(text, return_tensors="pt")["input_ids"][0] for text in texts]
     responses = trainer.generate(queries, return_prompt=False, max_new_tokens=24)
     answers = tokenizer.batch_decode(responses, skip_special_tokens=True)
-    # The classifier must not read the mood, or it would pay for the word.
+    # Without the mood: otherwise the classifier would reward the word in the control token.
     whole = [" ".join(pair) for pair in zip(batch["query"], answers, strict=True)]
     rewards = rewards_of(moods, whole)
     stats = trainer.step(queries, responses, rewards)

@@ -1,1 +1,1 @@
-"""Deploy both flows to a scheduler, as one file says."""
+"""Deploy the flows RLHF and Retrain to a scheduler, as one deployment file describes."""

@@ -1,4 +1,4 @@
-"""Check, create, show and delete a deployment."""
+"""Check, create, start, show and delete a deployment."""
 
 from typing import TYPE_CHECKING
 
@@ -37,7 +37,7 @@ def check_deployment(files: DeploymentFiles) -> None:
 
     settings = check_settings(files)
     sizes = check_sizes(files)
-    # Before the flows are compiled, because it finds times that never come.
+    # Rendered before the flows are compiled, because this refuses a schedule without a next time.
     overview = render_deployment(files.deployment, tags_of(files), settings.num_nodes)
     for flow in FILES:
         compile_flow(files, flow)
@@ -47,11 +47,11 @@ def check_deployment(files: DeploymentFiles) -> None:
 def create_deployment(files: DeploymentFiles) -> None:
     """Deploy both flows, or change what is deployed.
 
-    The flow RLHF comes first, so that the schedule never finds nothing to start.
+    The flow RLHF is deployed first, because Retrain, which has the schedule, starts it.
 
     Raises:
         ConfigError: see `check_deployment`.
-        ProcessError: Metaflow refuses a flow, or the scheduler does.
+        ProcessError: Metaflow or the scheduler refuses a flow.
         StorageError: the scheduler does not answer.
     """
     check_deployment(files)
@@ -64,13 +64,13 @@ def create_deployment(files: DeploymentFiles) -> None:
 
 
 def start_deployment(files: DeploymentFiles) -> None:
-    """Start the deployed flow Retrain now, which starts a training if one is due.
+    """Start the deployed flow Retrain now; it starts a training if something is new.
 
-    After a run that failed, the training reuses all models that were trained from these inputs.
+    After a failed run, the new run reuses all models that were trained from the same inputs.
 
     Raises:
         ConfigError: the flow is not deployed.
-        ProcessError: Metaflow or the scheduler refuses it.
+        ProcessError: Metaflow or the scheduler refuses the start.
         StorageError: the scheduler does not answer.
     """
     scheduler = _scheduler_of(files.deployment)
@@ -82,10 +82,10 @@ def start_deployment(files: DeploymentFiles) -> None:
 
 
 def delete_deployment(files: DeploymentFiles) -> None:
-    """Delete both flows from the scheduler, first the one with the schedule.
+    """Delete both flows from the scheduler, first Retrain, which has the schedule.
 
     Raises:
-        ProcessError: the scheduler refuses it.
+        ProcessError: the scheduler refuses the deletion.
         StorageError: the scheduler does not answer.
     """
     scheduler = _scheduler_of(files.deployment)
@@ -98,7 +98,7 @@ def delete_deployment(files: DeploymentFiles) -> None:
 
 
 def show_deployment(files: DeploymentFiles) -> None:
-    """Print what is deployed, with which settings and code, the next run, and the last result.
+    """Print the deployed flows with their settings and code, the next start, and the last result.
 
     Raises:
         StorageError: the scheduler does not answer.
@@ -109,7 +109,7 @@ def show_deployment(files: DeploymentFiles) -> None:
 
 
 def _scheduler_of(deployment: Deployment) -> "ArgoDeployment | StepFunctionsDeployment":
-    # Imported here: each needs the clients of its scheduler.
+    # Imported here, because each module needs the client libraries of its scheduler.
     if deployment.scheduler == "argo":
         require_package("kubernetes", extra="deploy", needed_by="A deployment to Argo Workflows")
         from deployment.argo import ArgoDeployment
@@ -121,7 +121,7 @@ def _scheduler_of(deployment: Deployment) -> "ArgoDeployment | StepFunctionsDepl
 
 
 def check_settings(files: DeploymentFiles) -> Settings:
-    """Return the settings of the runs, without reading their inputs, as only the first step does.
+    """Return the settings of the runs. The inputs are not read; the first step reads them.
 
     Raises:
         ConfigError: a setting is wrong, or the judge needs a key and the judging step has no

@@ -1,4 +1,4 @@
-"""Deployed flows at Argo Workflows: their state, and that no two runs of a flow overlap."""
+"""Read the state of flows that are deployed to Argo Workflows, and forbid overlapping runs."""
 
 import json
 from typing import Any
@@ -34,10 +34,10 @@ class ArgoDeployment:
         return str(sanitize_for_argo(name))
 
     def forbid_overlaps(self, flow: str) -> None:
-        """Make each run of the flow wait for the one before it, and skip times during a run.
+        """Make each run of the flow wait for the run before it, and skip the schedule during a run.
 
-        Metaflow has no setting for either. Only Argo's own schedule knows the policy; the mutex
-        holds for runs that are started by hand or by an event, too.
+        Metaflow has no setting for either. The policy `Forbid` applies only to Argo's own
+        schedule; the mutex also applies to runs that are started by hand or by an event.
 
         Raises:
             StorageError: the cluster does not answer, or refuses the change.
@@ -52,7 +52,7 @@ class ArgoDeployment:
                 self._replace("cronworkflows", schedule)
 
     def find(self, flow: str) -> DeployedFlow | None:
-        """Return the flow as the cluster has it; None if it has none.
+        """Return the deployed flow; None if it is not deployed.
 
         Raises:
             StorageError: the cluster does not answer.
@@ -78,11 +78,11 @@ class ArgoDeployment:
         )
 
     def _last_run(self, template: str) -> tuple[str, str]:
-        """Return the name and the result of the newest run of a template; empty for none."""
+        """Return name and result of the newest run of a template; empty texts if there is none."""
         found = self._objects().list_namespaced_custom_object(
             GROUP, VERSION, self.namespace, "workflows"
         )
-        # Argo labels only runs that its own command or page started.
+        # No label can select the runs: Argo labels only runs that its own CLI or UI started.
         runs = [run for run in found["items"] if _template_of(run) == template]
         if not runs:
             return "", ""
@@ -92,7 +92,7 @@ class ArgoDeployment:
         return last["metadata"]["name"], f"{status.get('phase') or 'Pending'}, {at}"
 
     def _replace(self, plural: str, changed: dict[str, Any]) -> None:
-        """Replace an object; Kubernetes refuses it if another change came in between."""
+        """Replace an object; Kubernetes refuses if the object was changed after it was read."""
         self._objects().replace_namespaced_custom_object(
             GROUP, VERSION, self.namespace, plural, changed["metadata"]["name"], changed
         )
@@ -105,5 +105,5 @@ class ArgoDeployment:
 
 
 def _template_of(run: Any) -> str:
-    """Return the workflow template that a run was made of."""
+    """Return the name of the workflow template from which a run was created."""
     return str(run["spec"].get("workflowTemplateRef", {}).get("name", ""))

@@ -1,4 +1,4 @@
-"""Add Metaflow's decorators to the flows as a deployment file says."""
+"""Add the Metaflow decorators that a deployment file describes to the flows."""
 
 from math import ceil
 from typing import Any
@@ -20,11 +20,11 @@ from deployment.resources import TAINT, StepResources
 from pipeline.judges.judge_names import JUDGED_ELSEWHERE
 
 GPU_LABEL = "nvidia.com/gpu.product"
-"""Label by which NVIDIA's feature discovery names the type of a node's GPUs."""
+"""Label of a node in which NVIDIA's feature discovery writes the type of the node's GPUs."""
 
 ACCOUNT_LABEL = "rlhf/service-account"
-"""Label of a pod with the name of its account, by which the NetworkPolicies of infra/kubernetes
-select it. Kubernetes has no selector for accounts."""
+"""Label of a pod with the name of the pod's service account. The NetworkPolicies of
+infra/kubernetes select pods by this label, because Kubernetes has no selector for accounts."""
 
 EFA_RESOURCE = "vpc.amazonaws.com/efa"
 """Name of EFA network devices among the resources of a node."""
@@ -34,12 +34,12 @@ def add_decorators(flow: Any, deployment: Deployment, *, is_scheduled: bool) -> 
     """Add the project, the schedule, and the decorators of all steps to a flow.
 
     Args:
-        flow: the flow, as Metaflow's mutators change it.
+        flow: the flow, in the form that Metaflow passes to its mutators.
         deployment: the deployment.
         is_scheduled: whether this is the flow Retrain, which alone has a schedule.
     """
     branch = {"branch": deployment.branch} if deployment.branch else {}
-    # Otherwise the name of the deployed flow would contain the person's name.
+    # Without `production`, the name of the deployed flow would contain the name of the user.
     names = {"name": deployment.project, "production": True, **branch}
     flow.add_decorator(project, deco_kwargs=names)
     if is_scheduled:
@@ -85,7 +85,7 @@ def _judge_variable(resources: StepResources, deployment: Deployment) -> dict[st
 
 
 def _kubernetes_attributes(resources: StepResources) -> dict[str, Any]:
-    """Return the attributes of @kubernetes, without those that keep Metaflow's default."""
+    """Return the attributes of @kubernetes; one without a value keeps Metaflow's default."""
     gpu_node = {GPU_LABEL: resources.gpu_type} if resources.gpu_type else {}
     efa = {EFA_RESOURCE: str(resources.efa)} if resources.efa else {}
     account = {ACCOUNT_LABEL: resources.service_account} if resources.service_account else {}
@@ -106,7 +106,7 @@ def _kubernetes_attributes(resources: StepResources) -> dict[str, Any]:
 
 
 def _batch_attributes(resources: StepResources) -> dict[str, Any]:
-    """Return the attributes of @batch, without those that keep Metaflow's default."""
+    """Return the attributes of @batch; one without a value keeps Metaflow's default."""
     given = {
         "efs_volumes": [f"{volume}:{folder}" for volume, folder in resources.mounts.items()],
         "gpu": resources.gpu,
@@ -131,5 +131,5 @@ def _mebibytes(gib: float) -> int:
 
 
 def _megabytes(gib: float) -> int:
-    """Return a size in the unit in which Metaflow hands sizes to Kubernetes, 10^6 bytes."""
+    """Return a size in units of 10^6 bytes, which Metaflow uses for Kubernetes."""
     return ceil(gib * 2**30 / 10**6)

@@ -1,4 +1,4 @@
-"""What a scheduler says about a deployed flow."""
+"""Describe a deployed flow: its tags, schedule and last run, as its scheduler reports them."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,12 +11,12 @@ from ppo_core.io.text_files import read_toml_file
 
 COMMIT, CHANGES = "git_commit", "git_changes"
 SETTINGS, DEPLOYMENT = "settings_file", "deployment_file"
-"""Names of Metaflow's tags of a deployed flow and of its runs."""
+"""Names of the Metaflow tags that a deployed flow and its runs get."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeployedFlow:
-    """A flow as a scheduler has it."""
+    """A deployed flow, as its scheduler describes it."""
 
     name: str
     """Name at the scheduler."""
@@ -25,28 +25,28 @@ class DeployedFlow:
     """Time of the deployment."""
 
     tags: dict[str, str] = field(default_factory=dict)
-    """What `tags_of` returned at the deployment."""
+    """The result of `tags_of` when the flow was deployed."""
 
     token: str = ""
-    """Metaflow's production token, by which others may change the deployment."""
+    """Metaflow's production token, with which other users may change the deployment."""
 
     cron: str = ""
-    """Times at which the scheduler starts it; empty for none."""
+    """Times at which the scheduler starts the flow, in cron format; empty without a schedule."""
 
     timezone: str = ""
-    """Time zone of these times; empty for UTC."""
+    """Time zone of `cron`; empty for UTC."""
 
     last_run: str = ""
-    """Last run; empty for none."""
+    """Name of the last run; empty without one."""
 
     result: str = ""
-    """Its result so far, and the time of it."""
+    """Status of the last run, and its end time, or its start time while it runs."""
 
 
 def tags_of(files: DeploymentFiles) -> dict[str, str]:
-    """Return the tags that a deployed flow and its runs get: code, settings, deployment.
+    """Return the tags of a deployed flow and its runs: commit, and digests of both files.
 
-    The digests cover the files' values: comments and the order of names change nothing.
+    The digests depend only on the values in the files, not on comments or the order of names.
 
     Raises:
         ConfigError: the settings file cannot be read.

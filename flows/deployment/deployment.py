@@ -1,4 +1,4 @@
-"""A deployment: where, when, with which settings and on which machines the flows run."""
+"""Settings of a deployment: where, when, with which settings and machines the flows run."""
 
 import re
 from dataclasses import dataclass, field
@@ -10,24 +10,24 @@ from ppo_core.errors import ConfigError
 from ppo_core.io.validation import NotNegative
 
 TOPIC = re.compile(r"arn:aws[a-z-]*:sns:[a-z0-9-]+:\d{12}:[\w-]+")
-"""Form of the ARN of a topic of SNS."""
+"""Pattern of the ARN of an SNS topic."""
 
 MAX_NAME_CHARACTERS = 45
-"""Length of a name that Metaflow leaves as it is. Of a longer one, Argo would get a digest, and the
-flow Retrain could not tell the name of the flow RLHF from its own."""
+"""Maximum length of a flow's name that Metaflow does not shorten. It would replace the end of a
+longer name by a digest, and Retrain could not derive the name of the flow RLHF from its own."""
 
 
 JUDGING_STEP = "evaluate_win_rate"
-"""The step that asks the judge."""
+"""The step whose secrets include the judge's key."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """When the flow Retrain starts by itself; without both, a person starts it."""
+    """When the flow Retrain starts by itself; without cron and event, a person starts it."""
 
     cron: str = ""
-    """Times: minute, hour, day of the month, month and day of the week; for Step Functions as
-    EventBridge reads them, with a sixth field for the year. Days of the week by name: MON."""
+    """Times of the start: minute, hour, day of the month, month and day of the week. Step Functions
+    needs EventBridge's format, with the year as a sixth field. Days of the week are names: MON."""
 
     timezone: str = ""
     """Time zone of `cron`, such as Europe/Berlin; empty for UTC. Argo only."""
@@ -36,22 +36,22 @@ class Schedule:
     """Name of an event of Argo Events at which the flow starts. Argo only."""
 
     def __post_init__(self) -> None:
-        """Raise if a timezone has no times."""
+        """Raise if there is a timezone, but no cron."""
         require(self, "timezone", bool(self.cron or not self.timezone), "empty without cron")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alarms:
-    """Who receives alarms."""
+    """Who receives alarms, and the budget of a run."""
 
     topic: str = ""
-    """ARN of a topic of SNS; empty for no messages."""
+    """ARN of an SNS topic; empty for no messages."""
 
     gpu_hours: NotNegative = 0.0
-    """GPU hours of a run from which on it raises an alarm; 0 for any number."""
+    """Budget of a run in GPU hours, above which an alarm is sent; 0 for no limit."""
 
     def __post_init__(self) -> None:
-        """Raise if the topic is none, or the budget is negative."""
+        """Raise if the topic is no ARN, or the budget is negative."""
         check_fields(self)
         is_topic = not self.topic or TOPIC.fullmatch(self.topic) is not None
         require(self, "topic", is_topic, "an ARN, arn:aws:sns:REGION:ACCOUNT:NAME")
@@ -59,7 +59,7 @@ class Alarms:
 
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
-    """A deployment of both flows; without values, the flows are not deployed.
+    """A deployment of both flows. An object without values stands for a run without deployment.
 
     Raises:
         ConfigError: a value is missing or out of range.
@@ -72,40 +72,40 @@ class Deployment:
     """Settings file of the runs; a relative path starts at the folder of the deployment file."""
 
     project: str = ""
-    """Name that the flows share at the scheduler: small letters, digits and underscores."""
+    """First part of the names of both flows: small letters, digits and underscores."""
 
     branch: str = ""
-    """A second deployment of the same project, such as staging; empty for the only one."""
+    """Name of a further deployment of the same project, such as staging; empty for the main one."""
 
     namespace: str = ""
     """Namespace of Kubernetes; empty for METAFLOW_KUBERNETES_NAMESPACE. Argo only."""
 
     image: str = ""
-    """Image of all steps without an image of their own. Name it by its digest, so that what was
-    checked is what runs."""
+    """Image of all steps without an image of their own. Name it by its digest, so that the image
+    that was checked is the image that runs."""
 
     timeout_hours: NotNegative = 168.0
-    """Time limit of a run of a flow in hours, with the time in queues, after which the scheduler
-    stops it; 0 for none. Without one, a job that never starts holds a run of Step Functions for a
-    year, and every schedule finds its lease taken."""
+    """Time limit of a run of a flow in hours, including the time in queues; the scheduler then
+    stops the run. 0 for no limit: a job that never starts would then keep a run of Step Functions
+    alive for a year, and no scheduled run could get the lease."""
 
     schedule: Schedule = field(default_factory=Schedule)
     """When the flow Retrain starts."""
 
     alarms: Alarms = field(default_factory=Alarms)
-    """Who is told."""
+    """Who receives alarms."""
 
     defaults: StepResources = field(default_factory=StepResources)
-    """What a step gets whose own table does not say otherwise."""
+    """Resources of steps without a table of their own, and defaults of all tables."""
 
     retrain: StepResources = field(default_factory=StepResources)
-    """What the steps of the flow Retrain get; names missing here come from `defaults`."""
+    """Resources of the steps of the flow Retrain; missing names come from `defaults`."""
 
     steps: dict[str, StepResources] = field(default_factory=dict)
-    """What the steps of the flow RLHF get; names missing here come from `defaults`."""
+    """Resources of the steps of the flow RLHF; missing names come from `defaults`."""
 
     def __post_init__(self) -> None:
-        """Raise if a name is none, or too long, or a time limit out of range."""
+        """Raise if a name has wrong characters or is too long, or a value is out of range."""
         check_fields(self)
         for name in ("project", "branch"):
             is_name = re.fullmatch(r"[a-z0-9_]*", getattr(self, name)) is not None
@@ -119,14 +119,14 @@ class Deployment:
             )
 
     def resources_of(self, step: str) -> StepResources:
-        """Return what a step of the flow RLHF gets."""
+        """Return the resources of a step of the flow RLHF."""
         return self.steps.get(step, self.defaults)
 
     def image_of(self, resources: StepResources) -> str:
-        """Return the image of a step."""
+        """Return the image of a step with these resources."""
         return resources.image or self.image
 
 
 def deployed_name(flow: str, project: str, branch: str) -> str:
-    """Return the name of a deployed flow, as Metaflow's @project makes it for production."""
+    """Return the name that Metaflow's @project gives to a production flow."""
     return ".".join([project, "prod", *([branch] if branch else []), flow])

@@ -1,4 +1,4 @@
-"""Read a deployment file strictly: unknown names, wrong types and secrets are refused by place."""
+"""Read a deployment file strictly: refuse unknown names, wrong types and secrets."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ STEPS = (
 """Steps of the flow RLHF, in their order."""
 
 STEPS_OF_SEVERAL_MACHINES = ("join_policy", "share_policy", "join_reward_model", "join_trained")
-"""Further steps with num_nodes above 1 in the settings."""
+"""Further steps of the flow RLHF if num_nodes is above 1 in the settings."""
 
 REQUIRED = ("scheduler", "settings", "project")
 
@@ -43,15 +43,15 @@ KNOWN = {
         for step in (*STEPS, *STEPS_OF_SEVERAL_MACHINES)
     },
 }
-"""Section with a dot -> its names."""
+"""Section, followed by a dot -> the names that it may contain."""
 
 
 def read_deployment(table: Mapping[str, Any]) -> Deployment:
-    """Return the deployment that the parsed TOML file says; one without values if it is empty.
+    """Return the deployment of a parsed TOML file; for an empty file, an object without values.
 
     Raises:
         ConfigError: a name is unknown; a value is missing, has the wrong type, is out of range or
-            holds a secret; or the scheduler cannot do what the file asks for.
+            contains a secret; or the scheduler does not support a setting.
     """
     if not table:
         return Deployment()
@@ -63,7 +63,7 @@ def read_deployment(table: Mapping[str, Any]) -> Deployment:
     defaults = _section(table, "defaults")
     retrain = merge_tables(defaults, _section(table, "retrain"))
     whole = {**table, "retrain": retrain, "steps": {}}
-    # The defaults come first, so that an error in them is reported at their place.
+    # The defaults are read first, so that an error in them is reported as one of [defaults].
     read_section(StepResources, defaults, "defaults.", KNOWN)
     deployment: Deployment = read_section(Deployment, whole, "", KNOWN)
     steps = {

@@ -1,4 +1,4 @@
-"""Call Metaflow's commands of both flows with the files of a deployment."""
+"""Run the Metaflow commands that deploy, start and delete the flows of a deployment."""
 
 import json
 import os
@@ -17,29 +17,29 @@ from ppo_core.errors.redaction import MASK, mask_secrets
 from ppo_core.io.text_files import read_toml_file
 
 FILES = {"RLHF": "rlhf.py", "Retrain": "retrain.py"}
-"""Flow -> its file; RLHF, which Retrain starts, comes first."""
+"""Flow -> its file. RLHF is first, because Retrain starts it and is therefore deployed after it."""
 
 COMMANDS = {"argo": "argo-workflows", "step-functions": "step-functions"}
 """Scheduler -> Metaflow's name of its commands."""
 
 SCHEDULES = "METAFLOW_ARGO_WORKFLOWS_USE_SCHEDULES"
-"""Variable by which Metaflow writes times in the only form that Argo 4 reads."""
+"""Environment variable with which Metaflow writes cron times in the only form that Argo 4 reads."""
 
 ANOTHERS = "Try again with the correct production token."
-"""Message by which Metaflow refuses to change what another user has deployed."""
+"""Message with which Metaflow refuses to change a deployment of another user."""
 
 MAX_LINES = 12
-"""Last lines of the messages of a command that failed, which its error shows."""
+"""Number of final output lines of a failed command that the error message shows."""
 
 
 @dataclass(frozen=True)
 class DeploymentFiles:
-    """A deployment, and the files that say it."""
+    """A deployment, with the paths of its deployment file and its settings file."""
 
     path: Path
     deployment: Deployment
     authorize: str = ""
-    """Metaflow's production token of a deployment that somebody else made; empty without one."""
+    """Metaflow's production token, to change a deployment that somebody else created; or empty."""
 
     @property
     def settings(self) -> Path:
@@ -48,10 +48,11 @@ class DeploymentFiles:
 
 
 def read_deployment_file(path: Path, authorize: str = "") -> DeploymentFiles:
-    """Return the deployment that a file says.
+    """Return the deployment that a file describes, with its path and the token.
 
     Raises:
-        ConfigError: the file cannot be read, is no TOML, or see `read_deployment`.
+        ConfigError: the file cannot be read, is empty or no TOML, or is invalid (see
+            `read_deployment`).
     """
     tables = read_toml_file(path, ConfigError)
     if not tables:
@@ -60,7 +61,12 @@ def read_deployment_file(path: Path, authorize: str = "") -> DeploymentFiles:
 
 
 def create_flow(files: DeploymentFiles, flow: str, *words: str) -> str:
-    """Deploy a flow, or compile it only, and return what Metaflow prints.
+    """Deploy a flow, or only compile it, and return Metaflow's output.
+
+    Args:
+        files: the deployment and its files.
+        flow: name of the flow.
+        words: further words of Metaflow's command `create`; `--only-json` compiles the flow.
 
     Raises:
         ProcessError: Metaflow refuses the flow.
@@ -74,7 +80,7 @@ def delete_flow(files: DeploymentFiles, flow: str) -> None:
     """Delete a flow from the scheduler.
 
     Raises:
-        ProcessError: the scheduler refuses it.
+        ProcessError: the scheduler refuses the deletion.
     """
     run_flow_command(files, flow, "delete", *_authorization(files))
 
@@ -83,18 +89,19 @@ def start_flow(files: DeploymentFiles, flow: str) -> None:
     """Start a deployed flow.
 
     Raises:
-        ProcessError: the scheduler refuses it.
+        ProcessError: the scheduler refuses the start.
     """
     run_flow_command(files, flow, "trigger")
 
 
 def compile_flow(files: DeploymentFiles, flow: str) -> dict[str, Any]:
-    """Return what the scheduler would store of a flow; nothing is applied.
+    """Return the definition of a flow that the scheduler would store; nothing is deployed.
 
-    Metaflow stores the code package, and registers the jobs of AWS Batch, while it compiles.
+    While Metaflow compiles the flow, it uploads the code package and, for Step Functions, registers
+    job definitions at AWS Batch.
 
     Raises:
-        ConfigError: what the scheduler would store holds a secret in clear.
+        ConfigError: the definition contains a secret in clear text.
         ProcessError: Metaflow refuses the flow.
     """
     text = create_flow(files, flow, "--only-json")
@@ -105,7 +112,7 @@ def compile_flow(files: DeploymentFiles, flow: str) -> dict[str, Any]:
             "the parameters of an execution. Install the version of Metaflow that pyproject.toml "
             "names."
         )
-    # The command masks secrets in what it prints.
+    # The command masks secrets in its output.
     if places := sorted(set(_places_of_mask(compiled, flow))):
         raise ConfigError(
             f"The scheduler would store a secret in clear, in {', '.join(places)}. Unset the "
@@ -116,7 +123,7 @@ def compile_flow(files: DeploymentFiles, flow: str) -> dict[str, Any]:
 
 
 def run_flow_command(files: DeploymentFiles, flow: str, *words: str) -> str:
-    """Run a command of a flow for the scheduler, and return what it prints.
+    """Run a scheduler command of a flow, and return its output.
 
     Raises:
         ProcessError: the command fails.
@@ -151,7 +158,7 @@ def _authorization(files: DeploymentFiles) -> list[str]:
 
 
 def _variables(deployment: Deployment) -> dict[str, str]:
-    """Return the environment in which a command deploys where the file says."""
+    """Return the environment variables that a command needs for this deployment."""
     chosen = {SCHEDULES: os.environ.get(SCHEDULES, "True")}
     if deployment.namespace:
         chosen["METAFLOW_KUBERNETES_NAMESPACE"] = deployment.namespace
@@ -159,12 +166,12 @@ def _variables(deployment: Deployment) -> dict[str, str]:
 
 
 def _places_of_mask(value: Any, place: str) -> Iterator[str]:
-    """Yield the names of the values in which a secret was masked."""
+    """Yield the name of each value in which a secret was masked; `place` is the name of `value`."""
     if isinstance(value, str):
         if MASK in value:
             yield place
     elif isinstance(value, Mapping):
-        # An environment variable is a table with its name and its value.
+        # An environment variable is a table with the keys name and value.
         name = str(value.get("name") or value.get("Name") or place)
         for key, inner in value.items():
             yield from _places_of_mask(inner, name if key in ("value", "Value") else key)

@@ -1,4 +1,4 @@
-"""Render what a deployment would give each step, and what a scheduler has."""
+"""Render as text the resources of each step of a deployment, and the state of deployed flows."""
 
 import io
 from collections.abc import Iterator, Mapping
@@ -18,18 +18,18 @@ from ppo_core.errors.packages import require_package
 WIDTH = 118
 
 FACTS = ("name", "deployed", "token", "settings", "code", "next start", "last run", "result")
-"""What `--status` says about a flow."""
+"""Rows of the table that `--status` prints."""
 
 SHORT_DIGEST = 12
-"""Characters of a digest or a commit that are shown."""
+"""Number of characters that are shown of a digest or a commit."""
 
 
 def render_deployment(deployment: Deployment, tags: Mapping[str, str], num_nodes: int) -> str:
-    """Return what would be deployed as text: each step, the schedule, and the origin.
+    """Return a text about the deployment: resources of each step, schedule, settings and code.
 
     Args:
         deployment: the deployment.
-        tags: what `tags_of` returned.
+        tags: the result of `tags_of`.
         num_nodes: number of machines that share each training.
     """
     table = Table(title=f"{deployment.scheduler}: {deployment.project}", title_justify="left")
@@ -46,11 +46,11 @@ def render_deployment(deployment: Deployment, tags: Mapping[str, str], num_nodes
 
 
 def render_status(found: Mapping[str, DeployedFlow | None], tags: Mapping[str, str]) -> str:
-    """Return what a scheduler has as text.
+    """Return a text about the deployed flows.
 
     Args:
-        found: flow -> what the scheduler has of it; None for nothing.
-        tags: what `tags_of` returns now, to say what differs.
+        found: flow -> its state at the scheduler; None if the flow is not deployed.
+        tags: the present result of `tags_of`, with which the tags of the flows are compared.
     """
     table = Table("", *found)
     columns = [_facts(one, tags) for one in found.values()]
@@ -62,7 +62,7 @@ def render_status(found: Mapping[str, DeployedFlow | None], tags: Mapping[str, s
 
 
 def _facts(flow: DeployedFlow | None, tags: Mapping[str, str]) -> list[str]:
-    """Return what is known of a deployed flow, in the order of FACTS."""
+    """Return the cells of a flow, in the order of FACTS."""
     if flow is None:
         return ["not deployed", *[""] * (len(FACTS) - 1)]
     start = f"{next_run(flow.cron, flow.timezone):%Y-%m-%d %H:%M %Z}" if flow.cron else "none"
@@ -90,7 +90,7 @@ def _cells(deployment: Deployment, resources: StepResources) -> list[str]:
 
 
 def _short_image(image: str) -> str:
-    """Return the last part of an image's name, with the beginning of its digest."""
+    """Return the last part of an image's name, with the first characters of its digest."""
     name, _, digest = image.rpartition("/")[2].partition("@sha256:")
     return f"{name}@{digest[:SHORT_DIGEST]}" if digest else name
 
@@ -113,13 +113,13 @@ def _code(tags: Mapping[str, str]) -> str:
 
 
 def _same(deployed: Mapping[str, str], now: Mapping[str, str], name: str) -> str:
-    """Return a deployed tag, and whether the file has another one now."""
+    """Return the tag `name` of a deployed flow, with the present value if that differs."""
     value = deployed.get(name, "unknown")
     return value if value == now[name] else f"{value}, the file has {now[name]}"
 
 
 def _render(table: Table, lines: list[str]) -> str:
-    # Without markup, because names may contain brackets.
+    # Markup is off, because names may contain brackets.
     console = Console(file=io.StringIO(), width=WIDTH, markup=False, emoji=False, highlight=False)
     with console.capture() as capture:
         console.print(table)
@@ -132,17 +132,17 @@ def next_run(cron: str, timezone: str, after: datetime | None = None) -> datetim
     """Return the next time of a schedule, in its time zone.
 
     Args:
-        cron: the times as Argo or EventBridge reads them, with days of the week by name.
+        cron: the times in the format of Argo or EventBridge, with names for days of the week.
         timezone: time zone of the times; empty for UTC.
-        after: time from which on to look; by default now.
+        after: time after which to search; by default now.
 
     Raises:
-        ConfigError: there are no such times.
+        ConfigError: the schedule has no next time.
     """
     require_package("croniter", extra="deploy", needed_by="A schedule")
     from croniter import CroniterError, croniter
 
-    # EventBridge writes ? for any day, and a year.
+    # EventBridge's format has ? for any day, and a sixth field for the year.
     fields = cron.replace("?", "*").split()[:5]
     start = (after or datetime.now(UTC)).astimezone(ZoneInfo(timezone or "UTC"))
     try:

@@ -1,4 +1,4 @@
-"""Refuse what a scheduler cannot do, with the way out."""
+"""Refuse settings of a deployment that its scheduler does not support, and name the remedy."""
 
 import re
 from collections.abc import Iterator
@@ -35,10 +35,10 @@ CRON_FIELDS = {"argo": 5, "step-functions": 6}
 
 
 def refuse_unsupported(deployment: Deployment) -> None:
-    """Raise if the scheduler cannot do what a deployment asks for.
+    """Raise if the scheduler does not support a setting of a deployment.
 
     Raises:
-        ConfigError: there is such a setting.
+        ConfigError: a setting is not supported; the message names the remedy.
     """
     if deployment.scheduler == "step-functions":
         _refuse_argo_only(deployment)
@@ -74,7 +74,7 @@ def _refuse_argo_only(deployment: Deployment) -> None:
 
 
 def _check_time_limits(deployment: Deployment) -> None:
-    """Raise if a run would be stopped while an attempt of one of its steps may go on."""
+    """Raise if the time limit of a run is shorter than the time limit of a step's attempt."""
     minutes = 60 * deployment.timeout_hours
     for place, resources in _places(deployment):
         if minutes and resources.timeout_minutes > minutes:

@@ -1,4 +1,4 @@
-"""What a step of a deployed flow gets: a machine, rights, secrets, limits, and its environment."""
+"""Resources of a step of a deployed flow: machine, rights, secrets, limits, and environment."""
 
 import re
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from ppo_core.io.validation import Natural, NotNegative, Positive
 TAINT = re.compile(
     r"(?P<key>[\w./-]+)(=(?P<value>[\w.-]*))?:(?P<effect>NoSchedule|PreferNoSchedule|NoExecute)"
 )
-"""Form of a taint."""
+"""Pattern of a taint of a Kubernetes node."""
 
 
 MAX_RETRIES = 4
@@ -23,7 +23,7 @@ _Retries = Annotated[int, Field(ge=0, le=MAX_RETRIES, description=f"0 to {MAX_RE
 
 @dataclass(frozen=True, kw_only=True)
 class StepResources:
-    """What one step gets.
+    """Resources of one step.
 
     Raises:
         ConfigError: a value is out of range.
@@ -42,7 +42,7 @@ class StepResources:
     """Number of GPUs."""
 
     gpu_type: str = ""
-    """Type of the GPUs, as NVIDIA's feature discovery labels nodes: NVIDIA-L4. Argo only."""
+    """Type of the GPUs as in the node label of NVIDIA's feature discovery: NVIDIA-L4. Argo only."""
 
     disk_gib: NotNegative = 0.0
     """Disk of the container in GiB; 0 for Metaflow's default of 10. Argo only."""
@@ -71,22 +71,22 @@ class StepResources:
     """Job queue of AWS Batch; empty for METAFLOW_BATCH_JOB_QUEUE. Step Functions only."""
 
     secrets: list[str] = field(default_factory=list)
-    """Names of secrets whose entries become environment variables of the step: secrets of
-    Kubernetes on Argo, names or ARNs of AWS Secrets Manager on Step Functions."""
+    """Names of secrets whose entries become environment variables of the step: names of Kubernetes
+    Secrets on Argo, names or ARNs of AWS Secrets Manager on Step Functions."""
 
     timeout_minutes: Natural = 0
     """Time limit of an attempt in minutes; 0 for Metaflow's default of 5 days."""
 
     retries: _Retries | None = None
-    """Number of attempts after a failed one, at most 4; without it, the number that the flow has.
-    Each attempt of a training continues from its last checkpoint."""
+    """Number of further attempts after a failed first attempt, at most 4; None for the number in
+    the flow's code. Each attempt of a training continues from its last checkpoint."""
 
     mounts: dict[str, str] = field(default_factory=dict)
     """Volume -> folder in the container: persistent volume claims on Argo, ids of EFS file systems
     on Step Functions."""
 
     environment: dict[str, str] = field(default_factory=dict)
-    """Environment variables with values that everyone may read."""
+    """Environment variables of the step. Their values are stored in clear text."""
 
     def __post_init__(self) -> None:
         """Raise if a value is out of range."""

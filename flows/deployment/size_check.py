@@ -1,7 +1,7 @@
 """Compare memory and time of the trainings with the machines and time limits of a deployment.
 
 The data are not read: every prompt is assumed to have `PROMPT_TOKENS` tokens, and every response
-its full length. `flows/rlhf.py run --check` reads them and computes the same for their lengths.
+its full length. `flows/rlhf.py run --check` reads the data and computes with the actual lengths.
 """
 
 from collections.abc import Iterator
@@ -38,17 +38,17 @@ from ppo_core.models.loading import count_parameters
 from ppo_core.ppo.schedule import Schedule, make_schedule
 
 PROMPT_TOKENS = 1024
-"""Tokens of each prompt that are assumed, as in the table of presets in README."""
+"""Assumed number of tokens of each prompt, as in the table of presets in README."""
 
 DEFAULT_MINUTES = 5 * 24 * 60
-"""Metaflow's time limit of an attempt where a step has none."""
+"""Metaflow's time limit of an attempt in minutes, for steps without a limit of their own."""
 
 GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedTraining:
-    """A training, and the step that runs it."""
+    """A training, with the resources and the type of GPU of the step that runs it."""
 
     step: str
     resources: StepResources
@@ -62,7 +62,7 @@ class PlannedTraining:
 
 
 def check_sizes(files: DeploymentFiles) -> list[str]:
-    """Return what the trainings need of their machines and time limits, in lines of text.
+    """Return lines of text that compare each training with its machine and time limit.
 
     Raises:
         ConfigError: a training needs more than its machine has, or more time than its limit.
@@ -72,7 +72,7 @@ def check_sizes(files: DeploymentFiles) -> list[str]:
     with TemporaryDirectory() as folder:
         try:
             settings = _read_with_models(files.settings, Path(folder))
-        # Whoever deploys need not be able to read the models.
+        # The person who deploys may have no access to the models.
         except PPOError as error:
             return [
                 "sizes: not compared with the machines, because a model could not be read: "
@@ -90,7 +90,7 @@ def check_sizes(files: DeploymentFiles) -> list[str]:
 
 
 def _read_with_models(path: Path, folder: Path) -> Settings:
-    """Return the settings, with configurations and tokenizers of the models on this machine.
+    """Return the settings; download configurations and tokenizers of the models into `folder`.
 
     Raises:
         PPOError: a model cannot be read here.
@@ -110,7 +110,11 @@ def _read_with_models(path: Path, folder: Path) -> Settings:
 def _planned(
     deployment: Deployment, settings: Settings, lines: list[str]
 ) -> Iterator[PlannedTraining]:
-    """Yield the trainings on GPUs of a known type; append a line on each other one."""
+    """Yield trainings that can be compared; append to `lines` why another is not compared.
+
+    A training can be compared if its step has GPUs of a known type and `_size_of` returns a size.
+    Trainings on CPUs are skipped.
+    """
     trainings = {
         "load_policy": ("SFT", "sft", settings.sft.lora.r),
         "load_reward_model": (
@@ -147,7 +151,10 @@ def _planned(
 
 
 def _size_of(name: str, settings: Settings, processes: Processes) -> TrainingSize | None:
-    """Return the size of a training by its name."""
+    """Return the size of the training with this name; None if it cannot be computed.
+
+    This is the case if the training offloads, or if DeepSpeed has settings of its own.
+    """
     if name == "SFT":
         return sft_size(settings, longest=settings.sft.max_length, processes=processes)
     if name == "reward model":
@@ -158,15 +165,15 @@ def _size_of(name: str, settings: Settings, processes: Processes) -> TrainingSiz
 
 
 def _schedule(settings: Settings, processes: int) -> Schedule:
-    """Return the batches of PPO; the number of prompts, which is not read, decides epochs only."""
+    """Return the batches of PPO. Prompts are not read; their number affects only the epochs."""
     return make_schedule(settings.ppo, num_prompts=1, num_processes=processes)
 
 
 def _gpu_of(resources: StepResources, settings: Settings) -> Gpu | None:
-    """Return the GPU of a step, by its type or else by the settings."""
+    """Return the GPU by the step's `gpu_type`, or else by the settings; None if it is unknown."""
     table = read_gpus(settings.hardware).values()
     if resources.gpu_type:
-        # The label of a node is the name that CUDA gives, without spaces.
+        # The label of a node is CUDA's name of the GPU with hyphens instead of spaces.
         return next(
             (gpu for gpu in table if gpu.device.replace(" ", "-") == resources.gpu_type), None
         )

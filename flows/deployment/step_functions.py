@@ -1,4 +1,4 @@
-"""Deployed flows at AWS Step Functions: their state."""
+"""Read the state of flows that are deployed to AWS Step Functions."""
 
 import re
 from typing import Any
@@ -12,10 +12,10 @@ from deployment.deployment import Deployment, deployed_name
 from ppo_core.errors import StorageError, library_errors
 
 TAG = re.compile(r"--tag (\w+):([\w.-]+)")
-"""A tag among the words of a job's command."""
+"""Pattern of a tag in the command of a job."""
 
 TOKEN = re.compile(r'"metaflow\.production_token": *"([^"]+)"')
-"""Metaflow's production token in the definition of a state machine."""
+"""Pattern of Metaflow's production token in the definition of a state machine."""
 
 NEXT_MOVE = (
     "Check that your credentials and region are those of the deployment, and that you may read "
@@ -27,7 +27,7 @@ class StepFunctionsDeployment:
     """The flows of a deployment at AWS Step Functions."""
 
     def __init__(self, deployment: Deployment) -> None:
-        """Take the deployment; the credentials say the account and the region."""
+        """Take the deployment; account and region are those of the AWS credentials."""
         self._deployment = deployment
 
     def name_of(self, flow: str) -> str:
@@ -36,10 +36,10 @@ class StepFunctionsDeployment:
         return f"{SFN_STATE_MACHINE_PREFIX}_{name}" if SFN_STATE_MACHINE_PREFIX else name
 
     def forbid_overlaps(self, flow: str) -> None:
-        """Do nothing: Step Functions has no such policy, and the lease of the model suffices."""
+        """Do nothing: Step Functions has no such policy; the lease of the model replaces it."""
 
     def find(self, flow: str) -> DeployedFlow | None:
-        """Return the flow as AWS has it; None if it has none.
+        """Return the deployed flow; None if it is not deployed.
 
         Raises:
             StorageError: AWS does not answer.
@@ -71,7 +71,7 @@ class StepFunctionsDeployment:
 
 
 def _cron_of(state_machine: str) -> str:
-    """Return the times at which EventBridge starts a state machine; empty for none."""
+    """Return the cron times at which EventBridge starts a state machine; empty for no schedule."""
     events: Any = get_aws_client("events")
     try:
         rule = events.describe_rule(Name=EventBridgeClient(state_machine).name)

@@ -1,1 +1,1 @@
-"""What touches private parts of Metaflow: its command line, its errors, its compiled jobs."""
+"""Code that uses private parts of Metaflow: its command line, its errors, its compiled jobs."""

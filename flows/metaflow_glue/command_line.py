@@ -1,4 +1,4 @@
-"""What the command line of `flows/rlhf.py` does beyond Metaflow: hints, checks and refusals."""
+"""Add hints, checks and refusals to Metaflow's command line of `flows/rlhf.py`."""
 
 from collections.abc import Collection, Sequence
 from itertools import pairwise
@@ -18,13 +18,13 @@ from ppo_core.io.text_files import read_text_file
 
 
 def check_settings_file(argv: Sequence[str]) -> None:
-    """Raise unless `--config` names the settings as Metaflow expects it, and the file can be read.
+    """Raise unless `--config` has the form that Metaflow expects, and the file can be read.
 
-    Metaflow would take the next words for the name and the file, wait for the writer of a pipe, and
-    end in a traceback if a file is not UTF-8.
+    Without this check, Metaflow would take any two next words for the name and the file, would wait
+    for the writer if the file is a pipe, and would end in a traceback if the file is not UTF-8.
 
     Raises:
-        ConfigError: the option is written in another form, or the file cannot be read.
+        ConfigError: the option has another form, or the file cannot be read.
     """
     for word, following in pairwise(argv):
         if word == "run" and following.endswith(".toml"):
@@ -67,7 +67,7 @@ def refuse_scheduler(argv: Sequence[str], num_nodes: int) -> None:
 
 
 def prepare_resume(argv: Sequence[str], flow_name: str) -> None:
-    """Let a `resume` become the latest run; print the run that it continues if none is given.
+    """Make a `resume` the latest run; if no run is named, print which run it continues.
 
     Raises:
         ConfigError: the working directory has no run.
@@ -88,11 +88,11 @@ def prepare_resume(argv: Sequence[str], flow_name: str) -> None:
 
 
 def _record_resumed_runs(flow_name: str) -> None:
-    """Record a resumed run as the latest run once it has the finished steps of its origin.
+    """Record a resumed run as the latest run, once it has copied the finished steps of its origin.
 
-    Metaflow writes `latest_run` in `run` only, so a second `resume` would start from the first run
-    again, and repeat all steps that the first `resume` had finished. Metaflow has no hook at this
-    moment, so a method of its scheduler is replaced.
+    Metaflow records the latest run only in the command `run`. So a second `resume` would continue
+    the first run, and repeat all steps that the first `resume` had finished. Metaflow has no hook
+    for this, so a method of its runtime is replaced.
     """
     execute = NativeRuntime.execute
 
@@ -107,17 +107,17 @@ def _record_resumed_runs(flow_name: str) -> None:
 
 
 def explain_unknown_options(options: Collection[str]) -> None:
-    """Add what to write instead to Metaflow's message about an unknown option.
+    """Add a hint to Metaflow's message about an unknown option: what to write instead.
 
     Metaflow has no setting for its messages, so a method of its parser is replaced.
 
     Args:
-        options: the options of `run` for the flow's parameters, without hyphens in front.
+        options: the options of `run` for the flow's parameters, without the leading hyphens.
     """
     describe = NoSuchOption.format_message
 
     def explained(error: NoSuchOption) -> str:
-        # Imported here: only this message needs the names of all settings.
+        # Imported here, because only this message needs the names of all settings.
         from pipeline.settings.settings import SETTING_NAMES
 
         if error.possibilities:
@@ -131,10 +131,11 @@ def explain_unknown_options(options: Collection[str]) -> None:
 
 
 def check_instead_of_run(context: Context, _option: Option, is_given: bool) -> bool:
-    """Make Metaflow's `run` call the flow's `check_only` if the option is given; start no run.
+    """Make Metaflow's `run` call the flow's `check_only`, without a run, if the option is given.
 
-    This is the option's callback. Metaflow creates a run before the first step, and a step cannot
-    end a run early. So the function of the command `run` is replaced, once its parameters are read.
+    This is the callback of `--check`. Metaflow creates a run before the first step, and a step
+    cannot end a run early. So the function of the command `run` is replaced after its parameters
+    have been read.
     """
     if is_given and context.info_name == "run":
 
@@ -148,16 +149,17 @@ def check_instead_of_run(context: Context, _option: Option, is_given: bool) -> b
 
 
 def send_to_scheduler(context: Context, option: Option, given: Sequence[str]) -> Sequence[str]:
-    """Make Metaflow's `trigger` send the values of `--set` as one text, split at its spaces.
+    """Make Metaflow's `trigger` send the values of `--set` as one text, joined by spaces.
 
-    This is the callback of `--set`. Metaflow has no hook here, so the function of the command
-    `trigger` is replaced, once the values are read from the command line and the environment.
+    The scheduled run splits this text at its spaces. This is the callback of `--set`. Metaflow has
+    no hook here, so the function of the command `trigger` is replaced after the values have been
+    read from the command line and the environment.
     """
     if context.info_name == "trigger":
         trigger = context.command.callback
 
         def send(**values: Any) -> Any:
-            # A list would arrive as its text in JSON.
+            # The run would get a list as one text in JSON.
             values[option.name] = " ".join(given) or None
             try:
                 refuse_spaces(given)
@@ -170,10 +172,10 @@ def send_to_scheduler(context: Context, option: Option, given: Sequence[str]) ->
 
 
 def refuse_spaces(overrides: Sequence[str]) -> None:
-    """Raise if a value of `--set` has a space.
+    """Raise if a value of `--set` contains a space, at which a scheduled run would split it.
 
     Raises:
-        ConfigError: a scheduled run would split the value there.
+        ConfigError: a value contains a space.
     """
     for text in overrides:
         if len(text.split()) > 1:

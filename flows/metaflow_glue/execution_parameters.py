@@ -1,8 +1,8 @@
-"""Give the parameters of a scheduled execution to the first step, quoted for the shell.
+"""Pass the parameters of a scheduled execution to the first step, quoted for the shell.
 
-The first job of an execution writes its parameters into a file, which the job's shell then reads.
-Metaflow writes each value as JSON, so the shell would execute `$(...)` in a value, with the rights
-of the first step. This module writes the file instead:
+The first job of an execution writes the parameters into a file, which the job's shell then reads.
+Metaflow would write each value as JSON, so the shell would execute `$(...)` in a value, with the
+rights of the first step. These commands write the file instead:
 
     python -m metaflow_glue.execution_parameters step-functions FILE NAME ...
     python -m metaflow_glue.execution_parameters argo FILE NAME,IS_NONE,VALUE_IN_BASE64 ...
@@ -26,7 +26,7 @@ ARGO = re.compile(r"metaflow\.plugins\.argo\.set_parameters (\w+)")
 STEP_FUNCTIONS = re.compile(
     r"metaflow\.plugins\.aws\.step_functions\.set_batch_environment parameters (\w+)"
 )
-"""Commands of Metaflow that write the file, whose name is the group."""
+"""Patterns of the Metaflow commands that write the file; the group is the name of the file."""
 
 
 COMMANDS = ("argo-workflows", "step-functions")
@@ -34,14 +34,14 @@ COMMANDS = ("argo-workflows", "step-functions")
 
 
 def quote_parameters(names: Collection[str]) -> None:
-    """Let the commands that deploy a flow compile the command of this module.
+    """Make Metaflow put the command of this module into the jobs that it compiles.
 
     Metaflow has no hook here, so the function that completes the commands of a job is replaced.
 
     Args:
-        names: the parameters of the flow; an execution with another one is refused.
+        names: the parameters of the flow; an execution with an unknown parameter is refused.
     """
-    # Imported here: only a deployment needs the clients of the schedulers.
+    # Imported here, because only a deployment needs the clients of the schedulers.
     from metaflow.plugins.argo import argo_workflows
     from metaflow.plugins.aws.batch import batch
 
@@ -57,10 +57,10 @@ def quote_parameters(names: Collection[str]) -> None:
 
 
 def read_step_functions(names: Collection[str], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return the parameters of an execution of Step Functions, over the defaults of the flow.
+    """Return the parameters of an execution of Step Functions; others have the flow's defaults.
 
     Raises:
-        ConfigError: the input is no JSON object, or has a parameter that the flow has not.
+        ConfigError: the input is no JSON object, or has a parameter that the flow lacks.
     """
     given = environment.get("METAFLOW_PARAMETERS", "{}")
     try:
@@ -82,9 +82,10 @@ def read_step_functions(names: Collection[str], environment: Mapping[str, str]) 
 
 
 def read_argo(words: Sequence[str]) -> dict[str, str | None]:
-    """Return the parameters of a workflow: each word is NAME,IS_NONE,VALUE, the value in base64.
+    """Return the parameters of a workflow.
 
-    IS_NONE is `t` if the default of the parameter is None, which Metaflow writes as null.
+    Each word is NAME,IS_NONE,VALUE. VALUE is in base64. IS_NONE is `t` if the default of the
+    parameter is None; Metaflow then writes `null` as the value.
     """
     values: dict[str, str | None] = {}
     for word in words:
@@ -94,7 +95,7 @@ def read_argo(words: Sequence[str]) -> dict[str, str | None]:
             parsed = json.loads(text)
         except ValueError:
             parsed = text
-        # `trigger` sends a text as JSON; numbers and flags are read from their own text.
+        # `trigger` sends a text as a JSON string; other values stay in the form in which they came.
         values[name] = parsed if isinstance(parsed, str) else text
         if text == "null" and is_none == "t":
             values[name] = None
@@ -102,10 +103,10 @@ def read_argo(words: Sequence[str]) -> dict[str, str | None]:
 
 
 def exports(values: Mapping[str, Any]) -> str:
-    """Return lines by which a shell exports the values; a value of None is left out.
+    """Return lines with which a shell exports the values; a value of None is left out.
 
     Raises:
-        ConfigError: a value has a null character, which no variable can hold.
+        ConfigError: a value has a null character, which no variable can contain.
     """
     lines = []
     for name, value in values.items():

@@ -1,4 +1,4 @@
-"""Keep secrets out of what Metaflow stores of a run: parameters, settings, metadata, exceptions."""
+"""Keep secrets out of the data that Metaflow stores: parameters, settings, metadata, exceptions."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -14,23 +14,24 @@ from ppo_core.errors.control_characters import escape_controls
 from ppo_core.errors.redaction import redact
 
 PARAMETER_VARIABLE = "METAFLOW_RUN_"
-"""Beginning of the environment variables from which Metaflow reads parameters."""
+"""Prefix of the environment variables from which Metaflow reads parameters."""
 
 SET = f"{PARAMETER_VARIABLE}SET"
 """Environment variable with the values of `--set`, separated by spaces."""
 
 
 def keep_secrets_from_metaflow(argv: Sequence[str]) -> None:
-    """Refuse secrets on the command line, and redact what Metaflow stores by itself.
+    """Refuse secrets on the command line, and redact the data that Metaflow stores by itself.
 
-    Metaflow stores the address of the git remote, in which clones of CI jobs have a token, and the
-    traceback of a failed step. It has no setting for either, so two of its names are replaced.
+    Metaflow stores the address of the git remote, which contains a token in many CI jobs, and the
+    traceback of a failed step. It has no setting that prevents this, so a function and a class of
+    Metaflow are replaced.
 
     Args:
         argv: arguments of the command, without the name of the file.
 
     Raises:
-        ConfigError: an argument, or a parameter in the environment, holds a secret.
+        ConfigError: an argument, or a parameter in the environment, contains a secret.
     """
     from_environment = {
         name: value for name, value in os.environ.items() if name.startswith(PARAMETER_VARIABLE)
@@ -42,9 +43,9 @@ def keep_secrets_from_metaflow(argv: Sequence[str]) -> None:
 
 
 def redacted_exception(error: BaseException) -> Any:
-    """Return the exception that is being handled as Metaflow stores and shows it.
+    """Return the record of an exception that Metaflow stores and shows.
 
-    It has neither secrets nor control characters.
+    Secrets are masked, and control characters are escaped.
     """
     stored = MetaflowExceptionWrapper(error)
     stored.exception = escape_controls(redact(stored.exception))
@@ -63,7 +64,7 @@ def _redacted(read: Any) -> Any:
 
 
 def _named(argv: Sequence[str]) -> dict[str, str]:
-    """Return the arguments by the name of their flag, or else by their position."""
+    """Return flag -> its values, joined by spaces; an argument before any flag has its position."""
     values: dict[str, str] = {}
     flag = ""
     for place, word in enumerate(argv, start=1):

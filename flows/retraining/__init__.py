@@ -1,1 +1,1 @@
-"""Run the flow RLHF again and again: only if something is new, one run at a time, with alarms."""
+"""Start the flow RLHF regularly: only if something is new, one run at a time, with alarms."""

@@ -1,4 +1,4 @@
-"""Alarms of a run: messages to a topic of Amazon SNS, only when a person has to act."""
+"""Send alarms about a run to a topic of Amazon SNS, only when a person has to act."""
 
 import sys
 from collections.abc import Sequence
@@ -13,22 +13,22 @@ if TYPE_CHECKING:
     from pipeline.settings.settings import Settings
 
 MAX_SUBJECT_CHARACTERS = 99
-"""Maximum length of the subject of a message of SNS."""
+"""Maximum length of the subject of an SNS message."""
 
 REFUSED_IN_A_ROW = 2
-"""Number of refused policies in a row from which on each one raises an alarm."""
+"""Number of refused policies in a row after which an alarm is sent, and for each further one."""
 
 
 def alarm_refused_reward_model(
     topic: str, settings: "Settings", run: str, validation: "ValidatedReward"
 ) -> None:
-    """Say that a run ended because its reward model was refused."""
+    """Send an alarm: the run ended because its reward model was refused."""
     subject = f"{settings.registered_model}: the reward model was refused"
     send_alarm(topic, subject, [f"Run {run} ended before PPO.", *validation.reasons])
 
 
 def alarm_refused_policies(topic: str, settings: "Settings", run: str) -> None:
-    """Say that policies were refused, if this is at least the second one in a row."""
+    """Send an alarm if the last policies were refused, at least `REFUSED_IN_A_ROW` in a row."""
     if not topic:
         return
     # Imported here: it imports MLflow.
@@ -37,7 +37,7 @@ def alarm_refused_policies(topic: str, settings: "Settings", run: str) -> None:
     try:
         decisions = read_champions(settings.registered_model).decisions
     except ModelError as error:
-        # The version is registered; a question that MLflow does not answer must not fail the run.
+        # The version is registered already, so an MLflow server that is down must not fail the run.
         print(f"Whether to send an alarm is unknown: {error}", file=sys.stderr, flush=True)
         return
     last = decisions[-REFUSED_IN_A_ROW:]
@@ -49,7 +49,7 @@ def alarm_refused_policies(topic: str, settings: "Settings", run: str) -> None:
 
 
 def alarm_budget(topic: str, budget: float, settings: "Settings", run: "FlowRun") -> None:
-    """Say that a run used more GPU hours than its budget; 0 allows any number."""
+    """Send an alarm if a run used more GPU hours than its budget; a budget of 0 is no limit."""
     if not (topic and budget):
         return
     from pipeline.cost.usage import gpu_hours
@@ -61,12 +61,12 @@ def alarm_budget(topic: str, budget: float, settings: "Settings", run: "FlowRun"
 
 
 def send_alarm(topic: str, subject: str, sentences: Sequence[str]) -> None:
-    """Send a message to a topic; print it if the topic cannot be reached, and go on.
+    """Send a message to a topic; if the topic cannot be reached, only print the message.
 
     Args:
         topic: ARN of the topic; empty for a run without alarms.
         subject: what happened, in one line.
-        sentences: the text, one sentence a line.
+        sentences: the text, one sentence per line.
     """
     if not topic:
         return
@@ -80,11 +80,11 @@ def send_alarm(topic: str, subject: str, sentences: Sequence[str]) -> None:
             TopicArn=topic, Subject=_as_subject(subject), Message=f"{subject}\n{text}"
         )
     except (BotoCoreError, ClientError) as error:
-        # The run has ended as it did; a lost message must not turn it into a failure.
+        # The result of the run is known already; a lost message must not turn it into a failure.
         print(f"The alarm was not sent: {error}\n{subject}\n{text}", file=sys.stderr, flush=True)
 
 
 def _as_subject(text: str) -> str:
-    """Return a text as SNS accepts it: printable ASCII on one short line."""
+    """Return a text in the form that SNS accepts: printable ASCII on one short line."""
     plain = "".join(character if " " <= character <= "~" else "?" for character in text)
     return plain[:MAX_SUBJECT_CHARACTERS]

@@ -1,4 +1,7 @@
-"""Keep the lease of a registered model while a run of the flow RLHF uses it."""
+"""Renew the lease of a registered model during a run of the flow RLHF, and release it at the end.
+
+The lease is an object in the store that names the one run that may train the model.
+"""
 
 import os
 import signal
@@ -19,10 +22,10 @@ RENEWAL_SECONDS = 60.0
 
 
 class KeptLease:
-    """Renew a lease while a step lasts; release it if the run ends with this step.
+    """Renews a lease during a step; releases the lease if the run ends with this step.
 
-    If the lease was taken over meanwhile, this process gets SIGTERM, by which a training ends with
-    a checkpoint.
+    If another run takes over the lease meanwhile, this process gets SIGTERM: a training then saves
+    a checkpoint and ends.
     """
 
     def __init__(
@@ -35,11 +38,11 @@ class KeptLease:
         """Store the arguments; entering the context renews the lease.
 
         Args:
-            owner: owner of the lease; empty for a run that needs none.
+            owner: owner of the lease; empty for a run that needs no lease.
             read_settings: returns the settings of the run; None before the first step has read
                 them.
             run: id of the run.
-            ends_run: returns whether the run ends with this step, given the error of the step.
+            ends_run: takes the error of the step, or None; returns whether the run ends now.
         """
         self._owner, self._run = owner, run
         self._read_settings, self._ends_run = read_settings, ends_run
@@ -47,7 +50,7 @@ class KeptLease:
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> None:
-        """Renew the lease now, and every RENEWAL_SECONDS from now on.
+        """Renew the lease now, and then every RENEWAL_SECONDS.
 
         Raises:
             ConfigError: the lease is lost, or the run has no store.
@@ -84,8 +87,8 @@ class KeptLease:
                 print(error, file=sys.stderr, flush=True)
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
-            # Such as credentials that are missing for a moment. The limit of a lease is much longer
-            # than RENEWAL_SECONDS.
+            # For example, credentials that are missing for a moment. The time limit of a lease is
+            # much longer than RENEWAL_SECONDS, so the next renewal is in time.
             except (ConfigError, StorageError) as error:
                 print(f"The lease could not be renewed: {error}", file=sys.stderr, flush=True)
 
@@ -96,7 +99,7 @@ def lease_of(settings: Settings, owner: str) -> "Lease":
     Raises:
         ConfigError: the run has no store in S3.
     """
-    # Imported here: they import boto3, which a run without a lease does without.
+    # Imported here, because these modules import boto3, which a run without a lease does not need.
     from pipeline.storage.lease import Lease
     from pipeline.storage.workspace import workspace_of
 
@@ -110,9 +113,9 @@ def lease_of(settings: Settings, owner: str) -> "Lease":
 
 
 def release_lease(owner: str, settings: Settings | None, run: str) -> None:
-    """Release the lease at the end of a run; print why if that is impossible.
+    """Release the lease at the end of a run; if that fails, print the reason.
 
-    The result of the run stays as it is: a lease that nobody releases ends at its limit.
+    A failure does not change the result of the run: a lease that is not released expires.
     """
     if not owner or settings is None:
         return

@@ -1,4 +1,7 @@
-"""Compare the inputs of a run with the inputs of the champion and of decided runs."""
+"""Compare the present inputs with those of the champion and of runs that ended with a decision.
+
+A run ends with a decision if it promoted or refused its policy, or refused its reward model.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +23,7 @@ MEANINGS = {
     "model/reward_model": "reward model",
     "settings_digest": "settings",
 }
-"""Words for lineage tags whose names do not explain themselves."""
+"""Lineage tag -> the words for it in messages, if its name is not clear by itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,25 +31,25 @@ class NewInputs:
     """The inputs that a run would have today, and how they differ from the champion's."""
 
     settings: Settings
-    """Settings of the run, with the names of the inputs as given."""
+    """Settings of the run; inputs have the names that the user gave."""
 
     lineage: dict[str, str]
-    """Lineage tags of the run."""
+    """Lineage tags of the run: digests of the inputs and settings, and the commit."""
 
     compared: dict[str, str]
-    """The lineage tags of which a change makes a run new."""
+    """The lineage tags that are compared: if one of them has changed, something is new."""
 
     new: list[str]
-    """Sentences that say what is new; empty if a run was already decided on equal inputs."""
+    """What is new, as parts of a sentence; empty if a run has already decided on equal inputs."""
 
     seen: str
-    """What was decided on equal inputs, and by which run; empty if something is new."""
+    """The decision of an earlier run on equal inputs; empty if something is new."""
 
 
 def find_new_inputs(from_file: Mapping[str, Any], run: str) -> NewInputs:
     """Fetch the inputs of the settings, and compare them with those of earlier runs.
 
-    Nothing is new if the champion, or any run that decided on a policy, had equal inputs. So a
+    Nothing is new if the champion, or any run that ended with a decision, had equal inputs. So a
     policy that was refused or withdrawn is not trained again.
 
     Args:
@@ -74,16 +77,16 @@ def find_new_inputs(from_file: Mapping[str, Any], run: str) -> NewInputs:
 
 
 def _is_compared(tag: str, given: Settings) -> bool:
-    """Return whether a change of a lineage tag makes a run new.
+    """Return whether a change of this lineage tag counts as something new.
 
-    A policy that is a version of the registered model itself changes with each promotion, although
-    nobody brought anything new.
+    If the policy is a version of the registered model itself, it changes with each promotion, and
+    this change does not count.
     """
     is_own = given.policy.startswith(tuple(f"{REGISTRY}{given.registered_model}{x}" for x in "@/"))
     return is_origin(tag) and not (tag == "model/base" and is_own)
 
 
 def _changes(lineage: Mapping[str, str], champion: Mapping[str, str]) -> list[str]:
-    """Return what differs from the champion's lineage, each name once."""
+    """Return the names of the tags that differ from the champion's tags, each name once."""
     changed = [name for name, value in lineage.items() if champion.get(name) != value]
     return list(dict.fromkeys(MEANINGS.get(name, name) for name in changed))

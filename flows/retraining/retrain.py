@@ -1,4 +1,4 @@
-"""Start the flow RLHF if something is new, for the owner of the lease, and record the outcome."""
+"""Take the lease and start the flow RLHF if something is new, and record the outcome."""
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -16,10 +16,10 @@ def retrain(found: NewInputs, from_file: Mapping[str, Any], run: str, *, take_ov
     """Start the flow RLHF if something is new; print, record and return the outcome.
 
     Args:
-        found: what is new.
+        found: the result of `find_new_inputs`.
         from_file: tables of the settings file.
-        run: id of the run of the flow Retrain, which owns the lease.
-        take_over: whether to take the lease from a run that holds it.
+        run: id of the run of the flow Retrain, which becomes the owner of the lease.
+        take_over: whether to take the lease from another run.
 
     Raises:
         ConfigError: the run has no store, or S3 refuses the access.
@@ -33,7 +33,7 @@ def retrain(found: NewInputs, from_file: Mapping[str, Any], run: str, *, take_ov
     if (holder := lease.take(take_over=take_over)) is not None:
         return record("busy", f"The lease belongs to {holder}. Nothing was started.")
     try:
-        # A run may have decided and released the lease after this run looked for new inputs.
+        # Another run may have ended with a decision since this run looked for new inputs.
         if decided := find_decided_run(found.compared):
             lease.release()
             return record("nothing new", decided)

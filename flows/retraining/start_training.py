@@ -13,22 +13,22 @@ from metaflow.exception import MetaflowException
 from ppo_core.errors import ProcessError, reason_of
 
 STATE_MACHINE = "SFN_STATE_MACHINE"
-"""Environment variable in which Metaflow names the state machine of a job of Step Functions."""
+"""Environment variable of a Step Functions job with the name of its state machine."""
 
 TEMPLATE = "ARGO_WORKFLOW_TEMPLATE"
-"""Environment variable in which Metaflow names the template of a pod of Argo Workflows."""
+"""Environment variable of an Argo Workflows pod with the name of its workflow template."""
 
 
 def start_training(from_file: Mapping[str, Any], lease: str) -> str:
-    """Start the flow RLHF for the owner of a lease; return what was started.
+    """Start the flow RLHF with a lease; return which run was started.
 
-    On a scheduler, the deployed flow RLHF of the same project and branch is started, and this
-    function does not wait. On this machine, the flow runs until its end.
+    On a scheduler, this function starts the deployed flow RLHF of the same project and branch, and
+    does not wait for it. On this machine, it runs the flow to its end.
 
     Args:
-        from_file: tables of the settings file, for a run on this machine. A deployed flow has its
-            own.
-        lease: owner of the lease that the run uses.
+        from_file: tables of the settings file, for a run on this machine. A deployed flow has the
+            settings with which it was deployed.
+        lease: owner of the lease that the run will renew and release.
 
     Raises:
         ProcessError: the flow could not be started, or ended with an error.
@@ -36,7 +36,7 @@ def start_training(from_file: Mapping[str, Any], lease: str) -> str:
     parameters = {"lease": lease}
     try:
         if own := os.environ.get(STATE_MACHINE):
-            # Imported here: a run on this machine has neither client.
+            # Imported here: a run on this machine may have no client of a scheduler installed.
             from metaflow.plugins.aws.step_functions.step_functions import StepFunctions
 
             started = StepFunctions.trigger(training_name(own), parameters)
@@ -58,7 +58,7 @@ def training_name(own: str) -> str:
     """Return the name under which the flow RLHF is deployed beside the flow Retrain.
 
     Raises:
-        ProcessError: the flow Retrain in a project and branch has another name.
+        ProcessError: `own` does not end with the name of the flow Retrain.
     """
     for mine, other in (("Retrain", "RLHF"), ("retrain", "rlhf")):
         if own.endswith(mine):

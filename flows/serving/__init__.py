@@ -1,1 +1,1 @@
-"""Load the champion of a registered model. A service can use this package without the pipeline."""
+"""Load the champion of a registered model. A service needs only this package, not the pipeline."""

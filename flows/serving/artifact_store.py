@@ -34,7 +34,7 @@ SLOWEST_BYTES_PER_SECOND = 1_000_000
 
 def prepare_mlflow() -> None:
     """Set environment variables of MLflow's client, unless the service has set them."""
-    # The answer must come from the registry that the service names.
+    # Without redirects, the answer comes from the registry that the service names.
     os.environ.setdefault("MLFLOW_ALLOW_HTTP_REDIRECTS", "false")
     # A progress bar for each file would clutter the log of a service.
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
@@ -64,15 +64,15 @@ def download(
 ) -> Mapping[str, str]:
     """Download the files of the manifest into `folder`, and check each file after its download.
 
-    JSON files come before the weights.
+    JSON files are downloaded before the weights.
 
     Args:
         store: artifact store of the version.
         folder: an empty folder.
         digest: SHA-256 of the manifest.
         what: name of the version in error messages.
-        timeout: maximum seconds for each answer of the store; a file may take one more second per
-            SLOWEST_BYTES_PER_SECOND.
+        timeout: maximum seconds for each answer of the store. A file may take
+            size / SLOWEST_BYTES_PER_SECOND more seconds.
 
     Returns:
         The SHA-256 of each file, by path.

@@ -6,8 +6,9 @@
     question = champion.tokenizer("Hello", return_tensors="pt").to(champion.model.device)
     champion.model.generate(**question)
 
-This package imports only `ppo_core.errors` and `ppo_core.config.placement` of the project; loading
-a model also imports `ppo_core.models.loading`, which checks the models of the flow, too.
+From the rest of the project, this package imports only `ppo_core.errors` and
+`ppo_core.config.placement`. Loading a model also imports `ppo_core.models.loading`, with which the
+flow loads and checks its models.
 """
 
 import logging
@@ -101,7 +102,7 @@ def load_champion(
 ) -> Champion:
     """Download a version, verify all its files, and load it as the flow loads a policy.
 
-    A registered version is not trusted more than a user's policy: it passes the same checks.
+    A registered version must pass the same checks as a policy that a user names.
 
     Args:
         name: name of the registered model.
@@ -110,8 +111,8 @@ def load_champion(
         cache: folder for downloaded versions; None for `CACHE`.
         timeout: maximum seconds for each answer of the registry and of the store; a file may take
             one more second per megabyte.
-        precision: `fp32`, `bf16`, or `auto`, bf16 on a GPU that computes in it; None for the
-            precision of the files.
+        precision: `fp32`, `bf16`, or `auto` (bf16 on a GPU that supports it, otherwise fp32); None
+            for the precision of the files.
 
     Raises:
         ModelError: `fetch_champion` failed, or the verified files are refused or cannot be loaded.
@@ -124,7 +125,7 @@ def load_champion(
     fetched = fetch_champion(name, alias=alias, version=version, cache=cache, timeout=timeout)
     what = f"Version {fetched.version} of '{name}'"
     model, tokenizer = fetched.folder / "model", fetched.folder / "components" / "tokenizer"
-    # Without config.json, transformers would load an adapter's base model, which is not verified.
+    # Without config.json, transformers would load the unverified base model of an adapter.
     if not ((model / "config.json").is_file() and tokenizer.is_dir()):
         raise refusal(what, "it has no model/config.json or no components/tokenizer")
     placement = placement_for_reading(precision or "auto")
@@ -154,10 +155,10 @@ def fetch_champion(
 ) -> Fetched:
     """Download a version and verify each file against the manifest.
 
-    The manifest must match the tag of the version, the list of files in the store must match the
-    manifest, and each file must match its digest. Files are downloaded to a temporary folder,
-    which is renamed when it is complete. A version in the cache is verified again, and downloaded
-    again only if a file has changed.
+    The digest of the manifest must be equal to the tag of the version, the list of files in the
+    store must match the manifest, and each file must have its digest in the manifest. Files are
+    downloaded to a temporary folder, which is renamed when it is complete. A version in the cache
+    is verified again, and downloaded again only if a file has changed.
 
     Args:
         name: name of the registered model.
@@ -199,7 +200,7 @@ def _find_version(name: str, alias: str, version: str | int | None, timeout: flo
         check_database(uri, must_exist=True)
     try:
         return answer_within(timeout, ask)
-    # ImportError: the driver of the database is not installed.
+    # An ImportError means that the driver of the database is not installed.
     except (MlflowException, SQLAlchemyError, OSError, ImportError) as error:
         registry = mlflow.get_registry_uri()
         code = error.error_code if isinstance(error, MlflowException) else ""
@@ -258,7 +259,10 @@ def _fetch_into(folder: Path, found: ModelVersion, digest: str, what: str, timeo
 
 
 def _publish(unfinished: Path, folder: Path, files: Iterable[str], digest: str) -> None:
-    """Rename the folder; replace an existing target file by file, as processes may read it."""
+    """Rename the folder `unfinished` to `folder`.
+
+    If `folder` exists, its files are replaced one by one, because other processes may read them.
+    """
     try:
         unfinished.rename(folder)
     except OSError:

@@ -1,7 +1,7 @@
 """Check an MLflow database on disk before MLflow opens it.
 
-MLflow creates missing folders, writes its tables into whatever database it finds, and tries to
-open an unusable file again for two minutes.
+Without this check, MLflow would create missing folders, write its tables into the database of
+another program, and repeat its attempts to open an unusable file for two minutes.
 """
 
 import os
@@ -12,7 +12,7 @@ from ppo_core.errors import ModelError
 from ppo_core.errors.redaction import redact
 
 SQLITE_HEADER = b"SQLite format 3\0"
-"""First bytes of a database that is not empty."""
+"""First bytes of a sqlite database file that is not empty."""
 
 MLFLOW_TABLE = "experiments"
 """The table that MLflow creates first."""
@@ -22,12 +22,13 @@ def check_database(uri: str, *, must_exist: bool = False, is_written: bool = Fal
     """Raise if `uri` is the address of a sqlite file that MLflow cannot use.
 
     Args:
-        uri: MLflow's tracking or registry address; other addresses than sqlite's are not checked.
-        must_exist: refuse a missing or empty file, in which MLflow would create a database.
-        is_written: refuse a file that is not writable.
+        uri: MLflow's tracking or registry address; only addresses of sqlite files are checked.
+        must_exist: whether to refuse a missing or empty file, in which MLflow would create a
+            database.
+        is_written: whether to refuse a file that is not writable.
 
     Raises:
-        ModelError: the file cannot be used; the message says why and what to do.
+        ModelError: the file cannot be used; the message has the reason and what to do.
     """
     path = sqlite_file(uri)
     if path is None:

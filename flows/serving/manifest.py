@@ -14,10 +14,10 @@ from typing import Any
 from ppo_core.errors import ModelError
 
 MANIFEST = "manifest.json"
-"""File with the SHA-256 of every file of a version that is not in WITHOUT_DIGEST."""
+"""File with the SHA-256 of every file of a version, except those in WITHOUT_DIGEST."""
 
 MANIFEST_TAG = "manifest"
-"""MLflow tag of a version that holds the SHA-256 of the manifest."""
+"""MLflow tag of a version with the SHA-256 of its manifest."""
 
 CARD = "README.md"
 """Model card; rewritten after the promotion decision, so it has no digest and is not downloaded."""
@@ -31,7 +31,7 @@ REMOTE_CODE = frozenset({"auto_map", "custom_pipelines", "trust_remote_code"})
 """Configuration keys that make transformers run code from outside its package."""
 
 PICKLE_OR_ZIP = re.compile(rb"\x80[\x02-\x05]|PK\x03\x04")
-"""First bytes of a pickle, or of a zip file as torch.save writes it."""
+"""First bytes of a pickle, or of a zip file, the format of torch.save."""
 
 MAX_SAFETENSORS_HEADER = 100_000_000
 """Maximum header size in bytes that the safetensors format allows."""
@@ -84,7 +84,7 @@ def read_manifest(folder: Path, digest: str, what: str) -> dict[str, str]:
         what: name of the version in error messages.
 
     Raises:
-        ModelError: the manifest is missing, changed, or names a file that is refused.
+        ModelError: the manifest is missing or was changed, or it names a file that is refused.
     """
     manifest = folder / MANIFEST
     if manifest.is_symlink() or not manifest.is_file():
@@ -105,7 +105,7 @@ def read_manifest(folder: Path, digest: str, what: str) -> dict[str, str]:
 
 
 def check_list(listed: Iterable[str], files: Mapping[str, str], what: str) -> None:
-    """Raise unless `listed` and `files` have the same paths, ignoring WITHOUT_DIGEST.
+    """Raise unless `listed` and `files` have the same paths; paths in WITHOUT_DIGEST are ignored.
 
     Raises:
         ModelError: a path is missing or is not in the manifest.
@@ -121,7 +121,8 @@ def check_file(folder: Path, path: str, digest: str, what: str) -> None:
     """Raise if a file was changed or could run code.
 
     Raises:
-        ModelError: the digest differs, or the first bytes or the JSON keys are refused.
+        ModelError: the digest differs, or the first bytes or a JSON key show that the file could
+            run code.
     """
     if (actual := _sha256(folder / path)) != digest:
         raise refusal(
@@ -154,7 +155,7 @@ def check_name(path: str, what: str) -> None:
 
 
 def _check_content(folder: Path, path: str, what: str) -> None:
-    """Raise if the first bytes of a file, or the keys of a JSON file, mean that it can run code."""
+    """Raise if the first bytes of a file, or a key of a JSON file, show that it could run code."""
     if path.endswith(".json"):
         if key := _remote_code_key(_read_json(folder / path, path, what)):
             raise refusal(what, f"{path!r} has the key '{key}', which would run code")
@@ -170,7 +171,10 @@ def _check_content(folder: Path, path: str, what: str) -> None:
 
 
 def _remote_code_key(document: Any) -> str:
-    """Return a key in REMOTE_CODE at any depth, or ''; a vocabulary may map such a key to an id."""
+    """Return a key in REMOTE_CODE at any depth of the document, or '' if there is none.
+
+    A key with a number as its value is ignored: it is a token of a vocabulary, with its id.
+    """
     left = [document]
     while left:
         value = left.pop()
@@ -205,7 +209,7 @@ def _files_of(folder: Path, what: str) -> set[str]:
 def check_plain(root: Path, path: str, what: str) -> None:
     """Raise unless a path is a plain file or folder.
 
-    A link could point to any file of the machine, and reading a pipe might never end.
+    A link could point to any file on the machine, and reading from a pipe might never end.
 
     Raises:
         ModelError: the path is a link, a pipe or a device.
