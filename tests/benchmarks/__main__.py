@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from tests.benchmarks import estimators, flow_overhead, growth, tables, weeks
+from tests.benchmarks import estimators, flow_overhead, growth, tables
 from tests.benchmarks.cases import (
     CASES,
     GPU_CASE,
@@ -65,7 +65,6 @@ EXTRAS: dict[str, Callable[[Path, int], Table]] = {
     "growth": lambda folder, rounds: tables.growth_table(
         growth.measure_growth(folder, rounds=rounds)
     ),
-    "weeks": lambda folder, rounds: weeks.weeks_table(),
     "flow": lambda folder, rounds: flow_overhead.flow_table(flow_overhead.measure_flow(folder)),
 }
 

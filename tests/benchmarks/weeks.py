@@ -1,8 +1,12 @@
-"""Simulated weeks of the promotion gate: false promotions, power, and pairs that are judged."""
+"""Simulated weeks of the promotion gate: false promotions, power, and pairs that are judged.
+
+PYTHONPATH=.:flows python -m tests.benchmarks.weeks
+"""
 
 from dataclasses import dataclass
 
 import numpy as np
+from rich.console import Console
 from rich.table import Table
 
 from pipeline.evaluation.until_decided import PAIRS_AT_ONCE, Rule
@@ -73,3 +77,7 @@ def weeks_table() -> Table:
             str(BEFORE),
         )
     return table
+
+
+if __name__ == "__main__":
+    Console(width=100).print(weeks_table())
