@@ -31,6 +31,10 @@ _NOT_OF_THE_RESULT = re.compile(
 )
 """Pattern of the settings that do not change the result of an update."""
 
+_OFF_BEFORE = ("scale_each_reward",)
+"""Settings that earlier versions lack. Off, they change no result, so that checkpoints of these
+versions still resume."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PPOConfig(RunConfig):
@@ -129,7 +133,12 @@ class PPOConfig(RunConfig):
     """Subtract the running mean of the scores before scaling; requires use_score_scaling."""
 
     reward_weights: list[float] | None = None
-    """Weights of the reward functions, in the order of the functions; None: all weights are 1."""
+    """Weights of the rewards, in the order of the rewards; None: all weights are 1. A reward with
+    weight 0 is computed and logged, and adds nothing."""
+
+    scale_each_reward: bool = False
+    """Divide each reward by its own running standard deviation before weighting, so that rewards
+    of different scales count alike."""
 
     score_clip: Positive | None = None
     """Clip scores to [-score_clip, score_clip] after scaling; None: no clipping."""
@@ -288,9 +297,10 @@ class PPOConfig(RunConfig):
         The size of a batch and the number of updates also follow from the other settings.
         """
         names = [field.name for field in fields(self)]
-        return {
+        kept = {
             name: getattr(self, name) for name in names if not _NOT_OF_THE_RESULT.fullmatch(name)
         }
+        return {name: value for name, value in kept.items() if value or name not in _OFF_BEFORE}
 
 
 def _check_ranges(config: PPOConfig) -> None:
@@ -330,6 +340,12 @@ def _check_combinations(config: PPOConfig) -> None:
     if config.use_score_norm and not config.use_score_scaling:
         raise ConfigError(
             "use_score_norm=True takes effect only with use_score_scaling=True. Set both to True."
+        )
+    if config.scale_each_reward and config.use_score_scaling:
+        raise ConfigError(
+            "scale_each_reward=True already divides each reward by its standard deviation, and "
+            "use_score_scaling=True would divide their sum once more, so only the ratio of "
+            "reward_weights would count. Set one of them to False."
         )
     if config.overlong_buffer > config.response_length:
         raise ConfigError(

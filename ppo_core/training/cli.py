@@ -97,7 +97,10 @@ def _make_trainer(
     models = set_up_models(
         config, tokenizer, engine, policy=policy, reward=reward, peft_config=adapter
     )
-    prompts = make_run_prompts(train_rows, eval_rows, tokenizer, models.policy.model, config)
+    asked = models.rewards.asked_columns()
+    prompts = make_run_prompts(
+        train_rows, eval_rows, tokenizer, models.policy.model, config, asked=asked
+    )
     return Trainer(config, models, prompts, engine=engine)
 
 
