@@ -341,6 +341,11 @@ def _check_combinations(config: PPOConfig) -> None:
         raise ConfigError(
             "use_score_norm=True takes effect only with use_score_scaling=True. Set both to True."
         )
+    if config.reward_weights is not None and not any(config.reward_weights):
+        raise ConfigError(
+            f"reward_weights={config.reward_weights}: a reward with weight 0 is logged and adds "
+            "nothing, so nothing would be learned. Set a weight other than 0."
+        )
     if config.scale_each_reward and config.use_score_scaling:
         raise ConfigError(
             "scale_each_reward=True already divides each reward by its standard deviation, and "

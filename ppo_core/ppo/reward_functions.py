@@ -149,11 +149,21 @@ class FunctionReward:
             ModelError: the function raises an error, or does not return one number for each
                 response.
         """
-        texts = [prompt_text(self.tokenizer, prompt) for prompt in prompts]
         responses = response_texts(self.tokenizer, rollout)
         # A function chooses its own precision.
-        autocast = torch.autocast(rollout.logprobs.device.type, enabled=False)
-        with user_code_errors(ModelError, f"The reward function {self.name}"), autocast:
+        with torch.autocast(rollout.logprobs.device.type, enabled=False):
+            return self.score_texts(prompts, responses, columns).to(rollout.logprobs)
+
+    def score_texts(
+        self, prompts: Sequence[Prompt], responses: list[str], columns: Columns
+    ) -> Tensor:
+        """Return scores (B,) of prompts with their responses.
+
+        Raises:
+            ModelError: see `__call__`.
+        """
+        texts = [prompt_text(self.tokenizer, prompt) for prompt in prompts]
+        with user_code_errors(ModelError, f"The reward function {self.name}"):
             given = self.function(texts, responses, **self.asked.select(columns))
         try:
             scores = torch.as_tensor(given, dtype=torch.float32)
@@ -163,13 +173,13 @@ class FunctionReward:
                 f"The reward function {self.name} returned {given!r:.80}, which is not a sequence "
                 f"of numbers: {error}. Return one float for each response."
             ) from error
-        if scores.shape != (len(rollout),):
+        if scores.shape != (len(responses),):
             raise ModelError(
                 f"The reward function {self.name} returned numbers of shape {tuple(scores.shape)} "
-                f"for {len(rollout)} responses. Return one float for each response."
+                f"for {len(responses)} responses. Return one float for each response."
             )
         # The function may have computed with gradients, which the loss must not use.
-        return scores.detach().to(rollout.logprobs)
+        return scores.detach()
 
 
 class RewardMix:
@@ -183,7 +193,7 @@ class RewardMix:
         A reward with weight 0 is computed and logged, and adds nothing.
 
         Raises:
-            ConfigError: the numbers of rewards and weights differ, or all weights are 0.
+            ConfigError: the numbers of rewards and weights differ.
         """
         self.sources = dict(sources)
         self.weights = [1.0] * len(sources) if weights is None else list(weights)
@@ -192,11 +202,6 @@ class RewardMix:
                 f"reward_weights={self.weights} has {len(self.weights)} numbers for "
                 f"{len(self.sources)} rewards ({', '.join(self.sources)}). Set reward_weights to "
                 "one number for each reward."
-            )
-        if self.sources and not any(self.weights):
-            raise ConfigError(
-                f"reward_weights={self.weights}: with weight 0 a reward is logged and adds "
-                "nothing, so nothing would be learned. Set a weight other than 0."
             )
 
     def __call__(

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 FLOW_RUN = "flow_run"
 """MLflow tag of runs and versions with the id of the run of the flow."""
 
-ORIGIN = ("data/", "git_", "model/base", "model/reward_model", "settings_digest", "seed")
+ORIGIN = ("data/", "git_", "model/base", "model/reward_model", "reward/", "settings_digest", "seed")
 """Beginnings of the tags that say what a run was made from, beside its image."""
 
 UNKNOWN = "unknown"

@@ -269,9 +269,7 @@ def test_a_monitor_that_fails_breaks_no_batch(value: float, caplog):
     assert not math.isfinite(metrics["rewards/broken"])
 
 
-def test_a_run_that_only_watches_is_refused():
-    config = dataclasses.replace(CONFIG, reward_weights=[0.0, 0.0])
-    with pytest.raises(
-        ConfigError, match=r"reward_weights=\[0\.0, 0\.0\].*nothing would be learned"
-    ):
-        make_trainer(config, reward_model=[length, thousand])
+@pytest.mark.parametrize("given", [[0.0, 0.0], [0, -0.0], [0.0]])
+def test_a_run_that_only_watches_is_refused(given: list[float]):
+    with pytest.raises(ConfigError, match=r"reward_weights=\[.*nothing would be learned"):
+        dataclasses.replace(CONFIG, reward_weights=given)
