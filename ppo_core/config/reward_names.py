@@ -24,8 +24,11 @@ GRAMMAR = (
     "or without NAME= before it"
 )
 
-_NAMED = re.compile(r"([\w.-]+)=(.*)", re.DOTALL)
-_NOT_IN_A_NAME = re.compile(r"[^\w.-]+")
+MOST_CHARACTERS = 100
+"""Most characters of a name that is taken from a source."""
+
+_NAMED = re.compile(r"([\w.-]+)=(.*)", re.DOTALL | re.ASCII)
+_NOT_IN_A_NAME = re.compile(r"[^\w.-]+", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,12 +92,14 @@ def _parse(spec: str) -> NamedReward:
     near = nearest_name(kind, KINDS)
     written = f"{near}:{source}" if source else near
     hint = f" Did you mean {written}?" if near and near != kind else ""
-    raise ConfigError(f"rewards: {spec!r} is unknown.{hint} {GRAMMAR}.")
+    raise ConfigError(f"rewards: {spec!r:.80} is unknown.{hint} {GRAMMAR}.")
 
 
 def _short(source: str) -> str:
     """Return the last part of a path, an address or a hub id, for a metric's name."""
-    return _NOT_IN_A_NAME.sub("_", Path(source.partition("#")[0]).name) or "reward"
+    return (
+        _NOT_IN_A_NAME.sub("_", Path(source.partition("#")[0]).name)[-MOST_CHARACTERS:] or "reward"
+    )
 
 
 def _is_same(one: NamedReward, other: NamedReward) -> bool:
@@ -103,4 +108,7 @@ def _is_same(one: NamedReward, other: NamedReward) -> bool:
 
 def same_place(one: str, other: str) -> bool:
     """Return whether two sources are the same file, folder or hub id."""
-    return os.path.realpath(one) == os.path.realpath(other) if one and other else one == other
+    # A text with NUL is no path.
+    if not one or not other or "\0" in one + other:
+        return one == other
+    return os.path.realpath(one) == os.path.realpath(other)

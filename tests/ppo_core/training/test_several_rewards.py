@@ -3,15 +3,18 @@
 import dataclasses
 import json
 import math
+import os
+import signal
 
 import pytest
 import torch
 from torch.testing import assert_close
 
 from ppo_core.checkpointing.files import read_newest
-from ppo_core.errors import ConfigError, TrainingError
+from ppo_core.errors import ConfigError, RunInterruptedError, TrainingError
 from ppo_core.models.loading import load_policy
 from ppo_core.models.reward_model import RewardModel
+from ppo_core.trl.ppo_trainer import PPOTrainer
 from tests.helpers.models.tiny import make_classifier, make_tokenizer
 from tests.helpers.runs.forked_python import run_python
 from tests.ppo_core.distributed.test_interruption import everything, without_clocks
@@ -152,6 +155,34 @@ def test_a_resumed_run_scales_as_if_it_had_never_stopped(tmp_path):
     history = whole.train()
     again = resumed.train(tmp_path / "checkpoint-2")
     assert without_clocks(again) == without_clocks(history)[2:]
+    assert everything(resumed) == everything(whole)
+
+
+def test_a_run_that_was_stopped_while_it_scored_scales_as_if_it_had_not(tmp_path):
+    config = dataclasses.replace(SCALED, save_strategy="steps", save_steps=9)
+    calls = []
+
+    def stopping(prompts, responses):
+        calls.append(len(responses))
+        if len(calls) == stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return thousand(prompts, responses)
+
+    def trainer_in(name: str) -> PPOTrainer:
+        config_there = dataclasses.replace(config, output_dir=str(tmp_path / name))
+        return make_trainer(config_there, reward_model=[length, stopping])
+
+    stop = 0
+    whole = trainer_in("whole")
+    history = whole.train()
+    calls, stop = [], 2
+    stopped = trainer_in("parts")
+    with pytest.raises(RunInterruptedError):
+        stopped.train()
+    # The second batch is scored again, and counts once.
+    assert [moments.count for moments in stopped._run.reward_moments.values()] == [32, 32]
+    resumed = trainer_in("parts")
+    assert without_clocks(resumed.train(True)) == without_clocks(history)[1:]
     assert everything(resumed) == everything(whole)
 
 
