@@ -15,7 +15,7 @@ from ppo_core.errors import PPOError, ProcessError, RunInterruptedError, Storage
 from ppo_core.io.atomic_files import explained_full_disk
 from retraining import alarms, lease_of_run
 
-RECORDS = 12
+RECORDS = 13
 """Format version of the records passed between steps; increased when older records are
 unreadable."""
 

@@ -92,7 +92,7 @@ class Settings:
     """Rewards whose sum, by `ppo.reward_weights`, trains the policy: `reward-model` (the one above,
     or the one that the run trains), `reward-model:PATH` or `python:FILE_OR_MODULE:FUNCTION`, each
     with or without `NAME=` before it. Empty: the reward model alone. The reward model is validated
-    also where the list leaves it out."""
+    also where the list leaves it out or its weight is 0, but then its faults do not end the run."""
 
     model_types: list[str] = field(default_factory=list)
     """Model types of transformers that `policy`, `reward_model` and judges may have, as in
@@ -235,6 +235,13 @@ class Settings:
             self._refuse_inputs_of_a_task()
         else:
             self._require_inputs()
+
+    @property
+    def uses_reward_model(self) -> bool:
+        """Whether PPO learns from the reward model of the run: it is a reward, with a weight."""
+        named = read_rewards(self.rewards or [OWN])
+        weights = self.ppo.reward_weights or [1.0] * len(named)
+        return any(one.is_own and weight for one, weight in zip(named, weights, strict=True))
 
     def _refuse_what_the_flow_decides(self) -> None:
         for name, instead in NOT_OF_THE_FLOW.items():

@@ -17,6 +17,9 @@ REWARDS = """
 def level(prompts, responses, level):
     return [1000.0 * n for n in level]
 
+def short(prompts, responses):
+    return [-0.1 * len(response) for response in responses]
+
 def broken(prompts, responses):
     return [float("nan")] * len(responses)
 """
@@ -33,11 +36,12 @@ class Finished:
 def finished(tmp_path_factory) -> Finished:
     folder: Path = tmp_path_factory.mktemp("flow")
     table = tiny_table(folder) | {
-        "accept_reward_model": True,
         "registered_model": "rewarded",
         "rewards": ["reward-model", "python:rewards.py:level", "watched=python:rewards.py:broken"],
     }
-    table["ppo"] |= {"reward_weights": [1.0, 1.0, 0.0], "scale_each_reward": True}
+    # The reward model, which two steps cannot make fit, is only logged.
+    table["rewards"].append("python:rewards.py:short")
+    table["ppo"] |= {"reward_weights": [0.0, 1.0, 0.0, 1.0], "scale_each_reward": True}
     rows = [json.loads(line) for line in Path(table["prompts"]).read_text().splitlines()]
     write_rows(Path(table["prompts"]), [{**row, "level": n} for n, row in enumerate(rows)])
     (folder / "rewards.py").write_text(REWARDS)
@@ -54,10 +58,16 @@ def test_functions_are_tried_before_anything_is_trained(finished: Finished):
     assert 0 < log.index(tried) < log.index("/load_policy/")
 
 
+def test_an_unfit_reward_model_that_is_only_logged_ends_no_run(finished: Finished):
+    assert "The reward model is not fit, but PPO does not learn from it:" in finished.ran.log
+    assert not finished.summary["reward_model"]["fit"]
+
+
 def test_the_summary_has_the_mean_of_each_reward_and_balances_them(finished: Finished):
     objective = finished.summary["objective"]
     means = {name: one for name, one in objective.items() if name.startswith("rewards/")}
-    assert means.keys() == {"rewards/reward-model", "rewards/level", "rewards/watched"}
+    names = "reward-model level watched short".split()
+    assert means.keys() == {f"rewards/{name}" for name in names}
     assert means["rewards/level"]["last"] > 1000
     assert math.isnan(means["rewards/watched"]["last"])
     # In standard deviations, not in thousands.

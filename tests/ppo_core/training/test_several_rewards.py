@@ -119,6 +119,37 @@ def test_a_reward_a_thousand_times_larger_counts_like_the_other():
     assert abs(metrics["objective/scores"]) < 20
 
 
+def small(prompts: list[str], responses: list[str]) -> list[float]:
+    return [float(response.split().count("w1")) for response in responses]
+
+
+def large(prompts: list[str], responses: list[str]) -> list[float]:
+    return [1000.0 * response.split().count("w2") for response in responses]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scaled", [False, True])
+def test_the_policy_learns_both_of_two_rewards_only_if_each_is_scaled(scaled: bool):
+    """Seeds 1, 2 and 3: from 0.2 to 3.4, 5.5 and 4.3 of `w1` scaled, and to below 0.1 unscaled."""
+    config = dataclasses.replace(
+        CONFIG,
+        scale_each_reward=scaled,
+        total_episodes=32 * 40,
+        batch_size=32,
+        per_device_train_batch_size=32,
+        whiten_rewards=False,
+        missing_eos_penalty=None,
+        learning_rate=3e-3,
+        seed=1,
+    )
+    last = make_trainer(config, reward_model=[small, large]).train()[-5:]
+    found, other = (
+        sum(update[f"rewards/{name}"] for update in last) / 5 for name in ("small", "large")
+    )
+    assert other > 1000
+    assert found > 1 if scaled else found < 0.2
+
+
 def test_the_deviations_are_those_of_all_scores_so_far():
     seen = {"length": [], "thousand": []}
 
