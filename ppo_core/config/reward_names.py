@@ -97,9 +97,8 @@ def _parse(spec: str) -> NamedReward:
 
 def _short(source: str) -> str:
     """Return the last part of a path, an address or a hub id, for a metric's name."""
-    return (
-        _NOT_IN_A_NAME.sub("_", Path(source.partition("#")[0]).name)[-MOST_CHARACTERS:] or "reward"
-    )
+    name = Path(source.partition("#")[0]).name
+    return _NOT_IN_A_NAME.sub("_", name)[-MOST_CHARACTERS:] or "reward"
 
 
 def _is_same(one: NamedReward, other: NamedReward) -> bool:

@@ -101,14 +101,17 @@ def asked_columns(name: str, function: Callable[..., Any]) -> AskedColumns:
 def columns_of(rows: Iterable[Any], asked: Sequence[AskedColumns]) -> dict[str, list[Any]]:
     """Return the columns that reward functions take; a row without a value has None.
 
-    A row that is no mapping is a prompt alone.
+    A row that is no mapping is a prompt alone. A name that is no text is no keyword.
 
     Raises:
         ConfigError: a function requires a column of which no row has a value.
     """
     tables = [row if isinstance(row, Mapping) else {} for row in rows]
     known = dict.fromkeys(
-        str(name) for row in tables for name, value in row.items() if value is not None
+        name
+        for row in tables
+        for name, value in row.items()
+        if value is not None and isinstance(name, str)
     )
     for one in asked:
         one.require(known)

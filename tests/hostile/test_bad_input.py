@@ -754,7 +754,7 @@ COLUMNS: dict[str, tuple[list[Any], str]] = {
     "plural": ([{"prompt": "w1", "references": "x"}], r"Did you mean references\?"),
     "always empty": ([{"prompt": "w1", "reference": None}], "The columns are prompt"),
     "no rows but prompts": (["w1", "w2"], "The rows have no columns"),
-    "number as a name": ([{"prompt": "w1", 7: "x"}], "The columns are prompt, 7"),
+    "number as a name": ([{"prompt": "w1", 7: "x"}], r"The columns are prompt\."),
 }
 
 

@@ -22,6 +22,7 @@ from pipeline.stages.start import trace_run
 from ppo_core.config.reward_names import read_rewards
 from ppo_core.errors import ConfigError, DataError, PPOError
 from tests.helpers.inputs.pipeline_inputs import tiny_table, write_model, write_rows
+from tests.helpers.runs.forked_python import run_python
 
 REWARDS = """
 def brevity(prompts, responses):
@@ -50,6 +51,10 @@ def quits(prompts, responses):
 
 def none(prompts, responses):
     return None
+
+def hangs(prompts, responses):
+    import time
+    time.sleep(60)
 
 def few(prompts, responses):
     return [1.0]
@@ -218,9 +223,31 @@ def test_each_function_is_tried_on_two_rows(tmp_path: Path, capsys):
     ],
 )
 def test_a_reward_that_would_fail_is_named_before_the_training(tmp_path, reward, says):
+    # Of several entries, the wrong one is named, and once.
+    given = ["python:HERE/rewards.py:brevity", reward, "python:HERE/rewards.py:level"]
     with pytest.raises(PPOError, match=says) as refused:
-        try_rewards(RunData(with_rewards(tmp_path, reward)))
-    assert str(refused.value).startswith(f"rewards='{reward.replace('HERE', str(tmp_path))}': ")
+        try_rewards(RunData(with_rewards(tmp_path, *given)))
+    named = str(refused.value).partition(": ")[0]
+    here = f"rewards='{reward.replace('HERE', str(tmp_path))}'"
+    assert named == here or str(refused.value).startswith("The reward function misspelt takes")
+    assert str(refused.value).count("rewards='") <= 1
+
+
+HANGING = """
+from pathlib import Path
+from pipeline.inputs.data_sets import RunData
+from pipeline.preflight.reward_trial import try_rewards
+from tests.flows.inputs.test_run_rewards import with_rewards
+try_rewards(RunData(with_rewards(Path("."), "python:HERE/rewards.py:hangs", stall_minutes=0.02)))
+"""
+
+
+def test_a_function_that_hangs_ends_the_step(tmp_path: Path):
+    script = tmp_path / "hang.py"
+    script.write_text(HANGING)
+    ran = run_python(script, folder=tmp_path)
+    assert ran.returncode == 1
+    assert "start: 'trying' made no progress for 0.02 minutes" in ran.stderr, ran.stderr
 
 
 def test_a_column_that_is_no_json_is_named(tmp_path: Path):

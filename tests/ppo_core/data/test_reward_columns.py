@@ -62,6 +62,11 @@ def test_a_column_with_the_name_of_prompts_or_responses_is_no_keyword():
     assert list(columns_of(rows, [asked_columns("mine", plain)])) == ["prompts", "level"]
 
 
+def test_a_column_whose_name_is_no_text_is_no_keyword():
+    rows = [{"prompt": "w1", 7: "x"}]
+    assert columns_of(rows, [asked_columns("mine", everything)]) == {"prompt": ["w1"]}
+
+
 def test_a_row_without_a_value_has_none():
     rows = [{"prompt": "w1", "level": 3}, "w2", {"prompt": "w4"}]
     assert columns_of(rows, [asked_columns("mine", by_keyword)]) == {"level": [3, None, None]}
