@@ -45,7 +45,12 @@ class Fingerprint:
         return settings + models
 
 
-ADDED = {"advantage_estimator": "gae", "samples_per_prompt": 1, "scale_by_group_std": True}
+ADDED = {
+    "advantage_estimator": "gae",
+    "samples_per_prompt": 1,
+    "scale_by_group_std": True,
+    "scale_each_reward": False,
+}
 """Settings that version 0.1 does not have, with the values that reproduce its results."""
 
 

@@ -111,6 +111,7 @@ class _Run(BaseModel):
     updates: Natural
     episodes: Natural
     moments: _Moments
+    reward_moments: Annotated[dict[str, _Moments] | None, Field(default=None)]
     adaptive_kl: _AdaptiveKl | None
     health: _Health | _EarlyHealth
     pending: _Pending | None

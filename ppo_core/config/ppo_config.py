@@ -131,7 +131,12 @@ class PPOConfig(RunConfig):
     """Subtract the running mean of the scores before scaling; requires use_score_scaling."""
 
     reward_weights: list[float] | None = None
-    """Weights of the reward functions, in the order of the functions; None: all weights are 1."""
+    """Weights of the rewards, in the order of the rewards; None: all weights are 1. A reward with
+    weight 0 is computed and logged, and adds nothing."""
+
+    scale_each_reward: bool = False
+    """Divide each reward by its own running standard deviation before weighting, so that rewards
+    of different scales count alike."""
 
     score_clip: Positive | None = None
     """Clip scores to [-score_clip, score_clip] after scaling; None: no clipping."""
@@ -366,6 +371,17 @@ def _check_combinations(config: PPOConfig) -> None:
     if config.use_score_norm and not config.use_score_scaling:
         raise ConfigError(
             "use_score_norm=True takes effect only with use_score_scaling=True. Set both to True."
+        )
+    if config.reward_weights is not None and not any(config.reward_weights):
+        raise ConfigError(
+            f"reward_weights={config.reward_weights}: a reward with weight 0 is logged and adds "
+            "nothing, so nothing would be learned. Set a weight other than 0."
+        )
+    if config.scale_each_reward and config.use_score_scaling:
+        raise ConfigError(
+            "scale_each_reward=True already divides each reward by its standard deviation, and "
+            "use_score_scaling=True would divide their sum once more, so only the ratio of "
+            "reward_weights would count. Set one of them to False."
         )
     if config.overlong_buffer > config.response_length:
         raise ConfigError(

@@ -57,6 +57,11 @@ class ScriptArguments(DatasetArguments):
     """Maximum fraction of the rows of a data set that may be left out, because they cannot be used
     or are too long. If more rows are left out, the command stops. 0 allows none."""
 
+    rewards: list[str] | None = None
+    """Rewards whose sum, by reward_weights, trains the policy: `reward-model` (the one of
+    reward_model_path), `reward-model:PATH` or `python:FILE_OR_MODULE:FUNCTION`, each with or
+    without `NAME=` before it. None: the reward model alone."""
+
     reward_bias: float = 0.0
     """Constant in score = (output - reward_bias) * reward_gain, where output is the output of the
     reward model. It may be the mean output for reference answers, for example."""

@@ -1,8 +1,9 @@
 """The prompts of a run, in their original form and as token ids."""
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ from ppo_core.data.prompts import (
     context_length,
     encode_prompts,
     prompts_of,
+    rows_of,
 )
+from ppo_core.data.reward_columns import AskedColumns, columns_of
 from ppo_core.data.text_config import text_config
 from ppo_core.errors import ConfigError, DataError
 
@@ -34,9 +37,24 @@ class PromptSet:
     tokens: list[Tokens]
     """Token ids of each prompt, for the policy."""
 
+    columns: dict[str, list[Any]] = field(default_factory=dict)
+    """Columns of the prompts' rows that reward functions take."""
+
     def digest(self) -> str:
-        """Return a short digest of all token ids, which also depends on the prompts' order."""
-        return hashlib.sha256(repr(self.tokens).encode()).hexdigest()[:16]
+        """Return a short digest of all token ids and columns, in the prompts' order."""
+        content = repr(self.tokens)
+        if self.columns:
+            content += json.dumps(self.columns, default=_as_json, skipkeys=True)
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+    def columns_at(self, rows: Sequence[int]) -> dict[str, list[Any]]:
+        """Return the columns of some rows."""
+        return {name: [values[row] for row in rows] for name, values in self.columns.items()}
+
+    def first(self, count: int) -> "PromptSet":
+        """Return the first prompts."""
+        columns = {name: values[:count] for name, values in self.columns.items()}
+        return PromptSet(self.prompts[:count], self.tokens[:count], columns)
 
     def __len__(self) -> int:
         """Return the number of prompts."""
@@ -60,17 +78,19 @@ def make_run_prompts(
     model: PreTrainedModel,
     config: PPOConfig,
     collator: Collator | None = None,
+    asked: Sequence[AskedColumns] = (),
 ) -> RunPrompts:
     """Return the prompts of a run, made by `make_prompt_set`; `eval_dataset` may be None.
 
     Raises:
-        ConfigError: the settings ask for evaluations, and there is no `eval_dataset`.
+        ConfigError: the settings ask for evaluations, and there is no `eval_dataset`; or no prompt
+            has a column that a reward function requires.
         DataError: a prompt cannot be used.
     """
-    training = make_prompt_set(dataset, tokenizer, model, config, collator)
+    training = make_prompt_set(dataset, tokenizer, model, config, collator, asked)
     evaluation = None
     if eval_dataset is not None:
-        evaluation = make_prompt_set(eval_dataset, tokenizer, model, config, collator)
+        evaluation = make_prompt_set(eval_dataset, tokenizer, model, config, collator, asked)
     elif config.eval_strategy != "no":
         raise ConfigError(
             f"eval_strategy={config.eval_strategy!r} needs an eval_dataset. Pass an "
@@ -85,26 +105,39 @@ def make_prompt_set(
     model: PreTrainedModel,
     config: PPOConfig,
     collator: Collator | None = None,
+    asked: Sequence[AskedColumns] = (),
 ) -> PromptSet:
     """Return the prompts of a data set, after checking that the policy `model` can answer them.
 
     A `collator` is called with one row at a time. It returns "input_ids" and optionally an
-    "attention_mask", which marks padding with 0.
+    "attention_mask", which marks padding with 0. Of other columns, only those `asked` for are kept.
 
     Raises:
+        ConfigError: no prompt has a column that a reward function requires.
         DataError: there is no prompt, a prompt is too long to leave context for a response, or a
             prompt has a token without an embedding in the model.
     """
+    rows = dataset
     if collator is not None:
         # One row at a time needs little padding, which `prompts_of` removes by the mask.
-        dataset = [_collated(collator, dataset[number]) for number in range(len(dataset))]
+        rows = [dataset[number] for number in range(len(dataset))]
+        dataset = [_collated(collator, row) for row in rows]
+    elif asked and not isinstance(dataset, str | Mapping):
+        # A generator can be read only once.
+        rows = dataset = list(rows_of(dataset))
     prompts = prompts_of(dataset)
+    columns = columns_of(rows, asked) if asked else {}
     context, response_length = context_length(model.config), config.response_length
     check_prompt_sizes(prompts, context=context, response_length=response_length)
     tokens = encode_prompts(tokenizer, prompts, num_proc=config.dataset_num_proc)
     check_prompt_lengths(tokens, context=context, response_length=response_length)
     _check_known(tokens, text_config(model.config).vocab_size)
-    return PromptSet(prompts, tokens)
+    return PromptSet(prompts, tokens, columns)
+
+
+def _as_json(value: Any) -> Any:
+    """Return a form of a column's value that is equal in every process."""
+    return value.tolist() if hasattr(value, "tolist") else type(value).__name__
 
 
 def _collated(collator: Collator, row: Any) -> dict[str, Tokens]:

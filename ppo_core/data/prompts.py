@@ -55,15 +55,19 @@ def prompts_of(dataset: Iterable[Any]) -> list[Prompt]:
             f"The prompts are a single text, {dataset!r:.80}, not a data set. Load the data set "
             "first, or put the text into a list."
         )
-    rows: Iterable[Any] = dataset
-    if not hasattr(dataset, "__iter__"):
-        # A torch data set has a length. Iteration without it might not end: some data sets return
-        # a row for any number.
-        rows = (dataset[row] for row in range(len(dataset)))  # type: ignore[arg-type, index]
     return [
         _prompt_of_row(item, row) if isinstance(item, Mapping) else item
-        for row, item in enumerate(rows)
+        for row, item in enumerate(rows_of(dataset))
     ]
+
+
+def rows_of(dataset: Any) -> Iterable[Any]:
+    """Return the rows of a data set, or its prompts."""
+    if hasattr(dataset, "__iter__"):
+        rows: Iterable[Any] = dataset
+        return rows
+    # A data set of torch has a length, and may return a row for every number.
+    return (dataset[row] for row in range(len(dataset)))
 
 
 def _prompt_of_row(columns: Mapping[str, Any], row: int) -> Prompt:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ppo_core.algorithm.running_moments import RunningMoments
 from ppo_core.data.batching import scoring_batches, token_batches
 from ppo_core.data.chat_template import is_messages
 from ppo_core.data.prompts import Prompt, prompt_text, response_texts
-from ppo_core.data.types import Rollout
+from ppo_core.data.reward_columns import NO_COLUMNS, AskedColumns, Columns, asked_columns
+from ppo_core.data.types import Rollout, Scores
 from ppo_core.errors import ConfigError, ModelError, user_code_errors
 from ppo_core.io.progress_bar import each_pass
 from ppo_core.models.adapters import is_peft
@@ -22,15 +24,21 @@ from ppo_core.models.reward_adapter import AdapterClassifier
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.models.script_modules import has_own_score, score_rows
 
-RewardFunction = Callable[[list[str], list[str]], Sequence[float]]
-"""A function of prompts and responses as texts that returns one number for each response."""
+RewardFunction = Callable[..., Sequence[float]]
+"""A function of prompts and responses as texts that returns one number for each response.
+
+It takes columns of the prompts' rows by keyword, as in `reward(prompts, responses, reference)` or
+`reward(prompts, responses, **columns)`: for each, a list with one value for each response.
+"""
 
 
 class RewardSource(Protocol):
     """Scores a rollout."""
 
-    def __call__(self, prompts: Sequence[Prompt], rollout: Rollout) -> Tensor:
-        """Return scores (B,), on the rollout's device."""
+    def __call__(
+        self, prompts: Sequence[Prompt], rollout: Rollout, columns: Columns = NO_COLUMNS
+    ) -> Tensor:
+        """Return scores (B,), on the rollout's device; `columns` are those of the prompts' rows."""
         ...
 
 
@@ -45,7 +53,9 @@ class ModelReward:
     equal_passes: bool = False
     """Whether each pass waits for all processes, see `Engine.requires_equal_passes`."""
 
-    def __call__(self, prompts: Sequence[Prompt], rollout: Rollout) -> Tensor:
+    def __call__(
+        self, prompts: Sequence[Prompt], rollout: Rollout, columns: Columns = NO_COLUMNS
+    ) -> Tensor:
         """Return scores (B,) of the sampled tokens, or of the texts of prompts and responses.
 
         If the policy has another vocabulary than the reward model, or a prompt is a chat, the
@@ -99,7 +109,9 @@ class ModuleReward:
     module: nn.Module
     batch_size: int
 
-    def __call__(self, prompts: Sequence[Prompt], rollout: Rollout) -> Tensor:
+    def __call__(
+        self, prompts: Sequence[Prompt], rollout: Rollout, columns: Columns = NO_COLUMNS
+    ) -> Tensor:
         """Return scores (B,) of prompts with their responses, which include the stop token.
 
         Raises:
@@ -123,19 +135,36 @@ class FunctionReward:
     function: RewardFunction
     tokenizer: PreTrainedTokenizerBase
 
-    def __call__(self, prompts: Sequence[Prompt], rollout: Rollout) -> Tensor:
-        """Return scores (B,) of the texts of prompts and responses.
+    @cached_property
+    def asked(self) -> AskedColumns:
+        """The columns that the function takes."""
+        return asked_columns(self.name, self.function)
+
+    def __call__(
+        self, prompts: Sequence[Prompt], rollout: Rollout, columns: Columns = NO_COLUMNS
+    ) -> Tensor:
+        """Return scores (B,) of the texts of prompts and responses, and of columns of the rows.
 
         Raises:
             ModelError: the function raises an error, or does not return one number for each
                 response.
         """
-        texts = [prompt_text(self.tokenizer, prompt) for prompt in prompts]
         responses = response_texts(self.tokenizer, rollout)
         # A function chooses its own precision.
-        autocast = torch.autocast(rollout.logprobs.device.type, enabled=False)
-        with user_code_errors(ModelError, f"The reward function {self.name}"), autocast:
-            given = self.function(texts, responses)
+        with torch.autocast(rollout.logprobs.device.type, enabled=False):
+            return self.score_texts(prompts, responses, columns).to(rollout.logprobs)
+
+    def score_texts(
+        self, prompts: Sequence[Prompt], responses: list[str], columns: Columns
+    ) -> Tensor:
+        """Return scores (B,) of prompts with their responses.
+
+        Raises:
+            ModelError: see `__call__`.
+        """
+        texts = [prompt_text(self.tokenizer, prompt) for prompt in prompts]
+        with user_code_errors(ModelError, f"The reward function {self.name}"):
+            given = self.function(texts, responses, **self.asked.select(columns))
         try:
             scores = torch.as_tensor(given, dtype=torch.float32)
         # RuntimeError and OverflowError: a number is too large for a float, or text is in a list.
@@ -144,13 +173,13 @@ class FunctionReward:
                 f"The reward function {self.name} returned {given!r:.80}, which is not a sequence "
                 f"of numbers: {error}. Return one float for each response."
             ) from error
-        if scores.shape != (len(rollout),):
+        if scores.shape != (len(responses),):
             raise ModelError(
                 f"The reward function {self.name} returned numbers of shape {tuple(scores.shape)} "
-                f"for {len(rollout)} responses. Return one float for each response."
+                f"for {len(responses)} responses. Return one float for each response."
             )
         # The function may have computed with gradients, which the loss must not use.
-        return scores.detach().to(rollout.logprobs)
+        return scores.detach()
 
 
 class RewardMix:
@@ -160,6 +189,8 @@ class RewardMix:
         self, sources: Mapping[str, RewardSource], weights: Sequence[float] | None
     ) -> None:
         """Combine named rewards, weighted by `weights`; if None, all weights are 1.
+
+        A reward with weight 0 is computed and logged, and adds nothing.
 
         Raises:
             ConfigError: the numbers of rewards and weights differ.
@@ -174,12 +205,55 @@ class RewardMix:
             )
 
     def __call__(
-        self, prompts: Sequence[Prompt], rollout: Rollout
+        self, prompts: Sequence[Prompt], rollout: Rollout, columns: Columns = NO_COLUMNS
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the weighted sum (B,), and the unweighted scores (B,) by name of the reward."""
-        parts = {name: source(prompts, rollout) for name, source in self.sources.items()}
-        weighted = zip(self.weights, parts.values(), strict=True)
-        return torch.stack([weight * scores for weight, scores in weighted]).sum(dim=0), parts
+        parts = {name: source(prompts, rollout, columns) for name, source in self.sources.items()}
+        return self.total(parts), parts
+
+    def total(
+        self, parts: Mapping[str, Tensor], moments: Mapping[str, RunningMoments] | None = None
+    ) -> Tensor:
+        """Return the sum (B,) of the scores by name, each times its weight.
+
+        With `moments`, scores are divided by their running standard deviation first.
+        """
+        deviations = {name: one.std for name, one in (moments or {}).items()}
+        weighted = [
+            weight * scores / deviations.get(name, 1.0)
+            for name, weight, scores in self._weighted(parts)
+        ]
+        return torch.stack(weighted).sum(dim=0)
+
+    def scaled(self, scores: Scores, moments: dict[str, RunningMoments]) -> Scores:
+        """Return scores whose total is that of scaled rewards; first add them to the moments.
+
+        `scores` are those of the full batch, so the moments are equal in all processes.
+        """
+        for name, _, values in self._weighted(scores.parts):
+            moments.setdefault(name, RunningMoments()).update(values)
+        return replace(scores, scores=self.total(scores.parts, moments))
+
+    def _weighted(self, parts: Mapping[str, Tensor]) -> list[tuple[str, float, Tensor]]:
+        """Return name, weight and scores of each reward that counts.
+
+        A reward that is only logged may be infinite or NaN, and 0 times it would be NaN.
+        """
+        named = zip(self.sources, self.weights, strict=True)
+        return [(name, weight, parts[name]) for name, weight in named if weight]
+
+    def asked_columns(self) -> list[AskedColumns]:
+        """Return the columns that reward functions take."""
+        kept = self.sources.values()
+        asked = [source.asked for source in kept if isinstance(source, FunctionReward)]
+        return [one for one in asked if not one.is_empty]
+
+    def learned_from(self) -> list[RewardModel]:
+        """Return the reward models that count."""
+        named = zip(self.sources.values(), self.weights, strict=True)
+        return [
+            one.reward_model for one, weight in named if weight and isinstance(one, ModelReward)
+        ]
 
     def models(self) -> list[RewardModel]:
         """Return the reward models among the rewards."""

@@ -97,6 +97,9 @@ class RunState:
     moments: RunningMoments = field(default_factory=RunningMoments)
     """Mean and variance of the scores, for `use_score_scaling`."""
 
+    reward_moments: dict[str, RunningMoments] | None = None
+    """Mean and variance of each reward's scores by name; None without `scale_each_reward`."""
+
     updates: int = 0
     episodes: int = 0
 
@@ -118,6 +121,7 @@ class RunState:
                 name: torch.Generator().manual_seed(config.seed)
                 for name in ("sampling", "shuffling")
             },
+            reward_moments={} if config.scale_each_reward else None,
         )
 
     def kl_coef(self, config: PPOConfig) -> float:
@@ -134,6 +138,8 @@ class RunState:
             "updates": self.updates,
             "episodes": self.episodes,
             "moments": self.moments.state_dict(),
+            "reward_moments": self.reward_moments
+            and {name: moments.state_dict() for name, moments in self.reward_moments.items()},
             "adaptive_kl": self.adaptive_kl.state_dict() if self.adaptive_kl else None,
             "health": self.health.state_dict(),
             "pending": pending,
@@ -144,6 +150,12 @@ class RunState:
         restore_generators(self.generators, groups[GENERATORS])
         self.updates, self.episodes = state["updates"], state["episodes"]
         self.moments.load_state_dict(state["moments"])
+        if self.reward_moments is not None:
+            # Earlier versions, and runs without the setting, saved none.
+            saved = state.get("reward_moments") or {}
+            self.reward_moments = {name: RunningMoments() for name in saved}
+            for name, moments in self.reward_moments.items():
+                moments.load_state_dict(saved[name])
         self.health.load_state_dict(state["health"])
         if self.adaptive_kl is not None and state["adaptive_kl"] is not None:
             self.adaptive_kl.load_state_dict(state["adaptive_kl"])

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.data.prompt_set import PromptSet
 from ppo_core.data.prompts import Prompt, Tokens
+from ppo_core.data.reward_columns import Columns
 from ppo_core.data.types import Rollout
 from ppo_core.distributed.engine import Engine
 from ppo_core.io.progress_bar import tell_moved
@@ -46,6 +47,9 @@ class PromptBatch:
     tokens: list[Tokens]
     """Token ids of `prompts`."""
 
+    columns: Columns
+    """Columns of the rows of `prompts` that reward functions take."""
+
     uniforms: Tensor
     """Random numbers in [0, 1), shape (B, T), one for each token that may be sampled."""
 
@@ -65,6 +69,7 @@ def draw_prompts(
         rows=rows,
         prompts=[prompts.prompts[row] for row in own],
         tokens=[prompts.tokens[row] for row in own],
+        columns=prompts.columns_at(own),
         uniforms=uniforms[share],
     )
 

@@ -10,6 +10,7 @@ from ppo_core.algorithm.top_k_top_p import truncated
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.data.batching import scoring_batches
 from ppo_core.data.prompts import Prompt
+from ppo_core.data.reward_columns import NO_COLUMNS, Columns
 from ppo_core.data.types import Rollout, Scores
 from ppo_core.distributed.engine import Engine
 from ppo_core.io.progress_bar import each_pass
@@ -25,17 +26,19 @@ def score(
     module: nn.Module,
     engine: Engine,
     config: PPOConfig,
+    columns: Columns = NO_COLUMNS,
 ) -> Scores:
     """Return the outputs of rewards, reference and critic for a rollout.
 
     The scores are neither scaled nor clipped. `module` is the prepared module with policy and
-    critic. Sharded models are gathered only while they are used.
+    critic. `columns` are those of the prompts' rows. Sharded models are gathered only while they
+    are used.
     """
     size, equal_passes = config.local_rollout_forward_batch_size, engine.requires_equal_passes()
     divergences = None
     with engine.autocast():
         with engine.all_gathered(reward_holders(models.rewards, module)):
-            scores, parts = models.rewards(prompts, rollout)
+            scores, parts = models.rewards(prompts, rollout, columns)
         # The reference of a policy with an adapter uses the policy's base model.
         with engine.gathered(module if models.shares_weights else models.reference):
             ref_logprobs = response_logprobs(

@@ -3,6 +3,7 @@
 import json
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,18 @@ import torch
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ppo_core.checkpointing.fingerprint import Layout
 from ppo_core.config.ppo_config import PPOConfig
+from ppo_core.config.reward_names import OWN, read_rewards
 from ppo_core.config.row_settings import PromptFormat, parse_columns
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
 from ppo_core.data.prompt_set import make_run_prompts
 from ppo_core.data.prompts import context_length, encode_prompt
+from ppo_core.data.raw_columns import rows_with_columns
 from ppo_core.data.rows.describe import describe_first, describe_reading, require_columns_read
 from ppo_core.data.rows.fitting import fit_prompts
 from ppo_core.data.rows.reader import read_rows
-from ppo_core.data.sources.source import named_data
+from ppo_core.data.sources.source import named_data, open_source
 from ppo_core.distributed.process import is_main_process
 from ppo_core.errors import ConfigError
 from ppo_core.io.atomic_files import require_writable, write_atomically
@@ -30,6 +34,7 @@ from ppo_core.ppo.random_state import seed_global_generators
 from ppo_core.reporting.metrics_file import SELF_CHECK_FILE
 from ppo_core.supervised.pair_ranker import PairRanker, make_classifier
 from ppo_core.training.model_setup import join_processes, set_up_models
+from ppo_core.training.rewards import function_prints, load_functions, named_in_errors
 from ppo_core.training.trainer import Trainer
 
 MANY_PROMPTS, HELD_OUT = 1000, 100
@@ -79,26 +84,72 @@ def _make_trainer(
     model: ModelArguments,
     start: str,
     tokenizer: PreTrainedTokenizerBase,
-    train_rows: Dataset,
-    eval_rows: Dataset | None,
+    train_rows: Any,
+    eval_rows: Any,
 ) -> Trainer:
     policy = load_start(start, model)
-    reward = load_reward(
-        config.reward_model_path,
-        start,
-        config.seed,
-        bias=script.reward_bias,
-        gain=script.reward_gain,
-        end_of_text=script.reward_end_of_text,
-        prompt_format="text" if tokenizer.chat_template is None else "auto",
-    )
+    reward, prints = _load_rewards(config, script, start, tokenizer)
     adapter = get_peft_config(model)
     config, engine = join_processes(config, policy)
     models = set_up_models(
         config, tokenizer, engine, policy=policy, reward=reward, peft_config=adapter
     )
-    prompts = make_run_prompts(train_rows, eval_rows, tokenizer, models.policy.model, config)
+    models = replace(models, fingerprints={**models.fingerprints, **prints})
+    asked = models.rewards.asked_columns()
+    if asked:
+        train_rows = _with_columns(train_rows, script.dataset_train_split, script)
+        # Without a split of its own, the last prompts of the training split are held out.
+        is_test = config.eval_strategy == "steps"
+        split = script.dataset_test_split if is_test else script.dataset_train_split
+        eval_rows = eval_rows and _with_columns(eval_rows, split, script)
+    prompts = make_run_prompts(
+        train_rows, eval_rows, tokenizer, models.policy.model, config, asked=asked
+    )
     return Trainer(config, models, prompts, engine=engine)
+
+
+def _load_rewards(
+    config: PPOConfig, script: ScriptArguments, start: str, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Any, dict[str, Layout]]:
+    """Return the rewards of the run, and the fingerprints of those that are functions."""
+    prompt_format: PromptFormat = "text" if tokenizer.chat_template is None else "auto"
+    end_of_text, path = script.reward_end_of_text, config.reward_model_path
+    rewards = read_rewards(script.rewards or [OWN])
+    functions = load_functions(rewards)
+    if path and not any(one.is_own for one in rewards):
+        raise ConfigError(
+            f"reward_model_path={path!r} would be ignored, because rewards={script.rewards} leaves "
+            f"out {OWN}. Add {OWN} to rewards, or remove reward_model_path."
+        )
+    loaded: dict[str, Any] = {}
+    for one in rewards:
+        if one.is_own:
+            loaded[one.name] = load_reward(
+                path,
+                start,
+                config.seed,
+                bias=script.reward_bias,
+                gain=script.reward_gain,
+                end_of_text=end_of_text,
+                prompt_format=prompt_format,
+            )
+        elif one.name in functions:
+            loaded[one.name] = functions[one.name].function
+        else:
+            with named_in_errors(one):
+                loaded[one.name] = load_reward_model(
+                    one.source, end_of_text=end_of_text, prompt_format=prompt_format
+                )
+    # Alone, the reward model keeps the name that its metric always had.
+    given = loaded if script.rewards else loaded[OWN]
+    return given, function_prints(functions)
+
+
+def _with_columns(rows: Dataset, split: str, script: ScriptArguments) -> list[dict[str, Any]]:
+    source = open_source(
+        str(script.dataset_name), split, script.dataset_config, allow_urls=script.allow_data_urls
+    )
+    return rows_with_columns(rows, source)
 
 
 def load_prompts(

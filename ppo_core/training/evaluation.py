@@ -1,6 +1,6 @@
 """Responses of a policy to prompts, and its KL divergence from a reference."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_core.algorithm.kl import kl_per_token
+from ppo_core.algorithm.running_moments import RunningMoments
 from ppo_core.data.prompt_set import PromptSet
 from ppo_core.data.prompts import Prompt, Tokens, encode_prompt, prompt_text, response_texts
 from ppo_core.data.types import Rollout
@@ -159,10 +160,12 @@ def greedy_completions(
     response_length: int,
     stop_token_id: int,
     batch_size: int,
+    moments: Mapping[str, RunningMoments] | None,
 ) -> Completions:
     """Return the greedy response to each prompt with its score, in every process.
 
-    Each process decodes the responses to its own subset of the prompts.
+    Each process decodes the responses to its own subset of the prompts. For `moments` see
+    `RewardMix.total`.
     """
     engine, module = state.engine, state.module
     greedy = SamplingSettings(stop_token_id=stop_token_id, temperature=0)
@@ -180,7 +183,8 @@ def greedy_completions(
         )
     asked = [prompts.prompts[n] for n in own]
     with engine.all_gathered(reward_holders(models.rewards, module)):
-        scores, _ = models.rewards(asked, rollout)
+        _, parts = models.rewards(asked, rollout, prompts.columns_at(own))
+    scores = models.rewards.total(parts, moments)
     texts = response_texts(tokenizer, rollout)
     shown = [prompt_text(tokenizer, prompt) for prompt in asked]
     rows = list(zip(own, zip(shown, texts, scores.tolist(), strict=True), strict=True))

@@ -456,7 +456,7 @@ def _make_critic(
         return Critic.from_module(given.critic)
     if value_head is not None or config.shared_critic:
         return Critic.on_policy(policy, value_head)
-    for reward_model in given.rewards.models():
+    for reward_model in given.rewards.learned_from():
         has_its_own_base = isinstance(reward_model.model, PreTrainedModel)
         reads_along = reward_model.lm_head is not None and has_its_own_base
         if reads_along and reward_model.reads_tokens_of(tokenizer):

@@ -133,7 +133,15 @@ class Trainer:
         self._stop_if_interrupted()
         module = self._train_state.module
         with self._timer("scoring"):
-            return score(rollout, prompts.prompts, self._models, module, self.engine, self.config)
+            return score(
+                rollout,
+                prompts.prompts,
+                self._models,
+                module,
+                self.engine,
+                self.config,
+                prompts.columns,
+            )
 
     def _make_experience(
         self, rollout: Rollout, scores: Scores, prompts: PromptBatch
@@ -148,6 +156,8 @@ class Trainer:
         kl = divergence(rollout, scores, config.kl_estimator)
         experience = None
         if bool(scores.scores.isfinite().all()):
+            if run.reward_moments is not None:
+                scores = self.rewards.scaled(scores, run.reward_moments)
             shaped = shaped_scores(scores.scores, rollout, config, run.moments)
             scores = replace(scores, scores=shaped)
             experience = make_experience(rollout, scores, kl, config, kl_coef=kl_coef)
@@ -303,8 +313,7 @@ class Trainer:
             return None
         prompts = self._prompts.evaluation
         if sampling:
-            first = self.config.per_device_eval_batch_size
-            prompts = PromptSet(prompts.prompts[:first], prompts.tokens[:first])
+            prompts = prompts.first(self.config.per_device_eval_batch_size)
         completions = self._answer(prompts)
         if self.engine.is_main:
             print_table(completions, f"Samples after update {self._run.updates}", limit=ROWS_SHOWN)
@@ -356,6 +365,7 @@ class Trainer:
                 response_length=self.config.response_length,
                 stop_token_id=self._sampler.settings.stop_token_id,
                 batch_size=self.config.per_device_eval_batch_size,
+                moments=self._run.reward_moments,
             )
 
     # --- Setting up ---

@@ -37,10 +37,10 @@ class PPOTrainer(ScriptNames):
         ref_model: the reference. If None, the policy is copied, or the base model of a policy with
             an adapter is used.
         reward_model: a `RewardModel`, a `...ForSequenceClassification` or another module
-            (`ppo_core.models.script_modules`), a function of prompts and responses, or several of
-            these as a list or a dict.
+            (`ppo_core.models.script_modules`), a function of prompts and responses, and of columns
+            by keyword, or several of these as a list or a dict.
         train_dataset: prompts as a list, or a data set with the column "prompt" (text or chat
-            messages), "messages" or "input_ids".
+            messages), "messages" or "input_ids", and columns that reward functions take.
         value_model: the critic: a `...ForSequenceClassification`, a `Critic` or another module that
             returns a value for each token. It is trained in place. If None, the policy's value head
             is used if there is one or with `shared_critic`; else the reward model is copied; if
@@ -103,7 +103,13 @@ class PPOTrainer(ScriptNames):
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._collator = data_collator
         prompts = make_run_prompts(
-            train_dataset, eval_dataset, processing_class, policy, config, data_collator
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            policy,
+            config,
+            data_collator,
+            models.rewards.asked_columns(),
         )
         texts = make_pretraining_texts(pretrain_dataset, processing_class, policy.config, config)
         super().__init__(
@@ -141,8 +147,10 @@ class PPOTrainer(ScriptNames):
         """
         if eval_dataset is None:
             return super().evaluate()
-        policy, collator = self.policy.model, self._collator
-        prompts = make_prompt_set(eval_dataset, self.tokenizer, policy, self.args, collator)
+        policy, asked = self.policy.model, self.rewards.asked_columns()
+        prompts = make_prompt_set(
+            eval_dataset, self.tokenizer, policy, self.args, self._collator, asked
+        )
         return self._evaluate(prompts)
 
     def create_model_card(

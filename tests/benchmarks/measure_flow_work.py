@@ -20,6 +20,7 @@ from pipeline import stages
 from pipeline.demo.task import build_demo_task
 from pipeline.evaluation.evaluate_policies import evaluate_policies
 from pipeline.inputs.data_sets import RunData
+from pipeline.inputs.run_rewards import RunRewards
 from pipeline.launch.job import write_job
 from pipeline.preflight.check_inputs import check_inputs
 from pipeline.results.reward_report import RewardReport
@@ -76,7 +77,7 @@ def work_of(settings: Settings, folder: Path) -> dict[str, Callable[[], object]]
 
     def train_policy() -> None:
         job = write_job(
-            RunData(settings),
+            RunRewards(RunData(settings)),
             policy=str(sft),
             reward_model=str(rewarder),
             reward_bias=reports[0].bias,

@@ -222,11 +222,12 @@ def train(case: Case, folder: Path) -> dict[str, Any]:
 def job(case: Case, folder: Path) -> dict[str, Any]:
     """Write the job of the training."""
     from pipeline.inputs.data_sets import RunData
+    from pipeline.inputs.run_rewards import RunRewards
     from pipeline.launch.job import write_job
 
     settings = _settings(case, folder)
     write_job(
-        RunData(settings),
+        RunRewards(RunData(settings)),
         policy=settings.policy,
         reward_model=settings.reward_model,
         reward_bias=0.0,

@@ -35,6 +35,7 @@ from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
 from ppo_core.config.sized_defaults import sized_defaults
 from ppo_core.config.trl_names import PPO_ALIASES, SUPERVISED_ALIASES, SUPERVISED_INSTEAD
 from ppo_core.config.unsupported_settings import INSTEAD, NO_EFFECT
+from ppo_core.data.reward_columns import asked_columns
 from ppo_core.data.rows.reader import read_rows
 from ppo_core.supervised.supervised_cli import SupervisedArguments, SupervisedLoraArguments
 from ppo_core.supervised.supervised_config import SupervisedConfig
@@ -125,12 +126,20 @@ def answer(policy: Path, prompt: str, length: int) -> str:
 def test_the_published_script_adds_pairs_against_repeated_text(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_inputs(tmp_path)
-    (script,) = blocks(TRUSTING, "python")
+    (script,) = (block for block in blocks(TRUSTING, "python") if "taught" in block)
     run_block(script)
     rows = read_rows("taught.jsonl", "pairs").table
     repeated = [row for row in rows if row["category"] == "repeated"]
     assert (len(rows), len(repeated)) == (64 + 8, 8)
     assert all(row["rejected"] == f"{row['chosen']} {row['chosen']}" for row in repeated)
+
+
+def test_the_published_reward_function_reads_a_column():
+    (function,) = (block for block in blocks(TRUSTING, "python") if "brevity" in block)
+    asked = asked_columns("brevity", run_block(function)["brevity"])
+    assert asked.required == ("max_words",)
+    given = run_block(function)["brevity"](["p", "q"], ["a b c", ""], max_words=[1, 2])
+    assert given == [-2, 0]
 
 
 def test_the_published_classic_loop_runs(tmp_path, monkeypatch):

@@ -27,9 +27,11 @@ from pipeline.judges.spec import make_judge
 from pipeline.settings.judge_config import JudgingConfig
 from pipeline.settings.settings import make_settings
 from ppo_core.__main__ import main as train
+from ppo_core.config.reward_names import read_rewards
 from ppo_core.data.prompts import encode_prompts
+from ppo_core.data.reward_columns import asked_columns, columns_of
 from ppo_core.data.rows.reader import read_rows
-from ppo_core.errors import DataError, JudgeError, PPOError
+from ppo_core.errors import ConfigError, DataError, JudgeError, PPOError
 from ppo_core.ppo.reward_functions import make_rewards
 from ppo_core.supervised.supervised_cli import main as train_supervised
 from tests.helpers.inputs.pipeline_inputs import write_model
@@ -723,6 +725,47 @@ def test_a_reward_function_that_fails_is_named(case: str):
     with pytest.raises(PPOError, match=says) as refused:
         rewards(["w1"] * 3, make_rollout())
     assert "The reward function" in str(refused.value)
+
+
+ENTRIES = [
+    *("", " ", "=", "a=", "=reward-model", "reward-model:", "python:", "python:=", ":", "a:b:c"),
+    *("reward-model\n", "python:a.py:f\x00", "python:\x1b[2J.py:f", "x\ny=python:a.py:f"),
+    *("a/b=reward-model", "a b=reward-model", "ü=reward-model", "../x=python:a.py:f"),
+    *("reward-model:../../etc", "reward-model:/", "python:ü.py:größe", "python:a.py:<lambda>"),
+    *("reward-model:" + "a" * 10_000, "python:" + "/" * 300 + ":f", "x" * 100_000, "😀:😀"),
+]
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=range(len(ENTRIES)))
+def test_an_entry_of_rewards_has_a_name_that_a_metric_can_have_or_is_refused(entry: str):
+    try:
+        (found,) = read_rewards([entry])
+    except ConfigError as refused:
+        assert "A reward is reward-model (the run's own)" in str(refused)
+    else:
+        assert re.fullmatch(r"[A-Za-z0-9_.-]{1,100}", found.name)
+        with pytest.raises(ConfigError, match="twice"):
+            read_rewards([entry, entry])
+
+
+COLUMNS: dict[str, tuple[list[Any], str]] = {
+    "misspelt": ([{"prompt": "w1", "refrence": "x"}], r"Did you mean refrence\?"),
+    "another case": ([{"prompt": "w1", "Reference": "x"}], r"Did you mean Reference\?"),
+    "plural": ([{"prompt": "w1", "references": "x"}], r"Did you mean references\?"),
+    "always empty": ([{"prompt": "w1", "reference": None}], "The columns are prompt"),
+    "no rows but prompts": (["w1", "w2"], "The rows have no columns"),
+    "number as a name": ([{"prompt": "w1", 7: "x"}], r"The columns are prompt\."),
+}
+
+
+@pytest.mark.parametrize("case", COLUMNS)
+def test_a_column_that_no_row_has_ends_the_run_before_it_trains(case: str):
+    def reward(prompts: list[str], responses: list[str], reference: list[str]) -> list[float]:
+        raise AssertionError("called")
+
+    rows, says = COLUMNS[case]
+    with pytest.raises(ConfigError, match=f"reward takes the column 'reference'.*{says}"):
+        columns_of(rows, [asked_columns("reward", reward)])
 
 
 # --- Files that the flow wrote -----------------------------------------------------

@@ -150,10 +150,10 @@ def _gathering_seconds(
         outside = sum(speed.gathering(ParameterCount(0.0, each.outside)) for each in held)
         return outside + passes * speed.gathering(ParameterCount(used.layers))
 
-    reward = ParameterCount.of(size.reward)
+    rewards = map(ParameterCount.of, (size.reward, *size.other_rewards))
     return (
         of_model(module, policy, sampling_passes)
-        + of_model([reward], reward, batches)
+        + sum(of_model([reward], reward, batches) for reward in rewards)
         + of_model(reference, policy, batches)
         + of_model(module, critic, batches)
     )

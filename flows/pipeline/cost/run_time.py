@@ -175,7 +175,7 @@ def ppo_seconds(
 ) -> float:
     """Return the seconds of PPO if every response has its maximum length.
 
-    The policy samples every response. Reference, critic and reward model each read every sequence
+    The policy samples every response. Reference, critic and reward models each read every sequence
     once. Each PPO epoch trains policy and critic on every sequence. If a server samples, the time
     of the server is left out, and the policy reads every sequence once. Loading models and saving
     checkpoints are left out.
@@ -193,7 +193,8 @@ def ppo_seconds(
     if samples_here:
         sampling = forward(policy, rows * mean_prompt, rows)
         sampling += batches * size.response_tokens * speed.decoding(policy)
-    scoring = forward(policy, tokens, answered) + forward(size.reward, tokens, 0)
+    scoring = forward(policy, tokens, answered)
+    scoring += sum(forward(model, tokens, 0) for model in (size.reward, *size.other_rewards))
     backward = Backward(recomputes=size.recomputes, is_frozen=bool(size.adapter))
     passes = ceil(ceil(rows) / rows_of_a_pass(size))
     training = _training(speed, policy, tokens, answered, backward, passes)

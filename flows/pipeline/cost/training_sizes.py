@@ -12,9 +12,10 @@ from pipeline.launch.commands import gpus
 from pipeline.settings.settings import Settings
 from pipeline.settings.training_sections import SupervisedSection
 from ppo_core.config.placement import is_fast_in_bf16
+from ppo_core.config.reward_names import OWN, read_rewards
 from ppo_core.config.script_arguments import ALL_LINEAR
 from ppo_core.distributed.strategy import Sharding
-from ppo_core.models.loading import empty_model
+from ppo_core.models.loading import empty_model, load_tokenizer
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.ppo.schedule import Schedule
 from ppo_core.supervised.training_loop import TOKENS_ON_CPU
@@ -59,7 +60,7 @@ def ppo_size(
     tokens = longest_prompt + ppo.response_length
     minibatch = ceil(schedule.batch_size / ppo.num_mini_batches / processes.number)
     rows = min(ppo.per_device_train_batch_size, minibatch)
-    reward, critic = _scorers(settings)
+    (reward, *others), critic = _scorers(settings)
     half = lora.dtype == "bfloat16"
     sampled = min(
         ppo.local_rollout_forward_batch_size, ceil(schedule.batch_size / processes.number)
@@ -70,6 +71,7 @@ def ppo_size(
         if ppo.shared_critic or not ppo.has_critic
         else critic or _without_head(model_size(policy)),
         reward=reward,
+        other_rewards=tuple(others),
         adapter=count_adapter_parameters(policy, lora.r, lora.target_modules) if lora.r else 0,
         base_bytes=BF16 if half else FP32,
         sharding=_kind(ppo.sharding, processes),
@@ -178,14 +180,28 @@ def _kind(sharding: Sharding | None, processes: Processes) -> Sharding:
     return sharding or processes.unsharded
 
 
-def _scorers(settings: Settings) -> tuple[ModelSize, ModelSize | None]:
-    """Return the size of the reward model, and of the critic if it copies the reward model."""
+def _scorers(settings: Settings) -> tuple[list[ModelSize], ModelSize | None]:
+    """Return the sizes of all reward models, the run's own first; and of the critic.
+
+    The critic is a copy of the first reward model with a weight that reads the policy's tokens;
+    None if there is none.
+    """
     data = RunData(settings)
-    model = empty_model(settings.reward_model or settings.policy, scores=True)
-    scorer = RewardModel(model, data.reward_tokenizer, end_of_text=False)
-    reads_along = scorer.reads_tokens_of(data.policy_tokenizer)
-    size = model_size(model)
-    return size, size if scorer.lm_head is not None and reads_along else None
+    named = read_rewards(settings.rewards or [OWN])
+    weights = settings.ppo.reward_weights or [1.0] * len(named)
+    counted = {one.source for one, weight in zip(named, weights, strict=True) if weight}
+    others = [one.source for one in named if one.kind == "reward-model" and not one.is_own]
+    sizes, critics = [], []
+    for source in ["", *others]:
+        path = source or settings.reward_model or settings.policy
+        tokenizer = load_tokenizer(path, data.reward_format) if source else data.reward_tokenizer
+        model = empty_model(path, scores=True)
+        scorer = RewardModel(model, tokenizer, end_of_text=False)
+        sizes.append(model_size(model))
+        reads_along = scorer.lm_head is not None and scorer.reads_tokens_of(data.policy_tokenizer)
+        if source in counted and reads_along:
+            critics.append(sizes[-1])
+    return sizes, next(iter(critics), None)
 
 
 def _without_head(policy: ModelSize) -> ModelSize:

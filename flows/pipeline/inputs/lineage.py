@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 FLOW_RUN = "flow_run"
 """MLflow tag, of runs and of registered versions, with the id of the flow's run."""
 
-ORIGIN = ("data/", "git_", "model/base", "model/reward_model", "settings_digest", "seed")
+ORIGIN = ("data/", "git_", "model/base", "model/reward_model", "reward/", "settings_digest", "seed")
 """Prefixes of the tags that describe the inputs of a run: code, settings, data and given models."""
 
 UNKNOWN = "unknown"

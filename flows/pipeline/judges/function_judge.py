@@ -1,16 +1,9 @@
 """Python functions as judges: the built-in rule, or a function in a user's file or module."""
 
-import hashlib
-import importlib
-import importlib.util
 import inspect
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from numbers import Real
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from pipeline.demo import judge, posts
@@ -20,6 +13,7 @@ from ppo_core.data.rows.dialogues import shown_prompt
 from ppo_core.errors import ConfigError, DataError, user_code_errors
 from ppo_core.io.folder_cache import digest_of_code
 from ppo_core.io.progress_bar import SECONDS_BETWEEN_LINES, progress
+from ppo_core.io.user_code import load_function
 
 JudgeFunction = Callable[[list[str], list[tuple[str, str]]], Iterable[Any]]
 """Function that maps prompts and pairs of answers to one verdict per pair. A verdict is a word of
@@ -108,17 +102,9 @@ def load_function_judge(place: str) -> FunctionJudge:
     Raises:
         ConfigError: the file, module or function does not exist, or cannot be imported.
     """
-    where, _, function_name = place.rpartition(":")
-    if not where or not function_name:
-        raise ConfigError("it names no function. Write python:FILE_OR_MODULE:FUNCTION.")
-    module = _import_file(Path(where)) if where.endswith(".py") else _import_module(where)
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise ConfigError(
-            f"{where} has no function '{function_name}'. Write one that takes prompts and pairs."
-        )
-    _require_two_arguments(function)
-    return FunctionJudge(original_names(f"python:{place}"), function, _version_of(module))
+    loaded = load_function(place, "prompts and pairs")
+    _require_two_arguments(loaded.function)
+    return FunctionJudge(original_names(f"python:{place}"), loaded.function, loaded.version)
 
 
 def _require_two_arguments(function: JudgeFunction) -> None:
@@ -161,52 +147,3 @@ def _is_probability(value: Any) -> bool:
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     # Compare before calling `float`, which raises for a very large integer.
     return is_number and bool(0 <= value <= 1)
-
-
-def _import_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise ConfigError(f"there is no file {path.absolute()}. Name one that is there.")
-    # A unique module name cannot replace an imported module that has the name of the file.
-    name = f"{path.stem}_{_digest_of_file(path)}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # `dataclass` looks up the module of the decorated class in `sys.modules`.
-    sys.modules[name] = module
-    with _import_errors(str(path)):
-        spec.loader.exec_module(module)
-    return module
-
-
-def _import_module(name: str) -> ModuleType:
-    with _import_errors(name):
-        return importlib.import_module(name)
-
-
-@contextmanager
-def _import_errors(name: str) -> Iterator[None]:
-    """Raise the errors of importing a user's module as ConfigError."""
-    try:
-        with user_code_errors(ConfigError, f"Importing {name}"):
-            yield
-    except ConfigError as error:
-        cause = error.__cause__
-        if isinstance(cause, ImportError | SyntaxError):
-            # The text names the missing module, or the wrong line.
-            raise ConfigError(f"{name} cannot be imported: {cause}.") from cause
-        raise
-
-
-def _version_of(module: ModuleType) -> str:
-    file = getattr(module, "__file__", None)
-    if file is None:
-        raise ConfigError(
-            f"{module.__name__} is part of Python and has no source file, so the version of the "
-            "judge would be unknown. Call the function from a file of your own."
-        )
-    return _digest_of_file(Path(file))
-
-
-def _digest_of_file(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]

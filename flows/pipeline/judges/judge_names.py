@@ -4,9 +4,11 @@ This file imports no large library, so that a misspelled judge is reported at on
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ppo_core.config.hub_ids import split_revision
+from ppo_core.config.reward_names import NamedReward, read_rewards, same_place
 from ppo_core.config.spelling import nearest_name
 from ppo_core.errors import ConfigError
 from ppo_core.errors.packages import require_package
@@ -121,6 +123,30 @@ def check_labeller_name(spec: str, judge: str, base_url: str) -> None:
             )
 
 
+def check_reward_names(rewards: Sequence[str], judge: str) -> None:
+    """Raise if a reward of PPO is a judge of the run, also one of several.
+
+    Raises:
+        ConfigError: see above.
+    """
+    for part in read_judges(judge) if judge else []:
+        for one in read_rewards(rewards):
+            if _is_judge(one, part):
+                raise ConfigError(
+                    f"rewards names {one.spec!r}, which is also a judge of the run, "
+                    f"judge={judge!r}. The win rate would only measure how well PPO pleases this "
+                    "judge. Name another judge, or another reward."
+                )
+
+
+def _is_judge(reward: NamedReward, judge: JudgePart) -> bool:
+    if reward.kind == "python" or not reward.source:
+        return reward.kind == judge.kind and same_place(reward.source, judge.source)
+    # Another revision of a model was mostly trained on the same preferences.
+    is_model = judge.kind in ("reward-model", "transformers")
+    return is_model and _repository(reward.source) == _repository(judge.source)
+
+
 def read_access(base_url: str) -> ServerAccess:
     """Return the address and the key of the server that openai:MODEL asks; no call is made.
 
@@ -154,7 +180,7 @@ def _require_independence(part: JudgePart, reward_model: str) -> None:
 
 
 def _same_source(part: JudgePart, source: str) -> bool:
-    return os.path.realpath(part.source) == os.path.realpath(source)
+    return same_place(part.source, source)
 
 
 def _repository(model: str) -> str:

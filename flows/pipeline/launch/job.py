@@ -5,7 +5,7 @@ import math
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from pipeline.inputs.data_sets import RunData
+from pipeline.inputs.run_rewards import RunRewards
 from pipeline.settings.settings import Settings
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
@@ -24,7 +24,7 @@ def ppo_config(settings: Settings) -> PPOConfig:
 
 
 def write_job(
-    data: RunData,
+    rewards: RunRewards,
     *,
     policy: str,
     reward_model: str,
@@ -36,7 +36,7 @@ def write_job(
     """Write the input files of `python -m ppo_core`, and return the path of the settings file.
 
     Args:
-        data: data sets of the run.
+        rewards: rewards of the run, with its data sets.
         policy: folder or hub id of the policy to start from.
         reward_model: folder or hub id of the reward model.
         reward_bias: offset that is subtracted from each score of the reward model.
@@ -45,14 +45,14 @@ def write_job(
         policy_dir: folder of the final policy.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    settings, prompts = data.settings, data.training_prompts().column("prompt")
-    rows = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
+    settings = rewards.data.settings
+    rows = "".join(json.dumps(row) + "\n" for row in rewards.prompts())
     write_atomically(folder / "prompts.jsonl", rows)
     config = {
         **asdict(ppo_config(settings)),
         "output_dir": str(folder),
         "sft_model_path": policy,
-        "reward_model_path": reward_model,
+        "reward_model_path": rewards.own_path(reward_model),
         # The evaluation shows answers after the training, so PPO need not sample any to show.
         "num_sample_generations": 0,
     }
@@ -60,6 +60,7 @@ def write_job(
         dataset_name=str(folder / "prompts.jsonl"),
         prompt_format=settings.prompt_format,
         resume_from_checkpoint="latest",
+        rewards=settings.rewards or None,
         reward_bias=reward_bias,
         reward_gain=reward_gain,
         reward_end_of_text=settings.reward_model_training.end_of_text,

@@ -16,9 +16,11 @@ from pipeline.judges.spec import check_judge
 from pipeline.launch.commands import gpus
 from pipeline.preflight.judge_trial import try_judges
 from pipeline.preflight.model_types import check_model_types
+from pipeline.preflight.reward_trial import try_rewards
 from pipeline.settings.settings import Settings
 from pipeline.settings.training_sections import SupervisedSection
 from pipeline.storage.workspace import original_names
+from ppo_core.config.reward_names import read_rewards
 from ppo_core.data.prompts import encode_prompt
 from ppo_core.data.rows.describe import describe_first, describe_reading, require_columns_read
 from ppo_core.data.rows.forms import Row
@@ -68,6 +70,7 @@ def check_inputs(settings: Settings) -> None:
     _check_fresh_pairs(data)
     _check_prompts(data)
     _check_pairs(data)
+    _check_rewards(data)
     if settings.sft_data:
         _check_demonstrations(data)
     if settings.columns:
@@ -87,6 +90,13 @@ def _check_judge(data: RunData, setting: str, spec: str, reward_model: str = "")
             _require_template(data, load_tokenizer(part.source), part.source)
     check_judge(spec, reward_model, data.settings.judging)
     try_judges(data, setting, spec)
+
+
+def _check_rewards(data: RunData) -> None:
+    for one in read_rewards(data.settings.rewards):
+        if one.kind == "reward-model" and not one.is_own:
+            _require_template(data, load_tokenizer(one.source, data.reward_format), one.source)
+    try_rewards(data)
 
 
 def check_outputs(output_dir: str, summary_json: str) -> None:

@@ -27,6 +27,7 @@ from pipeline.registry.versions import find_policy
 from pipeline.settings.settings import Settings
 from pipeline.storage.workspace import MODELS, REGISTRY, Workspace, workspace_of
 from ppo_core.config.hub_ids import split_revision
+from ppo_core.config.reward_names import read_rewards
 from ppo_core.data.sources.hub_data import HubData
 from ppo_core.data.sources.source import find_hub_data
 from ppo_core.errors import ModelError, library_errors
@@ -106,13 +107,17 @@ def _renamed(
     data: Callable[[str], str],
     file: Callable[[str], str],
 ) -> Settings:
-    """Return the settings with each name of a model, a data set or a judge's file changed."""
+    """Return the settings with each name of a model, a data set or a function's file changed."""
     changes: dict[str, Any] = {
         name: model(getattr(settings, name)) for name in MODELS if getattr(settings, name)
     }
     changes |= {name: data(getattr(settings, name)) for name in DATA if getattr(settings, name)}
     if settings.judge:
         changes["judge"] = _renamed_judges(settings.judge, model, file)
+    changes["rewards"] = [
+        one.moved(_renamed_source(one.kind, one.source, model, file))
+        for one in read_rewards(settings.rewards)
+    ]
     labels, fresh = settings.evaluation.human_labels, settings.fresh_pairs
     evaluation = dataclasses.replace(settings.evaluation, human_labels=labels and data(labels))
     fresh = dataclasses.replace(fresh, labels=fresh.labels and data(fresh.labels))
@@ -124,14 +129,21 @@ def _renamed(
 def _renamed_judges(spec: str, model: Callable[[str], str], file: Callable[[str], str]) -> str:
     renamed = []
     for part in read_judges(spec):
-        source = part.source
-        if part.kind in MODEL_JUDGES:
-            source = model(source)
-        elif part.kind == "python":
-            place, _, function = source.rpartition(":")
-            source = f"{file(place)}:{function}"
+        source = _renamed_source(part.kind, part.source, model, file)
         renamed.append(f"{part.kind}:{source}" if source else part.kind)
     return ",".join(renamed)
+
+
+def _renamed_source(
+    kind: str, source: str, model: Callable[[str], str], file: Callable[[str], str]
+) -> str:
+    """Return the changed source of a judge or a reward; only models and files have places."""
+    if source and kind in MODEL_JUDGES:
+        return model(source)
+    if source and kind == "python":
+        place, _, function = source.rpartition(":")
+        return f"{file(place)}:{function}"
+    return source
 
 
 def _keeping_split(name: str, change: Callable[[str], str]) -> str:

@@ -1,6 +1,7 @@
 """Ask the judges of a run about one pair before anything is trained."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from pipeline.inputs.data_sets import RunData
@@ -36,17 +37,21 @@ def try_judges(data: RunData, setting: str, spec: str) -> None:
     """
     settings = data.settings
     pairs = [pair for pair in label_pairs(data.test_pairs()) if not pair.tie]
-    watch = watched_step(
+    with watched_trial(settings):
+        for part in read_judges(spec):
+            reason = _why_not_here(part, settings)
+            said = f"not asked yet, because {reason}" if reason else _ask(part, settings, pairs)
+            print(f"{setting}={part.spec}: {said}", flush=True)
+
+
+def watched_trial(settings: Settings) -> AbstractContextManager[None]:
+    """Return a context that ends the first step if a user's code or a server hangs in it."""
+    return watched_step(
         "start",
         Path(settings.output_dir),
         stall_minutes=settings.stall_minutes,
         step_minutes=settings.step_minutes,
     )
-    with watch:
-        for part in read_judges(spec):
-            reason = _why_not_here(part, settings)
-            said = f"not asked yet, because {reason}" if reason else _ask(part, settings, pairs)
-            print(f"{setting}={part.spec}: {said}", flush=True)
 
 
 def _ask(part: JudgePart, settings: Settings, pairs: Sequence[LabelledPair]) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterator
 from pipeline.judges.judge_names import read_judges
 from pipeline.settings.settings import Settings
 from pipeline.storage.workspace import original_names
+from ppo_core.config.reward_names import read_rewards
 from ppo_core.errors import ModelError
 from ppo_core.models.files.model_types import EXACT, SCORING_ENCODERS, UNTRAINABLE
 from ppo_core.models.loading import load_config
@@ -35,6 +36,9 @@ def _named_models(settings: Settings) -> Iterator[tuple[str, str, Collection[str
     yield "policy", settings.policy, EXACT
     if settings.reward_model:
         yield "reward_model", settings.reward_model, EXACT | SCORING_ENCODERS
+    for one in read_rewards(settings.rewards):
+        if one.kind == "reward-model" and not one.is_own:
+            yield "rewards", one.source, EXACT | SCORING_ENCODERS
     for part in read_judges(settings.judge) if settings.judge else ():
         if part.kind == "reward-model":
             yield f"judge={part.kind}", part.source, EXACT | SCORING_ENCODERS

@@ -61,7 +61,7 @@ def decide_promotion(
         against = reasons_to_refuse(
             report,
             settings.promotion,
-            reward_model_fit=validation.fit,
+            reward_model_fit=validation.is_harmless,
             candidate=version,
             champion=state.champion,
             kl=kl,

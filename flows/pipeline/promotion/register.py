@@ -30,6 +30,7 @@ from pipeline.settings.decoding import Decoding
 from pipeline.settings.settings import Settings, as_plain_dict
 from pipeline.storage.workspace import original_names
 from pipeline.tracking.mlflow_runs import started_at
+from ppo_core.config.reward_names import read_rewards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,15 @@ class Candidate:
             "sft": _named(self.sft.path, self.sft.digest),
             "reward_model": _named(self.reward_model.path, self.reward_model.digest),
             "policy": _named(self.trained.path, self.trained.digest),
+        }
+
+    @property
+    def rewards(self) -> dict[str, NamedModel]:
+        """Each reward of PPO beside the reward model of the run."""
+        return {
+            f"reward {one.name}": _named(one.source, self.run.origin[f"reward/{one.name}"])
+            for one in read_rewards(self.settings.rewards)
+            if not one.is_own
         }
 
     @property
@@ -171,7 +181,7 @@ def _facts(
     return VersionFacts(
         name=settings.registered_model,
         version=version,
-        models={**candidate.models, "judge": judge},
+        models={**candidate.models, **candidate.rewards, "judge": judge},
         data=run.data,
         evaluation=evaluation,
         cost=cost_of_run(run, settings.hardware, candidate.trained, spent),

@@ -98,7 +98,8 @@ def _the_rest(summary: Summary) -> Table:
     table.add_row("Reward model", reward_model_in_words(summary.reward_model))
     if summary.improvement:
         table.add_row("PPO gained on SFT", _improvement(summary.improvement))
-    for name in SHOWN_METRICS:
+    parts = [name for name in summary.objective if name.startswith("rewards/")]
+    for name in [*(parts if len(parts) > 1 else []), *SHOWN_METRICS]:
         metric = summary.objective[name]
         table.add_row(name, f"{as_decimal(metric.first, 3)} -> {as_decimal(metric.last, 3)}")
     table.add_row(

@@ -95,10 +95,18 @@ class ValidatedReward:
     spent: dict[str, Spent] = field(default_factory=dict)
     """Calls and tokens of the judges that compared samples, by name."""
 
+    is_used: bool = True
+    """Whether PPO learns from the reward model, see `Settings.rewards`."""
+
     @property
     def refused(self) -> bool:
         """Whether PPO must not train against the reward model."""
-        return not (self.fit or self.accepted_by_hand)
+        return not (self.is_harmless or self.accepted_by_hand)
+
+    @property
+    def is_harmless(self) -> bool:
+        """Whether the reward model passed the gate, or PPO does not learn from it."""
+        return self.fit or not self.is_used
 
     def report(self) -> RewardReport:
         """Read all measurements from `report_file`."""

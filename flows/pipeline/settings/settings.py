@@ -24,6 +24,7 @@ from pipeline.settings.unknown_names import describe_unknown_setting
 from ppo_core.config.checks import check_fields, check_type, refuse_secrets
 from ppo_core.config.placement import Precision
 from ppo_core.config.ppo_config import PPOConfig
+from ppo_core.config.reward_names import OWN, read_rewards, same_place
 from ppo_core.config.row_settings import (
     MAX_LEFT_OUT,
     Overlong,
@@ -87,6 +88,12 @@ class Settings:
     reward_model: str = ""
     """Folder or hub id of a reward model with one label, in the same form as `policy`. If empty, a
     reward model is trained from the policy."""
+
+    rewards: list[str] = field(default_factory=list)
+    """Rewards whose sum, by `ppo.reward_weights`, trains the policy: `reward-model` (the one above,
+    or the one that the run trains), `reward-model:PATH` or `python:FILE_OR_MODULE:FUNCTION`, each
+    with or without `NAME=` before it. Empty: the reward model alone. The reward model is validated
+    also where the list leaves it out or its weight is 0, but then its faults do not end the run."""
 
     model_types: list[str] = field(default_factory=list)
     """Model types of transformers that `policy`, `reward_model` and judges may have, as in
@@ -229,10 +236,18 @@ class Settings:
         self._refuse_a_late_kl_warning()
         self._refuse_prices_of_no_judge()
         self._refuse_a_choice_without_divergence()
+        self._check_rewards()
         if self.task:
             self._refuse_inputs_of_a_task()
         else:
             self._require_inputs()
+
+    @property
+    def uses_reward_model(self) -> bool:
+        """Whether PPO learns from the reward model of the run: it is a reward, with a weight."""
+        named = read_rewards(self.rewards or [OWN])
+        weights = self.ppo.reward_weights or [1.0] * len(named)
+        return any(one.is_own and weight for one, weight in zip(named, weights, strict=True))
 
     def _refuse_what_the_flow_decides(self) -> None:
         for name, instead in NOT_OF_THE_FLOW.items():
@@ -288,6 +303,21 @@ class Settings:
                     f"hardware.judge_prices.{name!r} would be ignored: judge={self.judge!r} has no "
                     "judge of this name that asks a server. Write the name as in judge, "
                     "openai:MODEL, or remove the price."
+                )
+
+    def _check_rewards(self) -> None:
+        rewards, weights = read_rewards(self.rewards), self.ppo.reward_weights
+        names = [one.name for one in rewards] or [OWN]
+        if weights is not None and len(weights) != len(names):
+            raise ConfigError(
+                f"ppo.reward_weights={weights} has {len(weights)} numbers for {len(names)} rewards "
+                f"({', '.join(names)}). Set one number for each entry of rewards."
+            )
+        for one in rewards:
+            if one.source and same_place(one.source, self.reward_model):
+                raise ConfigError(
+                    f"rewards names {one.spec!r}, which is the reward_model of the run. Write "
+                    f"{OWN}, whose scores the run centers."
                 )
 
     def _refuse_inputs_of_a_task(self) -> None:

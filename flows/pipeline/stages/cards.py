@@ -40,7 +40,7 @@ def promotion_card(
         registered.promotion,
         registered.evaluation.report(),
         limits,
-        reward_model_fit=validation.fit,
+        reward_model_fit=validation.is_harmless,
         kl=registered.kl,
     )
     return card_components(document)

@@ -6,7 +6,7 @@ Large libraries are imported only to read the size. Therefore a misspelled name 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipeline.judges.judge_names import check_judge_name, check_labeller_name
+from pipeline.judges.judge_names import check_judge_name, check_labeller_name, check_reward_names
 from pipeline.preflight.remote_machine import check_machine
 from pipeline.settings.judge_config import JudgingConfig
 from pipeline.settings.settings import Settings, make_settings
@@ -38,6 +38,7 @@ def read_settings(
     check_names(given.judge, given.reward_model, given.judging)
     if labeller := given.fresh_pairs.judge:
         check_labeller_name(labeller, given.judge, given.judging.base_url)
+    check_reward_names(given.rewards, given.judge)
     policy = _policy_at_hand(given)
     return make_settings(from_file, from_command_line, overrides, parameters=_parameters(policy))
 

@@ -11,6 +11,7 @@ from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
 from pipeline.inputs.lineage import Lineage, trace
 from pipeline.inputs.model_digests import digest_of_model
+from pipeline.inputs.run_rewards import RunRewards
 from pipeline.preflight.check_inputs import QUARANTINE, check_inputs
 from pipeline.preflight.fetch_inputs import fetch_inputs, share_inputs
 from pipeline.preflight.remote_machine import refuse_proxied_artifacts
@@ -73,6 +74,8 @@ def trace_run(name: str, given: Settings, settings: Settings) -> Lineage:
     lineage.tags["model/base"] = digest_of_model(settings.policy)
     if settings.reward_model:
         lineage.tags["model/reward_model"] = digest_of_model(settings.reward_model)
+    rewards = RunRewards(RunData(settings)).digests()
+    lineage.tags.update({f"reward/{name}": digest for name, digest in rewards.items()})
     return lineage
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import FlowRun
+from pipeline.inputs.run_rewards import RunRewards
 from pipeline.launch.commands import ONE_MACHINE, Machines, gpus
 from pipeline.launch.job import ppo_config, write_job
 from pipeline.launch.launcher import OnMetrics, train
@@ -149,6 +150,7 @@ def _decides_the_result(
         "batch_size": config.batch_size or per_process * processes,
         "lora": asdict(settings.lora),
         "code": digest_of_code(*modules_of_training(CODE)),
+        **RunRewards(data).decides_the_result(),
     }
 
 
@@ -183,7 +185,7 @@ def _write_job(
     run: FlowRun,
 ) -> Path:
     return write_job(
-        data,
+        RunRewards(data),
         policy=sft.path,
         reward_model=reward_model.path,
         reward_bias=validation.bias,

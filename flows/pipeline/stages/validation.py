@@ -69,10 +69,16 @@ def validate_reward_model(
         report_file=str(file),
         spent=report.on_policy.spent if report.on_policy else {},
         judge=_measure_judge(data, judge_model) if judge_model else None,
+        is_used=settings.uses_reward_model,
     )
     if validation.refused:
         tracker.refuse("The reward model is not fit to train against.", validation.reasons)
-    if validation.accepted_by_hand:
+    if not (validation.fit or validation.is_used):
+        reasons = _listed(validation)
+        print(
+            f"The reward model is not fit, but PPO does not learn from it:\n{reasons}", flush=True
+        )
+    elif validation.accepted_by_hand:
         reasons = _listed(validation)
         print(f"The reward model was refused, but a person accepted it:\n{reasons}", flush=True)
     return validation

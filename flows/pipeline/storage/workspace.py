@@ -263,4 +263,7 @@ def _changed_value(record: Any, name: str, value: Any, change: Any) -> Any:
     if isinstance(value, str):
         changed = change(record, name, value)
         return value if changed == value else changed
+    if isinstance(value, list) and all(isinstance(one, str) for one in value):
+        several = [change(record, name, one) for one in value]
+        return value if several == value else several
     return _changed(value, change)

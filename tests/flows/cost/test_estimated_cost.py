@@ -8,6 +8,7 @@ import pytest
 
 from pipeline.cost.gpu_table import read_gpus
 from pipeline.cost.measured_speed import LinearCost, MeasuredSpeed
+from pipeline.cost.memory.ppo_memory import PPOSize
 from pipeline.cost.memory_table import choices, memory_of, recommended
 from pipeline.cost.run_size import describe_memory, describe_time, measure_run
 from pipeline.cost.run_time import (
@@ -17,14 +18,14 @@ from pipeline.cost.run_time import (
     TableSpeed,
     ppo_seconds,
 )
-from pipeline.cost.training_sizes import Processes, ppo_size
+from pipeline.cost.training_sizes import Processes, _without_head, ppo_size
 from pipeline.settings.hardware_config import HardwareConfig
 from pipeline.settings.settings import make_settings
 from ppo_core.errors import ConfigError
 from ppo_core.models.loading import load_policy
 from ppo_core.ppo.schedule import Schedule, make_schedule
 from ppo_core.training.precision import trains_in_bf16
-from tests.helpers.inputs.pipeline_inputs import tiny_table
+from tests.helpers.inputs.pipeline_inputs import tiny_table, write_model
 from tests.helpers.models.published_sizes import LLAMA, table, trainings
 from tests.helpers.paths import ROOT
 
@@ -340,3 +341,24 @@ def test_without_time_to_measure_only_time_and_price_are_unknown(tmp_path, monke
 def test_a_measured_time_of_several_machines_says_what_it_leaves_out(tmp_path):
     words = cost_lines(tiny_table(tmp_path) | {"processes": 1, "num_nodes": 2})
     assert "full length, without what machines send each other, on this machine" in words
+
+
+def test_every_reward_model_counts_and_the_critic_copies_one_that_has_a_weight(tmp_path):
+    table = tiny_table(tmp_path)
+    model = write_model(tmp_path / "other", labels=1)
+    here = Processes(number=1, on_gpus=False)
+
+    def size_of(*rewards: str, **ppo: object) -> PPOSize:
+        settings = make_settings(table | {"rewards": [*rewards], "ppo": table["ppo"] | ppo}, {})
+        schedule = make_schedule(settings.ppo, num_prompts=8, num_processes=1)
+        return ppo_size(settings, schedule, longest_prompt=8, processes=here)
+
+    alone = size_of()
+    assert alone.other_rewards == () and size_of("reward-model") == alone
+    several = size_of("reward-model", f"reward-model:{model}", "python:rewards.py:f")
+    assert several == replace(alone, other_rewards=(alone.reward,))
+    # The trainer copies the policy's backbone where no reward model with a weight reads along.
+    functions = size_of("reward-model", "python:rewards.py:f", reward_weights=[0.0, 1.0])
+    assert functions.critic == _without_head(functions.policy)
+    other = size_of("reward-model", f"reward-model:{model}", reward_weights=[0.0, 1.0])
+    assert other.critic == other.other_rewards[0] == alone.critic

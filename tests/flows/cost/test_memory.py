@@ -169,6 +169,16 @@ def test_supervised_training_by_hand():
     assert ranked.activations == 7 * 4 * 210 * 2
 
 
+def test_each_further_reward_model_is_held_and_the_largest_scores():
+    larger = replace(MODEL, parameters=3_000, width=20)
+    plain, several = phases(SIZE)[1], phases(replace(SIZE, other_rewards=(MODEL, larger)))[1]
+    # 4 bytes of 1000 and of 3000 parameters more.
+    assert several.weights == plain.weights + 16_000
+    # One layer of 14 tokens: 4 x 20 + 3 x 30 numbers of 4 bytes, in place of 4 x 10 + 3 x 30.
+    assert several.activations == 14 * 4 * 170 + SCORED
+    assert plain.activations == 14 * 4 * 130 + SCORED
+
+
 def test_supervised_training_with_an_adapter_by_hand():
     size = SupervisedSize(model=MODEL, writes=False, adapter=50, tokens=7, on_cpu=True)
     step, loading, saving = supervised_phases(size)

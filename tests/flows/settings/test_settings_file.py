@@ -26,6 +26,8 @@ REFUSED = {*NOT_OF_THE_FLOW, "hub_token"}
 EXCLUDED = {
     "ppo": {
         *("batch_size", "warmup_ratio", "missing_eos_penalty", "reference_refresh_updates"),
+        # It contradicts use_score_scaling.
+        "scale_each_reward",
         *REFUSED,
     },
     # Labels go with the labeller `people` alone.
@@ -176,6 +178,7 @@ IN_RANGE = {
     "min_gain": 0.8,
     "gpus": {'my "own" gpu': {"memory_gib": 22.5}},
     "judge": "openai:a",
+    "rewards": ["reward-model", 'own=python:my "own".py:f'],
     "judge_prices": {"openai:a": 0.25},
     "lam_critic": 0.8,
     "ema_decay": 0.9,

@@ -8,17 +8,20 @@ from typing import Any
 import pytest
 import torch
 
+from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import FlowRun
+from pipeline.inputs.run_rewards import RunRewards
 from pipeline.preflight.fetch_inputs import fetch_inputs, share_inputs
 from pipeline.registry import champions
 from pipeline.settings.settings import Settings, make_settings
 from pipeline.storage.addresses import S3Address
 from pipeline.storage.objects import write_object
 from pipeline.storage.workspace import Workspace
+from ppo_core.config.reward_names import read_rewards
 from ppo_core.data.rows.reader import read_rows
 from ppo_core.errors import DataError, ModelError
 from ppo_core.models.loading import load_policy, load_tokenizer
-from tests.helpers.inputs.pipeline_inputs import tiny_table
+from tests.helpers.inputs.pipeline_inputs import tiny_table, write_model
 from tests.helpers.models.model_hub import commit_of, model_hub
 from tests.helpers.runs.candidates import World, make_world
 from tests.helpers.servers.mlflow_store import tracking_to
@@ -77,6 +80,25 @@ def test_shared_inputs_are_the_same_on_each_machine(tmp_path: Path, store: str):
     assert str(tmp_path) not in str(replace(shared, output_dir=""))
     found = Workspace(str(tmp_path / "other"), settings.store).fetch_files(shared)
     assert Path(found.preferences).read_text() == Path(settings.preferences).read_text()
+
+
+def test_files_of_rewards_reach_machines_that_share_nothing(tmp_path: Path, store: str):
+    source = "def brevity(prompts, responses):\n    return [-len(text) for text in responses]\n"
+    (tmp_path / "rewards.py").write_text(source)
+    model = write_model(tmp_path / "other", labels=1)
+    file = upload(tmp_path / "rewards.py", f"{store}/rewards.py")
+    entries = ["reward-model", f"python:{file}:brevity", f"reward-model:{model}"]
+    settings = given(tmp_path, store=f"{store}/rlhf", rewards=entries)
+    shared = share_inputs(fetch_inputs(settings), run_in(settings))
+    assert str(tmp_path) not in str(shared.rewards)
+    there = Workspace(str(tmp_path / "there"), settings.store).fetch_files(shared)
+    own, function, other = read_rewards(there.rewards)
+    assert [own.name, function.name, other.name] == ["reward-model", "brevity", "other"]
+    assert Path(function.source.rpartition(":")[0]).read_text() == source
+    assert (Path(other.source) / "model.safetensors").exists()
+    here = replace(settings, rewards=["reward-model", f"python:{tmp_path}/rewards.py:brevity"])
+    digests = [RunRewards(RunData(each)).digests()["brevity"] for each in (there, here)]
+    assert digests[0] == digests[1]
 
 
 def test_a_data_set_of_the_hub_is_read_there_once(tmp_path: Path, store: str):

@@ -90,6 +90,7 @@ def test_whatever_decides_the_policy_trains_another_one(settings, models):
         key(replace(settings, lora=LoraConfig(r=2))),
         key(validation=replace(VALIDATION, bias=0.2)),
         key(validation=replace(VALIDATION, gain=2.0)),
+        key(replace(settings, rewards=["reward-model"])),
         key(policy=replace(sft, digest="other")),
         key(reward=replace(reward_model, digest="other")),
     ]

@@ -1,5 +1,6 @@
 """The end of a run whose reward model was refused: what the user reads."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from pipeline.settings.settings import make_settings
 from pipeline.stages.validation import stop_run
 from pipeline.storage.workspace import Workspace
 from ppo_core.errors import ModelError
+from tests.helpers.runs.candidates import FIT
 
 INPUTS = {
     "policy": "p",
@@ -52,3 +54,28 @@ def test_a_reward_model_of_the_user_may_be_corrected_in_place(tmp_path):
     message = refusal(tmp_path, reward_model="rewards")
     assert "If you correct 'rewards' in place, `python flows/rlhf.py resume` validates" in message
     assert f"{tmp_path / 'reward-model.json'}, and in MLflow" in message
+
+
+def test_faults_of_a_reward_model_that_ppo_does_not_learn_from_end_no_run():
+    unfit = replace(FIT, fit=False, reasons=["It guesses."])
+    assert unfit.refused and not unfit.is_harmless
+    unused = replace(unfit, is_used=False)
+    assert unused.is_harmless and not unused.refused
+
+
+@pytest.mark.parametrize(
+    ("rewards", "weights", "is_used"),
+    [
+        ([], None, True),
+        ([], [0.5], True),
+        (["reward-model", "python:a.py:f"], None, True),
+        (["python:a.py:f", "reward-model"], [1.0, -1.0], True),
+        (["reward-model", "python:a.py:f"], [0.0, 1.0], False),
+        (["python:a.py:f"], None, False),
+        (["reward-model:other", "python:a.py:f"], None, False),
+    ],
+)
+def test_ppo_learns_from_a_reward_model_that_is_listed_with_a_weight(rewards, weights, is_used):
+    ppo = {"reward_weights": weights} if weights else {}
+    settings = make_settings(INPUTS | {"rewards": rewards, "ppo": ppo}, {})
+    assert settings.uses_reward_model == is_used

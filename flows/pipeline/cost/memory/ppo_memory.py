@@ -35,6 +35,9 @@ class PPOSize(Shards):
     """The critic's own model; None for a head on the policy's backbone."""
 
     reward: ModelSize
+    other_rewards: tuple[ModelSize, ...] = ()
+    """Further reward models of the setting `rewards`."""
+
     adapter: int = 0
     """Number of parameters of the policy's adapter; 0 if the policy itself is trained."""
 
@@ -131,9 +134,12 @@ def _scoring(size: PPOSize) -> Memory:
     def passing(model: ModelSize) -> int:
         return passing_activations(model, tokens, autocast=size.autocast)
 
-    reward = _gathered(size, FP32 * size.reward.parameters), size.reward
+    rewards = [
+        (_gathered(size, FP32 * model.parameters), model)
+        for model in (size.reward, *size.other_rewards)
+    ]
     module = _gathered(size, _module_bytes(size)) + _bf16_copies(size, size.policy), size.policy
-    gathered, model = max((reward, module), key=lambda one: one[0] + passing(one[1]))
+    gathered, model = max((*rewards, module), key=lambda one: one[0] + passing(one[1]))
     return Memory(
         phase="scoring",
         weights=_weights(size) + gathered,
@@ -203,7 +209,8 @@ def _module_bytes(size: PPOSize) -> int:
 def _full_weights(size: PPOSize) -> int:
     """Bytes of all models, unsharded. With an adapter, the base is also the reference."""
     reference = 0 if size.adapter else FP32 * size.policy.parameters
-    return _module_bytes(size) + reference + FP32 * size.reward.parameters
+    rewards = sum(model.parameters for model in (size.reward, *size.other_rewards))
+    return _module_bytes(size) + reference + FP32 * rewards
 
 
 def _weights(size: PPOSize) -> int:

@@ -1,0 +1,101 @@
+"""The rewards that PPO sums: what they are, what they read, and what decides their scores."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from pipeline.inputs.data_sets import RunData
+from pipeline.inputs.model_digests import digest_of_model
+from ppo_core.config.reward_names import NamedReward, read_rewards
+from ppo_core.data.raw_columns import rows_with_columns
+from ppo_core.data.reward_columns import AskedColumns, asked_columns, columns_of
+from ppo_core.data.sources.source import open_source
+from ppo_core.errors import DataError
+from ppo_core.io.folder_cache import digest_of
+from ppo_core.io.user_code import LoadedFunction
+from ppo_core.training.rewards import load_functions
+
+
+@dataclass(frozen=True)
+class RunRewards:
+    """The setting `rewards` of a run; without entries the reward model is the only reward."""
+
+    data: RunData
+
+    @cached_property
+    def named(self) -> list[NamedReward]:
+        """The entries of the setting."""
+        return read_rewards(self.data.settings.rewards)
+
+    @cached_property
+    def functions(self) -> dict[str, LoadedFunction]:
+        """The functions by name of the reward."""
+        return load_functions(self.named)
+
+    @property
+    def asked(self) -> list[AskedColumns]:
+        """The columns of the prompts' rows that functions take."""
+        asked = (asked_columns(name, one.function) for name, one in self.functions.items())
+        return [one for one in asked if not one.is_empty]
+
+    def digests(self) -> dict[str, str]:
+        """Return a digest of each reward but the run's own reward model, by name."""
+        return {one.name: self._digest_of(one) for one in self.named if not one.is_own}
+
+    def decides_the_result(self) -> dict[str, Any]:
+        """Return what the policy depends on beside the reward model; {} without the setting."""
+        if not self.named:
+            return {}
+        digests = self.digests()
+        return {
+            "rewards": [[one.name, digests.get(one.name, one.kind)] for one in self.named],
+            **({"columns": digest_of(self.prompts())} if self.asked else {}),
+        }
+
+    def prompts(self) -> list[dict[str, Any]]:
+        """Return the training prompts, each with the columns of its row that functions take.
+
+        Raises:
+            ConfigError: no prompt has a column that a function requires.
+            DataError: a column cannot be written as JSON.
+        """
+        settings, rows = self.data.settings, self.data.training_prompts()
+        if not self.asked:
+            return [{"prompt": prompt} for prompt in rows.column("prompt")]
+        source = open_source(settings.prompts, allow_urls=settings.allow_data_urls)
+        columns = columns_of(rows_with_columns(rows, source), self.asked)
+        _require_json(columns, rows.source)
+        return [
+            {**{name: values[row] for name, values in columns.items()}, "prompt": prompt}
+            for row, prompt in enumerate(rows.column("prompt"))
+        ]
+
+    def own_path(self, reward_model: str) -> str | None:
+        """Return the path of the run's own reward model; None if the setting leaves it out."""
+        is_used = not self.named or any(one.is_own for one in self.named)
+        return reward_model if is_used else None
+
+    def _digest_of(self, one: NamedReward) -> str:
+        if one.kind == "python":
+            return f"{one.source.rpartition(':')[2]}@{self.functions[one.name].version}"
+        return digest_of_model(one.source)
+
+
+def _require_json(columns: Mapping[str, list[Any]], source: str) -> None:
+    for name, values in columns.items():
+        for wrong in _not_json(values):
+            raise DataError(
+                f"{source}: a reward function takes the column {name!r}, which has the value "
+                f"{wrong!r:.80}, and PPO gets the columns as JSON. Convert the column, or name in "
+                "the function only the columns that it needs."
+            )
+
+
+def _not_json(values: list[Any]) -> Iterator[Any]:
+    for value in values:
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError):
+            yield value

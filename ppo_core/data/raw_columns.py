@@ -1,0 +1,24 @@
+"""The columns of a data set beside those that its form reads."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from ppo_core.data.prompts import PROMPT_COLUMNS
+from ppo_core.data.rows.forms import Row
+from ppo_core.data.rows.reader import ROW
+from ppo_core.data.sources.source import Source
+
+
+def rows_with_columns(rows: Iterable[Row], source: Source) -> list[dict[str, Any]]:
+    """Return rows of prompts as they were read, each with the other columns of its row in `source`.
+
+    The prompt is the one that was read, under the name `prompt`.
+    """
+    read = list(rows)
+    numbers = {row[ROW] for row in read}
+    raw = {number: row for number, row in enumerate(source.rows()) if number in numbers}
+    return [
+        {name: value for name, value in raw[row[ROW]].items() if name not in PROMPT_COLUMNS}
+        | {name: value for name, value in row.items() if name != ROW and value is not None}
+        for row in read
+    ]

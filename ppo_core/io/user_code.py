@@ -1,0 +1,91 @@
+"""Load functions from a user's files and modules."""
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ppo_core.errors import ConfigError, user_code_errors
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedFunction:
+    """A function of a user."""
+
+    function: Callable[..., Any]
+
+    version: str
+    """Digest of the file that defines it."""
+
+
+def load_function(place: str, takes: str) -> LoadedFunction:
+    """Return the function `FILE_OR_MODULE:FUNCTION`; a name that ends in `.py` is a file.
+
+    `takes` says in an error what the function takes.
+
+    Raises:
+        ConfigError: the file, module or function does not exist, or cannot be imported.
+    """
+    where, _, name = place.rpartition(":")
+    if not where or not name:
+        raise ConfigError("it names no function. Write python:FILE_OR_MODULE:FUNCTION.")
+    module = _import_file(Path(where)) if where.endswith(".py") else _import_module(where)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(f"{where} has no function '{name}'. Write one that takes {takes}.")
+    return LoadedFunction(function=function, version=_version_of(module))
+
+
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ConfigError(f"there is no file {path.absolute()}. Name one that is there.")
+    # A unique module name cannot replace an imported module that has the name of the file.
+    name = f"{path.stem}_{_digest_of_file(path)}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # `dataclass` looks up the module of the decorated class in `sys.modules`.
+    sys.modules[name] = module
+    with _import_errors(str(path)):
+        spec.loader.exec_module(module)
+    return module
+
+
+def _import_module(name: str) -> ModuleType:
+    with _import_errors(name):
+        return importlib.import_module(name)
+
+
+@contextmanager
+def _import_errors(name: str) -> Iterator[None]:
+    """Raise the errors of importing a user's module as ConfigError."""
+    try:
+        with user_code_errors(ConfigError, f"Importing {name}"):
+            yield
+    except ConfigError as error:
+        cause = error.__cause__
+        if isinstance(cause, ImportError | SyntaxError):
+            # The text names the missing module, or the wrong line.
+            raise ConfigError(f"{name} cannot be imported: {cause}.") from cause
+        raise
+
+
+def _version_of(module: ModuleType) -> str:
+    file = getattr(module, "__file__", None)
+    if file is None:
+        raise ConfigError(
+            f"{module.__name__} is part of Python and has no source file, so the version of the "
+            "function would be unknown. Call the function from a file of your own."
+        )
+    return _digest_of_file(Path(file))
+
+
+def _digest_of_file(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]

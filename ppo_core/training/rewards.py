@@ -1,0 +1,60 @@
+"""Load the rewards of a run that the setting `rewards` names."""
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from ppo_core.checkpointing.fingerprint import Layout
+from ppo_core.config.reward_names import NamedReward
+from ppo_core.data.reward_columns import AskedColumns, asked_columns
+from ppo_core.errors import ConfigError, PPOError
+from ppo_core.io.user_code import LoadedFunction, load_function
+
+
+def load_functions(rewards: Sequence[NamedReward]) -> dict[str, LoadedFunction]:
+    """Return the functions among some rewards by the name of the reward.
+
+    Raises:
+        ConfigError: a function does not exist, cannot be imported, or takes other arguments.
+    """
+    functions = {}
+    for one in rewards:
+        if one.kind == "python":
+            with named_in_errors(one):
+                loaded = load_function(one.source, "prompts and responses")
+                _require_two_arguments(loaded.function, asked_columns(one.name, loaded.function))
+            functions[one.name] = loaded
+    return functions
+
+
+def function_prints(functions: dict[str, LoadedFunction]) -> dict[str, Layout]:
+    """Return what a resumed run must share with the run that it resumes, see `Fingerprint`."""
+    return {
+        f"reward function {name}": {"file": loaded.version} for name, loaded in functions.items()
+    }
+
+
+@contextmanager
+def named_in_errors(reward: NamedReward) -> Iterator[None]:
+    """Prefix the message of an error with the entry of `rewards`."""
+    try:
+        yield
+    except PPOError as error:
+        raise type(error)(f"rewards={reward.spec!r}: {error}") from error
+
+
+def _require_two_arguments(function: Callable[..., Any], asked: AskedColumns) -> None:
+    try:
+        signature = inspect.signature(function)
+    # A function of C may have no signature; the first call will tell.
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind([], [], **{name: [] for name in asked.required})
+    except TypeError as error:
+        raise ConfigError(
+            "the function is called with two lists, the prompts and the responses, and with "
+            f"columns by keyword, but takes {signature}: {error}. Write it as "
+            "reward(prompts, responses), or as reward(prompts, responses, COLUMN)."
+        ) from error
