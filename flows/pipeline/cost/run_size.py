@@ -21,7 +21,7 @@ from pipeline.cost.training_sizes import (
 )
 from pipeline.evaluation.comparison import contests_between
 from pipeline.inputs.data_sets import RunData, references_of
-from pipeline.settings.gate_configs import RewardGateConfig
+from pipeline.settings.gate_configs import PromotionConfig, RewardGateConfig
 from pipeline.settings.selection_config import MOST_TRIES
 from pipeline.settings.settings import Settings
 from pipeline.settings.training_sections import SupervisedSection
@@ -105,6 +105,9 @@ class RunSize:
     contests: int
     """Number of comparisons of two policies, or of a policy with references."""
 
+    least_prompts: int
+    """Number of prompts, all won, with which a policy can be promoted."""
+
 
 def measure_run(settings: Settings, *, has_champion: bool) -> RunSize:
     """Return the sizes of a run whose inputs were checked; no weights are loaded.
@@ -153,7 +156,16 @@ def measure_run(settings: Settings, *, has_champion: bool) -> RunSize:
         selection=_selection(data),
         evaluation_prompts=len(examples),
         contests=len(contests_between(contestants)),
+        least_prompts=_least_prompts(settings.promotion),
     )
+
+
+def _least_prompts(limits: PromotionConfig) -> int:
+    # scipy is slow to import.
+    from pipeline.evaluation.until_decided import Rule
+
+    least = limits.min_win_rate
+    return Rule(least=least, gain=limits.gain_above(least), alpha=limits.alpha).least_wins()
 
 
 def _sample_questions(gate: RewardGateConfig, prompts: int) -> int:
@@ -200,8 +212,14 @@ def describe_run(size: RunSize) -> str:
         f"processes {size.processes}",
         *([f"selection: {size.selection}"] if size.selection else []),
         f"evaluation: prompts {size.evaluation_prompts:,}, comparisons {size.contests}, "
-        f"questions to each judge about {questions:,}",
+        f"questions to each judge at most {questions:,}",
     ]
+    if size.evaluation_prompts < size.least_prompts:
+        lines.append(
+            f"Warning: no policy can be promoted, because promotion.alpha needs at least "
+            f"{size.least_prompts} prompts, all won, and there are {size.evaluation_prompts}. Add "
+            "rows to eval_prompts, or raise promotion.alpha."
+        )
     return "\n".join(lines)
 
 

@@ -105,7 +105,8 @@ def test_the_sizes_are_those_of_the_settings(tmp_path: Path):
     # Of each prompt four pairs of samples, in both orders.
     assert "pairs 64, questions to each judge at most 256" in describe_run(size)
     # Four comparisons in both orders.
-    assert "questions to each judge about 80" in describe_run(size)
+    assert "questions to each judge at most 80" in describe_run(size)
+    assert "needs at least 15 prompts, all won, and there are 10. Add" in describe_run(size)
     assert re.search("^time: roughly PPO .* on this machine$", describe_time(size, settings))
 
 
@@ -150,4 +151,4 @@ def test_the_sizes_of_three_inputs_have_a_second_reward_model(
     # Nine words and the end-of-sequence token in each of the two texts of a pair.
     assert "judge training: rows 19, tokens 380" in described
     # Three prompts in both orders.
-    assert f"questions to each judge about {6 * contests}" in described
+    assert f"questions to each judge at most {6 * contests}" in described
