@@ -38,12 +38,12 @@ def policy_loss(
     return torch.where(bounded, bound, loss), holds | bounded
 
 
-def importance_weights(logprobs: Tensor, behaviour_logprobs: Tensor, *, cap: float) -> Tensor:
+def importance_weights(logprobs: Tensor, behavior_logprobs: Tensor, *, cap: float) -> Tensor:
     """Return truncated importance weights of tokens that were not sampled from the exact policy.
 
-        weight = min(exp(logprobs - behaviour_logprobs), cap)
+        weight = min(exp(logprobs - behavior_logprobs), cap)
 
-    logprobs are log-probabilities under the policy at sampling time. behaviour_logprobs are
+    logprobs are log-probabilities under the policy at sampling time. behavior_logprobs are
     log-probabilities under the distribution that the tokens were sampled from. This is either
 
     - the policy truncated by top_k and top_p; weights are then at most 1 (arXiv:2110.00641, eq. 5);
@@ -53,7 +53,7 @@ def importance_weights(logprobs: Tensor, behaviour_logprobs: Tensor, *, cap: flo
     The cap bounds the variance at the cost of some bias (IMPALA, arXiv:1802.01561, section 4.1).
     All tensors have equal shapes.
     """
-    return torch.exp(logprobs - behaviour_logprobs).clamp(max=cap)
+    return torch.exp(logprobs - behavior_logprobs).clamp(max=cap)
 
 
 def value_loss(

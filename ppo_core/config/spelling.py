@@ -3,6 +3,9 @@
 from collections.abc import Collection
 from difflib import get_close_matches
 
+OLD_NAMES = {"centre_rewards_coefficient": "center_rewards_coefficient"}
+"""Name of a setting in version 0.1, which is accepted -> its name."""
+
 OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "lr": ("learning_rate",),
     "epochs": ("num_train_epochs", "num_epochs"),
@@ -22,7 +25,6 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "max_tokens": ("response_length",),
     "warmup": ("warmup_ratio",),
     "wd": ("weight_decay",),
-    "center_rewards_coefficient": ("centre_rewards_coefficient",),
     "assistant_only_loss": ("completion_only_loss",),
     "kl": ("kl_coef",),
     "beta": ("kl_coef",),

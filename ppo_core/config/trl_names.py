@@ -4,6 +4,7 @@ The names that PPO refuses are in `unsupported_settings`, because they are also 
 Python class `PPOConfig`.
 """
 
+from ppo_core.config.spelling import OLD_NAMES
 from ppo_core.config.unsupported_settings import Unsupported
 
 PPO_ALIASES = {"torch_dtype": "dtype", "evaluation_strategy": "eval_strategy"}
@@ -14,9 +15,9 @@ SUPERVISED_ALIASES = {
     "per_device_train_batch_size": "batch_size",
     "max_seq_length": "max_length",
     "assistant_only_loss": "completion_only_loss",
-    "center_rewards_coefficient": "centre_rewards_coefficient",
+    **OLD_NAMES,
 }
-"""Name in TRL's SFT and reward scripts -> flag of `python -m ppo_core.supervised`."""
+"""Name in version 0.1, or in TRL's SFT and reward scripts -> flag of our supervised commands."""
 
 _SPLIT = "name the split in dataset_name, as in org/name:test"
 _CONFIG = "name the configuration in dataset_name, as in org/name:config/train"

@@ -41,7 +41,7 @@ class Rollout:
     response_mask: Tensor
     """(B, T) True for counted tokens, the stop token included; every phase uses this mask."""
 
-    behaviour_logprobs: Tensor | None = None
+    behavior_logprobs: Tensor | None = None
     """(B, T) log-probabilities under the sampling distribution; None if tokens were sampled from
     the policy itself, without top_k, top_p or another inference engine."""
 

@@ -32,7 +32,7 @@ class CountedTokens:
     old_logprobs: Tensor
     """Log-probability under the policy at sampling time."""
 
-    behaviour_logprobs: Tensor | None
+    behavior_logprobs: Tensor | None
     """Log-probability under the sampling distribution; None if that was the policy itself."""
 
     ref_logprobs: Tensor
@@ -67,7 +67,7 @@ class CountedTokens:
         return cls(
             weights=weights[rows.row],
             old_logprobs=rollout.logprobs[counted],
-            behaviour_logprobs=taken(rollout.behaviour_logprobs),
+            behavior_logprobs=taken(rollout.behavior_logprobs),
             ref_logprobs=experience.ref_logprobs[counted],
             advantages=experience.advantages[counted],
             old_values=taken(experience.values),
@@ -97,10 +97,10 @@ class Objective:
             cliprange_high=config.cliprange_high,
             dual_clip=config.dual_clip,
         )
-        if tokens.behaviour_logprobs is not None:
+        if tokens.behavior_logprobs is not None:
             # Correct the losses, because another distribution than the policy was sampled.
-            behaviour, cap = tokens.behaviour_logprobs[part], config.vllm_importance_sampling_cap
-            losses = losses * importance_weights(old_logprobs, behaviour, cap=cap)
+            behavior, cap = tokens.behavior_logprobs[part], config.vllm_importance_sampling_cap
+            losses = losses * importance_weights(old_logprobs, behavior, cap=cap)
         computed = {"policy_loss": losses.detach(), "clipped": clipped}
         if config.kl_in_loss and config.kl_estimator != "full":
             kl = kl_per_token(logprobs, tokens.ref_logprobs[part], config.kl_estimator)

@@ -66,7 +66,8 @@ class PendingUpdate:
         values: dict[str, Any] = {**tensors, **state["values"]}
         order = values.pop(ORDER)
         of_rollout = {
-            name.removeprefix(ROLLOUT): value
+            # Version 0.1 spelled it "behaviour_logprobs".
+            name.removeprefix(ROLLOUT).replace("behaviour", "behavior"): value
             for name, value in values.items()
             if name.startswith(ROLLOUT)
         }

@@ -116,11 +116,11 @@ class PolicySampler:
         """
         if not self.config.use_vllm:
             return {}
-        assert rollout.behaviour_logprobs is not None
+        assert rollout.behavior_logprobs is not None
         mask = rollout.response_mask
         metrics = sampler_metrics(
             rollout.logprobs[mask],
-            rollout.behaviour_logprobs[mask],
+            rollout.behavior_logprobs[mask],
             cap=self.config.vllm_importance_sampling_cap,
         )
         # top_k and top_p exclude tokens, which also increases the divergence.

@@ -124,7 +124,7 @@ def _without_trend(values: Tensor, lengths: Tensor) -> Tensor:
     return values - lengths * (values @ lengths) / variance if variance > 0 else values
 
 
-def sampler_metrics(logprobs: Tensor, behaviour_logprobs: Tensor, *, cap: float) -> Metrics:
+def sampler_metrics(logprobs: Tensor, behavior_logprobs: Tensor, *, cap: float) -> Metrics:
     """Return metrics of the mismatch between vLLM server and policy, over counted tokens (N,).
 
     "vllm/kl" is the k3 estimate of KL(server || policy) in nats per token; it is about 0 if server
@@ -132,10 +132,10 @@ def sampler_metrics(logprobs: Tensor, behaviour_logprobs: Tensor, *, cap: float)
     "vllm/weight_max" is the largest importance weight before the cap, and "vllm/capped" the
     fraction of importance weights above the cap.
     """
-    ratio = torch.exp(logprobs - behaviour_logprobs)
+    ratio = torch.exp(logprobs - behavior_logprobs)
     return {
-        "vllm/kl": kl_per_token(behaviour_logprobs, logprobs, "k3").mean().item(),
-        "vllm/weight_mean": importance_weights(logprobs, behaviour_logprobs, cap=cap).mean().item(),
+        "vllm/kl": kl_per_token(behavior_logprobs, logprobs, "k3").mean().item(),
+        "vllm/weight_mean": importance_weights(logprobs, behavior_logprobs, cap=cap).mean().item(),
         "vllm/weight_max": ratio.max().item(),
         "vllm/capped": (ratio > cap).float().mean().item(),
     }

@@ -108,7 +108,7 @@ class ResponseBuffer:
 
     ids: Tensor
     logprobs: Tensor
-    behaviour_logprobs: Tensor
+    behavior_logprobs: Tensor
     lengths: Tensor
     has_stop: Tensor
 
@@ -121,7 +121,7 @@ class ResponseBuffer:
         return cls(
             ids=torch.zeros(shape, dtype=torch.long, device=device),
             logprobs=torch.zeros(shape, device=device),
-            behaviour_logprobs=torch.zeros(shape, device=device),
+            behavior_logprobs=torch.zeros(shape, device=device),
             lengths=torch.full((num_responses,), max_new_tokens, device=device),
             has_stop=torch.zeros(num_responses, dtype=torch.bool, device=device),
         )
@@ -136,7 +136,7 @@ class ResponseBuffer:
         active: ActiveSequences,
         tokens: Tensor,
         logprobs: Tensor,
-        behaviour_logprobs: Tensor,
+        behavior_logprobs: Tensor,
         stop_token_id: int,
     ) -> Tensor:
         """Write the next token (b,) of each active response; return whether it is the stop token.
@@ -146,7 +146,7 @@ class ResponseBuffer:
         is_active, response, position = active.is_active, active.response, active.position
         self.ids[response, position] = torch.where(is_active, tokens, 0)
         self.logprobs[response, position] = torch.where(is_active, logprobs, 0)
-        self.behaviour_logprobs[response, position] = torch.where(is_active, behaviour_logprobs, 0)
+        self.behavior_logprobs[response, position] = torch.where(is_active, behavior_logprobs, 0)
         is_stop = is_active & (tokens == stop_token_id)
         self.lengths[response] = torch.where(is_stop, position + 1, self.lengths[response])
         self.has_stop[response] |= is_stop

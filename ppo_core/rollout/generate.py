@@ -110,7 +110,7 @@ def sample_responses(
         response_mask=response_mask,
         has_stop=buffer.has_stop,
         logprobs=buffer.logprobs,
-        behaviour_logprobs=buffer.behaviour_logprobs if settings.is_restricted else None,
+        behavior_logprobs=buffer.behavior_logprobs if settings.is_restricted else None,
         temperature=settings.temperature,
     )
 
@@ -191,8 +191,8 @@ def _sample_sorted(
     active, num_active = ActiveSequences.new(0, len(first), device), len(first)
     while True:
         drawn = uniforms[active.response, active.position]
-        tokens, logprobs, behaviour = sample_tokens(logits_of(decoder.states), drawn, settings)
-        is_stop = buffer.write(active, tokens, logprobs, behaviour, settings.stop_token_id)
+        tokens, logprobs, behavior = sample_tokens(logits_of(decoder.states), drawn, settings)
+        is_stop = buffer.write(active, tokens, logprobs, behavior, settings.stop_token_id)
         active = active.advance(is_stop, max_new_tokens)
         num_before, (num_active, num_full) = num_active, active.count(max_new_tokens)
         callbacks.on_finished(num_before - num_active)

@@ -123,8 +123,8 @@ def sample_tokens(
         return chosen, picked, picked
     cut = truncated(scaled, top_k=settings.top_k, top_p=settings.top_p)
     normalizer = scaled.logsumexp(dim=-1)
-    chosen, behaviour = _draw(cut, uniforms)
-    return chosen, _at(scaled, chosen) - normalizer, behaviour
+    chosen, behavior = _draw(cut, uniforms)
+    return chosen, _at(scaled, chosen) - normalizer, behavior
 
 
 def _draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:

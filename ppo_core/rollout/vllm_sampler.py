@@ -109,7 +109,7 @@ class VLLMSampler:
         `version` is the return value of the last `synchronize`. `uniforms` is (B, T), as in
         `sample_responses`. The seed of a request is derived from the prompt's row of `uniforms`, so
         the response is reproducible if the server is deterministic. In the rollout, both `logprobs`
-        and `behaviour_logprobs` are the server's log-probabilities under the sampling distribution.
+        and `behavior_logprobs` are the server's log-probabilities under the sampling distribution.
         The caller must replace `logprobs` by log-probabilities under the policy. `on_finished` is
         called with the number of responses that have finished since its last call.
 
@@ -203,6 +203,6 @@ def _as_rollout(
         response_mask=length_mask(lengths, max_new_tokens).to(device),
         has_stop=(last == settings.stop_token_id).to(device),
         logprobs=logprobs.to(device),
-        behaviour_logprobs=logprobs.to(device),
+        behavior_logprobs=logprobs.to(device),
         temperature=settings.temperature,
     )

@@ -47,7 +47,7 @@ class PairRanker(nn.Module):
     """
 
     def __init__(
-        self, classifier: PreTrainedModel, *, centre_rewards_coefficient: float = 0.0
+        self, classifier: PreTrainedModel, *, center_rewards_coefficient: float = 0.0
     ) -> None:
         """Initialize the head of the classifier, which is trained in place.
 
@@ -60,7 +60,7 @@ class PairRanker(nn.Module):
         if not isinstance(head, nn.Linear) or classifier.base_model is classifier:
             raise no_ranker(classifier, "it has no linear layer 'score' on the policy's backbone")
         self.classifier = classifier
-        self._centering = centre_rewards_coefficient
+        self._centering = center_rewards_coefficient
         nn.init.normal_(head.weight, std=1 / math.sqrt(head.in_features + 1))
 
     def forward(

@@ -66,7 +66,7 @@ class SupervisedConfig:
     completion_only_loss: bool = True
     """Count only completions and assistant turns in the SFT loss; False also counts prompts."""
 
-    centre_rewards_coefficient: NotNegative = 0.0
+    center_rewards_coefficient: NotNegative = 0.0
     """Weight of an additional loss, the squared sum of the two scores of a pair. The loss pulls
     the mean score of a reward model towards 0 (arXiv:2312.09244)."""
 

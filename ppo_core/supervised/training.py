@@ -230,7 +230,7 @@ def _make_ranker(
     seed_global_generators(config.seed)
     classifier = make_classifier(_load_start(model), pad_token_id)
     _checkpoint_activations(classifier, config)
-    ranker = PairRanker(classifier, centre_rewards_coefficient=config.centre_rewards_coefficient)
+    ranker = PairRanker(classifier, center_rewards_coefficient=config.center_rewards_coefficient)
     if peft_config is None:
         return ranker, None
     # This adds the adapters in place, so the ranker uses them as well.
@@ -290,10 +290,10 @@ def refuse_other_settings(kind: TrainingKind, config: SupervisedConfig) -> None:
     Raises:
         ConfigError: there is such a setting.
     """
-    if kind == "demonstrations" and config.centre_rewards_coefficient:
+    if kind == "demonstrations" and config.center_rewards_coefficient:
         raise ConfigError(
-            f"centre_rewards_coefficient={config.centre_rewards_coefficient} is for reward models, "
-            "because SFT has no scores. Remove centre_rewards_coefficient."
+            f"center_rewards_coefficient={config.center_rewards_coefficient} is for reward models, "
+            "because SFT has no scores. Remove center_rewards_coefficient."
         )
     if kind == "demonstrations" and config.learning_rate == "auto":
         raise ConfigError(

@@ -131,8 +131,8 @@ def _sample_by_server(
     )
     mask = tried.response_mask
     own = batches.run(lambda rows: response_logprobs(policy, tried, rows))[mask]
-    assert tried.behaviour_logprobs is not None
-    kl = sampler_metrics(own, tried.behaviour_logprobs[mask], cap=1.0)["vllm/kl"]
+    assert tried.behavior_logprobs is not None
+    kl = sampler_metrics(own, tried.behavior_logprobs[mask], cap=1.0)["vllm/kl"]
     if not kl <= FAR_SERVER:  # also if it is NaN
         raise TrainingError(
             f"The KL divergence between the vLLM server at {server.url} and the policy is {kl:.3g} "

@@ -53,7 +53,7 @@ def save_classifier(model: PreTrainedModel, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def labelled(kind: type, config: object, labels: tuple[str, str]) -> PreTrainedModel:
+def labeled(kind: type, config: object, labels: tuple[str, str]) -> PreTrainedModel:
     """A classifier that was taught to give texts of w0 to w28 the first label."""
     torch.manual_seed(3)
     model = kind(config)
@@ -94,12 +94,12 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save(make_classifier("llama"), folder / "reward")
     mood = DistilBertConfig(dim=32, hidden_dim=64, n_layers=2, n_heads=4, **tokens)
     moods = ("NEGATIVE", "POSITIVE")
-    save_classifier(labelled(DistilBertForSequenceClassification, mood, moods), folder / "mood")
+    save_classifier(labeled(DistilBertForSequenceClassification, mood, moods), folder / "mood")
     hate = RobertaConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, **tokens
     )
     save_classifier(
-        labelled(RobertaForSequenceClassification, hate, ("nothate", "hate")), folder / "hate"
+        labeled(RobertaForSequenceClassification, hate, ("nothate", "hate")), folder / "hate"
     )
     chance = Random(0)
     rows = [" ".join(f"w{chance.randrange(58)}" for _ in range(4)) for _ in range(2048)]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.inputs.preference_pairs import LabelledPair
+from pipeline.inputs.preference_pairs import LabeledPair
 from pipeline.judges.verdict import Verdict
 from pipeline.preflight.check_inputs import check_inputs
 from pipeline.preflight.judge_trial import MOST_PAIRS, ask_judge
@@ -151,7 +151,7 @@ class Shy:
 
 
 def test_a_judge_without_a_verdict_is_asked_about_the_next_pair(tmp_path: Path):
-    pairs = [LabelledPair(prompt="p", chosen="a", rejected="b")] * 9
+    pairs = [LabeledPair(prompt="p", chosen="a", rejected="b")] * 9
     shy = Shy(MOST_PAIRS - 1)
     assert "preferred the answer that people prefer" in ask_judge(shy, pairs)
     assert shy.asked == MOST_PAIRS

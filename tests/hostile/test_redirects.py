@@ -16,7 +16,7 @@ from ppo_core.errors import JudgeError, PPOError, TrainingError
 from ppo_core.io.http_client import MAX_REPLY_BYTES
 from ppo_core.rollout.vllm_client import VLLMServer
 from serving.champion import champion_version
-from tests.helpers.servers.fault_server import Behaviour, drip, fault_server, respond
+from tests.helpers.servers.fault_server import Behavior, drip, fault_server, respond
 from tests.helpers.servers.mlflow_store import tracking_to
 from tests.helpers.servers.redirects import redirecting_server
 
@@ -105,9 +105,7 @@ def compressed_reply(handler) -> None:
     ],
 )
 @pytest.mark.parametrize("error", [JudgeError, TrainingError])
-def test_a_large_reply_is_not_read_to_its_end(
-    reply: Behaviour, message: str, error: type[PPOError]
-):
+def test_a_large_reply_is_not_read_to_its_end(reply: Behavior, message: str, error: type[PPOError]):
     with fault_server([reply]) as server, pytest.raises(error, match=message):
         if error is JudgeError:
             ask_judge(server.url.removesuffix("/v1"))

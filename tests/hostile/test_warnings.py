@@ -144,7 +144,7 @@ def rollout_of(responses: list[list[int]]) -> Rollout:
         response_mask=torch.arange(longest) < lengths[:, None],
         has_stop=lengths > 0,
         logprobs=empty,
-        behaviour_logprobs=None,
+        behavior_logprobs=None,
         temperature=1.0,
     )
 
@@ -186,10 +186,10 @@ def test_equal_responses_count_once():
 
 
 def pairs(count: int):
-    from pipeline.inputs.preference_pairs import LabelledPair, label_pairs
+    from pipeline.inputs.preference_pairs import LabeledPair, label_pairs
 
     rows = [{"prompt": "w1", "chosen": f"w2 w{n}", "rejected": "w3"} for n in range(count)]
-    found: list[LabelledPair] = label_pairs(rows)
+    found: list[LabeledPair] = label_pairs(rows)
     return found
 
 

@@ -84,7 +84,7 @@ def doubts_about_judge(people: HumanAgreement, *, min_kappa: float) -> list[str]
     chose one and the same label for all pairs.
     """
     if people.n == 0:
-        return [f"The judge gave no verdict on the {people.invalid} pairs that people labelled."]
+        return [f"The judge gave no verdict on the {people.invalid} pairs that people labeled."]
     if people.kappa is None or people.kappa >= min_kappa:
         return []
     advice = "Choose another judge or criterion, or check the labels."
@@ -95,7 +95,7 @@ def doubts_about_judge(people: HumanAgreement, *, min_kappa: float) -> list[str]
         )
     return [
         f"The judge disagrees with people: Cohen's kappa is {people.kappa:z.2f} on {people.n} "
-        f"labelled pairs, below min_kappa={min_kappa:g}. {advice}"
+        f"labeled pairs, below min_kappa={min_kappa:g}. {advice}"
     ]
 
 

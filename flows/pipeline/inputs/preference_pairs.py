@@ -23,7 +23,7 @@ _Key = tuple[str, frozenset[str]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LabelledPair:
+class LabeledPair:
     """Two responses to a prompt, and which of them people prefer."""
 
     prompt: str | Messages
@@ -53,7 +53,7 @@ class LabelledPair:
     """Fraction of the votes for the most frequent opinion; None for a single vote."""
 
 
-def label_pairs(rows: Iterable[Row]) -> list[LabelledPair]:
+def label_pairs(rows: Iterable[Row]) -> list[LabeledPair]:
     """Merge rows with equal prompts and equal responses, in either order, into one pair.
 
     A row votes for its chosen response, or for neither if its `tie` is true. All rows of one
@@ -138,7 +138,7 @@ def _key(row: Row) -> _Key:
     return json.dumps(row["prompt"]), frozenset((row["chosen"], row["rejected"]))
 
 
-def _merge(rows: Sequence[Row]) -> LabelledPair:
+def _merge(rows: Sequence[Row]) -> LabeledPair:
     first = rows[0]
     # 1 for a row in the order of the first row, -1 for a row in the other order.
     signs = [1 if row["chosen"] == first["chosen"] else -1 for row in rows]
@@ -151,7 +151,7 @@ def _merge(rows: Sequence[Row]) -> LabelledPair:
         for row, sign in zip(rows, signs, strict=True)
         if row.get("margin") is not None
     ]
-    return LabelledPair(
+    return LabeledPair(
         prompt=first["prompt"],
         chosen=first["chosen" if side > 0 else "rejected"],
         rejected=first["rejected" if side > 0 else "chosen"],

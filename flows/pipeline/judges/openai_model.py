@@ -74,7 +74,7 @@ class OpenAIModel:
 
         Raises:
             JudgeError: the server rejects every call or is down, or the budget is spent. Running
-                calls are cancelled.
+                calls are canceled.
         """
         self.budget.require_calls(len(questions))
         self._left = len(questions)
@@ -110,7 +110,7 @@ class OpenAIModel:
                 for number, question in enumerate(questions):
                     group.create_task(ask_one(number, question))
         except ExceptionGroup as failures:
-            # The first error is the cause; cancelled calls may have added later errors.
+            # The first error is the cause; canceled calls may have added later errors.
             raise failures.exceptions[0] from None
 
     async def _ask_probe(self) -> Reply:

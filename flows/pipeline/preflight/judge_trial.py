@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from pipeline.inputs.data_sets import RunData
-from pipeline.inputs.preference_pairs import LabelledPair, label_pairs
+from pipeline.inputs.preference_pairs import LabeledPair, label_pairs
 from pipeline.judges.judge_names import JudgePart, has_access_to_judge, read_judges
 from pipeline.judges.spec import make_judge_of_run
 from pipeline.judges.verdict import Judge, swapped
@@ -54,11 +54,11 @@ def watched_trial(settings: Settings) -> AbstractContextManager[None]:
     )
 
 
-def _ask(part: JudgePart, settings: Settings, pairs: Sequence[LabelledPair]) -> str:
+def _ask(part: JudgePart, settings: Settings, pairs: Sequence[LabeledPair]) -> str:
     return ask_judge(make_judge_of_run(settings, part.spec), pairs)
 
 
-def ask_judge(judge: Judge, pairs: Sequence[LabelledPair]) -> str:
+def ask_judge(judge: Judge, pairs: Sequence[LabeledPair]) -> str:
     """Ask a judge about one pair in both orders; return the result as text.
 
     Raises:

@@ -176,8 +176,8 @@ def _facts(
 ) -> VersionFacts:
     settings, run, evaluation = candidate.settings, candidate.run, evaluated.report()
     judge = NamedModel(name=evaluation.judge.name, digest=evaluation.judge.version)
-    labelled = candidate.fresh.spent if candidate.fresh else {}
-    spent = sum_spent(labelled, candidate.validation.spent, evaluation.spent)
+    labeled = candidate.fresh.spent if candidate.fresh else {}
+    spent = sum_spent(labeled, candidate.validation.spent, evaluation.spent)
     return VersionFacts(
         name=settings.registered_model,
         version=version,

@@ -28,7 +28,7 @@ from pipeline.results.reward_report import (
 WHAT_FOLLOWS = {
     "useless": "Useless for this policy: PPO would gain nothing that the judge sees.",
     "usable": "Usable for this policy: PPO moves it far for what it gains. A reward model trained "
-    "on labelled pairs of the policy's own answers gains more.",
+    "on labeled pairs of the policy's own answers gains more.",
     "good": "Good for this policy: what PPO gains from this model, the judge sees as well.",
 }
 """By usefulness of a reward model for the policy's own answers: the consequence for PPO."""

@@ -11,7 +11,7 @@ from scipy.stats import binom
 from sklearn.metrics import roc_auc_score
 
 from pipeline.evaluation.rates import Array, equal_parts, hits, measure_rate
-from pipeline.inputs.preference_pairs import LabelledPair
+from pipeline.inputs.preference_pairs import LabeledPair
 from pipeline.results.reward_report import Accuracy, Agreement, Rate, Ties
 from pipeline.reward_validation.scores import TextScorer, score_pairs
 from ppo_core.config.placement import placement_for_reading
@@ -27,7 +27,7 @@ MAX_THRESHOLDS = 5
 
 
 def measure_accuracy(
-    chosen_scores: ArrayLike, rejected_scores: ArrayLike, pairs: Sequence[LabelledPair]
+    chosen_scores: ArrayLike, rejected_scores: ArrayLike, pairs: Sequence[LabeledPair]
 ) -> Accuracy:
     """Return the accuracy on pairs that are not ties: in total, by margin and by category.
 
@@ -62,7 +62,7 @@ def measure_accuracy(
     )
 
 
-def _by_margin(margins: Array, pairs: Sequence[LabelledPair]) -> tuple[str, dict[str, Rate]]:
+def _by_margin(margins: Array, pairs: Sequence[LabeledPair]) -> tuple[str, dict[str, Rate]]:
     """Return `margin_of` and `by_margin` of `Accuracy`."""
     rated = np.array([np.nan if pair.margin is None else pair.margin for pair in pairs])
     right = hits(margins)
@@ -102,16 +102,14 @@ def _thresholds(margins: Array) -> list[float]:
     return sorted(by_left.values())
 
 
-def _by_category(right: Array, pairs: Sequence[LabelledPair]) -> dict[str, Rate]:
+def _by_category(right: Array, pairs: Sequence[LabeledPair]) -> dict[str, Rate]:
     categories = np.array([pair.category or "" for pair in pairs])
     rates = {str(name): measure_rate(right[categories == name]) for name in np.unique(categories)}
     rates.pop("", None)
     return dict(sorted(rates.items(), key=lambda item: -item[1].n))
 
 
-def _measure_ties(
-    margins: Array, decided: NDArray[np.bool_], pairs: Sequence[LabelledPair]
-) -> Ties:
+def _measure_ties(margins: Array, decided: NDArray[np.bool_], pairs: Sequence[LabeledPair]) -> Ties:
     different = np.array([pair.chosen != pair.rejected for pair in pairs])
     tied = ~decided & different
     sizes = np.abs(margins)
@@ -125,7 +123,7 @@ def _measure_ties(
     )
 
 
-def _measure_agreement(pairs: Sequence[LabelledPair]) -> Agreement | None:
+def _measure_agreement(pairs: Sequence[LabeledPair]) -> Agreement | None:
     several = [pair for pair in pairs if pair.agreement is not None]
     if not several:
         return None
@@ -144,7 +142,7 @@ def _chance_agreement(votes: int) -> float:
 
 
 def measure_model(
-    path: str, pairs: Sequence[LabelledPair], *, end_of_text: bool, prompt_format: PromptFormat
+    path: str, pairs: Sequence[LabeledPair], *, end_of_text: bool, prompt_format: PromptFormat
 ) -> Accuracy:
     """Load a reward model in fp32, and measure its accuracy on pairs.
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pipeline.inputs.preference_pairs import LabelledPair
+from pipeline.inputs.preference_pairs import LabeledPair
 from pipeline.results.reward_report import Contract, Difference, EndOfText
 from pipeline.reward_validation.end_of_text import CLEARLY_BETTER, compare_ends
 from pipeline.reward_validation.odd_texts import RESPONSES, odd_rows
@@ -24,7 +24,7 @@ NUM_PAIRS = 16
 
 
 def check_contract(
-    scorer: TextScorer, pairs: Sequence[LabelledPair], *, tolerance: float
+    scorer: TextScorer, pairs: Sequence[LabeledPair], *, tolerance: float
 ) -> Contract:
     """Score real and unusual texts in all ways in which training or serving may score them.
 
@@ -75,7 +75,7 @@ def check_contract(
     )
 
 
-def _texts(pair: LabelledPair) -> tuple[str, str]:
+def _texts(pair: LabeledPair) -> tuple[str, str]:
     return pair.chosen, pair.rejected
 
 

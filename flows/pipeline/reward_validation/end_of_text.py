@@ -6,7 +6,7 @@ import numpy as np
 from statsmodels.stats.weightstats import DescrStatsW
 
 from pipeline.evaluation.rates import hits
-from pipeline.inputs.preference_pairs import LabelledPair
+from pipeline.inputs.preference_pairs import LabeledPair
 from pipeline.results.reward_report import EndOfText
 from pipeline.reward_validation.scores import TextScorer
 from ppo_core.data.prompts import context_length
@@ -20,7 +20,7 @@ CLEARLY_BETTER = 0.02
 of the gain in accuracy lies above this value."""
 
 
-def compare_ends(scorer: TextScorer, pairs: Sequence[LabelledPair]) -> EndOfText | None:
+def compare_ends(scorer: TextScorer, pairs: Sequence[LabeledPair]) -> EndOfText | None:
     """Score the first pairs that are not ties with and without the end-of-sequence token.
 
     Return None if the tokenizer has no such token, or if fewer than two pairs are usable. A pair is
@@ -56,7 +56,7 @@ def compare_ends(scorer: TextScorer, pairs: Sequence[LabelledPair]) -> EndOfText
     )
 
 
-def _encode(model: RewardModel, other: RewardModel, pair: LabelledPair) -> list[list[int]]:
+def _encode(model: RewardModel, other: RewardModel, pair: LabeledPair) -> list[list[int]]:
     """Return the token rows of both responses as `model` encodes them, then as `other` does."""
     return [
         way.encode(pair.prompt, text)

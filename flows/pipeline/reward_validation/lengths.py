@@ -7,14 +7,14 @@ from numpy.typing import ArrayLike
 from scipy.stats import spearmanr
 
 from pipeline.evaluation.rates import hits, measure_rate
-from pipeline.inputs.preference_pairs import LabelledPair
+from pipeline.inputs.preference_pairs import LabeledPair
 from pipeline.results.reward_report import Lengths
 
 
 def measure_lengths(
     chosen_scores: ArrayLike,
     rejected_scores: ArrayLike,
-    pairs: Sequence[LabelledPair],
+    pairs: Sequence[LabeledPair],
     sample_scores: ArrayLike,
     samples: Sequence[Sequence[str]],
 ) -> Lengths:

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from pipeline.evaluation.rates import Array
-from pipeline.inputs.preference_pairs import LabelledPair
+from pipeline.inputs.preference_pairs import LabeledPair
 from pipeline.reward_validation.vocabulary import known_tokens
 from ppo_core.data.chat_template import Messages
 from ppo_core.errors import ModelError
@@ -47,7 +47,7 @@ class TextScorer:
         return self.scores([self.model.encode(*texts) for texts in pairs])
 
 
-def score_pairs(scorer: TextScorer, pairs: Sequence[LabelledPair]) -> tuple[Array, Array]:
+def score_pairs(scorer: TextScorer, pairs: Sequence[LabeledPair]) -> tuple[Array, Array]:
     """Return the scores (N,) of the chosen and (N,) of the rejected responses.
 
     Raises:

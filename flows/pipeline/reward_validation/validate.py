@@ -8,7 +8,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 
 from pipeline.evaluation.rates import Array
-from pipeline.inputs.preference_pairs import LabelledPair, label_pairs
+from pipeline.inputs.preference_pairs import LabeledPair, label_pairs
 from pipeline.results.reward_report import OnPolicy, RewardReport, Samples
 from pipeline.reward_validation.accuracy import measure_accuracy
 from pipeline.reward_validation.calibration import calibrate
@@ -75,23 +75,23 @@ def validate(
         DataError: the model cannot read a text, or the judge gives no verdict.
         JudgeError: the judge does not answer.
     """
-    labelled = label_pairs(pairs)
-    chosen, rejected = score_pairs(scorer, labelled)
-    decided = np.array([not pair.tie for pair in labelled])
+    labeled = label_pairs(pairs)
+    chosen, rejected = score_pairs(scorer, labeled)
+    decided = np.array([not pair.tie for pair in labeled])
     blocks = _scored_samples(scorer, prompts, draw, limits)
     first = next(blocks)
     references = _score_references(scorer, prompts, max(MAX_REFERENCES, limits.num_prompts))
 
     on_policy = compare(chain([first], blocks)) if compare else None
-    accuracy = measure_accuracy(chosen, rejected, labelled)
+    accuracy = measure_accuracy(chosen, rejected, labeled)
     calibration = calibrate((chosen - rejected)[decided])
-    lengths = measure_lengths(chosen, rejected, labelled, first.scores, first.texts)
+    lengths = measure_lengths(chosen, rejected, labeled, first.scores, first.texts)
     sampled = measure_samples(
         first.scores, None if references is None else references[: limits.num_prompts], seed=seed
     )
-    contract = check_contract(scorer, labelled, tolerance=limits.tolerance)
+    contract = check_contract(scorer, labeled, tolerance=limits.tolerance)
     probes = run_probes(
-        scorer, *_good_answers(prompts, labelled), seed=seed, limit=limits.max_degenerate_preferred
+        scorer, *_good_answers(prompts, labeled), seed=seed, limit=limits.max_degenerate_preferred
     )
     measured = RewardReport(
         fit=True,
@@ -150,7 +150,7 @@ def _score_references(scorer: TextScorer, prompts: Rows, limit: int) -> Array | 
 
 
 def _good_answers(
-    prompts: Rows, pairs: Sequence[LabelledPair]
+    prompts: Rows, pairs: Sequence[LabeledPair]
 ) -> tuple[list[str | Messages], list[str]]:
     """Return prompts with their references; without references, with the preferred responses."""
     if prompts.has("reference"):

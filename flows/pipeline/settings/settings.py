@@ -32,6 +32,7 @@ from ppo_core.config.row_settings import (
     check_columns,
 )
 from ppo_core.config.sized_defaults import sized_defaults
+from ppo_core.config.spelling import OLD_NAMES
 from ppo_core.errors import ConfigError
 from ppo_core.io.validation import Natural, NotNegative, Positive, Seed, ShareBelow1
 
@@ -469,7 +470,8 @@ def read_section(
     types = get_type_hints(kind)
     defaults = {one.name: one.default for one in dataclasses.fields(kind)}
     values = {}
-    for key, value in table.items():
+    for given, value in table.items():
+        key = OLD_NAMES.get(given, given)
         if key not in types:
             raise ConfigError(describe_unknown_setting(key, where, known))
         if dataclasses.is_dataclass(types[key]):

@@ -37,8 +37,8 @@ def summarize(
     evaluation, reward_model = registered.evaluation.report(), validation.report()
     with track(run, PARENT) as tracker:
         # Within `track`, which fetches the files that earlier steps wrote on other machines.
-        labelled = fresh.spent if fresh else {}
-        spent = sum_spent(labelled, validation.spent, evaluation.spent)
+        labeled = fresh.spent if fresh else {}
+        spent = sum_spent(labeled, validation.spent, evaluation.spent)
         cost = cost_of_run(run, settings.hardware, policy, spent)
         summary = Summary(
             **vars(evaluation),

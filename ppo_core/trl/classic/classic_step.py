@@ -136,7 +136,7 @@ class ClassicStep:
                 top_p=sampled.top_p,
                 equal_passes=equal_passes,
             )
-        return replace(rollout, behaviour_logprobs=cut)
+        return replace(rollout, behavior_logprobs=cut)
 
     def _score(self, rollout: Rollout, given: Tensor) -> Scores:
         if self._engine.any(not bool(given.isfinite().all())):

@@ -185,7 +185,7 @@ def test_a_judge_that_disagrees_with_people_is_doubted():
     assert doubts_about_judge(half, min_kappa=0.49) == []
     (doubt,) = doubts_about_judge(half, min_kappa=0.51)
     assert doubt.startswith(
-        "The judge disagrees with people: Cohen's kappa is 0.50 on 6 labelled pairs, below "
+        "The judge disagrees with people: Cohen's kappa is 0.50 on 6 labeled pairs, below "
         "min_kappa=0.51. Choose another judge"
     )
     opposite = agree_with_people(RuleJudge(longer), rows("second", "first", "second", "first"))
@@ -204,7 +204,7 @@ def test_a_judge_that_always_agrees_is_not_doubted_without_a_kappa():
     assert same.kappa is None and doubts_about_judge(same, min_kappa=0.2) == []
     silent = agree_with_people(RuleJudge(lambda *_: "invalid"), rows("first", "tie"))
     (doubt,) = doubts_about_judge(silent, min_kappa=0.2)
-    assert doubt == "The judge gave no verdict on the 2 pairs that people labelled."
+    assert doubt == "The judge gave no verdict on the 2 pairs that people labeled."
 
 
 def test_an_evaluation_by_a_judge_that_disagrees_with_people_is_inconclusive():

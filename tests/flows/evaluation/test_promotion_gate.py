@@ -207,7 +207,7 @@ def test_a_judge_that_disagrees_with_people_promotes_nobody():
     doubts = doubts_about_judge(people, min_kappa=EvaluationConfig().min_kappa)
     (reason,) = judged(evidence=1e6, doubts=tuple(doubts))
     assert reason.startswith("The evaluation is inconclusive, so its win rates cannot decide: The ")
-    assert "Cohen's kappa is 0.10 on 9 labelled pairs, below min_kappa=0.2" in reason
+    assert "Cohen's kappa is 0.10 on 9 labeled pairs, below min_kappa=0.2" in reason
 
 
 def test_a_reward_model_accepted_by_hand_did_not_pass():

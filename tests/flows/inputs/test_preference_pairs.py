@@ -3,7 +3,7 @@ from itertools import permutations
 import pytest
 
 from pipeline.inputs.preference_pairs import (
-    LabelledPair,
+    LabeledPair,
     label_pairs,
     split_off_judge_pairs,
     training_pairs_of,
@@ -19,13 +19,13 @@ def vote(chosen: str, rejected: str, **labels) -> dict:
 def test_a_row_of_its_own_keeps_what_it_says():
     row = vote("a", "b", margin=2, category="news", source="web", tie=False, annotator=3)
     assert label_pairs([row]) == [
-        LabelledPair(prompt="p", chosen="a", rejected="b", margin=2.0, category="news")
+        LabeledPair(prompt="p", chosen="a", rejected="b", margin=2.0, category="news")
     ]
 
 
 def test_rows_need_no_label():
     nothing = vote("a", "b", margin=None, category=None, tie=None, annotator=None)
-    assert label_pairs([nothing]) == [LabelledPair(prompt="p", chosen="a", rejected="b")]
+    assert label_pairs([nothing]) == [LabeledPair(prompt="p", chosen="a", rejected="b")]
 
 
 def test_the_source_is_the_category_where_there_is_no_other():
@@ -37,7 +37,7 @@ def test_the_majority_decides_in_whatever_order_the_votes_stand():
     votes = [vote("a", "b", margin=1), vote("b", "a", margin=3), vote("a", "b", margin=0.5)]
     for order in permutations(votes):
         assert label_pairs(order) == [
-            LabelledPair(
+            LabeledPair(
                 prompt="p",
                 chosen="a",
                 rejected="b",

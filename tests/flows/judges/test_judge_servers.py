@@ -24,7 +24,7 @@ from tests.helpers.inputs.pipeline_inputs import write_model, write_rows
 from tests.helpers.models.chat import ASSISTANT, LETTER_A, write_parrot
 from tests.helpers.models.tiny import EOS
 from tests.helpers.paths import ROOT
-from tests.helpers.servers.fault_server import Behaviour, Request, fault_server, refuse, say
+from tests.helpers.servers.fault_server import Behavior, Request, fault_server, refuse, say
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -151,7 +151,7 @@ class Holding:
         self._says = says
         self._counting = threading.Lock()
 
-    def __call__(self, request: Request) -> Behaviour:
+    def __call__(self, request: Request) -> Behavior:
         with self._counting:
             if len(self.answered) < self._answers or self.is_killed.is_set():
                 self.answered.append(request.question)

@@ -15,7 +15,7 @@ from pipeline.judges.openai_model import OpenAIModel
 from pipeline.settings.judge_config import JudgingConfig
 from ppo_core.errors import ConfigError, JudgeError
 from tests.helpers.servers.fault_server import (
-    Behaviour,
+    Behavior,
     Request,
     Script,
     drip,
@@ -53,7 +53,7 @@ def ask(chat: OpenAIModel, count: int = 1) -> list[Reply]:
     return [replies[number] for number in sorted(replies)]
 
 
-def once_each(faults: Sequence[Behaviour]) -> Script:
+def once_each(faults: Sequence[Behavior]) -> Script:
     """Question 0 meets the first fault, question 1 the second, ...; asked again, all go well."""
     unmet = {f"question {i}": fault for i, fault in enumerate(faults)}
     return lambda request: unmet.pop(request.question, say("A"))
@@ -63,7 +63,7 @@ def once_each(faults: Sequence[Behaviour]) -> Script:
 
 
 def test_every_question_gets_its_own_reply():
-    def echo(request: Request) -> Behaviour:
+    def echo(request: Request) -> Behavior:
         return say(request.question.replace("question", "answer"), tokens=5)
 
     with fault_server(echo) as server:
@@ -78,7 +78,7 @@ def test_a_reply_is_kept_before_its_slot_is_used_again():
     kept: list[int] = []
     seen: list[int] = []
 
-    def note(request: Request) -> Behaviour:
+    def note(request: Request) -> Behavior:
         seen.append(len(kept))
         return say("A")
 
@@ -117,7 +117,7 @@ def test_a_call_says_no_more_than_it_must(sampling: str, asked: dict[str, float]
 def test_the_calls_under_way_are_as_many_as_the_setting_says():
     together = threading.Barrier(3)
 
-    def wait_for_the_others(request: Request) -> Behaviour:
+    def wait_for_the_others(request: Request) -> Behavior:
         together.wait(timeout=30)  # breaks, and with it the reply, if fewer than 3 ever come
         return say("A")
 
@@ -163,7 +163,7 @@ def test_retry_after_in_seconds_is_waited_for():
 
 
 def test_retry_after_as_a_date_is_waited_for():
-    def until_then(request: Request) -> Behaviour:
+    def until_then(request: Request) -> Behavior:
         return refuse(503, Retry_After=date) if request.number == 0 else say("A")
 
     then = int(time.time()) + 3  # dates have whole seconds: 2 to 3 from now
@@ -262,7 +262,7 @@ def test_a_slow_drip_is_cut_at_the_deadline_of_each_attempt():
 
 
 def test_one_question_given_up_leaves_the_others_alone():
-    def fail_one(request: Request) -> Behaviour:
+    def fail_one(request: Request) -> Behavior:
         return refuse(500) if request.question == "question 1" else say("A")
 
     with fault_server(fail_one) as server:
@@ -296,7 +296,7 @@ def test_a_refusal_is_not_repeated_and_names_the_next_move(status: int, next_mov
 
 @pytest.mark.parametrize("status", [400, 413, 422])
 def test_a_question_that_alone_is_refused_gets_no_reply_and_ends_nothing(status: int):
-    def refuse_long(request: Request) -> Behaviour:
+    def refuse_long(request: Request) -> Behavior:
         return refuse(status, "too long") if "question 1" in request.question else say("A")
 
     with fault_server(refuse_long) as server:
@@ -319,7 +319,7 @@ def test_a_server_that_words_its_errors_otherwise_is_quoted_too():
 
 
 def test_a_refusal_cancels_the_calls_under_way():
-    def refuse_second(request: Request) -> Behaviour:
+    def refuse_second(request: Request) -> Behavior:
         if request.number == 0:
             server.closing.wait(60)
             return say("A")
@@ -344,7 +344,7 @@ def test_twenty_questions_given_up_in_a_row_mean_that_the_server_is_down():
 
 
 def test_an_answer_between_starts_the_count_anew():
-    def answer_one(request: Request) -> Behaviour:
+    def answer_one(request: Request) -> Behavior:
         return say("A") if request.number == 19 else refuse(500)
 
     # 19 given up, one answered, 19 given up.
@@ -376,7 +376,7 @@ def test_questions_that_outnumber_the_calls_are_refused_before_the_first():
 
 def test_repeated_calls_count_and_the_replies_so_far_are_kept():
     # Each question takes two calls: the first one has four of five, and the second the fifth.
-    def fail_first(request: Request) -> Behaviour:
+    def fail_first(request: Request) -> Behavior:
         return say("A") if request.number % 2 else refuse(500)
 
     kept: list[int] = []
@@ -405,7 +405,7 @@ def test_tokens_of_replies_without_a_text_are_spent_too():
 
 
 def test_a_spent_budget_cancels_the_calls_under_way():
-    def hold_first(request: Request) -> Behaviour:
+    def hold_first(request: Request) -> Behavior:
         if request.number == 0:
             server.closing.wait(60)
         return say("A", tokens=7)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pipeline.evaluation.rates import hits, measure_rate
-from pipeline.inputs.preference_pairs import LabelledPair, label_pairs
+from pipeline.inputs.preference_pairs import LabeledPair, label_pairs
 from pipeline.results.reward_report import Accuracy
 from pipeline.reward_validation.accuracy import ANCHORS, measure_accuracy
 from pipeline.reward_validation.scores import TextScorer, score_pairs
@@ -26,17 +26,17 @@ def reward_model(tmp_path: Path) -> RewardModel:
     return load_reward_model(write_model(tmp_path, labels=1))
 
 
-def pair(chosen: str = "a", rejected: str = "b", **fields) -> LabelledPair:
-    return LabelledPair(prompt="w9", chosen=chosen, rejected=rejected, **fields)
+def pair(chosen: str = "a", rejected: str = "b", **fields) -> LabeledPair:
+    return LabeledPair(prompt="w9", chosen=chosen, rejected=rejected, **fields)
 
 
-def measure(margins: list[float], pairs: list[LabelledPair]) -> Accuracy:
+def measure(margins: list[float], pairs: list[LabeledPair]) -> Accuracy:
     """The accuracy of a model whose rejected responses all score 1."""
     return measure_accuracy([1 + margin for margin in margins], [1.0] * len(margins), pairs)
 
 
 def test_pairs_are_scored_with_their_prompt_the_chosen_ones_first(reward_model: RewardModel):
-    pairs = [pair("w1 w2", "w3"), LabelledPair(prompt="", chosen="w4", rejected="w5")]
+    pairs = [pair("w1 w2", "w3"), LabeledPair(prompt="", chosen="w4", rejected="w5")]
     chosen, rejected = score_pairs(TextScorer(reward_model), pairs)
     one = [reward_model.score_texts(["w9"], [text]).item() for text in ("w1 w2", "w3")]
     other = [reward_model.score_texts([""], [text]).item() for text in ("w4", "w5")]

@@ -9,7 +9,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification, BertConfig, BloomConfig
 
-from pipeline.inputs.preference_pairs import LabelledPair
+from pipeline.inputs.preference_pairs import LabeledPair
 from pipeline.results.reward_report import Contract
 from pipeline.reward_validation.contract import check_contract
 from pipeline.reward_validation.odd_texts import LONGEST, odd_rows
@@ -28,8 +28,8 @@ from tests.helpers.models.tiny import (
 from tests.helpers.models.word_models import word_reward
 
 
-def pair(chosen: str, rejected: str, prompt: str = "w9", *, tie: bool = False) -> LabelledPair:
-    return LabelledPair(prompt=prompt, chosen=chosen, rejected=rejected, tie=tie)
+def pair(chosen: str, rejected: str, prompt: str = "w9", *, tie: bool = False) -> LabeledPair:
+    return LabeledPair(prompt=prompt, chosen=chosen, rejected=rejected, tie=tie)
 
 
 PAIRS = [pair(f"w{i} w{i + 1}" + " w5" * (i % 4), f"w{i + 7}") for i in range(20)]
@@ -39,7 +39,7 @@ def tiny_reward(family: str = "llama", **options: bool) -> RewardModel:
     return RewardModel(make_classifier(family), make_tokenizer(), **options)
 
 
-def check(model: RewardModel, pairs: Sequence[LabelledPair] = PAIRS) -> Contract:
+def check(model: RewardModel, pairs: Sequence[LabeledPair] = PAIRS) -> Contract:
     return check_contract(TextScorer(model), pairs, tolerance=1e-3)
 
 

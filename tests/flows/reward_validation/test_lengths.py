@@ -5,17 +5,17 @@ from random import Random
 
 import pytest
 
-from pipeline.inputs.preference_pairs import LabelledPair
+from pipeline.inputs.preference_pairs import LabeledPair
 from pipeline.results.reward_report import Lengths
 from pipeline.reward_validation.lengths import measure_lengths
 
 
-def pair(chosen: int, rejected: int, *, tie: bool = False) -> LabelledPair:
+def pair(chosen: int, rejected: int, *, tie: bool = False) -> LabeledPair:
     """A pair of responses with so many characters."""
-    return LabelledPair(prompt="p", chosen="c" * chosen, rejected="r" * rejected, tie=tie)
+    return LabeledPair(prompt="p", chosen="c" * chosen, rejected="r" * rejected, tie=tie)
 
 
-def measure(scores: list[tuple[float, float]], pairs: list[LabelledPair], **samples) -> Lengths:
+def measure(scores: list[tuple[float, float]], pairs: list[LabeledPair], **samples) -> Lengths:
     chosen, rejected = zip(*scores, strict=True)
     given = {"sample_scores": [[0.0, 1.0]], "samples": [["a", "bb"]], **samples}
     return measure_lengths(chosen, rejected, pairs, given["sample_scores"], given["samples"])

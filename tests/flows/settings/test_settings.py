@@ -259,3 +259,9 @@ def test_a_ppo_section_without_sizes_has_those_of_published_runs():
     by_parts = {"gradient_accumulation_steps": 4, "num_train_epochs": 2.0}
     ppo = make_settings({**OWN, "ppo": by_parts}, {}).ppo
     assert (ppo.batch_size, ppo.total_episodes, ppo.num_train_epochs) == (None, None, 2.0)
+
+
+def test_a_setting_keeps_its_name_of_version_0_1():
+    section = {"centre_rewards_coefficient": 0.01}
+    settings = make_settings({**OWN, "reward_model_training": section}, {})
+    assert settings.reward_model_training.center_rewards_coefficient == 0.01

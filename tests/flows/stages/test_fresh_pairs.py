@@ -1,4 +1,4 @@
-"""Pairs of the policy's own samples: labelled once, by a judge or by people, and trained on."""
+"""Pairs of the policy's own samples: labeled once, by a judge or by people, and trained on."""
 
 from collections.abc import Callable
 from itertools import groupby
@@ -101,8 +101,8 @@ def test_the_better_reward_model_on_held_out_pairs_of_samples_is_used(
     training = {"num_epochs": 6, "batch_size": 16, "max_length": 32, "learning_rate": 3e-3}
     settings = make_settings(table | {"reward_model_training": training}, {})
     run = start(settings)
-    sft, labelled = load_policy(settings, run)
-    model, _ = load_reward_models(settings, sft, run, fresh=labelled)
+    sft, labeled = load_policy(settings, run)
+    model, _ = load_reward_models(settings, sft, run, fresh=labeled)
     told = capsys.readouterr().out
     given, trained = (
         float(told.split(f"\n{name}: right in ")[1].split("%")[0]) for name in (REWARD_MODEL, FRESH)
@@ -119,16 +119,16 @@ def test_pairs_of_a_chat_keep_its_messages(tmp_path: Path, start):
     table["prompts"] = write_rows(tmp_path / "chats.jsonl", [{"messages": turn} for turn in turns])
     settings = make_settings(table, {})
     run = start(settings)
-    sft, labelled = load_policy(settings, run)
-    assert labelled
-    assert all(row["prompt"] in turns for row in rows_of(labelled))
-    training, held_out = RunData(settings).fresh_pairs(labelled.path)
-    assert len(training) + len(held_out) == len(rows_of(labelled))
-    model, _ = load_reward_models(settings, sft, run, fresh=labelled)
+    sft, labeled = load_policy(settings, run)
+    assert labeled
+    assert all(row["prompt"] in turns for row in rows_of(labeled))
+    training, held_out = RunData(settings).fresh_pairs(labeled.path)
+    assert len(training) + len(held_out) == len(rows_of(labeled))
+    model, _ = load_reward_models(settings, sft, run, fresh=labeled)
     assert Path(model.path).is_dir()
 
 
-def test_people_get_a_file_and_the_labelled_file_continues_the_run(tmp_path: Path, start):
+def test_people_get_a_file_and_the_labeled_file_continues_the_run(tmp_path: Path, start):
     table = fresh(tmp_path, labeller="prefer")
     table["fresh_pairs"] = {"count": 32, "labeller": "people"}
     settings = make_settings(table, {})
@@ -141,8 +141,8 @@ def test_people_get_a_file_and_the_labelled_file_continues_the_run(tmp_path: Pat
     assert [set(row) for row in rows] == [{"prompt", "first", "second", "label"}] * 32
     for number, row in enumerate(rows):
         row["label"] = "" if number < 3 else "tie" if number < 5 else "second"
-    write_jsonl(tmp_path / "labelled.jsonl", rows)
-    table["fresh_pairs"]["labels"] = str(tmp_path / "labelled.jsonl")
+    write_jsonl(tmp_path / "labeled.jsonl", rows)
+    table["fresh_pairs"]["labels"] = str(tmp_path / "labeled.jsonl")
     _, pairs = load_policy(make_settings(table, {}), run)
     assert pairs
     assert rows_of(pairs) == [
@@ -153,7 +153,7 @@ def test_people_get_a_file_and_the_labelled_file_continues_the_run(tmp_path: Pat
 
 def test_a_label_that_is_none_is_refused_by_name(tmp_path: Path, start):
     rows = [{"prompt": "w1", "first": "w2", "second": "w3", "label": "best"}] * 30
-    file = write_rows(tmp_path / "labelled.jsonl", rows)
+    file = write_rows(tmp_path / "labeled.jsonl", rows)
     settings = make_settings(
         fresh(tmp_path) | {"fresh_pairs": {"count": 0, "labels": file, "labeller": ""}}, {}
     )

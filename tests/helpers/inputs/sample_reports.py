@@ -12,7 +12,7 @@ from pipeline.evaluation.contests import evaluate
 from pipeline.evaluation.notes import notes_on
 from pipeline.evaluation.until_decided import Rule
 from pipeline.evaluation.win_rate import compare_policies
-from pipeline.inputs.preference_pairs import LabelledPair
+from pipeline.inputs.preference_pairs import LabeledPair
 from pipeline.judges.budget import Spent
 from pipeline.judges.function_judge import FunctionJudge
 from pipeline.registry.decisions import Decision
@@ -61,7 +61,7 @@ def reward_report(*, quoted: str = "", margins: bool = True) -> RewardReport:
     """A report on a reward model that is fit; `quoted` stands wherever it quotes anybody."""
     rng = np.random.default_rng(0)
     pairs = [
-        LabelledPair(
+        LabeledPair(
             prompt="",
             chosen="a" * int(rng.integers(20, 200)),
             rejected="b" * int(rng.integers(20, 200)),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-Behaviour = Callable[[BaseHTTPRequestHandler], None]
+Behavior = Callable[[BaseHTTPRequestHandler], None]
 """Writes the response to a request."""
 
 
@@ -74,8 +74,8 @@ class FaultServer:
             assert self.arrival.wait_for(lambda: len(self.requests) >= requests, seconds)
 
 
-Script = Callable[[Request], Behaviour] | Sequence[Behaviour]
-"""A function from request to behaviour, which may block; or behaviours in order, of which the last
+Script = Callable[[Request], Behavior] | Sequence[Behavior]
+"""A function from request to behavior, which may block; or behaviors in order, of which the last
 one repeats."""
 
 
@@ -113,7 +113,7 @@ def fault_server(script: Script) -> Iterator[FaultServer]:
         thread.join()
 
 
-def respond(status: int, body: str, **headers: str) -> Behaviour:
+def respond(status: int, body: str, **headers: str) -> Behavior:
     """Return a response; `_` in the name of a header stands for `-`."""
 
     def behave(handler: BaseHTTPRequestHandler) -> None:
@@ -126,7 +126,7 @@ def respond(status: int, body: str, **headers: str) -> Behaviour:
     return behave
 
 
-def say(text: str | None, *, tokens: int | None = 7, finish_reason: str = "stop") -> Behaviour:
+def say(text: str | None, *, tokens: int | None = 7, finish_reason: str = "stop") -> Behavior:
     """Return a chat completion, without `usage` if tokens is None."""
     message = {"role": "assistant", "content": text}
     completion: dict[str, Any] = {
@@ -145,7 +145,7 @@ def say(text: str | None, *, tokens: int | None = 7, finish_reason: str = "stop"
     return respond(200, json.dumps(completion), Content_Type="application/json")
 
 
-def refuse(status: int, message: str = "no", **headers: str) -> Behaviour:
+def refuse(status: int, message: str = "no", **headers: str) -> Behavior:
     """Return an error in OpenAI's format."""
     body = {"error": {"message": message, "type": "error", "code": None}}
     return respond(status, json.dumps(body), Content_Type="application/json", **headers)

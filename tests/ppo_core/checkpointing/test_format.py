@@ -22,7 +22,7 @@ run.updates run.episodes run.moments.count run.moments.mean run.moments.squares 
 run.adaptive_kl.kl_coef run.adaptive_kl.mean run.health.warned run.health.drop.recent
 run.health.drop.best run.health.drop.changes run.health.drop.updates run.pending.steps_done
 run.pending.values.kl_loss_coef run.pending.values.rollout.temperature
-run.pending.values.rollout.behaviour_logprobs
+run.pending.values.rollout.behavior_logprobs
 run.pending.sums.tokens run.pending.sums.policy_loss run.pending.sums.value_loss
 run.pending.sums.new_values
 run.pending.sums.entropy run.pending.sums.approxkl run.pending.sums.kl_from_old

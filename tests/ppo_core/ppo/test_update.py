@@ -94,7 +94,7 @@ def plain_rows(module: ActorCritic, experience: Experience) -> list[SimpleNamesp
         logits = module.policy.model(ids[None]).logits[0, start - 1 : -1] / rollout.temperature
         hidden = module.critic.model(ids[None]).last_hidden_state[0, start - 1 : -1]
         own = slice(0, int(rollout.response_lengths[b]))
-        behaviour = rollout.behaviour_logprobs
+        behavior = rollout.behavior_logprobs
         rows.append(
             SimpleNamespace(
                 ids=ids,
@@ -103,7 +103,7 @@ def plain_rows(module: ActorCritic, experience: Experience) -> list[SimpleNamesp
                 logprobs=logits.log_softmax(-1).gather(1, ids[start:, None])[:, 0],
                 values=module.critic.head(hidden)[:, 0],
                 old=rollout.logprobs[b, own],
-                behaviour=None if behaviour is None else behaviour[b, own],
+                behavior=None if behavior is None else behavior[b, own],
                 ref=experience.ref_logprobs[b, own],
                 advantages=experience.advantages[b, own],
                 old_values=experience.values[b, own],
@@ -261,13 +261,13 @@ def test_tokens_from_a_part_of_the_policy_weigh_by_its_share():
     experience = make_experience()
     rollout, mask = experience.rollout, experience.rollout.response_mask
     # Drawn from a part that holds from 50 to 100 % of the policy's probability.
-    behaviour = torch.where(
+    behavior = torch.where(
         mask, rollout.logprobs - torch.empty(mask.shape).uniform_(0.5, 1).log(), 0
     )
-    rollout = dataclasses.replace(rollout, behaviour_logprobs=behaviour)
+    rollout = dataclasses.replace(rollout, behavior_logprobs=behavior)
 
     def plain(_, rows):
-        losses = [surrogate(row) * (row.old - row.behaviour).exp() for row in rows]
+        losses = [surrogate(row) * (row.old - row.behavior).exp() for row in rows]
         values = torch.cat([value_error(row) for row in rows])
         return torch.cat(losses).mean() + 0.1 * values.mean()
 

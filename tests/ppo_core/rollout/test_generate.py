@@ -103,8 +103,8 @@ def test_tokens_are_drawn_as_often_as_their_probability_says(tokens):
     torch.manual_seed(0)
     logits, n = torch.randn(tokens), 20_000
     uniforms = torch.rand(n, generator=torch.Generator().manual_seed(1))
-    drawn, logprobs, behaviour = sample_tokens(logits.repeat(n, 1), uniforms, settings(0.7))
-    assert behaviour is logprobs
+    drawn, logprobs, behavior = sample_tokens(logits.repeat(n, 1), uniforms, settings(0.7))
+    assert behavior is logprobs
     probabilities = torch.softmax(logits / 0.7, -1)
     expected = (probabilities.double() / probabilities.double().sum() * n).numpy()
     assert chisquare(torch.bincount(drawn, minlength=tokens).numpy(), expected).pvalue > 0.001
@@ -132,7 +132,7 @@ def test_restricted_sampling_draws_from_the_truncated_distribution_and_records_b
     torch.manual_seed(0)
     logits, n = torch.randn(20), 20_000
     uniforms = torch.rand(n, generator=torch.Generator().manual_seed(1))
-    drawn, logprobs, behaviour = sample_tokens(logits.repeat(n, 1), uniforms, settings(0.7, **cut))
+    drawn, logprobs, behavior = sample_tokens(logits.repeat(n, 1), uniforms, settings(0.7, **cut))
     policy = torch.softmax(logits.double() / 0.7, -1)
     order = policy.argsort(descending=True)
     kept = order[: cut.get("top_k", 20)]
@@ -145,15 +145,15 @@ def test_restricted_sampling_draws_from_the_truncated_distribution_and_records_b
     assert counts[expected == 0].sum() == 0
     assert chisquare(counts[kept].numpy(), (expected[kept] * n).numpy()).pvalue > 0.001
     assert_close(logprobs, policy[drawn].log().float())
-    assert_close(behaviour, expected[drawn].log().float())
+    assert_close(behavior, expected[drawn].log().float())
 
 
 def test_a_restricted_rollout_records_both_log_probabilities():
     policy, prompts = LanguageModel(make_policy()), make_prompts(LENGTHS)
     plain, cut = sample(policy, prompts), sample(policy, prompts, top_k=3)
-    assert plain.behaviour_logprobs is None
+    assert plain.behavior_logprobs is None
     mask = cut.response_mask
-    assert (cut.behaviour_logprobs[mask] > cut.logprobs[mask]).all()
+    assert (cut.behavior_logprobs[mask] > cut.logprobs[mask]).all()
     with torch.no_grad():
         expected, _ = policy(cut.token_rows(torch.arange(len(cut))), 0.7)
     assert_close(cut.logprobs[mask], expected, rtol=0, atol=1e-5)

@@ -73,7 +73,7 @@ def uniforms(seed: int = 0) -> torch.Tensor:
 def scored(policy: LanguageModel, rollout: Rollout) -> tuple[torch.Tensor, torch.Tensor]:
     """The policy's own log-probabilities of the counted tokens, and the server's."""
     mask = rollout.response_mask
-    return response_logprobs(policy, rollout, 4)[mask], rollout.behaviour_logprobs[mask]
+    return response_logprobs(policy, rollout, 4)[mask], rollout.behavior_logprobs[mask]
 
 
 # --- The server has the policy's weights -------------------------------------------
@@ -171,7 +171,7 @@ def test_the_loss_weighs_a_token_by_the_cap_at_most():
         """The weights after a step from tokens, each `ratio` times likelier than as drawn."""
         rollout = experience.rollout
         drawn = dataclasses.replace(
-            rollout, behaviour_logprobs=rollout.logprobs - torch.tensor(ratio).log()
+            rollout, behavior_logprobs=rollout.logprobs - torch.tensor(ratio).log()
         )
         config = make_config(vllm_weights_dir="w", use_vllm=True, vllm_importance_sampling_cap=cap)
         return weights_after(config, dataclasses.replace(experience, rollout=drawn))[0]

@@ -54,7 +54,7 @@ def test_centering_loss_matches_the_numbers_done_by_hand():
 
 
 def test_the_loss_of_a_batch_of_pairs_has_its_margins_and_its_centering():
-    ranker = PairRanker(make_classifier(), centre_rewards_coefficient=0.1).double().eval()
+    ranker = PairRanker(make_classifier(), center_rewards_coefficient=0.1).double().eval()
     rows = [
         {"chosen": [3, 4, 1], "rejected": [3, 5], "margin": 0.5},
         {"chosen": [6, 1], "rejected": [6, 7, 8, 1], "margin": 0.0},

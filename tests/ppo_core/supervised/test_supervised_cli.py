@@ -64,7 +64,7 @@ def test_reward_with_adapters_and_margins_writes_a_classifier(base, tmp_path):
     rows = write_rows(tmp_path / "rows.jsonl", [pair])
     folder = tmp_path / "rm"
     flags = ["--model_name_or_path", base, "--dataset_name", rows, "--output_dir", folder]
-    options = ["--num_epochs", 20, "--learning_rate", 1e-2, "--centre_rewards_coefficient", 0.01]
+    options = ["--num_epochs", 20, "--learning_rate", 1e-2, "--center_rewards_coefficient", 0.01]
     ran = start("reward", *flags, *options, "--use_peft", "--lora_target_modules", "q_proj")
     assert ran.returncode == 0, ran.stderr
     assert (folder / "adapter" / "adapter_model.safetensors").exists()
@@ -125,7 +125,7 @@ def test_ties_alone_are_nothing_to_train_on(base, tmp_path, capsys):
         ),
         ("sft MODEL --num_train_epochs 0.5", "--num_train_epochs: invalid int value: '0.5'"),
         ("sft MODEL --lora_r 8", "lora_r takes effect only with --use_peft"),
-        ("sft MODEL --centre_rewards_coefficient 0.1", "is for reward models"),
+        ("sft MODEL --center_rewards_coefficient 0.1", "is for reward models"),
         ("reward MODEL --no_completion_only_loss", "is for SFT"),
         ("sft MODEL", "There is no file or folder"),
     ],
@@ -149,7 +149,7 @@ def test_help_lists_every_flag_with_its_sentence(capsys):
     assert "python -m ppo_core.supervised sft|reward" in text
     assert "OUTPUT_DIR Folder for the trained model and its tokenizer, metrics.jsonl" in text
     assert "--use_peft" in text
-    assert "--centre_rewards_coefficient" in text
+    assert "--center_rewards_coefficient" in text
     assert "tokens of prompt plus response. Also --max_seq_length. (default: 512)" in text
     assert "metrics.jsonl, and checkpoints. Required." in text
 
@@ -190,7 +190,7 @@ def test_the_flags_of_trls_reward_script_have_their_meaning_here():
         batch_size=8,
         max_length=2048,
         gradient_checkpointing=True,
-        centre_rewards_coefficient=0.01,
+        center_rewards_coefficient=0.01,
     )
 
 

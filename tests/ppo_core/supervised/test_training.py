@@ -287,7 +287,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_saves_nothing(base, tmp_pat
 @pytest.mark.parametrize(
     ("train", "rows", "changes"),
     [
-        (train_sft, EXAMPLES, {"centre_rewards_coefficient": 0.01}),
+        (train_sft, EXAMPLES, {"center_rewards_coefficient": 0.01}),
         (train_reward_model, PAIRS, {"completion_only_loss": False}),
     ],
 )
@@ -316,7 +316,7 @@ def test_an_output_folder_that_cannot_be_created_is_refused_before_training(base
         ("warmup_ratio", 1.0),
         ("weight_decay", -0.1),
         ("gradient_accumulation_steps", 0),
-        ("centre_rewards_coefficient", -0.1),
+        ("center_rewards_coefficient", -0.1),
         ("save_total_limit", 1),
     ],
 )

@@ -179,17 +179,17 @@ def test_the_coefficient_follows_the_divergence_and_is_logged():
 
 
 @pytest.mark.parametrize("cut", [{"top_k": 5}, {"top_p": 0.5}])
-def test_restricted_sampling_records_the_behaviour_and_starts_at_ratio_one(cut):
+def test_restricted_sampling_records_the_behavior_and_starts_at_ratio_one(cut):
     trainer = make_trainer(kl_estimator="full", **cut)
     rollout = trainer._sample(trainer._draw_prompts())
     # What is left out gives its probability to what stays.
-    gained = (rollout.behaviour_logprobs - rollout.logprobs)[rollout.response_mask]
+    gained = (rollout.behavior_logprobs - rollout.logprobs)[rollout.response_mask]
     assert (gained > 0.1).all()
     metrics = trainer.step()
     assert metrics["val/first_ratio_error"] < 1e-5
     assert metrics["objective/kl"] >= 0
     whole = make_trainer()
-    assert whole._sample(whole._draw_prompts()).behaviour_logprobs is None
+    assert whole._sample(whole._draw_prompts()).behavior_logprobs is None
 
 
 def test_pretraining_texts_become_likelier():

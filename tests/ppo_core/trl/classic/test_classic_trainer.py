@@ -490,7 +490,7 @@ def test_the_reference_answers_for_itself(given: bool):
         ({"temperature": 0.0}, "temperature=0.0 must be above 0.*do_sample=False"),
     ],
 )
-def test_arguments_that_cannot_be_honoured_are_refused(arguments, words: str):
+def test_arguments_that_cannot_be_honored_are_refused(arguments, words: str):
     with pytest.raises(ConfigError, match=words):
         make_trainer().generate(QUERIES[0], **arguments)
 
@@ -822,7 +822,7 @@ def test_the_accelerator_and_the_device_are_attributes():
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        ({"training_data_collator": len}, ConfigError, "training_data_collator is not honoured"),
+        ({"training_data_collator": len}, ConfigError, "training_data_collator is not honored"),
         ({"model": make_policy("gpt2")}, ModelError, "AutoModelForCausalLMWithValueHead"),
         ({"config": UpdateConfig()}, ConfigError, "takes ppo_core.classic.PPOConfig"),
     ],
@@ -853,7 +853,7 @@ def test_a_batch_that_cannot_be_used_is_refused(arguments, words: str):
         make_trainer().step(*arguments)
 
 
-def test_every_setting_of_the_classic_trainer_is_honoured_or_refused_with_a_hint():
+def test_every_setting_of_the_classic_trainer_is_honored_or_refused_with_a_hint():
     ours = {field.name for field in dataclasses.fields(PPOConfig)}
     assert set(TRL_0_11) <= ours | set(CLASSIC_INSTEAD)
     assert not ours & set(CLASSIC_INSTEAD)
