@@ -104,7 +104,7 @@ class deployment_of_file(FlowMutator):  # noqa: N801
     def pre_mutate(self, mutable_flow: Any) -> None:
         """Add the decorators before Metaflow reads the graph."""
         if tables := dict(mutable_flow.configs)["deployment"]:
-            from deployment.decorators import add_decorators
+            from deployment.step_decorators import add_decorators
 
             deployment = _deployment_of(tables)
             add_decorators(mutable_flow, deployment, is_scheduled=self.is_scheduled)

@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
 def show(name: str) -> None:
     """Print champion, previous champion and challenger, and aliases that contradict the history."""
     from pipeline.registry.aliases import CHALLENGER, CHAMPION, PREVIOUS, read_aliases
-    from pipeline.registry.champions import read_champions
+    from pipeline.registry.change_champion import read_champions
 
     champions, aliases = read_champions(name), read_aliases(name)
     for alias in (CHAMPION, PREVIOUS, CHALLENGER):
@@ -55,7 +55,7 @@ def show(name: str) -> None:
 
 def history(name: str) -> None:
     """Print all decisions on the registered model, oldest first."""
-    from pipeline.registry.champions import read_champions
+    from pipeline.registry.change_champion import read_champions
 
     decisions = read_champions(name).decisions
     for made in decisions:
@@ -95,7 +95,7 @@ def audit(name: str) -> None:
 def _run(arguments: argparse.Namespace) -> None:
     # Imported here: MLflow reads the prepared environment when it is imported.
     from pipeline.registry.aliases import require_registered
-    from pipeline.registry.champions import promote_by_hand, roll_back
+    from pipeline.registry.change_champion import promote_by_hand, roll_back
     from pipeline.tracking.mlflow_client import (
         check_databases,
         check_model_name,

@@ -6,7 +6,7 @@ from typing import Any
 
 from deployment.deployment import Deployment
 from deployment.refusals import refuse_unsupported
-from deployment.resources import StepResources
+from deployment.step_settings import StepResources
 from pipeline.settings.overrides import merge_tables
 from pipeline.settings.settings import names_by_section, read_section
 from pipeline.settings.unknown_names import describe_unknown_setting

@@ -11,7 +11,7 @@ from rich.table import Table
 from deployment.deployed import CHANGES, COMMIT, DEPLOYMENT, SETTINGS, DeployedFlow
 from deployment.deployment import Deployment, Schedule
 from deployment.deployment_file import STEPS, STEPS_OF_SEVERAL_MACHINES
-from deployment.resources import StepResources
+from deployment.step_settings import StepResources
 from ppo_core.errors import ConfigError
 from ppo_core.errors.packages import require_package
 

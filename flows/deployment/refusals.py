@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from deployment.deployment import Deployment
-from deployment.resources import StepResources
+from deployment.step_settings import StepResources
 from ppo_core.errors import ConfigError
 
 BATCH_MACHINES = "AWS Batch starts machines by the job queue. Name a queue of such machines: queue"

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 from deployment.deployment import Deployment
 from deployment.flow_commands import DeploymentFiles
-from deployment.resources import StepResources
+from deployment.step_settings import StepResources
 from pipeline.cost.gpu_table import Gpu, find_gpu, read_gpus
 from pipeline.cost.memory.ppo_memory import PPOSize, host_memory
 from pipeline.cost.memory_table import (

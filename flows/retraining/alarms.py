@@ -32,7 +32,7 @@ def alarm_refused_policies(topic: str, settings: "Settings", run: str) -> None:
     if not topic:
         return
     # Imported here: it imports MLflow.
-    from pipeline.registry.champions import read_champions
+    from pipeline.registry.change_champion import read_champions
 
     try:
         decisions = read_champions(settings.registered_model).decisions

@@ -18,7 +18,7 @@ import ppo_core.classic
 from deployment.deployment_file import STEPS, read_deployment
 from pipeline.evaluation.win_rate import describe
 from pipeline.registry.artifact import VersionContents, write_artifact
-from pipeline.registry.champions import promote_by_hand
+from pipeline.registry.change_champion import promote_by_hand
 from pipeline.registry.versions import register_version
 from pipeline.reports.terminal import render_summary
 from pipeline.results.evaluation import ContestResult, WinRate

@@ -13,9 +13,9 @@ from uuid import uuid4
 import pytest
 
 import registry
-from pipeline.registry import champions
+from pipeline.registry import change_champion
 from pipeline.registry.alias_sync import settle
-from pipeline.registry.champions import decide
+from pipeline.registry.change_champion import decide
 from pipeline.tracking.mlflow_client import connect
 from tests.helpers.paths import ROOT
 from tests.helpers.servers.mlflow_store import tracking_to, write_database
@@ -42,7 +42,7 @@ def make_model() -> str:
     client.log_metric(run, "win_rate/ppo_vs_sft/low", 0.55)
     for version in (1, 2, 3):
         client.create_model_version(name, "s3://bucket/policy", run_id=run)
-        champions.challenge(name, version)
+        change_champion.challenge(name, version)
         decide(
             name,
             version=version,
@@ -60,7 +60,7 @@ def ask(*arguments: str) -> int:
 
 
 def champion(name: str) -> int:
-    return champions.read_aliases(name)["champion"]
+    return change_champion.read_aliases(name)["champion"]
 
 
 def test_show_tells_who_is_champion_since_when_and_with_which_win_rates(model: str, capsys):
@@ -84,7 +84,7 @@ def test_show_tells_of_an_alias_that_was_moved_and_changes_nothing(model: str, c
         "The alias champion is version 3, but the history says version 2."
         in capsys.readouterr().out
     )
-    assert len(champions.read_champions(model).decisions) == 3
+    assert len(change_champion.read_champions(model).decisions) == 3
     assert champion(model) == 3
 
 
@@ -110,7 +110,7 @@ def test_a_rollback_brings_back_the_one_before_and_says_who_and_why(model: str, 
         f"Version 2 of {model} was withdrawn; version 1 is champion again.\n"
     )
     assert champion(model) == 1
-    made = champions.read_champions(model).decisions[-1]
+    made = change_champion.read_champions(model).decisions[-1]
     assert made.reasons == ("It swears.",)
     assert made.by == f"person {getpass.getuser()}"
     assert ask("rollback", model) == 1
@@ -129,7 +129,7 @@ def test_a_promotion_by_hand_needs_a_reason(model: str, capsys):
 def test_the_person_is_whom_metaflow_was_told(model: str, monkeypatch):
     monkeypatch.setenv("METAFLOW_USER", "ada")
     assert ask("promote", model, "1", "--reason", "Why not.") == 0
-    assert champions.read_champions(model).decisions[-1].by == "person ada"
+    assert change_champion.read_champions(model).decisions[-1].by == "person ada"
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pipeline.cost.gpu_table import Gpu, price_per_hour, read_gpus
 from pipeline.cost.usage import Attempt, recorded_attempts
 from pipeline.inputs.flow_run import FlowRun
-from pipeline.judges.budget import Spent
+from pipeline.judges.judge_budget import Spent
 from pipeline.launch.commands import FoundGpu
 from pipeline.results.run_cost import JudgeCost, RunCost, StepCost, TokenCounts, sum_if_known
 from pipeline.results.step_records import TrainedPolicy

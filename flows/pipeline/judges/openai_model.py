@@ -14,8 +14,8 @@ from tenacity import (
     wait_exponential,
 )
 
-from pipeline.judges.budget import Budget
 from pipeline.judges.chat_model import Question, Reply
+from pipeline.judges.judge_budget import Budget
 from pipeline.judges.openai_client import CallError, OpenAIClient, RefusedError
 from pipeline.settings.judge_config import JudgingConfig
 from ppo_core.errors import JudgeError

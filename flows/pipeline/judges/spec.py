@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pipeline.judges.budget import Budget
 from pipeline.judges.ensemble import Ensemble
 from pipeline.judges.function_judge import load_function_judge, rule_judge
+from pipeline.judges.judge_budget import Budget
 from pipeline.judges.judge_names import (
     JudgePart,
     check_judge_name,

@@ -5,8 +5,8 @@ from functools import partial
 from pathlib import Path
 
 from pipeline.evaluation.promotion_gate import reasons_to_promote, reasons_to_refuse
-from pipeline.promotion.champion import fetch_version
-from pipeline.registry import champions
+from pipeline.promotion.fetch_champion import fetch_version
+from pipeline.registry import change_champion
 from pipeline.registry.alias_sync import settle
 from pipeline.registry.champion_history import Champions
 from pipeline.registry.decisions import Decision
@@ -66,7 +66,7 @@ def decide_promotion(
             champion=state.champion,
             kl=kl,
         )
-        decision = champions.decide(
+        decision = change_champion.decide(
             name,
             version=version,
             promote=not against,

@@ -9,12 +9,12 @@ from pipeline.cost.measured_cost import cost_of_run
 from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
 from pipeline.inputs.json_lines import read_jsonl
 from pipeline.inputs.model_digests import require_unchanged
-from pipeline.judges.budget import sum_spent
+from pipeline.judges.judge_budget import sum_spent
 from pipeline.promotion.bill_of_materials import bill_of_materials
 from pipeline.promotion.decide import decide_promotion
 from pipeline.promotion.version_card import NamedModel, VersionFacts, version_card
 from pipeline.registry.artifact import VersionContents, write_artifact
-from pipeline.registry.champions import challenge
+from pipeline.registry.change_champion import challenge
 from pipeline.registry.decisions import Decision
 from pipeline.registry.versions import register_version, write_card
 from pipeline.results.evaluation import JudgeIdentity

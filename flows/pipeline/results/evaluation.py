@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from pipeline.judges.budget import Spent
+from pipeline.judges.judge_budget import Spent
 
 Decided = Literal["better", "not better", "undecided"]
 """What the judged pairs show about a candidate."""

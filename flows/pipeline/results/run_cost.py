@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.judges.budget import Spent
+from pipeline.judges.judge_budget import Spent
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from pipeline.judges.budget import Spent
+from pipeline.judges.judge_budget import Spent
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from pipeline.judges.budget import Spent
+from pipeline.judges.judge_budget import Spent
 from pipeline.results.evaluation import Evaluation, TrainedJudge
 from pipeline.results.report_files import EVALUATION_FILE, read_report
 from pipeline.results.reward_report import RewardReport

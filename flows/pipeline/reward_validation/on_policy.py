@@ -11,7 +11,7 @@ from scipy.stats import rankdata
 from pipeline.evaluation.betting import mean_interval
 from pipeline.evaluation.comparison import POINTS, compare
 from pipeline.evaluation.rates import Array, hits, measure_rate
-from pipeline.judges.budget import Budget
+from pipeline.judges.judge_budget import Budget
 from pipeline.judges.verdict import Judge, JudgedPrompt
 from pipeline.results.reward_report import OnPolicy
 from ppo_core.errors import DataError

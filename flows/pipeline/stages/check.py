@@ -13,7 +13,7 @@ from pipeline.cost.run_size import (
     measure_run,
 )
 from pipeline.inputs.data_sets import RunData
-from pipeline.promotion.champion import look_up_champion
+from pipeline.promotion.fetch_champion import look_up_champion
 from pipeline.settings.settings import Settings
 from pipeline.stages.start import prepare_inputs
 from ppo_core.config.placement import free_memory, placement_for_reading

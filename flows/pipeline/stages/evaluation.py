@@ -9,7 +9,7 @@ from pipeline.evaluation.selection import choose_policy, divergence_limit
 from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.inputs.model_digests import require_unchanged
-from pipeline.judges.budget import Budget
+from pipeline.judges.judge_budget import Budget
 from pipeline.judges.spec import make_judge_of_run
 from pipeline.reports.log_reports import log_evaluation
 from pipeline.results.evaluation import TrainedJudge
@@ -137,5 +137,5 @@ def fetch_again(settings: Settings, champion: FetchedChampion | None) -> Fetched
         return champion
     # Imported here, because it imports MLflow, which a short step does not need.
     with large_imports():
-        from pipeline.promotion.champion import find_champion
+        from pipeline.promotion.fetch_champion import find_champion
     return find_champion(settings)

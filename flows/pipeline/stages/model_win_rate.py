@@ -16,7 +16,7 @@ from pipeline.judges.spec import check_judge, make_judge
 from pipeline.launch.answers import answer, answer_processes
 from pipeline.launch.stall_watch import STALL_MINUTES
 from pipeline.preflight.check_inputs import check_outputs
-from pipeline.promotion.champion import CHAMPIONS
+from pipeline.promotion.fetch_champion import CHAMPIONS
 from pipeline.registry.versions import find_policy
 from pipeline.reports.document import as_equal_length_rate, as_evidence, as_number, as_percent
 from pipeline.results.evaluation import JudgedContests, ModelWinRate

@@ -15,7 +15,7 @@ from pipeline.inputs.run_rewards import RunRewards
 from pipeline.preflight.check_inputs import QUARANTINE, check_inputs
 from pipeline.preflight.fetch_inputs import fetch_inputs, share_inputs
 from pipeline.preflight.remote_machine import refuse_proxied_artifacts
-from pipeline.promotion.champion import find_champion
+from pipeline.promotion.fetch_champion import find_champion
 from pipeline.settings.settings import Settings, as_plain_dict
 from pipeline.settings.settings_file import settings_text
 from pipeline.stages.tracked import shared_journal

@@ -6,7 +6,7 @@ from typing import Any
 
 from pipeline.cost.measured_cost import cost_numbers, cost_of_run
 from pipeline.inputs.flow_run import FlowRun
-from pipeline.judges.budget import sum_spent
+from pipeline.judges.judge_budget import sum_spent
 from pipeline.reports.terminal import decision_in_words, render_summary
 from pipeline.results.report_files import as_json, write_report
 from pipeline.results.step_records import (

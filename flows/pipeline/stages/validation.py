@@ -11,7 +11,7 @@ from pipeline.evaluation.notes import describe_accuracy, doubts_about_trained_ju
 from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
 from pipeline.inputs.preference_pairs import label_pairs
-from pipeline.judges.budget import Budget
+from pipeline.judges.judge_budget import Budget
 from pipeline.judges.judge_names import has_access_to_judge, read_judges
 from pipeline.judges.spec import make_judge_of_run
 from pipeline.launch.answers import answer_as_ppo

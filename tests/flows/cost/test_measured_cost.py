@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.cost.measured_cost import cost_numbers, cost_of_run
 from pipeline.inputs.flow_run import FlowRun
-from pipeline.judges.budget import Budget, Spent
+from pipeline.judges.judge_budget import Budget, Spent
 from pipeline.reports.terminal import cost_in_words
 from pipeline.results.run_cost import JudgeCost, RunCost, StepCost, TokenCounts
 from pipeline.results.step_records import TrainedPolicy

@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pipeline.evaluation.evaluate_policies import evaluate_policies
 from pipeline.evaluation.notes import WITHOUT_REFERENCES
 from pipeline.inputs.json_lines import read_jsonl
-from pipeline.promotion.champion import find_champion
 from pipeline.promotion.decide import decide_promotion
-from pipeline.registry import champions
+from pipeline.promotion.fetch_champion import find_champion
+from pipeline.registry import change_champion
 from pipeline.registry.aliases import read_aliases, read_version
 from pipeline.registry.decisions import Decision
 from pipeline.results.evaluation import TrainedJudge
@@ -88,12 +88,12 @@ def decide(
 def crown(world: World, name: str, policy: str) -> int:
     """A version that is champion because a person said so."""
     version = world.add_version(name, policy)
-    champions.promote_by_hand(name, version, reason="First.", by="person ada")
+    change_champion.promote_by_hand(name, version, reason="First.", by="person ada")
     return version
 
 
 def told(name: str) -> list[tuple[str, int, int | None]]:
-    history = champions.read_champions(name).decisions
+    history = change_champion.read_champions(name).decisions
     return [(decision.action, decision.version, decision.champion) for decision in history]
 
 
@@ -237,7 +237,7 @@ def test_a_champion_that_came_and_went_is_no_reason_to_judge_again(world, name, 
     champion = find_champion(world.named(name))
     evaluation = world.evaluate(world.named(name), "good", tmp_path, champion)
     crown(world, name, "best")
-    champions.roll_back(name, reason="It swears.", by="person ada")
+    change_champion.roll_back(name, reason="It swears.", by="person ada")
     asked = world.judged_pairs()
     made, judged = decide(world, name, world.add_version(name, "good"), evaluation, tmp_path)
     assert made.action == "promoted"
@@ -254,7 +254,7 @@ def test_a_champion_that_changes_while_it_is_judged_against_is_followed(
 
     def meanwhile() -> None:
         def other() -> None:
-            champions.promote_by_hand(
+            change_champion.promote_by_hand(
                 name, world.add_version(name, "best"), reason="Now.", by="person ada"
             )
 
@@ -301,7 +301,7 @@ def require_one_after_the_other(
     name: str, old: int, results: dict[int, tuple[Decision, EvaluatedPolicy]]
 ) -> None:
     """Each was judged against the champion that its decision replaced or kept; the newest wins."""
-    decisions = champions.read_champions(name).decisions[1:]
+    decisions = change_champion.read_champions(name).decisions[1:]
     assert [decision.number for decision in decisions] == [2, 3]
     before = old
     for decision in decisions:
@@ -338,7 +338,7 @@ def test_of_four_processes_that_finish_together_none_loses_a_decision(
     for process in processes:
         process.join(200)
         assert process.exitcode == 0
-    decisions = champions.read_champions(name).decisions[1:]
+    decisions = change_champion.read_champions(name).decisions[1:]
     assert sorted(decision.version for decision in decisions) == sorted(runs)
     before = old
     for decision in decisions:
@@ -417,7 +417,7 @@ def test_a_candidate_that_a_person_made_champion_meanwhile_is_not_refused(
     champion = find_champion(world.named(name))
     evaluation = world.evaluate(world.named(name), "weak", tmp_path, champion)
     version = world.add_version(name, "weak")
-    by_hand = champions.promote_by_hand(name, version, reason="It is kind.", by="person ada")
+    by_hand = change_champion.promote_by_hand(name, version, reason="It is kind.", by="person ada")
     made, judged = decide(world, name, version, evaluation, tmp_path)
     assert made == by_hand
     assert judged == evaluation
@@ -481,7 +481,7 @@ def test_a_champion_that_something_else_registered_is_refused(
 def test_a_champion_with_a_changed_byte_is_refused_by_name(world: World, name: str, tmp_path: Path):
     greedy = Decoding(response_length=5, temperature=0)
     version = world.add_version(name, "good", greedy)
-    champions.promote_by_hand(name, version, reason="First.", by="person ada")
+    change_champion.promote_by_hand(name, version, reason="First.", by="person ada")
     weights = artifact_root(connect(), name, version) / "model" / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
@@ -535,7 +535,7 @@ def test_the_champion_ends_its_answers_by_its_own_token(
         response_length=6, temperature=0.7, stop_token=None, stop_token_id=ends.get(stop)
     )
     own = World(world.folder, world.settings, {**world.policies, "odd": place})
-    champions.promote_by_hand(
+    change_champion.promote_by_hand(
         name, own.add_version(name, "odd", decoding), reason="Odd.", by="person ada"
     )
     champion = find_champion(world.named(name))
@@ -563,7 +563,7 @@ def test_the_champion_reads_and_writes_with_its_own_tokenizer(world, name, tmp_p
     tokenizer.save_pretrained(place)
     own = World(world.folder, world.settings, {**world.policies, "odd": str(place)})
     version = own.add_version(name, "odd")
-    champions.promote_by_hand(name, version, reason="Odd.", by="person ada")
+    change_champion.promote_by_hand(name, version, reason="Odd.", by="person ada")
     evaluation = world.evaluate(world.named(name), "weak", tmp_path / "run")
     _, judged = decide(world, name, world.add_version(name, "weak"), evaluation, tmp_path / "run")
     assert judged.champion == version

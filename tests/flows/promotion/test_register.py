@@ -16,7 +16,7 @@ from pipeline import stages
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.inputs.json_lines import read_jsonl
 from pipeline.promotion import register as register_module
-from pipeline.registry import champions
+from pipeline.registry import change_champion
 from pipeline.results.step_records import (
     EvaluatedPolicy,
     FetchedChampion,
@@ -105,7 +105,7 @@ def story(world: World) -> Story:
     assert champion.version == first.version
     evaluation = world.evaluate(settings, "best", run.folder, champion)
     meanwhile = world.add_version("story", "good")
-    champions.promote_by_hand("story", meanwhile, reason="Now.", by="person ada")
+    change_champion.promote_by_hand("story", meanwhile, reason="Now.", by="person ada")
     second = Ran(settings, run, evaluation, register(world, settings, run, "best", evaluation))
     asked = world.judged_pairs()
     repeated = register(world, settings, run, "best", evaluation)
@@ -164,7 +164,11 @@ def test_a_candidate_whose_champion_changed_is_on_record_against_the_new_one(sto
 def test_a_step_retried_after_everything_was_done_changes_nothing(story: Story):
     assert story.repeated == story.second.registered
     assert story.asked_by_the_repetition == 0
-    made = [each for each in champions.read_champions("story").decisions if each.by == "run RLHF/2"]
+    made = [
+        each
+        for each in change_champion.read_champions("story").decisions
+        if each.by == "run RLHF/2"
+    ]
     assert len(made) == 1
     parent = story.second.run.tracking["parent"]
     assert len(connect().search_model_versions(f"run_id = '{parent}'")) == 1
@@ -292,7 +296,7 @@ def test_a_step_killed_in_between_leaves_one_version_and_one_decision(
     one = candidate(world, name, tmp_path)
     # There was none when it was judged: it has to be judged again.
     old = world.add_version(name, "weak")
-    champions.promote_by_hand(name, old, reason="First.", by="person ada")
+    change_champion.promote_by_hand(name, old, reason="First.", by="person ada")
     with fault_proxy(server.url) as proxy:
         pid: list[int] = []
         fault = replace(
@@ -316,7 +320,7 @@ def require_one_version_and_one_decision(
     client, parent = connect(), one.run.tracking["parent"]
     (version,) = client.search_model_versions(f"run_id = '{parent}'")
     number = int(version.version)
-    decisions = champions.read_champions(name).decisions
+    decisions = change_champion.read_champions(name).decisions
     assert [(each.action, each.version, each.by) for each in decisions[1:]] == [
         ("promoted", number, f"run {one.run.id}")
     ]

@@ -9,7 +9,7 @@ import boto3
 import pytest
 
 from pipeline.inputs.flow_run import FlowRun
-from pipeline.registry import champions
+from pipeline.registry import change_champion
 from pipeline.registry.alias_sync import settle
 from pipeline.results.step_records import ValidatedReward
 from pipeline.settings.settings import Settings, make_settings
@@ -90,8 +90,8 @@ def test_only_the_second_refused_policy_in_a_row_is_told(
     client.create_registered_model("policy")
     for number, promote in enumerate(promoted, start=1):
         client.create_model_version("policy", "s3://bucket/policy")
-        champions.challenge("policy", number)
-        champions.decide(
+        change_champion.challenge("policy", number)
+        change_champion.decide(
             "policy",
             version=number,
             promote=promote,

@@ -6,8 +6,8 @@ from itertools import combinations, permutations
 import numpy as np
 import pytest
 
-from pipeline.judges.budget import Budget
 from pipeline.judges.function_judge import FunctionJudge
+from pipeline.judges.judge_budget import Budget
 from pipeline.results.reward_report import OnPolicy
 from pipeline.reward_validation.on_policy import (
     PROMPTS_AT_ONCE,

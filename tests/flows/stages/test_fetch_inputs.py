@@ -12,7 +12,7 @@ from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.inputs.run_rewards import RunRewards
 from pipeline.preflight.fetch_inputs import fetch_inputs, share_inputs
-from pipeline.registry import champions
+from pipeline.registry import change_champion
 from pipeline.settings.settings import Settings, make_settings
 from pipeline.storage.addresses import S3Address
 from pipeline.storage.objects import write_object
@@ -136,7 +136,7 @@ def world(tmp_path_factory) -> World:
 def test_a_registered_version_is_one_model(world: World, tmp_path: Path):
     with tracking_to(shared_server().url):
         version = world.add_version("fetched", "good")
-        champions.promote_by_hand("fetched", version, reason="First.", by="person ada")
+        change_champion.promote_by_hand("fetched", version, reason="First.", by="person ada")
         settings = given(tmp_path, policy="models:/fetched@champion")
         found = fetch_inputs(settings).policy
         assert fetch_inputs(settings).policy == found

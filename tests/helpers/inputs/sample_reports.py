@@ -13,8 +13,8 @@ from pipeline.evaluation.notes import notes_on
 from pipeline.evaluation.until_decided import Rule
 from pipeline.evaluation.win_rate import compare_policies
 from pipeline.inputs.preference_pairs import LabeledPair
-from pipeline.judges.budget import Spent
 from pipeline.judges.function_judge import FunctionJudge
+from pipeline.judges.judge_budget import Spent
 from pipeline.registry.decisions import Decision
 from pipeline.results.evaluation import (
     ContestResult,

@@ -10,7 +10,7 @@ from unittest.mock import patch
 from pipeline import stages
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.inputs.json_lines import write_jsonl
-from pipeline.registry.champions import promote_by_hand
+from pipeline.registry.change_champion import promote_by_hand
 from pipeline.reports.log_reports import log_evaluation, log_reward_report
 from pipeline.results.reward_report import RewardReport
 from pipeline.results.step_records import (

@@ -16,7 +16,7 @@ from metaflow import (
 )
 
 from deployment.deployment import JUDGING_STEP, Deployment
-from deployment.resources import TAINT, StepResources
+from deployment.step_settings import TAINT, StepResources
 from pipeline.judges.judge_names import JUDGED_ELSEWHERE
 
 GPU_LABEL = "nvidia.com/gpu.product"

@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlflow import MlflowClient
 
-from pipeline.registry import champions as registry
+from pipeline.registry import change_champion as registry
 from pipeline.registry.alias_sync import settle
 from pipeline.registry.aliases import read_aliases, read_version
 from pipeline.registry.champion_history import Champions, stack_of
-from pipeline.registry.champions import challenge, decide, promote_by_hand, roll_back
+from pipeline.registry.change_champion import challenge, decide, promote_by_hand, roll_back
 from pipeline.registry.decisions import Action, Decision
 from pipeline.registry.ledger import find_ledger
 from pipeline.tracking.mlflow_client import connect
