@@ -8,16 +8,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ppo_core.checkpointing.disks import Disk, find_disk
-from ppo_core.checkpointing.files import (
+from ppo_core.checkpointing.lease import Lease
+from ppo_core.checkpointing.read_checkpoint import (
     Checkpoint,
     Forms,
-    Part,
     checkpoint_folders,
     read_checkpoint,
     read_newest,
-    save_checkpoint,
 )
-from ppo_core.checkpointing.lease import Lease
+from ppo_core.checkpointing.write_checkpoint import Part, save_checkpoint
 from ppo_core.distributed.process_group import ProcessGroup
 from ppo_core.errors import ConfigError, reason_of
 from ppo_core.io.atomic_files import require_creatable, unwritable

@@ -9,14 +9,15 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ppo_core.checkpointing.files import STATE, Checkpoint, Part
 from ppo_core.checkpointing.fingerprint import Fingerprint
+from ppo_core.checkpointing.read_checkpoint import STATE, Checkpoint
 from ppo_core.checkpointing.training_state import (
     TrainingState,
     copied,
     explained_form,
     full_weights,
 )
+from ppo_core.checkpointing.write_checkpoint import Part
 from ppo_core.data.model_files import save_tokenizer
 from ppo_core.errors import TrainingError
 from ppo_core.models.files.adapter_weights import adapter_parameters, save_adapter

@@ -3,7 +3,7 @@
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from ppo_core.checkpointing.files import JSON
+from ppo_core.checkpointing.read_checkpoint import JSON
 from ppo_core.errors import TrainingError
 
 EXECUTION = {"params", "fused", "foreach", "capturable", "differentiable"}

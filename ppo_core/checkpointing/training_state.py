@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from ppo_core.checkpointing.files import Checkpoint
 from ppo_core.checkpointing.fingerprint import Fingerprint
 from ppo_core.checkpointing.optimizer_options import (
     check_optimizer_fits,
@@ -25,6 +24,7 @@ from ppo_core.checkpointing.optimizer_options import (
     restore_options,
     set_schedule_step,
 )
+from ppo_core.checkpointing.read_checkpoint import Checkpoint
 from ppo_core.distributed.engine import Engine
 from ppo_core.errors import PPOError, TrainingError
 from ppo_core.ppo.random_state import global_rng_state, restore_global_rng_state

@@ -39,9 +39,9 @@ from pipeline.settings.settings import Settings, as_plain_dict, make_settings
 from pipeline.settings.settings_file import settings_text
 from pipeline.tracking.delivery import in_calls
 from pipeline.tracking.journal import Journal
-from ppo_core.checkpointing.files import STATE, read_checkpoint, read_newest
 from ppo_core.checkpointing.folders import MANIFEST as CHECKPOINT_MANIFEST
 from ppo_core.checkpointing.lease import LEASE, Lease
+from ppo_core.checkpointing.read_checkpoint import STATE, read_checkpoint, read_newest
 from ppo_core.config.argument_parser import DocumentedParser, field_docs, parse_arguments
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments

@@ -15,8 +15,8 @@ from pipeline.launch.launcher import _MetricsFollower
 from pipeline.results.report_files import write_report
 from pipeline.tracking.journal import Journal
 from ppo_core.__main__ import main
-from ppo_core.checkpointing.files import read_newest
 from ppo_core.checkpointing.lease import LEASE, Lease
+from ppo_core.checkpointing.read_checkpoint import read_newest
 from ppo_core.checkpointing.state_form import FORMS
 from ppo_core.data.model_files import save_tokenizer
 from ppo_core.errors import ConfigError, PPOError, TrainingError

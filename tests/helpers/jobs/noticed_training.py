@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ppo_core.checkpointing import files
+from ppo_core.checkpointing import write_checkpoint
 from ppo_core.distributed.deepspeed_engine import DeepSpeedEngine
 from ppo_core.distributed.engine import Engine
 from ppo_core.distributed.interruption import Interruption
@@ -75,7 +75,7 @@ def prepare(phase: str, notice: Path) -> None:
                 self, batch, before(taken.reach, pause)
             )
         case "save":
-            files.sync_to_disk = before(taken.reach, files.sync_to_disk)
+            write_checkpoint.sync_to_disk = before(taken.reach, write_checkpoint.sync_to_disk)
         case "update" | "SFT":
             for kind in (Engine, DeepSpeedEngine):
                 kind.step = before(taken.reach, kind.step)

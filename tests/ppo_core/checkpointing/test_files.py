@@ -17,19 +17,14 @@ import pytest
 import torch
 from torch import nn, tensor
 
-from ppo_core.checkpointing.files import (
-    STATE,
-    Part,
-    read_checkpoint,
-    read_newest,
-    save_checkpoint,
-)
 from ppo_core.checkpointing.optimizer_options import (
     check_optimizer_fits,
     optimizer_options,
     restore_options,
     set_schedule_step,
 )
+from ppo_core.checkpointing.read_checkpoint import STATE, read_checkpoint, read_newest
+from ppo_core.checkpointing.write_checkpoint import Part, save_checkpoint
 from ppo_core.distributed.process_group import ProcessGroup
 from ppo_core.errors import TrainingError
 from ppo_core.ppo.random_state import (
@@ -162,7 +157,7 @@ def test_no_byte_of_the_manifest_can_change_a_checkpoint_unseen(tmp_path):
 KILLED_HALF_WAY = """
 import sys, torch
 from pathlib import Path
-from ppo_core.checkpointing.files import Part, save_checkpoint
+from ppo_core.checkpointing.write_checkpoint import Part, save_checkpoint
 
 def save(step, write_policy):
     large = {str(i): torch.full((1 << 20,), float(step)) for i in range(4)}
@@ -207,7 +202,8 @@ KILLED_AT_EVERY_OPERATION = """
 import os, signal, sys, torch
 from itertools import count
 from pathlib import Path
-from ppo_core.checkpointing.files import Part, read_newest, save_checkpoint
+from ppo_core.checkpointing.read_checkpoint import read_newest
+from ppo_core.checkpointing.write_checkpoint import Part, save_checkpoint
 
 output_dir = Path(sys.argv[1])
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from ppo_core.checkpointing.files import read_newest
 from ppo_core.checkpointing.fingerprint import Fingerprint
+from ppo_core.checkpointing.read_checkpoint import read_newest
 from ppo_core.errors import RunInterruptedError
 from tests.ppo_core.distributed.test_interruption import MOMENTS, trainer_in
 

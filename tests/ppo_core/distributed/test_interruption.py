@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from ppo_core.checkpointing.files import read_newest
+from ppo_core.checkpointing.read_checkpoint import read_newest
 from ppo_core.distributed.interruption import Interruption
 from ppo_core.errors import RunInterruptedError
 from ppo_core.models.policy import LanguageModel

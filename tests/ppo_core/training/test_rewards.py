@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_core.checkpointing.files import read_newest
+from ppo_core.checkpointing.read_checkpoint import read_newest
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.reward_names import read_rewards
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from ppo_core.checkpointing.files import read_newest
+from ppo_core.checkpointing.read_checkpoint import read_newest
 from ppo_core.errors import ConfigError, RunInterruptedError, TrainingError
 from ppo_core.models.loading import load_policy
 from ppo_core.models.reward_model import RewardModel
