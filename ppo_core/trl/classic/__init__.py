@@ -14,7 +14,8 @@ from transformers import set_seed
 from transformers.utils.import_utils import is_torch_npu_available as is_npu_available
 from transformers.utils.import_utils import is_torch_xpu_available as is_xpu_available
 
-from ppo_core.algorithm.masking import masked_mean, masked_var, masked_whiten, whiten
+from ppo_core.algorithm.masking import masked_mean, masked_var
+from ppo_core.algorithm.whitening import masked_whiten, whiten
 from ppo_core.models.reference import create_reference_model
 from ppo_core.models.value_head import (
     AutoModelForCausalLMWithValueHead,

@@ -20,7 +20,6 @@ from ppo_core.algorithm.kl import full_kl, kl_per_token
 from ppo_core.algorithm.kl_controller import AdaptiveKL
 from ppo_core.algorithm.logits import tempered
 from ppo_core.algorithm.losses import aggregation_weights, policy_loss, value_loss
-from ppo_core.algorithm.masking import masked_whiten
 from ppo_core.algorithm.running_moments import RunningMoments
 from ppo_core.algorithm.token_rewards import (
     clip_scores,
@@ -30,6 +29,7 @@ from ppo_core.algorithm.token_rewards import (
     token_rewards,
 )
 from ppo_core.algorithm.top_k_top_p import truncated
+from ppo_core.algorithm.whitening import masked_whiten
 
 GOLDENS = json.loads((Path(__file__).parent / "trl_goldens.json").read_text())
 NAN = float("nan")
