@@ -139,7 +139,7 @@ def test_a_candidate_that_is_no_better_is_refused_with_its_figures(world, name, 
     made, _ = decide(world, name, world.add_version(name, "weak"), evaluation, tmp_path)
     assert (made.action, made.champion) == ("refused", old)
     (reason,) = made.reasons
-    assert "The lower end must be above min_win_rate" in reason
+    assert "that it exceeds min_win_rate=0.5 is 0." in reason
     assert read_aliases(name) == {"champion": old}
 
 

@@ -28,6 +28,8 @@ EXCLUDED = {
         *("batch_size", "warmup_ratio", "missing_eos_penalty", "reference_refresh_updates"),
         # It contradicts use_score_scaling.
         "scale_each_reward",
+        # Other estimators refuse the settings of the critic, and gae that of grpo.
+        *("advantage_estimator", "scale_by_group_std"),
         *REFUSED,
     },
     # Labels go with the labeller `people` alone.
@@ -172,9 +174,6 @@ def changed(kind: Any, default: Any) -> Any:
 
 
 IN_RANGE = {
-    # Other estimators refuse the settings of the critic.
-    "advantage_estimator": "gae",
-    "scale_by_group_std": True,
     "min_gain": 0.8,
     "gpus": {'my "own" gpu': {"memory_gib": 22.5}},
     "judge": "openai:a",
