@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ppo_core.config.spelling import OLD_NAMES
 from ppo_core.models.adapters import is_peft
 
 SAMPLED = 4096
@@ -57,7 +58,8 @@ ADDED = {
 def _in_use(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings in use; the defaults of unused settings may change between versions."""
     unused = () if settings.get("kl_target") else ("kl_horizon",)
-    return {name: value for name, value in {**ADDED, **settings}.items() if name not in unused}
+    current = {OLD_NAMES.get(name, name): value for name, value in settings.items()}
+    return {name: value for name, value in {**ADDED, **current}.items() if name not in unused}
 
 
 def _different(new: Mapping[str, Any], old: Mapping[str, Any]) -> list[str]:

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, fields
+from math import isfinite
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -400,6 +401,9 @@ def _check_combinations(config: PPOConfig) -> None:
             f"model_adapter_name and ref_adapter_name are both {config.ref_adapter_name!r}: the "
             "reference would change with the policy. Name two different adapters."
         )
+    if config.reward_weights is not None:
+        are_finite = all(map(isfinite, config.reward_weights))
+        require(config, "reward_weights", are_finite, "a list of finite numbers")
     _check_estimator(config)
     _check_vllm(config)
 

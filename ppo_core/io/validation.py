@@ -22,6 +22,7 @@ PositiveOrInf = Annotated[float, Field(gt=0, allow_inf_nan=True)]
 NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1, description="between 0 and 1")]
 ShareBelow1 = Annotated[float, Field(ge=0, lt=1, description="at least 0 and below 1")]
+ErrorRate = Annotated[float, Field(ge=1e-12, le=0.5, description="at least 1e-12 and at most 0.5")]
 ShareAbove0 = Annotated[float, Field(gt=0, le=1, description="above 0 and at most 1")]
 
 

@@ -34,7 +34,7 @@ from ppo_core.ppo.random_state import seed_global_generators
 from ppo_core.reporting.metrics_file import SELF_CHECK_FILE
 from ppo_core.supervised.pair_ranker import PairRanker, make_classifier
 from ppo_core.training.model_setup import join_processes, set_up_models
-from ppo_core.training.rewards import function_prints, load_functions, named_in_errors
+from ppo_core.training.rewards import load_functions, named_in_errors, reward_prints
 from ppo_core.training.trainer import Trainer
 
 MANY_PROMPTS, HELD_OUT = 1000, 100
@@ -142,7 +142,7 @@ def _load_rewards(
                 )
     # Alone, the reward model keeps the name that its metric always had.
     given = loaded if script.rewards else loaded[OWN]
-    return given, function_prints(functions)
+    return given, reward_prints(rewards, functions) if script.rewards else {}
 
 
 def _with_columns(rows: Dataset, split: str, script: ScriptArguments) -> list[dict[str, Any]]:

@@ -28,11 +28,23 @@ def load_functions(rewards: Sequence[NamedReward]) -> dict[str, LoadedFunction]:
     return functions
 
 
-def function_prints(functions: dict[str, LoadedFunction]) -> dict[str, Layout]:
-    """Return what a resumed run must share with the run that it resumes, see `Fingerprint`."""
-    return {
-        f"reward function {name}": {"file": loaded.version} for name, loaded in functions.items()
-    }
+def reward_prints(
+    rewards: Sequence[NamedReward], functions: dict[str, LoadedFunction]
+) -> dict[str, Layout]:
+    """Return what a resumed run must share with the run that it resumes, see `Fingerprint`.
+
+    The order decides which weight a reward has. The weights of models are elsewhere.
+    """
+    prints = {}
+    for number, one in enumerate(rewards):
+        prints[f"reward {number}"] = {"name": one.name, "kind": one.kind}
+        if one.name in functions:
+            function = one.source.rpartition(":")[2]
+            prints[f"reward {number}"] |= {
+                "function": function,
+                "file": functions[one.name].version,
+            }
+    return prints
 
 
 @contextmanager

@@ -39,7 +39,6 @@ DAMAGED = {
     "canaries.kinds.empty.fell": 0,
     "people.confusion.tie.first": "1",
     "conclusive": None,
-    "improvement.p_value": "small",
     "champion": "2",
     "length.ppo": None,
     "kl.ppo": "0.1",

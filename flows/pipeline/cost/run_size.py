@@ -26,6 +26,7 @@ from pipeline.settings.selection_config import MOST_TRIES
 from pipeline.settings.settings import Settings
 from pipeline.settings.training_sections import SupervisedSection
 from ppo_core.data.prompts import encode_prompts
+from ppo_core.data.rows.dialogues import shown_prompt
 from ppo_core.data.rows.reader import Rows
 from ppo_core.models.loading import count_parameters
 from ppo_core.ppo.schedule import Schedule, make_schedule
@@ -102,6 +103,9 @@ class RunSize:
     evaluation_prompts: int
     """Number of prompts that the policies answer."""
 
+    different_prompts: int
+    """Number of different prompts among them."""
+
     contests: int
     """Number of comparisons of two policies, or of a policy with references."""
 
@@ -155,17 +159,18 @@ def measure_run(settings: Settings, *, has_champion: bool) -> RunSize:
         works=[] if None in works else [work for work in works if work is not None],
         selection=_selection(data),
         evaluation_prompts=len(examples),
+        different_prompts=len({shown_prompt(row["prompt"]) for row in examples}),
         contests=len(contests_between(contestants)),
-        least_prompts=_least_prompts(settings.promotion),
+        least_prompts=_least_prompts(settings.promotion, has_references="reference" in contestants),
     )
 
 
-def _least_prompts(limits: PromotionConfig) -> int:
+def _least_prompts(limits: PromotionConfig, *, has_references: bool) -> int:
     # scipy is slow to import.
     from pipeline.evaluation.until_decided import Rule
 
-    least = limits.min_win_rate
-    return Rule(least=least, gain=limits.gain_above(least), alpha=limits.alpha).least_wins()
+    least = [limits.min_win_rate] + [limits.min_reference_win_rate] * has_references
+    return max(Rule(least=one, gain=None, alpha=limits.alpha).least_wins() for one in least)
 
 
 def _sample_questions(gate: RewardGateConfig, prompts: int) -> int:
@@ -214,11 +219,11 @@ def describe_run(size: RunSize) -> str:
         f"evaluation: prompts {size.evaluation_prompts:,}, comparisons {size.contests}, "
         f"questions to each judge at most {questions:,}",
     ]
-    if size.evaluation_prompts < size.least_prompts:
+    if size.different_prompts < size.least_prompts:
         lines.append(
-            f"Warning: no policy can be promoted, because promotion.alpha needs at least "
-            f"{size.least_prompts} prompts, all won, and there are {size.evaluation_prompts}. Add "
-            "rows to eval_prompts, or raise promotion.alpha."
+            "Warning: no policy can be promoted, because promotion.alpha needs at least "
+            f"{size.least_prompts} prompts, all won, and there are {size.different_prompts} "
+            "different ones. Add rows to eval_prompts, or raise promotion.alpha."
         )
     return "\n".join(lines)
 

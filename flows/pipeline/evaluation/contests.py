@@ -1,7 +1,7 @@
 """Measure win rates between sets of answers, and test the judge that decides them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pipeline.evaluation.agreement import (
@@ -18,11 +18,14 @@ from pipeline.evaluation.until_decided import (
     compare_at,
     compare_until_decided,
 )
-from pipeline.evaluation.win_rate import measure_win_rate
+from pipeline.evaluation.win_rate import doubts_of, measure_win_rate
 from pipeline.judges.verdict import Judge, JudgedPrompt, Verdict
 from pipeline.results.evaluation import ContestResult, JudgedContests, JudgeIdentity, WinRate
 from pipeline.settings.evaluation_config import EvaluationConfig
 from ppo_core.data.rows.forms import Row
+
+AGAINST = "_vs_"
+"""Text between candidate and opponent in the name of a contest."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,8 @@ def evaluate(
     """Test the judge with canaries and labels, and let the judge compare answers.
 
     A contest with a rule is judged until the rule decides. Every other contest is judged on the
-    prompts of a contest with a rule: of that against the same opponent, or else of the first.
+    prompts of the contest with a rule against the same opponent, or else of the first contest with
+    a rule. Such a contest decides nothing, and its doubts do not make the result inconclusive.
 
     Args:
         judge: the judge.
@@ -58,7 +62,8 @@ def evaluate(
         texts: answers to `prompts`, by contestant. The canaries are compared with the texts of the
             contestant `reference`, or of `sft` if there are no references.
         contests: (candidate, opponent) pairs of keys of `texts`.
-        rules: rules of the contests that decide, by name of the contest; at least one.
+        rules: rules of the contests that decide, by name of the contest, at least one. If the
+            candidate is not found better in one of them, the next is judged on the same prompts.
         people: rows with `prompt`, `first`, `second` and a person's `label`; may be empty.
         config: limits of the rates and of kappa; beyond a limit, the result is inconclusive.
         canaries_decide: whether the result is inconclusive if the judge falls for canaries.
@@ -69,13 +74,7 @@ def evaluate(
         JudgeError: the judge does not answer.
     """
     canaries = run_canaries(judge, prompts, texts["reference" if "reference" in texts else "sft"])
-    decided = {
-        name: compare_until_decided(
-            judge, prompts, texts[candidate], texts[opponent], rules[name], seed=seed
-        )
-        for candidate, opponent in contests
-        if (name := name_of(candidate, opponent)) in rules
-    }
+    decided = _decide(judge, prompts, texts, rules, config, seed)
     comparisons = {
         name_of(*contest): _comparison(judge, prompts, texts, contest, decided)
         for contest in contests
@@ -91,7 +90,7 @@ def evaluate(
     }
     agreement = agree_with_people(judge, people) if people else None
     reasons = [
-        *(f"{name}: {reason}" for name, rate in win_rates.items() for reason in rate.reasons),
+        *(f"{name}: {reason}" for name in decided for reason in win_rates[name].reasons),
         *(canaries.reasons if canaries_decide else ()),
         *(doubts_about_judge(agreement, min_kappa=config.min_kappa) if agreement else ()),
     ]
@@ -106,9 +105,42 @@ def evaluate(
     return Contests(comparisons, result)
 
 
+def _decide(
+    judge: Judge,
+    prompts: Sequence[JudgedPrompt],
+    texts: Mapping[str, Sequence[str]],
+    rules: Mapping[str, Rule],
+    config: EvaluationConfig,
+    seed: int,
+) -> dict[str, DecidedComparison]:
+    """Judge the contests with a rule, in the order of the rules; return them by name."""
+
+    def is_conclusive(comparison: Comparison) -> bool:
+        return not doubts_of(comparison, config.max_invalid, config.max_flip_rate)
+
+    found: dict[str, DecidedComparison] = {}
+    positions = list(range(len(prompts)))
+    for name, rule in rules.items():
+        candidate, _, opponent = name.partition(AGAINST)
+        one = compare_until_decided(
+            judge,
+            [prompts[n] for n in positions],
+            [texts[candidate][n] for n in positions],
+            [texts[opponent][n] for n in positions],
+            rule,
+            is_conclusive=is_conclusive,
+            seed=seed,
+        )
+        found[name] = replace(one, positions=[positions[n] for n in one.positions])
+        if one.test.decided != "better":
+            # The promotion is refused already, so the next contest need not be decided.
+            positions = found[name].positions
+    return found
+
+
 def name_of(candidate: str, opponent: str) -> str:
     """Return the name of a contest."""
-    return f"{candidate}_vs_{opponent}"
+    return f"{candidate}{AGAINST}{opponent}"
 
 
 def _comparison(
@@ -122,7 +154,9 @@ def _comparison(
     if (name := name_of(*contest)) in decided:
         return decided[name].comparison
     candidate, opponent = contest
-    against_same = (each for other, each in decided.items() if other.endswith(f"_vs_{opponent}"))
+    against_same = (
+        each for other, each in decided.items() if other.endswith(f"{AGAINST}{opponent}")
+    )
     positions = next(against_same, next(iter(decided.values()))).positions
     return compare_at(positions, judge, prompts, texts[candidate], texts[opponent])
 

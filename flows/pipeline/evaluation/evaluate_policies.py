@@ -139,7 +139,7 @@ def _judge(
     improvement = None
     if "reference" in texts:
         ppo, sft = (contests.comparisons[f"{who}_vs_reference"] for who in ("ppo", "sft"))
-        improvement = compare_policies(ppo, sft, seed=settings.seed)
+        improvement = compare_policies(ppo, sft)
     reasons = [*contests.result.reasons, *doubts_about_trained_judge(trained_judge)]
     columns = {"prompt": prompts, **texts}
     rows = zip(*columns.values(), strict=True)

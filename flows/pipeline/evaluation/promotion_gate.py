@@ -116,9 +116,14 @@ def _wins(win_rate: WinRate, opponent: str, limits: PromotionConfig, name: str) 
             f"The win rate against {opponent} was not tested against {name}={least:g}, so it "
             "cannot decide. Judge the candidate again."
         )
+    if test.least < least:
+        return (
+            f"{_won(win_rate, opponent)}. It was tested against {test.least:g}, and "
+            f"{name}={least:g} is higher now. Judge the candidate again."
+        )
     needed = 1 / limits.alpha
     finite = all(map(isfinite, (win_rate.rate, win_rate.low, win_rate.high, test.evidence)))
-    if finite and test.least >= least and test.evidence >= needed:
+    if finite and test.evidence >= needed:
         return ""
     return (
         f"{_won(win_rate, opponent)}. The evidence that it exceeds {name}={least:g} is "

@@ -1,11 +1,13 @@
 """Ask a judge about pairs in batches, until the win rate is decided or all pairs are judged."""
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.special import logsumexp
 
-from pipeline.evaluation.betting import log_capital
+from pipeline.evaluation.betting import BETS, log_capital
 from pipeline.evaluation.comparison import Comparison, compare, joined
 from pipeline.evaluation.rates import Array
 from pipeline.evaluation.win_rate import values_of_prompts
@@ -35,8 +37,9 @@ class Rule:
     least: float
     """Win rate that the candidate must exceed."""
 
-    gain: float
-    """Win rate that is worth finding, above `least`."""
+    gain: float | None
+    """Win rate that is worth finding, above `least`. If None, the judge is asked for all pairs
+    unless the candidate is found better."""
 
     alpha: float
     """Largest probability of finding a candidate better whose win rate is at most `least`."""
@@ -49,9 +52,10 @@ class Rule:
         """
         if self._log_evidence(values) >= -np.log(self.alpha):
             return "better"
-        gain = min(self.gain, 1 - SMALLEST)
-        if log_capital(-values, -gain, -1.0) >= -np.log(FUTILE_ALPHA):
-            return "not better"
+        if self.gain is not None:
+            against = log_capital(-values, -self.gain, -1.0)
+            if against >= -np.log(FUTILE_ALPHA):
+                return "not better"
         return "undecided"
 
     def test(self, values: Array, *, asked: int, available: int) -> SequentialTest:
@@ -67,10 +71,13 @@ class Rule:
 
     def least_wins(self) -> int:
         """Return the smallest number of prompts, all won, after which this rule says "better"."""
-        number = 1
-        while self.decide(np.ones(number)) != "better":
-            number += 1
-        return number
+        least = max(self.least, SMALLEST)
+        growth = np.log1p(BETS * (1 - least) / least)  # of a bet's capital by a win
+
+        def evidence(wins: int) -> float:
+            return float(logsumexp(wins * growth) - np.log(len(BETS)))
+
+        return bisect_left(range(2**40), -np.log(self.alpha), key=evidence)
 
     def _log_evidence(self, values: Array) -> float:
         return log_capital(values, max(self.least, SMALLEST), 0.0)
@@ -95,22 +102,26 @@ def compare_until_decided(
     opponents: Sequence[str],
     rule: Rule,
     *,
+    is_conclusive: Callable[[Comparison], bool] = lambda comparison: True,
     seed: int,
 ) -> DecidedComparison:
     """Compare pairs of answers in a random order, in batches, until the rule decides.
 
-    Pairs of equal prompts are in one batch.
+    Pairs of equal prompts are in one batch. The judge is asked further as long as the verdicts are
+    not conclusive: a few invalid verdicts are a large share of the first batch. More pairs never
+    make the test invalid.
     """
     judged: list[Comparison] = []
     order: list[int] = []
     for batch in _batches(prompts, seed):
         judged.append(compare_at(batch, judge, prompts, candidates, opponents))
         order += batch
-        values = values_of_prompts(joined(judged, order))
-        if rule.decide(values) != "undecided":
+        comparison = joined(judged, order)
+        values = values_of_prompts(comparison)
+        if rule.decide(values) != "undecided" and is_conclusive(comparison):
             break
     return DecidedComparison(
-        comparison=joined(judged, order),
+        comparison=comparison,
         positions=sorted(order),
         test=rule.test(values, asked=len(order), available=len(prompts)),
     )

@@ -1,22 +1,14 @@
 """Compute win rates and differences between win rates, with 95 % intervals."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import numpy as np
-from scipy.stats import bootstrap, wilcoxon
-from statsmodels.stats.proportion import proportion_confint
 
 from pipeline.evaluation.betting import mean_interval
 from pipeline.evaluation.comparison import POINTS, Comparison, valid_pairs
 from pipeline.evaluation.rates import Array
 from pipeline.results.evaluation import PairedDifference, SequentialTest, WinRate
 from ppo_core.errors import DataError
-
-RESAMPLES = 4_999
-"""Number of bootstrap resamples per interval."""
-
-DRAWN_AT_ONCE = 1_000_000
-"""Maximum number of prompts drawn in one batch of resamples, which limits memory to tens of MB."""
 
 
 def measure_win_rate(
@@ -43,7 +35,7 @@ def measure_win_rate(
     valid = valid_pairs(comparison)
     values = values_of_prompts(comparison)
     low, high = mean_interval(values, lowest=0.0, highest=1.0)
-    reasons = _doubts(comparison, max_invalid, max_flip_rate)
+    reasons = doubts_of(comparison, max_invalid, max_flip_rate)
     return WinRate(
         rate=float(values.mean()),
         low=low,
@@ -66,11 +58,18 @@ def values_of_prompts(comparison: Comparison) -> Array:
 
     Pairs of one prompt are not independent, so the prompt counts once.
     """
-    points: dict[str, list[float]] = {}
-    for prompt, outcome in zip(comparison.prompts, comparison.outcomes, strict=True):
-        if outcome in POINTS:
-            points.setdefault(prompt, []).append(POINTS[outcome])
-    return np.array([np.mean(each) for each in points.values()])
+    pairs = zip(comparison.prompts, comparison.outcomes, strict=True)
+    return _mean_by_prompt(
+        (prompt, POINTS[outcome]) for prompt, outcome in pairs if outcome in POINTS
+    )
+
+
+def _mean_by_prompt(values: Iterable[tuple[str, float]]) -> Array:
+    """Return the mean value (N,) of each prompt, from values of pairs."""
+    by_prompt: dict[str, list[float]] = {}
+    for prompt, value in values:
+        by_prompt.setdefault(prompt, []).append(value)
+    return np.array([np.mean(each) for each in by_prompt.values()])
 
 
 def describe(win_rate: WinRate) -> str:
@@ -82,12 +81,10 @@ def describe(win_rate: WinRate) -> str:
     )
 
 
-def compare_policies(one: Comparison, other: Comparison, *, seed: int) -> PairedDifference:
+def compare_policies(one: Comparison, other: Comparison) -> PairedDifference:
     """Return the win rate of `one` minus the win rate of `other`, with a 95 % interval.
 
-    The interval is a bootstrap of the paired difference over prompts. The p-value comes from
-    Wilcoxon's signed-rank test of each prompt's summed difference, without the prompts whose sum is
-    0. This test is exact for few prompts, fast for many prompts, and needs no seed.
+    The interval is a confidence sequence of the paired differences of the prompts.
 
     Raises:
         DataError: the comparisons differ in prompts, opponents or judge, or no pair is valid for
@@ -106,23 +103,16 @@ def compare_policies(one: Comparison, other: Comparison, *, seed: int) -> Paired
             f"{len(one.prompts)} prompts, so the policies cannot be compared. Check that this "
             "judge fits these prompts."
         )
-    differences = np.array([POINTS[one.outcomes[i]] - POINTS[other.outcomes[i]] for i in valid])
-    prompts = [one.prompts[number] for number in valid]
-    # `_interval` takes values in [0, 1], so map the differences from [-1, 1].
-    low, high = _interval(prompts, (1 + differences) / 2, seed)
-    sums = np.bincount(_number_prompts(prompts), weights=differences)
-    sums = sums[sums != 0]
+    differences = _mean_by_prompt(
+        (one.prompts[i], POINTS[one.outcomes[i]] - POINTS[other.outcomes[i]]) for i in valid
+    )
+    low, high = mean_interval(differences, lowest=-1.0, highest=1.0)
     return PairedDifference(
-        difference=float(differences.mean()),
-        low=2 * low - 1,
-        high=2 * high - 1,
-        p_value=float(wilcoxon(sums).pvalue) if len(sums) else 1.0,
-        n=len(valid),
-        judge=one.judge,
+        difference=float(differences.mean()), low=low, high=high, n=len(valid), judge=one.judge
     )
 
 
-def _doubts(comparison: Comparison, max_invalid: float, max_flip_rate: float) -> list[str]:
+def doubts_of(comparison: Comparison, max_invalid: float, max_flip_rate: float) -> list[str]:
     """Return why the rate is inconclusive; empty if it is conclusive."""
     total, flips = len(comparison.outcomes), sum(comparison.flipped)
     invalid = comparison.outcomes.count("invalid")
@@ -133,37 +123,9 @@ def _doubts(comparison: Comparison, max_invalid: float, max_flip_rate: float) ->
             f"no verdict for {invalid} of {total} pairs ({invalid / total:.1%}), above "
             f"max_invalid={max_invalid:g}"
         )
-    if flips / valid > max_flip_rate:
+    if valid and flips / valid > max_flip_rate:
         doubts.append(
             f"the verdict followed the position in {flips} of {valid} valid pairs "
             f"({flips / valid:.1%}), above max_flip_rate={max_flip_rate:g}"
         )
     return doubts
-
-
-def _interval(prompts: Sequence[str], points: np.ndarray, seed: int) -> tuple[float, float]:
-    """Return the 95 % interval of the mean of points (N,) in [0, 1], with prompts resampled."""
-    numbers = _number_prompts(prompts)
-    sums, sizes = np.bincount(numbers, weights=points), np.bincount(numbers)
-    if len(np.unique(sums / sizes)) == 1:
-        trials = len(sums)
-        low, high = proportion_confint(
-            trials * sums[0] / sizes[0], trials, alpha=0.05, method="wilson"
-        )
-        return float(low), float(high)
-    interval = bootstrap(
-        (sums, sizes),
-        lambda sums, sizes, axis: sums.sum(axis) / sizes.sum(axis),
-        paired=True,
-        n_resamples=RESAMPLES,
-        batch=max(1, DRAWN_AT_ONCE // len(sums)),
-        method="percentile",
-        rng=np.random.default_rng(seed),
-    ).confidence_interval
-    return float(interval.low), float(interval.high)
-
-
-def _number_prompts(prompts: Sequence[str]) -> list[int]:
-    """Number the different prompts from 0, and return the number of each prompt."""
-    numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
-    return [numbers[prompt] for prompt in prompts]

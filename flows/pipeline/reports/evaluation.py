@@ -119,11 +119,10 @@ def _improvement(improvement: PairedDifference | None) -> Section:
         return Section(title=title)
     return Section(
         title=title,
-        headers=("Difference", "95 % interval, points", "p-value (Wilcoxon)", "Pairs"),
+        headers=("Difference", "95 % interval, points", "Pairs"),
         rows=(
             (
                 *as_points(improvement),
-                as_number(improvement.p_value),
                 str(improvement.n),
             ),
         ),

@@ -36,7 +36,8 @@ class WinRate:
     """How often the candidate's answers beat the opponent's answers."""
 
     rate: float
-    """Fraction of the valid pairs that the candidate won; a tie counts as half a win."""
+    """Mean over prompts of the fraction of their valid pairs that the candidate won; a tie counts
+    as half a win."""
 
     low: float
     """Lower end of the 95 % interval, which holds whenever the judge stops."""
@@ -160,9 +161,6 @@ class PairedDifference:
 
     high: float
     """Upper end of the 95 % interval."""
-
-    p_value: float
-    """p-value of Wilcoxon's signed-rank test of the null hypothesis that the policies are equal."""
 
     n: int
     """Number of pairs that are valid for both policies."""

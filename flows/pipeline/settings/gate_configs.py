@@ -9,11 +9,11 @@ from ppo_core.config.checks import check_fields
 from ppo_core.errors import ConfigError
 from ppo_core.io.validation import (
     Count,
+    ErrorRate,
     NotNegative,
     Positive,
     PositiveOrInf,
     Share,
-    ShareAbove0,
     ShareBelow1,
 )
 
@@ -96,11 +96,11 @@ class PromotionConfig:
     min_reference_win_rate: ShareBelow1 = 0.5
     """Win rate against the references that the policy must exceed."""
 
-    alpha: ShareAbove0 = 0.001
+    alpha: ErrorRate = 0.001
     """Largest probability of promoting a policy that does not exceed `min_win_rate`. The judge is
     asked until this is shown, until a rate of `min_gain` is implausible, or for all prompts."""
 
-    min_gain: ShareAbove0 | None = None
+    min_gain: ShareBelow1 | None = None
     """Win rate that is worth a promotion: the judge is asked no further when the rate is shown to
     be lower. None: `min_win_rate` (of the references: `min_reference_win_rate`) + 0.05."""
 
@@ -130,4 +130,6 @@ class PromotionConfig:
 
     def gain_above(self, least: float) -> float:
         """Return the win rate that is worth a promotion if `least` must be exceeded."""
-        return min(least + GAIN, 1.0) if self.min_gain is None else self.min_gain
+        if self.min_gain is None:
+            return least + min(GAIN, (1 - least) / 2)
+        return self.min_gain

@@ -474,6 +474,10 @@ def read_section(
         key = OLD_NAMES.get(given, given)
         if key not in types:
             raise ConfigError(describe_unknown_setting(key, where, known))
+        if key != given and key in table:
+            raise ConfigError(
+                f"{where}{given} is the old name of {where}{key}. Remove one of them."
+            )
         if dataclasses.is_dataclass(types[key]):
             if not isinstance(value, Mapping):
                 raise ConfigError(f"{where}{key}={value!r:.80} must be a section, [{where}{key}].")

@@ -9,7 +9,7 @@ from ppo_core.config.row_settings import (
     Overlong,
     PromptFormat,
 )
-from ppo_core.io.validation import Count, Seed, ShareAbove0, ShareBelow1
+from ppo_core.io.validation import Count, ErrorRate, Seed, ShareBelow1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +66,10 @@ class WinRateArguments:
     seed: Seed = 1
     """Seed of the sampled answers and of the order in which pairs are judged."""
 
-    alpha: ShareAbove0 = 0.001
+    alpha: ErrorRate = 0.001
     """The judge is asked until it is shown that the model wins more than half of the pairs, with
-    this probability of error; until a rate of 55 % is implausible; or for all pairs. A smaller
-    value judges more pairs, and makes the interval narrower."""
+    this probability of error, or for all pairs. A smaller value judges more pairs, and makes the
+    interval narrower."""
 
     end_of_text: bool = True
     """Whether a reward model used as judge reads an end-of-sequence token after each answer."""

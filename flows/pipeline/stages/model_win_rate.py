@@ -23,7 +23,6 @@ from pipeline.results.evaluation import JudgedContests, ModelWinRate
 from pipeline.results.report_files import write_report
 from pipeline.results.step_records import JUDGEMENTS
 from pipeline.settings.evaluation_config import EvaluationConfig
-from pipeline.settings.gate_configs import GAIN
 from pipeline.settings.judge_config import JudgingConfig
 from pipeline.settings.win_rate_arguments import WinRateArguments
 from ppo_core.config.row_settings import parse_columns
@@ -92,7 +91,7 @@ def compare_with_references(
         prompts,
         texts,
         [("model", "reference")],
-        rules={"model_vs_reference": Rule(least=0.5, gain=0.5 + GAIN, alpha=arguments.alpha)},
+        rules={"model_vs_reference": Rule(least=0.5, gain=None, alpha=arguments.alpha)},
         people=list(labels or []),
         config=config,
         seed=arguments.seed,

@@ -77,7 +77,6 @@ def test_a_candidate_that_keeps_every_limit_is_promoted(champion: int | None):
     [
         ("evidence", [1000.0, 1e9], [999.9, 1.0, 0.0], "exceeds min_win_rate=0.5 is"),
         ("reference_evidence", [1000.0], [999.9], "exceeds min_reference_win_rate=0.5 is"),
-        # Tested against less than the limit of the settings.
         ("least", [0.5, 0.6], [], ""),
         ("kl", [0.0, -0.1, 20.0], [20.001, 1e9], "max_kl=20. A policy that far from SFT"),
         ("words", [15.0, 30.0, 60.0], [14.9, 60.1, 0.0], "above max_length_ratio=2, so the judge"),
@@ -179,6 +178,14 @@ def test_a_reason_says_the_figure_and_whom_it_is_about():
         "that it is better."
     ]
     assert "against SFT, 95 %" in judged(champion=None, evidence=0.1)[0]
+
+
+def test_a_win_rate_that_was_tested_against_less_than_the_limit_is_refused():
+    limits = PromotionConfig(min_win_rate=0.6)
+    (reason,) = judged(evidence=5000.0, limits=limits)
+    assert reason.endswith(
+        "It was tested against 0.5, and min_win_rate=0.6 is higher now. Judge the candidate again."
+    )
 
 
 def test_a_win_rate_that_was_not_tested_cannot_decide():

@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 
 from pipeline.evaluation.betting import BETS
+from pipeline.evaluation.comparison import Comparison
 from pipeline.evaluation.until_decided import PAIRS_AT_ONCE, Rule, compare_until_decided
-from pipeline.evaluation.win_rate import values_of_prompts
+from pipeline.evaluation.win_rate import doubts_of, values_of_prompts
 from pipeline.judges.verdict import Verdict
+from pipeline.settings.gate_configs import PromotionConfig
 
 RULE = Rule(least=0.5, gain=0.55, alpha=0.001)
 
@@ -120,12 +122,59 @@ def test_pairs_without_a_verdict_decide_nothing():
     assert found.test.decided == "undecided"
 
 
-@pytest.mark.parametrize(("least", "gain"), [(0.0, 0.05), (0.99, 1.0)])
+@pytest.mark.parametrize(("least", "gain"), [(0.0, 0.05), (0.99, 0.995)])
 def test_a_limit_at_the_edge_of_the_range_can_be_decided(least: float, gain: float):
     rule = Rule(least=least, gain=gain, alpha=0.001)
     assert rule.decide(np.full(2000, 1.0)) == "better"
     assert rule.decide(np.zeros(400)) == "not better"
     assert np.isfinite(rule.test(np.ones(5000), asked=5000, available=5000).evidence)
+
+
+def test_a_rate_just_above_a_high_limit_survives_a_tie():
+    limits = PromotionConfig(min_win_rate=0.95)
+    rule = Rule(least=0.95, gain=limits.gain_above(0.95), alpha=0.001)
+    assert rule.gain == pytest.approx(0.975)
+    assert rule.decide(np.array([1.0] * 20 + [0.5])) == "undecided"
+
+
+@pytest.mark.parametrize(("least", "wins"), [(0.5, 15), (0.8, 47), (0.9999, None)])
+def test_the_fewest_wins_are_those_with_which_the_rule_decides(least: float, wins: int | None):
+    rule = Rule(least=least, gain=None, alpha=0.001)
+    found = rule.least_wins()
+    assert wins is None or found == wins
+    assert rule.decide(np.ones(found)) == "better"
+    assert rule.decide(np.ones(found - 1)) == "undecided"
+
+
+def test_the_judge_is_asked_further_until_its_verdicts_are_conclusive():
+    failed = iter([True, True])
+
+    def tired(first: str, second: str) -> str:
+        return "invalid" if next(failed, False) else longer(first, second)
+
+    def is_conclusive(comparison: Comparison) -> bool:
+        return not doubts_of(comparison, max_invalid=0.05, max_flip_rate=0.5)
+
+    prompts = [f"prompt {n}" for n in range(400)]
+    found = compare_until_decided(
+        Recorder(tired),
+        prompts,
+        ["longer"] * 400,
+        ["same"] * 400,
+        RULE,
+        is_conclusive=is_conclusive,
+        seed=1,
+    )
+    # Two of 32 are above 5 %, two of 64 are not.
+    assert found.comparison.outcomes.count("invalid") == 2
+    assert found.test.asked == 64
+    assert found.test.decided == "better"
+
+
+def test_without_a_rate_worth_finding_all_pairs_are_judged():
+    rule = Rule(least=0.5, gain=None, alpha=0.001)
+    _, found = judged([0.0] * 100, rule=rule)
+    assert (found.test.asked, found.test.decided) == (100, "undecided")
 
 
 def weeks(

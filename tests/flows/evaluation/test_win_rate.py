@@ -1,6 +1,5 @@
 import numpy as np
 import pytest
-from statsmodels.stats.proportion import proportion_confint
 
 from pipeline.evaluation.betting import mean_interval
 from pipeline.evaluation.comparison import Comparison, compare
@@ -166,32 +165,31 @@ def test_two_policies_are_compared_on_the_pairs_valid_for_both():
     # Valid for both: the first four. Rates (1 + 1 + 1/2 + 0) / 4 and (0 + 1 + 0 + 1/2) / 4.
     one = judged(["first", "first", "tie", "second", "invalid", "first"])
     other = judged(["second", "first", "second", "tie", "first", "invalid"])
-    result = compare_policies(one, other, seed=0)
+    result = compare_policies(one, other)
     assert (result.difference, result.n, result.judge) == (0.25, 4, "j")
     assert result.low < 0.25 < result.high
-    back = compare_policies(other, one, seed=0)
-    assert (back.difference, back.p_value) == (-0.25, result.p_value)
-
-
-def test_the_p_value_of_a_few_prompts_is_exact():
-    # 6 prompts, all in favour of one: of 2^6 signs two are as far from even, 2 / 64.
-    one, other = judged(["first"] * 6), judged(["second"] * 6)
-    assert compare_policies(one, other, seed=0).p_value == pytest.approx(2 / 64)
-    # Twice the answers to the same prompts, and prompts without a difference, say nothing more.
-    prompts = [str(number) for number in range(36)]
-    prompts = prompts[:6] * 2 + prompts[6:]
-    one = judged(["first"] * 12 + ["tie"] * 30, prompts=prompts)
-    other = judged(["second"] * 12 + ["tie"] * 30, prompts=prompts)
-    assert compare_policies(one, other, seed=0).p_value == pytest.approx(2 / 64)
+    back = compare_policies(other, one)
+    assert (back.difference, back.low, back.high) == pytest.approx(
+        (-0.25, -result.high, -result.low), abs=1e-5
+    )
 
 
 def test_a_policy_is_no_better_than_itself():
     comparison = simulate(np.random.default_rng(0), 100, win=0.6)
-    result = compare_policies(comparison, comparison, seed=0)
-    assert (result.difference, result.p_value) == (0.0, 1.0)
-    # No resample differs: Wilson's interval of 50 wins of 100, twice as wide on a scale of -1 to 1.
-    low, high = proportion_confint(50, 100, method="wilson")
-    assert (result.low, result.high) == pytest.approx((2 * low - 1, 2 * high - 1))
+    result = compare_policies(comparison, comparison)
+    assert result.difference == 0.0
+    assert result.low < 0 < result.high
+
+
+def test_differences_of_one_prompt_count_once():
+    # Of p two differences of 1, of q one of 0, and of -1.
+    one, other = (
+        judged(["first"] * 3, prompts=list("ppq")),
+        judged(["second"] * 2 + ["first"], prompts=list("ppq")),
+    )
+    swapped = judged(["first"] * 2 + ["second"], prompts=list("ppq"))
+    assert compare_policies(one, other).difference == 0.5
+    assert compare_policies(swapped, other).difference == 0.0
 
 
 def test_the_paired_interval_is_narrower_where_prompts_decide():
@@ -199,25 +197,21 @@ def test_the_paired_interval_is_narrower_where_prompts_decide():
     rng = np.random.default_rng(0)
     easy = rng.choice(["first", "second"], 340).tolist()
     one, other = judged(easy + ["first"] * 60), judged(easy + ["second"] * 60)
-    paired = compare_policies(one, other, seed=0)
+    paired = compare_policies(one, other)
     assert paired.difference == pytest.approx(0.15)
-    # Deviation of the paired differences: sqrt(0.15 * 0.85 / 400) = 0.0179, times 2 * 1.96.
-    assert paired.high - paired.low == pytest.approx(0.070, abs=0.004)
-    assert paired.p_value < 1e-6
+    assert 0 < paired.low < 0.15 < paired.high < 0.35
     apart = [measure(comparison) for comparison in (one, other)]
     assert paired.high - paired.low < sum(result.high - result.low for result in apart) / 2
 
 
-def test_equal_policies_seldom_differ_and_their_interval_holds_zero():
-    hits = small = 0
+def test_the_interval_of_equal_policies_holds_zero():
+    hits = 0
     for seed in range(100):
         rng = np.random.default_rng(seed)
         one, other = (simulate(rng, 200, win=0.6) for _ in range(2))
-        result = compare_policies(one, other, seed=seed)
+        result = compare_policies(one, other)
         hits += result.low <= 0 <= result.high
-        small += result.p_value < 0.05
-    assert hits >= 90
-    assert small <= 10
+    assert hits >= 95
 
 
 @pytest.mark.parametrize(
@@ -230,9 +224,9 @@ def test_equal_policies_seldom_differ_and_their_interval_holds_zero():
 )
 def test_what_cannot_be_compared_is_refused(other: Comparison, message: str):
     with pytest.raises(DataError, match=message):
-        compare_policies(judged(["first"]), other, seed=0)
+        compare_policies(judged(["first"]), other)
 
 
 def test_policies_without_a_pair_valid_for_both_are_refused():
     with pytest.raises(DataError, match="no verdict for both policies on any of 2 prompts"):
-        compare_policies(judged(["first", "invalid"]), judged(["invalid", "first"]), seed=0)
+        compare_policies(judged(["first", "invalid"]), judged(["invalid", "first"]))

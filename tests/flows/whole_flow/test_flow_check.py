@@ -106,7 +106,7 @@ def test_the_sizes_are_those_of_the_settings(tmp_path: Path):
     assert "pairs 64, questions to each judge at most 256" in describe_run(size)
     # Four comparisons in both orders.
     assert "questions to each judge at most 80" in describe_run(size)
-    assert "needs at least 15 prompts, all won, and there are 10. Add" in describe_run(size)
+    assert "needs at least 15 prompts, all won, and there are 10 different" in describe_run(size)
     assert re.search("^time: roughly PPO .* on this machine$", describe_time(size, settings))
 
 

@@ -196,12 +196,14 @@ def evaluation_result(
         ]
         for who, mean in means.items()
     }
+    deciding = ["ppo_vs_sft" if champion is None else "ppo_vs_champion"]
+    deciding += ["ppo_vs_reference"] if references else []
     contests = evaluate(
         FunctionJudge(judge, _most_points, version="1"),
         prompts,
         texts,
         contests_between(means),
-        rules=dict.fromkeys(["ppo_vs_sft", "ppo_vs_reference", "ppo_vs_champion"], RULE),
+        rules=dict.fromkeys(deciding, RULE),
         people=[
             {"prompt": "", "first": "2", "second": str(points), "label": label}
             for points, label in enumerate(["first", "first", "first", "second", "tie"])
@@ -212,7 +214,7 @@ def evaluation_result(
     improvement = None
     if references:
         ppo, sft = (contests.comparisons[f"{who}_vs_reference"] for who in ("ppo", "sft"))
-        improvement = compare_policies(ppo, sft, seed=0)
+        improvement = compare_policies(ppo, sft)
     return Evaluation(
         **vars(contests.result),
         notes=notes_on(
