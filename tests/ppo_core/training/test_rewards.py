@@ -118,7 +118,14 @@ def test_a_changed_function_is_another_run(inputs: Path, tmp_path: Path):
     with pytest.raises(TrainingError, match="another reward 0"):
         train(inputs, tmp_path / "run", f"python:{own}:brevity", own=False, resume="latest")
     state = json.loads((read_newest(tmp_path / "run").folder / "trainer_state.json").read_text())
-    assert [*state["identity"]["models"]["reward function brevity"]] == ["file"]
+    assert [*state["identity"]["models"]["reward 0"]] == ["name", "kind", "function", "file"]
+
+
+def test_rewards_in_another_order_are_another_run(inputs: Path, tmp_path: Path):
+    rewards = ["reward-model", "python:HERE/rewards.py:brevity"]
+    train(inputs, tmp_path, *rewards)
+    with pytest.raises(TrainingError, match="another reward 0"):
+        train(inputs, tmp_path, *rewards[::-1], resume="latest")
 
 
 @pytest.mark.parametrize(
