@@ -270,7 +270,7 @@ def times_of_the_run(tables: str) -> dict[str, float]:
 
 def test_the_win_rate_on_the_pages_is_printed_so():
     rate = WinRate(
-        **{"rate": 0.647, "low": 0.596, "high": 0.696, "n": 1000, "wins": 647, "losses": 353},
+        **{"rate": 145 / 224, "low": 0.5394, "high": 0.7456, "n": 224, "wins": 145, "losses": 79},
         **{"ties": 0, "invalid": 0, "flip_rate": 0.0, "conclusive": True, "reasons": []},
         judge="openai:my-judge, prompt 3fa91c02",
     )

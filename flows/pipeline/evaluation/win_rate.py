@@ -73,7 +73,7 @@ def _mean_by_prompt(values: Iterable[tuple[str, float]]) -> Array:
 
 
 def describe(win_rate: WinRate) -> str:
-    """Return the win rate as text, such as `64.70% (95% CI 61.7-67.6, n=1000, judge NAME)`."""
+    """Return the win rate as text, such as `64.73% (95% CI 53.9-74.6, n=224, judge NAME)`."""
     verdict = "" if win_rate.conclusive else ", inconclusive"
     return (
         f"{win_rate.rate:.2%} (95% CI {100 * win_rate.low:.1f}-{100 * win_rate.high:.1f}, "
