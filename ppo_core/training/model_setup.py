@@ -174,7 +174,7 @@ def make_models(
         adapted=adapted,
         saved_dtype=saved_dtype,
         reference=reference,
-        critic=critic and engine.place(critic.eval()),
+        critic=None if critic is None else engine.place(critic.eval()),
         rewards=given.rewards,
     )
 
@@ -472,8 +472,8 @@ def _refuse_critic(config: PPOConfig, given: ScriptModels) -> None:
         if is_given:
             raise ConfigError(
                 f"advantage_estimator={config.advantage_estimator!r} trains no critic, and the run "
-                f"has {what}, which would stay as it is. Leave it away (value_model=None, the "
-                "policy's pretrained_model), or set advantage_estimator='gae'."
+                f"has {what}, which would not be trained. Pass value_model=None, and the policy's "
+                "pretrained_model as the policy, or set advantage_estimator='gae'."
             )
 
 

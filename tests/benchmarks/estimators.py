@@ -25,12 +25,7 @@ class Estimators:
 
     def bytes_ratio(self) -> float:
         """Return the peak memory above the imports without a critic, to that with one."""
-        return above_imports(self.without) / above_imports(self.with_critic)
-
-
-def above_imports(run: Run) -> int:
-    """Return peak memory above that of the imports."""
-    return run.peak_bytes - run.updates[0].imports_bytes
+        return self.without.bytes_above_imports / self.with_critic.bytes_above_imports
 
 
 def measure_estimators(folder: Path, *, rounds: int) -> Estimators:

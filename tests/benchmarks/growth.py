@@ -10,7 +10,6 @@ from scipy.stats import linregress
 
 from tests.benchmarks.cases import NEOX_10M, Shape, Workload, neox
 from tests.benchmarks.compare import alternate, task_of
-from tests.benchmarks.estimators import above_imports
 from tests.benchmarks.models import all_parameters, save_models
 from tests.benchmarks.tasks import Run
 
@@ -91,7 +90,7 @@ def measure_growth(folder: Path, *, rounds: int) -> list[Growth]:
                 what=what,
                 sizes=sizes,
                 seconds=[median_seconds(run, "seconds") / run.task.batch for run in runs],
-                bytes=[above_imports(run) for run in runs],
+                bytes=[run.bytes_above_imports for run in runs],
             )
         )
     return found
@@ -158,7 +157,7 @@ def measure_memory(folder: Path) -> VocabularyMemory:
     return VocabularyMemory(
         vocabularies=[shape.vocabulary for shape in shapes],
         state_bytes=[state_bytes(*all_parameters(shape)) for shape in shapes],
-        peak_bytes=[above_imports(run) for run in runs],
+        peak_bytes=[run.bytes_above_imports for run in runs],
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from rich.table import Table
 
 from tests.benchmarks.compare import Comparison, Pairing
-from tests.benchmarks.estimators import Estimators, above_imports
+from tests.benchmarks.estimators import Estimators
 from tests.benchmarks.floor import BF16
 from tests.benchmarks.growth import Growth, Padding, VocabularyMemory, exponent
 from tests.benchmarks.tasks import Run
@@ -151,6 +151,6 @@ def estimators_table(measured: Estimators) -> Table:
     )
     ratios = f"{measured.seconds_ratio():.2f}", f"{measured.bytes_ratio():.2f}"
     for run, own in ((measured.with_critic, ("", "")), (measured.without, ratios)):
-        peak, above = run.peak_bytes / MIB, above_imports(run) / MIB
+        peak, above = run.peak_bytes / MIB, run.bytes_above_imports / MIB
         table.add_row(run.task.estimator, phases(run), f"{peak:.0f}", f"{above:.0f}", *own)
     return table

@@ -103,3 +103,8 @@ class Run:
     def peak_bytes(self) -> int:
         """Return the peak memory of the largest process."""
         return max(update.peak_bytes for update in self.updates)
+
+    @property
+    def bytes_above_imports(self) -> int:
+        """Return the peak memory above the memory after the imports."""
+        return self.peak_bytes - self.updates[0].imports_bytes

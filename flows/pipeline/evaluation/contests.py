@@ -24,8 +24,8 @@ from pipeline.results.evaluation import ContestResult, JudgedContests, JudgeIden
 from pipeline.settings.evaluation_config import EvaluationConfig
 from ppo_core.data.rows.forms import Row
 
-AGAINST = "_vs_"
-"""Text between candidate and opponent in the name of a contest."""
+Contest = tuple[str, str]
+"""Candidate and opponent."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ def evaluate(
     judge: Judge,
     prompts: Sequence[JudgedPrompt],
     texts: Mapping[str, Sequence[str]],
-    contests: Sequence[tuple[str, str]],
+    contests: Sequence[Contest],
     *,
-    rules: Mapping[str, Rule],
+    rules: Mapping[Contest, Rule],
     people: Sequence[Row],
     config: EvaluationConfig,
     canaries_decide: bool = True,
@@ -61,9 +61,10 @@ def evaluate(
         prompts: prompts of the answers.
         texts: answers to `prompts`, by contestant. The canaries are compared with the texts of the
             contestant `reference`, or of `sft` if there are no references.
-        contests: (candidate, opponent) pairs of keys of `texts`.
-        rules: rules of the contests that decide, by name of the contest, at least one. If the
-            candidate is not found better in one of them, the next is judged on the same prompts.
+        contests: contests between contestants of `texts`.
+        rules: rules of the contests that decide, in the order in which they are judged; at least
+            one. After a contest in which the candidate is not found better, the next contest is
+            judged only on the prompts of that contest.
         people: rows with `prompt`, `first`, `second` and a person's `label`; may be empty.
         config: limits of the rates and of kappa; beyond a limit, the result is inconclusive.
         canaries_decide: whether the result is inconclusive if the judge falls for canaries.
@@ -76,52 +77,50 @@ def evaluate(
     canaries = run_canaries(judge, prompts, texts["reference" if "reference" in texts else "sft"])
     decided = _decide(judge, prompts, texts, rules, config, seed)
     comparisons = {
-        name_of(*contest): _comparison(judge, prompts, texts, contest, decided)
-        for contest in contests
+        contest: _comparison(judge, prompts, texts, contest, decided) for contest in contests
     }
     win_rates = {
-        name: measure_win_rate(
+        contest: measure_win_rate(
             comparison,
             max_invalid=config.max_invalid,
             max_flip_rate=config.max_flip_rate,
-            test=decided[name].test if name in decided else None,
+            test=decided[contest].test if contest in decided else None,
         )
-        for name, comparison in comparisons.items()
+        for contest, comparison in comparisons.items()
     }
     agreement = agree_with_people(judge, people) if people else None
     reasons = [
-        *(f"{name}: {reason}" for name in decided for reason in win_rates[name].reasons),
+        *(f"{name_of(*one)}: {reason}" for one in decided for reason in win_rates[one].reasons),
         *(canaries.reasons if canaries_decide else ()),
         *(doubts_about_judge(agreement, min_kappa=config.min_kappa) if agreement else ()),
     ]
     result = JudgedContests(
         judge=JudgeIdentity(name=judge.name, version=judge.version),
-        win_rate={name: _figures(win_rates[name], comparisons[name]) for name in comparisons},
+        win_rate={name_of(*one): _figures(win_rates[one], comparisons[one]) for one in contests},
         canaries=canaries,
         people=agreement,
         conclusive=not reasons,
         reasons=reasons,
     )
-    return Contests(comparisons, result)
+    return Contests({name_of(*one): comparisons[one] for one in contests}, result)
 
 
 def _decide(
     judge: Judge,
     prompts: Sequence[JudgedPrompt],
     texts: Mapping[str, Sequence[str]],
-    rules: Mapping[str, Rule],
+    rules: Mapping[Contest, Rule],
     config: EvaluationConfig,
     seed: int,
-) -> dict[str, DecidedComparison]:
-    """Judge the contests with a rule, in the order of the rules; return them by name."""
+) -> dict[Contest, DecidedComparison]:
+    """Judge the contests with a rule, in the order of the rules."""
 
     def is_conclusive(comparison: Comparison) -> bool:
         return not doubts_of(comparison, config.max_invalid, config.max_flip_rate)
 
-    found: dict[str, DecidedComparison] = {}
+    found: dict[Contest, DecidedComparison] = {}
     positions = list(range(len(prompts)))
-    for name, rule in rules.items():
-        candidate, _, opponent = name.partition(AGAINST)
+    for (candidate, opponent), rule in rules.items():
         one = compare_until_decided(
             judge,
             [prompts[n] for n in positions],
@@ -131,32 +130,31 @@ def _decide(
             is_conclusive=is_conclusive,
             seed=seed,
         )
-        found[name] = replace(one, positions=[positions[n] for n in one.positions])
+        one = replace(one, positions=[positions[n] for n in one.positions])
+        found[candidate, opponent] = one
         if one.test.decided != "better":
             # The promotion is refused already, so the next contest need not be decided.
-            positions = found[name].positions
+            positions = one.positions
     return found
 
 
 def name_of(candidate: str, opponent: str) -> str:
     """Return the name of a contest."""
-    return f"{candidate}{AGAINST}{opponent}"
+    return f"{candidate}_vs_{opponent}"
 
 
 def _comparison(
     judge: Judge,
     prompts: Sequence[JudgedPrompt],
     texts: Mapping[str, Sequence[str]],
-    contest: tuple[str, str],
-    decided: Mapping[str, DecidedComparison],
+    contest: Contest,
+    decided: Mapping[Contest, DecidedComparison],
 ) -> Comparison:
     """Return the comparison of a contest, which is judged now if it has no rule."""
-    if (name := name_of(*contest)) in decided:
-        return decided[name].comparison
+    if contest in decided:
+        return decided[contest].comparison
     candidate, opponent = contest
-    against_same = (
-        each for other, each in decided.items() if other.endswith(f"{AGAINST}{opponent}")
-    )
+    against_same = (one for (_, other), one in decided.items() if other == opponent)
     positions = next(against_same, next(iter(decided.values()))).positions
     return compare_at(positions, judge, prompts, texts[candidate], texts[opponent])
 

@@ -31,6 +31,7 @@ from ppo_core.training.answers import AnswerJob
 from ppo_core.training.evaluation import Answers
 
 if TYPE_CHECKING:
+    from pipeline.evaluation.contests import Contest
     from pipeline.evaluation.until_decided import Rule
 
 
@@ -173,16 +174,19 @@ def _judge(
     return evaluated
 
 
-def _rules(limits: PromotionConfig, contestants: Collection[str]) -> dict[str, "Rule"]:
-    """Return the rules of the contests that decide about a promotion, the direct one first."""
+def _rules(limits: PromotionConfig, contestants: Collection[str]) -> "dict[Contest, Rule]":
+    """Return the rules of the contests that decide about a promotion.
+
+    The contest against the champion comes first, or against SFT without a champion.
+    """
     from pipeline.evaluation.until_decided import Rule
 
-    least = {"ppo_vs_champion" if "champion" in contestants else "ppo_vs_sft": limits.min_win_rate}
+    least = {"champion" if "champion" in contestants else "sft": limits.min_win_rate}
     if "reference" in contestants:
-        least["ppo_vs_reference"] = limits.min_reference_win_rate
+        least["reference"] = limits.min_reference_win_rate
     return {
-        name: Rule(least=rate, gain=limits.gain_above(rate), alpha=limits.alpha)
-        for name, rate in least.items()
+        ("ppo", opponent): Rule(least=rate, gain=limits.gain_above(rate), alpha=limits.alpha)
+        for opponent, rate in least.items()
     }
 
 

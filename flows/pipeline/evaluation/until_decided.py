@@ -19,12 +19,11 @@ PAIRS_AT_ONCE = 32
 """Number of pairs that the judge compares between two looks at the result."""
 
 FUTILE_ALPHA = 0.05
-"""Largest probability of stopping too early at a win rate of `gain` or more. It costs no false
-promotion, only power."""
+"""Largest probability of finding a candidate "not better" whose win rate is `gain` or more. Such a
+mistake refuses a good candidate, and never promotes a bad one."""
 
-
-SMALLEST = 1e-9
-"""Distance that is kept from the win rates 0 and 1, against which no bet can lose."""
+SMALLEST_RATE = 1e-9
+"""Smallest win rate to bet against: the stakes of a bet against 0 would be infinite."""
 
 LARGEST_LOG = 700.0
 """Largest log of the evidence that is reported: JSON has no infinity."""
@@ -38,8 +37,8 @@ class Rule:
     """Win rate that the candidate must exceed."""
 
     gain: float | None
-    """Win rate that is worth finding, above `least`. If None, the judge is asked for all pairs
-    unless the candidate is found better."""
+    """Win rate above `least` that is worth finding. If None, a candidate is never found "not
+    better", so that all pairs are judged unless the candidate is found better."""
 
     alpha: float
     """Largest probability of finding a candidate better whose win rate is at most `least`."""
@@ -71,8 +70,8 @@ class Rule:
 
     def least_wins(self) -> int:
         """Return the smallest number of prompts, all won, after which this rule says "better"."""
-        least = max(self.least, SMALLEST)
-        growth = np.log1p(BETS * (1 - least) / least)  # of a bet's capital by a win
+        least = max(self.least, SMALLEST_RATE)
+        growth = np.log1p(BETS * (1 - least) / least)  # what a win adds to a bet's log capital
 
         def evidence(wins: int) -> float:
             return float(logsumexp(wins * growth) - np.log(len(BETS)))
@@ -80,7 +79,7 @@ class Rule:
         return bisect_left(range(2**40), -np.log(self.alpha), key=evidence)
 
     def _log_evidence(self, values: Array) -> float:
-        return log_capital(values, max(self.least, SMALLEST), 0.0)
+        return log_capital(values, max(self.least, SMALLEST_RATE), 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,9 +106,9 @@ def compare_until_decided(
 ) -> DecidedComparison:
     """Compare pairs of answers in a random order, in batches, until the rule decides.
 
-    Pairs of equal prompts are in one batch. The judge is asked further as long as the verdicts are
-    not conclusive: a few invalid verdicts are a large share of the first batch. More pairs never
-    make the test invalid.
+    Pairs of equal prompts are in one batch. After a decision, more batches are judged as long as
+    `is_conclusive` is False: one or two invalid verdicts may be too large a fraction of the first
+    batch. The test is valid for any number of pairs.
     """
     judged: list[Comparison] = []
     order: list[int] = []

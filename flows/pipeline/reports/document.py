@@ -8,6 +8,9 @@ from pipeline.results.reward_report import OnPolicy, Probe, Rate, References
 
 Tone = Literal["success", "warning", "danger"]
 
+MOST_EVIDENCE = 1_000_000
+"""Evidence above which a report does not show the exact number."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plot:
@@ -67,17 +70,15 @@ def as_interval(of: WinRate | Rate | Probe | References | OnPolicy) -> str:
     return f"{of.low:.1%} .. {of.high:.1%}"
 
 
-MOST_EVIDENCE = 1_000_000
-"""Evidence above which the number itself says nothing more."""
-
-
 def as_evidence(rate: WinRate) -> str:
     """Return the evidence for a candidate and the pairs behind it; "none" without a test."""
     if rate.test is None:
         return "none"
-    evidence, pairs = rate.test.evidence, f"{rate.test.asked} of {rate.test.available} pairs"
+    evidence = rate.test.evidence
     number = f"{evidence:,.0f}" if evidence >= 10 else f"{evidence:.2g}"
-    return f"{number if evidence < MOST_EVIDENCE else f'over {MOST_EVIDENCE:,}'} : 1 after {pairs}"
+    if evidence >= MOST_EVIDENCE:
+        number = f"over {MOST_EVIDENCE:,}"
+    return f"{number} : 1 after {rate.test.asked} of {rate.test.available} pairs"
 
 
 def as_points(of: PairedDifference) -> tuple[str, str]:

@@ -101,8 +101,9 @@ class PromotionConfig:
     asked until this is shown, until a rate of `min_gain` is implausible, or for all prompts."""
 
     min_gain: ShareBelow1 | None = None
-    """Win rate that is worth a promotion: the judge is asked no further when the rate is shown to
-    be lower. None: `min_win_rate` (of the references: `min_reference_win_rate`) + 0.05."""
+    """Win rate that is worth a promotion: once the rate is shown to be lower, the judge is asked no
+    further. None: 0.05 above the win rate that the policy must exceed, or half of the distance to 1
+    if that is less."""
 
     max_kl: PositiveOrInf = 20.0
     """Maximum KL divergence from SFT in nats per answer. Above 10 to 20 nats, the policy usually
@@ -123,9 +124,8 @@ class PromotionConfig:
             least = getattr(self, name)
             if self.min_gain is not None and self.min_gain <= least:
                 raise ConfigError(
-                    f"min_gain={self.min_gain:g} is not above {name}={least:g}, so a policy that "
-                    "exceeds the one could be given up for the other. Raise min_gain, or leave it "
-                    "out."
+                    f"min_gain={self.min_gain:g} is not above {name}={least:g}, so the judge could "
+                    f"stop at a policy that exceeds {name}. Raise min_gain, or leave it out."
                 )
 
     def gain_above(self, least: float) -> float:

@@ -91,7 +91,7 @@ def compare_with_references(
         prompts,
         texts,
         [("model", "reference")],
-        rules={"model_vs_reference": Rule(least=0.5, gain=None, alpha=arguments.alpha)},
+        rules={("model", "reference"): Rule(least=0.5, gain=None, alpha=arguments.alpha)},
         people=list(labels or []),
         config=config,
         seed=arguments.seed,

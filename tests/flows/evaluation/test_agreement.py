@@ -215,7 +215,7 @@ def test_an_evaluation_by_a_judge_that_disagrees_with_people_is_inconclusive():
             ["w", "x", "y", "z"],
             texts,
             [("ppo", "reference")],
-            rules={"ppo_vs_reference": RULE},
+            rules={("ppo", "reference"): RULE},
             people=rows("second", "first", "second", "first"),
             config=EvaluationConfig(**limits),
             seed=0,

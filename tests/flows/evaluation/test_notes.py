@@ -56,7 +56,7 @@ def test_canaries_decide_about_a_named_judge_only(canaries_decide: bool):
         prompts,
         texts,
         [("ppo", "sft")],
-        rules={"ppo_vs_sft": RULE},
+        rules={("ppo", "sft"): RULE},
         people=[],
         config=EvaluationConfig(),
         canaries_decide=canaries_decide,

@@ -33,12 +33,15 @@ def evaluation(
     rival, other = ("sft", "champion") if champion is None else ("champion", "sft")
     # Against a champion, what the candidate did to SFT no longer decides.
     others = {} if champion is None else {f"ppo_vs_{other}": win_rate(low=0.0, test=None)}
-    found = {f"ppo_vs_{rival}": evidence, "ppo_vs_reference": reference_evidence}
+    direct, reference = (sequential_test(one, least) for one in (evidence, reference_evidence))
     return replace(
         SAMPLE,
         champion=champion,
-        win_rate={name: win_rate(test=_test(value, least)) for name, value in found.items()}
-        | others,
+        win_rate={
+            f"ppo_vs_{rival}": win_rate(test=direct),
+            "ppo_vs_reference": win_rate(test=reference),
+            **others,
+        },
         length={"ppo": words, rival: rival_words, other: 1.0},
         repetition={"ppo": repetition, rival: 1.0},
         conclusive=not doubts,
@@ -46,7 +49,7 @@ def evaluation(
     )
 
 
-def _test(evidence: float, least: float) -> SequentialTest:
+def sequential_test(evidence: float, least: float) -> SequentialTest:
     decided = "better" if evidence >= 1000 else "undecided"
     return SequentialTest(
         least=least, alpha=0.001, evidence=evidence, decided=decided, asked=200, available=200
@@ -197,7 +200,7 @@ def test_a_win_rate_that_was_not_tested_cannot_decide():
         )
 
 
-def test_the_length_of_a_reason_is_about_the_candidate_and_its_opponent():
+def test_a_reason_about_lengths_gives_the_words_of_both():
     assert judged(words=75.0)[0].startswith(
         "Its answers have 75.0 words on average, and the answers of the champion, version 2 have "
         "30.0."

@@ -196,14 +196,13 @@ def evaluation_result(
         ]
         for who, mean in means.items()
     }
-    deciding = ["ppo_vs_sft" if champion is None else "ppo_vs_champion"]
-    deciding += ["ppo_vs_reference"] if references else []
+    opponents = ["sft" if champion is None else "champion", *["reference"] * references]
     contests = evaluate(
         FunctionJudge(judge, _most_points, version="1"),
         prompts,
         texts,
         contests_between(means),
-        rules=dict.fromkeys(deciding, RULE),
+        rules={("ppo", opponent): RULE for opponent in opponents},
         people=[
             {"prompt": "", "first": "2", "second": str(points), "label": label}
             for points, label in enumerate(["first", "first", "first", "second", "tie"])
