@@ -104,7 +104,9 @@ def devices_of(step: Place) -> tuple[list[str], Any]:
 
 def main(folder: Path, database: str, other: str) -> None:
     """Print a JSON object: step -> devices and result, on the CPU and on the other device."""
-    settings = make_settings(tiny_table(folder), {})
+    table = tiny_table(folder)
+    table["ppo"]["bf16"] = False  # else the reward model is validated in bf16 on CUDA
+    settings = make_settings(table, {})
     found: dict[str, dict[str, Any]] = {}
     with tracking_to(database):
         with patch.object(placement, "_gpu", lambda: None):
