@@ -1,4 +1,4 @@
-"""Deploy the flows RLHF and Retrain to Argo Workflows or Step Functions, as one file describes.
+"""Deploy the flows RLHF and Retrain to Argo Workflows or Step Functions, by a deployment file.
 
     python flows/deploy.py DEPLOYMENT.toml --check
     python flows/deploy.py DEPLOYMENT.toml --create
@@ -46,7 +46,8 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python flows/deploy.py",
-        description="Deploy both flows to Argo Workflows or Step Functions, as one file says.",
+        description="Deploy the flows RLHF and Retrain to Argo Workflows or Step Functions, as a "
+        "deployment file describes.",
     )
     parser.add_argument("file", metavar="DEPLOYMENT.toml", type=Path, help="the deployment file")
     actions = parser.add_mutually_exclusive_group(required=True)
@@ -58,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     action("--create", create_deployment, "deploy both flows, or change what is deployed")
     action("--start", start_deployment, "start Retrain now; trained models are reused")
     action("--status", show_deployment, "print what is deployed, the next start and the last run")
-    action("--delete", delete_deployment, "delete both flows from the scheduler, and no data")
+    action("--delete", delete_deployment, "delete both flows from the scheduler, but keep all data")
     parser.add_argument(
         "--authorize",
         metavar="TOKEN",

@@ -1,4 +1,4 @@
-"""Code that both flows share: it reads settings, fills the code package, and runs the command."""
+"""Code of the flows RLHF and Retrain: read settings, fill the code package, run the command."""
 
 import sys
 import tomllib
@@ -94,7 +94,8 @@ class more_files(FlowMutator):  # noqa: N801
 class deployment_of_file(FlowMutator):  # noqa: N801
     """Add the schedule, machines and rights of the deployment file to a flow, if there is a file.
 
-    This mutator must run after a mutator that replaces steps, so it is written above that mutator.
+    Metaflow applies the decorators of a class from the bottom up. This mutator must come after a
+    mutator that replaces steps, so it is written above that mutator.
     """
 
     def init(self, *, is_scheduled: bool = False) -> None:

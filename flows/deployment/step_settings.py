@@ -42,7 +42,8 @@ class StepResources:
     """Number of GPUs."""
 
     gpu_type: str = ""
-    """Type of the GPUs as in the node label of NVIDIA's feature discovery: NVIDIA-L4. Argo only."""
+    """Type of the GPUs, as NVIDIA's feature discovery labels a node, such as NVIDIA-L4. Argo
+    only."""
 
     disk_gib: NotNegative = 0.0
     """Disk of the container in GiB; 0 for Metaflow's default of 10. Argo only."""

@@ -44,7 +44,8 @@ def placement_for_reading(precision: Precision = "fp32") -> Placement:
     """Return the placement of a model that only answers or scores.
 
     The device is a GPU if there is one. Each of several processes on a machine uses its own GPU.
-    Reward models use float32, as in PPO, because scores in bfloat16 depend on the batch.
+    The default is float32, because a reward model's scores in bfloat16 depend on the batch; PPO
+    scores in float32 too.
     """
     # Imported here, because modules that only use `Precision` need no torch.
     import torch

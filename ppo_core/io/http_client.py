@@ -1,4 +1,4 @@
-"""Make HTTP clients for model servers that follow no redirect and limit the size of a reply.
+"""HTTP clients for model servers; the clients follow no redirect and limit the size of a reply.
 
 A redirect would send prompts and weights to an address that nobody chose.
 """
@@ -93,7 +93,7 @@ class _LimitedBody(httpx2.SyncByteStream, httpx2.AsyncByteStream):
             )
         if time.monotonic() > self._end:
             raise self._error(
-                f"{self._who} sends its reply for more than {self._seconds:g} seconds. Raise the "
+                f"{self._who} did not finish its reply within {self._seconds:g} seconds. Raise the "
                 "timeout, or check the server's log."
             )
         return part

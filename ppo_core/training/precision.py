@@ -8,9 +8,9 @@ from ppo_core.data.text_config import text_config
 
 
 def trains_in_bf16(asked: bool | None, model: nn.Module, *, use_cpu: bool) -> bool:
-    """Return `asked`; if it is None, return whether bfloat16 autocast is fast on this hardware.
+    """Return `asked` if it is not None.
 
-    Without `asked`, return False for a policy whose weights are not all fp32.
+    Otherwise return whether all weights are fp32 and bfloat16 autocast is fast on this hardware.
     """
     if asked is not None:
         return asked

@@ -1,4 +1,4 @@
-"""Compute the time of the trainings before a run, from its sizes and the speed of its devices.
+"""Estimate, before a run starts, how long its trainings take, from their sizes and the devices.
 
 A forward pass takes 2 operations for each weight and token, and a backward pass 4
 (arXiv:2001.08361, section 2.1). Sampling reads all weights for each token of a batch of responses.
@@ -111,7 +111,7 @@ class TableSpeed:
     def decoding(self, model: ModelSize) -> float:
         """Return seconds to sample one token for each sequence of a batch.
 
-        The time is the time to read all weights from memory, because each takes part in few
+        Reading all weights from memory sets the time, because each weight takes part in few
         operations. In a small model, launching the kernels takes longer.
         """
         size = BF16 if self.autocast else FP32
@@ -256,6 +256,6 @@ def describe_seconds(seconds: float) -> str:
 
 
 def _products(model: ModelSize, tokens: float, logit_tokens: float) -> float:
-    """Return the number of multiplications of a weight with a token."""
+    """Return the multiplications of a forward pass: one for each weight that a token meets."""
     layers = model.parameters - model.outside_layers
     return layers * tokens + model.width * model.vocabulary * logit_tokens

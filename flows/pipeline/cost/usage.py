@@ -18,7 +18,7 @@ from pipeline.results.report_files import read_report
 from ppo_core.io.atomic_files import write_atomically
 
 FOLDER = "usage"
-"""Folder of these files in the folder of a run."""
+"""Subfolder of a run's folder, with one file for each attempt of a step."""
 
 WRITE_SECONDS = 30.0
 """Seconds between two writes of the file of a running attempt."""

@@ -10,7 +10,8 @@ WITHOUT_REFERENCES = (
 )
 
 _BESIDE_A_TRAINED_ONE = (
-    "The judge is a reward model trained on other pairs of the same preferences with another seed."
+    "The judge is a reward model that the run trained with another seed, on preference pairs that "
+    "were kept out of the training of PPO's reward model."
 )
 
 _BESIDE_A_GIVEN_ONE = "The judge is a reward model that the run trained on its preferences."
@@ -51,9 +52,9 @@ def _canaries_that_won(canaries: CanaryReport) -> list[str]:
         return []
     return [
         f"The judge prefers the canaries {', '.join(fell)} to an answer. Canaries are test texts "
-        "that should lose. They do not decide about a reward model, whose scores mean little for "
-        "texts that are unlike its pairs. Read some answers, in samples.jsonl in the folder of "
-        "the run, before you trust the win rate."
+        "that should lose. This does not disqualify the judge: it is a reward model, and its "
+        "scores mean little for texts that are unlike its training pairs. Read some answers, in "
+        "samples.jsonl in the folder of the run, before you trust the win rate."
     ]
 
 

@@ -67,7 +67,7 @@ def reasons_to_promote(evaluation: Evaluation) -> list[str]:
 
 
 def direct_contest(evaluation: Evaluation) -> str:
-    """Return the name of the contest against the champion, or against SFT without a champion."""
+    """Return the name of the contest against the champion, or against SFT if there is none."""
     return f"ppo_vs_{_rival(evaluation)}"
 
 
@@ -118,17 +118,18 @@ def _wins(win_rate: WinRate, opponent: str, limits: PromotionConfig, name: str) 
         )
     if test.least < least:
         return (
-            f"{_won(win_rate, opponent)}. It was tested against {test.least:g}, and "
-            f"{name}={least:g} is higher now. Judge the candidate again."
+            f"{_won(win_rate, opponent)}. This win rate was tested against {test.least:g}, but "
+            f"{name} is {least:g} now. Judge the candidate again."
         )
     needed = 1 / limits.alpha
     finite = all(map(isfinite, (win_rate.rate, win_rate.low, win_rate.high, test.evidence)))
     if finite and test.evidence >= needed:
         return ""
     return (
-        f"{_won(win_rate, opponent)}. The evidence that it exceeds {name}={least:g} is "
-        f"{test.evidence:.3g} : 1, and alpha={limits.alpha:g} needs {needed:,.0f} : 1: the policy "
-        f"is not better, or {test.asked} of {test.available} pairs do not show that it is better."
+        f"{_won(win_rate, opponent)}. The evidence that this rate exceeds {name}={least:g} is "
+        f"{test.evidence:.3g} to 1, but alpha={limits.alpha:g} needs {needed:,.0f} to 1. Either "
+        f"the policy is not better, or the {test.asked} pairs that were judged (of "
+        f"{test.available}) are too few to show it."
     )
 
 

@@ -1,6 +1,7 @@
 """Read rows from CSV and TSV files."""
 
 import csv
+from collections import Counter
 from collections.abc import Iterator
 from io import TextIOWrapper
 from pathlib import Path
@@ -32,10 +33,13 @@ def _read(path: Path, delimiter: str, name: str, separators: str) -> Iterator[Ra
     """Yield the rows of a file whose values are separated by a delimiter.
 
     Raises:
-        DataError: the file cannot be read, is not UTF-8, a value has over 128 KiB, two columns have
-            the same name, or a row has a different number of values than the header.
+        DataError: the file cannot be read or is not UTF-8, a value has more than 128 KiB, two
+            columns have the same name, or a row has more or fewer values than the header.
     """
-    move = f"Write a header and one row on each line, in UTF-8 and separated by {separators}."
+    move = (
+        "Write the header on the first line and one row on each further line, in UTF-8, with "
+        f"values separated by {separators}."
+    )
     with (
         library_errors(DataError, f"'{path}' cannot be read as {name}", move),
         open_data_file(path) as file,
@@ -44,7 +48,8 @@ def _read(path: Path, delimiter: str, name: str, separators: str) -> Iterator[Ra
         lines = csv.reader(text, strict=True, delimiter=delimiter)
         header = next(lines, [])
         if len(set(header)) < len(header):
-            raise ValueError(f"two of its columns {header} have one name")
+            (name, _), *_ = Counter(header).most_common(1)
+            raise ValueError(f"several columns have the name {name!r}")
         for values in filter(None, lines):
             if len(values) != len(header):
                 raise ValueError(

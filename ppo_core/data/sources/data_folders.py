@@ -37,9 +37,9 @@ def files_by_split(
     """Return the files of each split of a folder, sorted by path.
 
     A file belongs to a split if its path below the folder contains a word of that split
-    (`SPLIT_WORDS`), or if its name is SPLIT-00000-of-00001. Files of no split are ignored, but if
-    all files are of no split, they are `train`. Hidden files and folders are ignored. If README.md
-    lists the files of each split, as on the hub, only that list is used.
+    (`SPLIT_WORDS`), or if its name is SPLIT-00000-of-00001. Files that belong to no split are
+    ignored; if no file belongs to a split, all files are `train`. Hidden files and folders are
+    ignored. If README.md lists the files of each split, as on the hub, only that list is used.
 
     Args:
         folder: the folder.
@@ -104,7 +104,11 @@ def _splits_of_card(folder: Path, config: str | None) -> dict[str, list[Path]] |
     if config is not None and config not in named:
         raise ConfigError(
             f"'{folder}' is local and has no configuration '{config}'. "
-            + (f"Its README.md names {', '.join(named)}." if named else "Leave it out.")
+            + (
+                f"Its README.md names {', '.join(named)}."
+                if named
+                else "Leave the configuration out."
+            )
         )
     if not named:
         return None
@@ -112,8 +116,8 @@ def _splits_of_card(folder: Path, config: str | None) -> dict[str, list[Path]] |
     chosen = config or (default[0] if default[0] in named else next(iter(named)))
     if config is None and len(named) > 1 and chosen not in default:
         raise ConfigError(
-            f"The README.md of '{folder}' has the configurations {', '.join(named)}, and no "
-            "default. Name one of them as dataset_config."
+            f"The README.md of '{folder}' has the configurations {', '.join(named)}, but no "
+            f"default. Name one of them, as in '{folder}:{chosen}/train'."
         )
     return {
         split: [file for pattern in patterns for file in _files_of(folder, pattern)]
@@ -156,7 +160,10 @@ def _files_of(folder: Path, pattern: str) -> list[Path]:
             path for path in islice(folder.glob(pattern), MOST_ENTRIES) if path.is_file()
         )
     if not found:
-        raise DataError(f"The README.md of '{folder}' names {pattern!r:.80}, and there is no file.")
+        raise DataError(
+            f"The README.md of '{folder}' names {pattern!r:.80}, but no file matches it. Correct "
+            "README.md."
+        )
     return found
 
 

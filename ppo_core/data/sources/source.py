@@ -237,9 +237,9 @@ def _open_address(address: str, split: str) -> Source:
 
 
 def _split_of_name(name: str) -> tuple[str, str | None, str | None]:
-    # Returns the file, folder or hub id; the split after a colon; the configuration of a hub id.
+    # Returns the file, folder or hub id; the split after a colon; the configuration before a slash.
     place, _, split = name.partition(":")
-    if os.path.lexists(place) or "/" not in split.partition("[")[0]:
+    if "/" not in split.partition("[")[0]:
         return place, split or None, None
     config, _, split = split.partition("/")
     return place, split, config

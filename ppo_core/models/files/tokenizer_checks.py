@@ -21,8 +21,8 @@ from ppo_core.models.files.model_folder import read_object
 TOKENIZER = "tokenizer.json"
 
 MAX_GROWTH = 1000
-"""Largest number of characters that all rules together may make of one character. Unicode's normal
-forms make up to 18."""
+"""Largest number of characters that all rules together may make of one character. Unicode
+normalization makes at most 18."""
 
 MAX_ADDED = 1000
 """Largest number of characters or tokens that one rule may add to each text."""
@@ -54,7 +54,8 @@ def check_tokenizer_file(file: Path) -> None:
     if growth > MAX_GROWTH:
         raise _refused(
             file,
-            f"its rules make up to {growth:.3g} characters of one, and {MAX_GROWTH} are the most",
+            f"its rules may turn one character into {growth:.3g} characters, and at most "
+            f"{MAX_GROWTH} are allowed",
         )
     longest = max(map(len, _tokens(content)), default=0)
     if longest > MAX_TOKEN_CHARACTERS:
@@ -120,7 +121,7 @@ def _growth(rule: Mapping[str, Any]) -> float:
         new = len(str(rule.get("content", "")))
         pattern = rule.get("pattern")
         old = pattern.get("String") if isinstance(pattern, Mapping) else None
-        # A regular expression may match between two characters.
+        # A regular expression may match the empty text before a character, and adds to it then.
         return max(1.0, new / len(old)) if isinstance(old, str) and old else 1.0 + new
     if rule["type"] == "Precompiled":
         return float(_longest_replacement(str(rule.get("precompiled_charsmap") or "")))

@@ -176,9 +176,9 @@ def test_every_reason_is_said_and_not_the_first_alone():
 def test_a_reason_says_the_figure_and_whom_it_is_about():
     assert judged(evidence=12.34) == [
         "It wins 60.0% of 200 pairs against the champion, version 2, 95 % interval 51.0% .. 70.0%, "
-        "judged by rule. The evidence that it exceeds min_win_rate=0.5 is 12.3 : 1, and "
-        "alpha=0.001 needs 1,000 : 1: the policy is not better, or 200 of 200 pairs do not show "
-        "that it is better."
+        "judged by rule. The evidence that this rate exceeds min_win_rate=0.5 is 12.3 to 1, but "
+        "alpha=0.001 needs 1,000 to 1. Either the policy is not better, or the 200 pairs that were "
+        "judged (of 200) are too few to show it."
     ]
     assert "against SFT, 95 %" in judged(champion=None, evidence=0.1)[0]
 
@@ -187,7 +187,7 @@ def test_a_win_rate_that_was_tested_against_less_than_the_limit_is_refused():
     limits = PromotionConfig(min_win_rate=0.6)
     (reason,) = judged(evidence=5000.0, limits=limits)
     assert reason.endswith(
-        "It was tested against 0.5, and min_win_rate=0.6 is higher now. Judge the candidate again."
+        "tested against 0.5, but min_win_rate is 0.6 now. Judge the candidate again."
     )
 
 

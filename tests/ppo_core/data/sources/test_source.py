@@ -128,7 +128,8 @@ def test_the_card_of_a_folder_has_configurations(tmp_path):
         "configs: [{config_name: x, data_files: a.jsonl}, {config_name: y, data_files: 'b/*'}]",
     )
     assert [row["prompt"] for row in load(tmp_path, config="y")] == ["b1", "b2"]
-    with pytest.raises(ConfigError, match="has the configurations x, y, and no default"):
+    assert [row["prompt"] for row in load(f"{tmp_path}:y/train[:1]")] == ["b1"]
+    with pytest.raises(ConfigError, match=f"x, y, but no default. .* '{tmp_path}:x/train'"):
         load(tmp_path)
     with pytest.raises(ConfigError, match=r"no configuration 'z'\. Its README.md names x, y"):
         load(tmp_path, config="z")
@@ -139,7 +140,7 @@ def test_the_card_of_a_folder_has_configurations(tmp_path):
     [
         ("../a.jsonl", "is not in the folder"),
         ("/etc/hostname", "is not in the folder"),
-        ("c/*.jsonl", "and there is no file"),
+        ("c/*.jsonl", "but no file matches it"),
         ("[a.jsonl, 5]", "has a int where"),
         ("[{split: [dev], path: a.jsonl}]", "has a list where"),
         ("[{path: {a: b}}]", "has a dict where"),
@@ -176,12 +177,12 @@ def test_the_root_folder_is_refused_before_all_of_it_is_listed():
         ("rows.pq", "oops", "cannot be read as Parquet"),
         ("rows.pq.gz", "oops", "ends in '.gz'"),
         ("rows.tsv", "prompt\tanswer\nw0\tw1\nw2,w3\n", "line 3 has 1 values for 2 columns"),
-        ("rows.tsv", "prompt\tprompt\nw0\tw1\n", "two of its columns .* have one name"),
+        ("rows.tsv", "prompt\tprompt\nw0\tw1\n", "several columns have the name 'prompt'"),
         ("rows.tsv", 'prompt\n"w0\n', "cannot be read as TSV.* separated by tabs"),
         ("rows.tsv", f"prompt\n{'w' * 200_000}\n", "larger than field limit"),
         ("rows.tsv.gz", "oops", "cannot be read as TSV.*gzip"),
         ("rows.csv", "prompt,answer\nw0,w1\nw2\n", "line 3 has 1 values for 2 columns"),
-        ("rows.csv", "prompt,prompt\nw0,w1\n", "two of its columns .* have one name"),
+        ("rows.csv", "prompt,prompt\nw0,w1\n", "several columns have the name 'prompt'"),
         ("rows.csv", 'prompt\n"w0\n', "cannot be read as CSV"),
         ("rows.csv", f"prompt\n{'w' * 200_000}\n", "larger than field limit"),
         ("rows.jsonl.gz", "oops", "cannot be read: .*gzip"),
