@@ -1,7 +1,4 @@
-"""Simulated weeks of the promotion gate: false promotions, power, and pairs that are judged.
-
-PYTHONPATH=.:flows python -m tests.benchmarks.weeks
-"""
+"""Simulated weeks of the promotion gate, and the coverage of its intervals: `make weeks`."""
 
 from dataclasses import dataclass
 
@@ -9,14 +6,22 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from pipeline.evaluation.betting import log_capital
+from pipeline.evaluation.comparison import POINTS, Comparison
 from pipeline.evaluation.until_decided import PAIRS_AT_ONCE, Rule
+from pipeline.evaluation.win_rate import values_of_prompts
+from pipeline.judges.verdict import Verdict
 from pipeline.settings.evaluation_config import EvaluationConfig
 from pipeline.settings.gate_configs import PromotionConfig
 from tests.benchmarks.tables import make_table
 
 RATES = (0.5, 0.53, 0.55, 0.6, 0.7, 0.8)
 TIES = 0.2
+TRUTH = 0.6
+TIES_OF_COVERAGE = (0.0, 0.2, 0.4, 0.6)
+MOST_PAIRS_OF_A_PROMPT = 4
 WEEKS = 10_000
+VERDICTS = {points: Verdict(winner) for winner, points in POINTS.items()}
 BEFORE = 512
 """Pairs that the gate of version 0.1 judged on the built-in task."""
 
@@ -42,11 +47,9 @@ def simulate(rate: float, *, weeks: int = WEEKS, seed: int = 0) -> Weeks:
     least = limits.min_win_rate
     rule = Rule(least=least, gain=limits.gain_above(least), alpha=limits.alpha)
     rng = np.random.default_rng(seed)
-    wins = 0.5 + (rate - 0.5) / (1 - TIES)  # of the pairs that are no ties
     promoted = pairs = before = 0
     for _ in range(weeks):
-        ties = rng.uniform(size=most) < TIES
-        points = np.where(ties, 0.5, rng.uniform(size=most) < wins)
+        points = _points(np.full(most, rate), TIES, rng)
         for stop in range(PAIRS_AT_ONCE, most + 1, PAIRS_AT_ONCE):
             if (decided := rule.decide(points[:stop])) != "undecided":
                 break
@@ -62,6 +65,76 @@ def _promoted_before(points: np.ndarray) -> bool:
     The gate of version 0.1 used a bootstrap interval; the normal interval is close to it.
     """
     return bool(points.mean() - 1.96 * points.std() / np.sqrt(len(points)) > 0.5)
+
+
+def covered(ties: float, *, repeated: bool, runs: int = WEEKS, seed: int = 0) -> float:
+    """Return the share of runs whose 95 % interval contains the true win rate at every look.
+
+    The gate looks after each PAIRS_AT_ONCE pairs. The interval of `mean_interval` contains the
+    truth exactly while the capital of the bets on both sides of the truth is below 2 / 0.05.
+
+    Args:
+        ties: share of the pairs that are ties.
+        repeated: whether up to MOST_PAIRS_OF_A_PROMPT pairs have the same prompt, which then has
+            its own win rate.
+        runs: number of simulated runs.
+        seed: seed of the outcomes.
+    """
+    most, limit = EvaluationConfig().num_examples, np.log(2 / 0.05)
+    rng = np.random.default_rng(seed)
+    inside = 0
+    for _ in range(runs):
+        sizes = (
+            rng.integers(1, MOST_PAIRS_OF_A_PROMPT + 1, most) if repeated else np.ones(most, int)
+        )
+        prompts = np.repeat(np.arange(most), sizes)[:most]
+        # A larger rate than 1 - ties / 2 is impossible.
+        spread = 1 - ties / 2 - TRUTH if repeated else 0.0
+        rates = rng.uniform(TRUTH - spread, TRUTH + spread, most)[prompts]
+        values = values_of_prompts(_comparison(prompts, _points(rates, ties, rng)))
+        looks = range(PAIRS_AT_ONCE, len(values) + PAIRS_AT_ONCE, PAIRS_AT_ONCE)
+        inside += all(
+            max(
+                log_capital(values[:look], TRUTH, 0.0),
+                log_capital(1 - values[:look], 1 - TRUTH, 0.0),
+            )
+            < limit
+            for look in looks
+        )
+    return inside / runs
+
+
+def _points(rates: np.ndarray, ties: float, rng: np.random.Generator) -> np.ndarray:
+    """Return the points of pairs with the given win rates, of which a share `ties` are ties."""
+    wins = 0.5 + (rates - 0.5) / (1 - ties)  # of the pairs that are no ties
+    is_tie = rng.uniform(size=len(rates)) < ties
+    return np.where(is_tie, 0.5, rng.uniform(size=len(rates)) < wins)
+
+
+def _comparison(prompts: np.ndarray, points: np.ndarray) -> Comparison:
+    """Return pairs of numbered prompts with these points."""
+    verdicts = tuple(VERDICTS[each] for each in points.tolist())
+    texts = tuple(map(str, prompts.tolist()))
+    return Comparison(
+        prompts=texts,
+        candidates=texts,
+        opponents=texts,
+        straight=verdicts,
+        swapped=verdicts,
+        judge="simulated",
+    )
+
+
+def coverage_table() -> Table:
+    """Return the table of the coverage by share of ties."""
+    table = make_table(
+        f"95 % intervals that contain a win rate of {TRUTH:.0%} at every look, {WEEKS:,} runs",
+        "ties|one pair of each prompt|up to four pairs of a prompt",
+    )
+    for ties in TIES_OF_COVERAGE:
+        shares = (covered(ties, repeated=repeated) for repeated in (False, True))
+        table.add_row(f"{ties:.0%}", *(f"{share:.2%}" for share in shares))
+    return table
 
 
 def weeks_table() -> Table:
@@ -83,4 +156,4 @@ def weeks_table() -> Table:
 
 
 if __name__ == "__main__":
-    Console(width=100).print(weeks_table())
+    Console(width=100).print(weeks_table(), coverage_table())
