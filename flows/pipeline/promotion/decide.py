@@ -4,8 +4,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from pipeline.evaluation.promotion_gate import reasons_to_promote, reasons_to_refuse
 from pipeline.promotion.fetch_champion import fetch_version
+from pipeline.promotion.gate import reasons_to_promote, reasons_to_refuse
 from pipeline.registry import change_champion
 from pipeline.registry.alias_sync import settle
 from pipeline.registry.champion_history import Champions

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 
-from pipeline.evaluation.promotion_gate import direct_contest, words_of_both
 from pipeline.registry.decisions import Decision
 from pipeline.reports.document import (
     Document,
@@ -69,8 +68,8 @@ def _version(champion: int | None) -> str:
 def _figures(
     evaluation: Evaluation, limits: PromotionConfig, reward_model_fit: bool, kl: float
 ) -> Section:
-    win_rates, contest = evaluation.win_rate, direct_contest(evaluation)
-    own, other = words_of_both(evaluation)
+    win_rates, contest = evaluation.win_rate, evaluation.direct_contest
+    own, other = evaluation.length["ppo"], evaluation.length[evaluation.rival]
     return Section(
         title="Figures and limits",
         headers=("", "Measured", "Limit"),

@@ -313,3 +313,13 @@ class Evaluation(JudgedContests):
 
     spent: dict[str, Spent]
     """Calls and tokens of each judge that asks a server, by name of the judge."""
+
+    @property
+    def rival(self) -> str:
+        """The contestant that the policy must beat: the champion, or SFT if there is none."""
+        return "sft" if self.champion is None else "champion"
+
+    @property
+    def direct_contest(self) -> str:
+        """Name of the contest against `rival`."""
+        return f"ppo_vs_{self.rival}"

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.evaluation.agreement import doubts_about_judge
-from pipeline.evaluation.promotion_gate import direct_contest, reasons_to_promote, reasons_to_refuse
+from pipeline.promotion.gate import reasons_to_promote, reasons_to_refuse
 from pipeline.results.evaluation import Evaluation, HumanAgreement, SequentialTest
 from pipeline.settings.evaluation_config import EvaluationConfig
 from pipeline.settings.gate_configs import PromotionConfig
@@ -258,8 +258,8 @@ def test_what_a_promoted_candidate_won_is_told():
 
 
 def test_the_champion_is_the_opponent_that_decides_where_there_is_one():
-    assert direct_contest(evaluation()) == "ppo_vs_champion"
-    assert direct_contest(evaluation(champion=None)) == "ppo_vs_sft"
+    assert evaluation().direct_contest == "ppo_vs_champion"
+    assert evaluation(champion=None).direct_contest == "ppo_vs_sft"
 
 
 FIGURES = {

@@ -44,7 +44,7 @@ def reasons_to_refuse(
     found = [
         _age(candidate, champion),
         _inconclusive(evaluation),
-        _wins(win_rates[direct_contest(evaluation)], _opponent(champion), limits, "min_win_rate"),
+        _wins(win_rates[evaluation.direct_contest], _opponent(champion), limits, "min_win_rate"),
         _against_references(win_rates, limits),
         _divergence(kl, limits),
         _length(evaluation, limits),
@@ -59,25 +59,11 @@ def reasons_to_promote(evaluation: Evaluation) -> list[str]:
     win_rates = evaluation.win_rate
     against_references = win_rates.get("ppo_vs_reference")
     return [
-        f"{_won(win_rates[direct_contest(evaluation)], _opponent(evaluation.champion))}.",
+        f"{_won(win_rates[evaluation.direct_contest], _opponent(evaluation.champion))}.",
         f"{_won(against_references, 'the references')}."
         if against_references
         else "There are no references, so min_reference_win_rate was not applied.",
     ]
-
-
-def direct_contest(evaluation: Evaluation) -> str:
-    """Return the name of the contest against the champion, or against SFT if there is none."""
-    return f"ppo_vs_{_rival(evaluation)}"
-
-
-def words_of_both(evaluation: Evaluation) -> tuple[float, float]:
-    """Return the mean words per answer of the candidate, and of the champion or else SFT."""
-    return evaluation.length["ppo"], evaluation.length[_rival(evaluation)]
-
-
-def _rival(evaluation: Evaluation) -> str:
-    return "sft" if evaluation.champion is None else "champion"
 
 
 def _opponent(champion: int | None) -> str:
@@ -150,7 +136,7 @@ def _divergence(kl: float, limits: PromotionConfig) -> str:
 
 
 def _length(evaluation: Evaluation, limits: PromotionConfig) -> str:
-    own, other = words_of_both(evaluation)
+    own, other = evaluation.length["ppo"], evaluation.length[evaluation.rival]
     most, finite = limits.max_length_ratio, isfinite(own) and isfinite(other)
     if finite and own <= most * other and other <= most * own:
         return ""
