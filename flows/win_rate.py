@@ -3,6 +3,7 @@
     python flows/win_rate.py --model PATH_OR_URI --judge openai:MODEL --num-examples 1000
 
 This needs no run of the flow: it accepts any model, any judge, and rows with prompt and reference.
+With `--against-itself`, the model is compared with itself, which tests the judge and the gate.
 """
 
 import sys
@@ -28,14 +29,15 @@ def main(argv: Sequence[str]) -> int:
                 usage="%(prog)s --model PATH_OR_URI --judge JUDGE [--name value ...]",
             ).parse(argv)
             stages.given_settings.check_names(settings[0].judge, "", settings[2])
-            contests = stages.model_win_rate.compare_with_references(*settings)
-            written = stages.model_win_rate.write_win_rate(contests, *settings)
-            print(stages.model_win_rate.describe_result(contests.result))
+            contests = stages.model_win_rate.compare_model(*settings)
+            result = stages.model_win_rate.summarize(contests, *settings)
+            written = stages.model_win_rate.write_win_rate(contests, result, settings[0])
+            print(stages.model_win_rate.describe_result(result))
             print(f"Every judgement is in {written}.")
     except PPOError as error:
         print(f"win_rate: {error}", file=sys.stderr)
         return 1
-    return 0 if contests.result.conclusive else 1
+    return 0 if result.conclusive else 1
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.evaluation.betting import log_capital
+from pipeline.evaluation.betting import log_capitals
 from pipeline.evaluation.comparison import POINTS, Comparison
 from pipeline.evaluation.until_decided import PAIRS_AT_ONCE, Rule
 from pipeline.evaluation.win_rate import values_of_prompts
@@ -50,9 +50,7 @@ def simulate(rate: float, *, weeks: int = WEEKS, seed: int = 0) -> Weeks:
     promoted = pairs = before = 0
     for _ in range(weeks):
         points = _points(np.full(most, rate), TIES, rng)
-        for stop in range(PAIRS_AT_ONCE, most + 1, PAIRS_AT_ONCE):
-            if (decided := rule.decide(points[:stop])) != "undecided":
-                break
+        decided, stop = rule.first_decision(points)
         promoted += decided == "better"
         pairs += stop
         before += _promoted_before(points[:BEFORE])
@@ -92,15 +90,10 @@ def covered(ties: float, *, repeated: bool, runs: int = WEEKS, seed: int = 0) ->
         spread = 1 - ties / 2 - TRUTH if repeated else 0.0
         rates = rng.uniform(TRUTH - spread, TRUTH + spread, most)[prompts]
         values = values_of_prompts(_comparison(prompts, _points(rates, ties, rng)))
-        looks = range(PAIRS_AT_ONCE, len(values) + PAIRS_AT_ONCE, PAIRS_AT_ONCE)
-        inside += all(
-            max(
-                log_capital(values[:look], TRUTH, 0.0),
-                log_capital(1 - values[:look], 1 - TRUTH, 0.0),
-            )
-            < limit
-            for look in looks
-        )
+        looks = [*range(PAIRS_AT_ONCE, len(values), PAIRS_AT_ONCE), len(values)]
+        above = log_capitals(values, TRUTH, 0.0)[looks]
+        below = log_capitals(1 - values, 1 - TRUTH, 0.0)[looks]
+        inside += max(above.max(), below.max()) < limit
     return inside / runs
 
 

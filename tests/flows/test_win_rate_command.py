@@ -144,3 +144,24 @@ def test_the_command_itself_runs_and_documents_its_flags(tmp_path: Path):
     assert "--num-examples" in ran.stdout
     assert "Maximum number of tokens of an answer" in ran.stdout
     assert "OPENAI_API_KEY" in ran.stdout
+
+
+def test_a_model_against_itself_tests_judge_and_gate_without_references(tmp_path: Path, capsys):
+    rows = [{"prompt": f"w{i} w{i + 1}"} for i in range(40)]
+    write_rows(tmp_path / "bare.jsonl", rows)
+    flags = ("--against-itself", "--eval-prompts", "bare.jsonl", "--summary-json", "figures.json")
+    run(*flags)
+    told = capsys.readouterr().out
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    rate = figures["win_rate"]["model_vs_itself"]
+    assert rate["low"] < 0.5 < rate["high"]
+    assert rate["n"] == 40
+    assert figures["promoted_share"] < 0.001
+    assert "The gate promotes an equal policy in 0.0" in told
+    kept = [json.loads(line) for line in (tmp_path / "outputs/judgements.jsonl").open()]
+    assert sum(row["candidate"] != row["opponent"] for row in kept) > 20
+
+
+def test_a_model_against_itself_needs_sampled_answers(capsys):
+    assert run("--against-itself", "--temperature", "0") == 1
+    assert "temperature=0 makes them equal" in capsys.readouterr().err

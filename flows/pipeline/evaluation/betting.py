@@ -14,8 +14,10 @@ BETS = np.array((0.05, 0.1, 0.2, 0.4, 0.6, 0.8))
 differences after many values, and large bets show large differences after few values."""
 
 
-def log_capital(values: Array, mean: float, lowest: float) -> float:
-    """Return the log of the capital W that results from bets that the mean is above `mean`.
+def log_capitals(values: Array, mean: float, lowest: float) -> Array:
+    """Return the logs (N + 1,) of the capital before the first bet and after each of N values.
+
+    The capital W results from bets that the mean of the values is above `mean`:
 
         W = mean over bets b of  prod_i (1 + b (x_i - mean) / (mean - lowest))
 
@@ -28,8 +30,13 @@ def log_capital(values: Array, mean: float, lowest: float) -> float:
         lowest: lowest possible value.
     """
     gains = (values - mean) / (mean - lowest)
-    logs = np.log1p(BETS[:, None] * gains).sum(axis=1)
-    return float(logsumexp(logs) - np.log(len(BETS)))
+    logs = np.log1p(BETS[:, None] * gains).cumsum(axis=1)
+    return np.append(0.0, logsumexp(logs, axis=0) - np.log(len(BETS)))
+
+
+def log_capital(values: Array, mean: float, lowest: float) -> float:
+    """Return the last of `log_capitals`."""
+    return float(log_capitals(values, mean, lowest)[-1])
 
 
 def mean_interval(

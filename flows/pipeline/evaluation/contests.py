@@ -27,6 +27,9 @@ from ppo_core.data.rows.forms import Row
 Contest = tuple[str, str]
 """Candidate and opponent."""
 
+CANARY_RIVALS = ("reference", "sft", "itself")
+"""Contestants whose texts are compared with canaries, the best first."""
+
 
 @dataclass(frozen=True)
 class Contests:
@@ -60,7 +63,7 @@ def evaluate(
         judge: the judge.
         prompts: prompts of the answers.
         texts: answers to `prompts`, by contestant. The canaries are compared with the texts of the
-            contestant `reference`, or of `sft` if there are no references.
+            first contestant of CANARY_RIVALS that takes part.
         contests: contests between contestants of `texts`.
         rules: rules of the contests that decide, in the order in which they are judged; at least
             one. After a contest in which the candidate is not found better, the next contest is
@@ -74,7 +77,8 @@ def evaluate(
         DataError: a contest has no valid verdict.
         JudgeError: the judge does not answer.
     """
-    canaries = run_canaries(judge, prompts, texts["reference" if "reference" in texts else "sft"])
+    rival = next(name for name in CANARY_RIVALS if name in texts)
+    canaries = run_canaries(judge, prompts, texts[rival])
     decided = _decide(judge, prompts, texts, rules, config, seed)
     comparisons = {
         contest: _comparison(judge, prompts, texts, contest, decided) for contest in contests

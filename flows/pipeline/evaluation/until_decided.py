@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import logsumexp
 
-from pipeline.evaluation.betting import BETS, log_capital
+from pipeline.evaluation.betting import BETS, log_capitals
 from pipeline.evaluation.comparison import Comparison, compare, joined
 from pipeline.evaluation.rates import Array
 from pipeline.evaluation.win_rate import values_of_prompts
@@ -46,23 +46,30 @@ class Rule:
     def decide(self, values: Array) -> Decided:
         """Decide on values (N,) in [0, 1] of independent prompts, at any N.
 
-        "better": the capital of `log_capital` against `least` is at least 1 / alpha. "not better":
+        "better": the capital of `log_capitals` against `least` is at least 1 / alpha. "not better":
         the mirrored capital, against `gain`, is at least 1 / FUTILE_ALPHA.
         """
-        if self._log_evidence(values) >= -np.log(self.alpha):
-            return "better"
-        if self.gain is not None:
-            against = log_capital(-values, -self.gain, -1.0)
-            if against >= -np.log(FUTILE_ALPHA):
-                return "not better"
-        return "undecided"
+        return self._decisions(values)[-1]
+
+    def first_decision(self, values: Array) -> tuple[Decided, int]:
+        """Decide after each PAIRS_AT_ONCE of N >= 1 values, and after the last value.
+
+        Returns:
+            The first decision that is not "undecided", and the number of values that it needed; or
+            else "undecided" and N.
+        """
+        decisions = self._decisions(values)
+        looks = [*range(PAIRS_AT_ONCE, len(values), PAIRS_AT_ONCE), len(values)]
+        found = (look for look in looks if decisions[look] != "undecided")
+        stop = next(found, len(values))
+        return decisions[stop], stop
 
     def test(self, values: Array, *, asked: int, available: int) -> SequentialTest:
         """Return the result on the values (N,) of `asked` of `available` pairs."""
         return SequentialTest(
             least=self.least,
             alpha=self.alpha,
-            evidence=float(np.exp(min(self._log_evidence(values), LARGEST_LOG))),
+            evidence=float(np.exp(min(self._log_evidence(values)[-1], LARGEST_LOG))),
             decided=self.decide(values),
             asked=asked,
             available=available,
@@ -78,8 +85,20 @@ class Rule:
 
         return bisect_left(range(2**40), -np.log(self.alpha), key=evidence)
 
-    def _log_evidence(self, values: Array) -> float:
-        return log_capital(values, max(self.least, SMALLEST_RATE), 0.0)
+    def _decisions(self, values: Array) -> list[Decided]:
+        """Return the decision before the first value and after each value."""
+        is_better = self._log_evidence(values) >= -np.log(self.alpha)
+        if self.gain is None:
+            is_worse = np.zeros_like(is_better)
+        else:
+            is_worse = log_capitals(-values, -self.gain, -1.0) >= -np.log(FUTILE_ALPHA)
+        return [
+            "better" if better else "not better" if worse else "undecided"
+            for better, worse in zip(is_better, is_worse, strict=True)
+        ]
+
+    def _log_evidence(self, values: Array) -> Array:
+        return log_capitals(values, max(self.least, SMALLEST_RATE), 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)

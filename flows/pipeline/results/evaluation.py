@@ -277,9 +277,13 @@ class JudgedContests:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelWinRate(JudgedContests):
-    """Win rate of any model against references, with the settings of the measurement."""
+    """Win rate of any model against references or itself, with the settings of the measurement."""
 
     settings: dict[str, Any]
+
+    promoted_share: float | None
+    """Share of resampled weeks in which the gate promotes an equal policy; None unless the model is
+    compared with itself."""
 
 
 @dataclass(frozen=True, kw_only=True)

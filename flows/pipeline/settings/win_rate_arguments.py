@@ -31,6 +31,10 @@ class WinRateArguments:
     eval_prompts: str = ""
     """File or hub data set with prompt and reference; empty uses the built-in task's prompts."""
 
+    against_itself: bool = False
+    """Whether the model is compared with itself, sampled with another seed, to test the judge and
+    the gate. References are then not needed."""
+
     columns: list[str] | None = None
     """Names of columns that differ from the standard, as in `prompt=post reference=summary`."""
 

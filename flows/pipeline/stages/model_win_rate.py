@@ -1,15 +1,16 @@
-"""Measure the win rate of any model against the references of a data set, without a run."""
+"""Measure the win rate of any model against references, or against itself, without a run."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from pipeline.demo import task
 from pipeline.evaluation.contests import Contests, evaluate, judgements
+from pipeline.evaluation.equal_weeks import WEEKS, promoted_share
 from pipeline.evaluation.until_decided import Rule
-from pipeline.evaluation.win_rate import describe
+from pipeline.evaluation.win_rate import describe, values_of_prompts
 from pipeline.inputs import data_sets
 from pipeline.inputs.json_lines import write_jsonl
 from pipeline.judges.spec import check_judge, make_judge
@@ -19,10 +20,11 @@ from pipeline.preflight.check_inputs import check_outputs
 from pipeline.promotion.fetch_champion import CHAMPIONS
 from pipeline.registry.versions import find_policy
 from pipeline.reports.document import as_equal_length_rate, as_evidence, as_number, as_percent
-from pipeline.results.evaluation import JudgedContests, ModelWinRate
+from pipeline.results.evaluation import ModelWinRate
 from pipeline.results.report_files import write_report
 from pipeline.results.step_records import JUDGEMENTS
 from pipeline.settings.evaluation_config import EvaluationConfig
+from pipeline.settings.gate_configs import PromotionConfig
 from pipeline.settings.judge_config import JudgingConfig
 from pipeline.settings.win_rate_arguments import WinRateArguments
 from ppo_core.config.row_settings import parse_columns
@@ -30,16 +32,19 @@ from ppo_core.data.chat_template import Messages
 from ppo_core.data.prompts import context_length
 from ppo_core.data.rows.describe import describe_reading, require_columns_read
 from ppo_core.data.rows.fitting import fit_prompts
+from ppo_core.data.rows.forms import Row
 from ppo_core.data.rows.reader import Rows, read_rows
-from ppo_core.errors import DataError
+from ppo_core.errors import ConfigError, DataError
 from ppo_core.models.loading import load_config, load_tokenizer
 from ppo_core.training.answers import AnswerJob
 
 
-def compare_with_references(
+def compare_model(
     arguments: WinRateArguments, config: EvaluationConfig, judging: JudgingConfig
 ) -> Contests:
     """Sample the model's answers, and let the judge compare them with the references.
+
+    With `against_itself`, the answers are compared with answers that another seed samples.
 
     Raises:
         ConfigError: a setting is invalid.
@@ -47,6 +52,11 @@ def compare_with_references(
         ModelError: the model cannot be loaded.
         JudgeError: the judge does not reply.
     """
+    if arguments.against_itself and config.temperature == 0:
+        raise ConfigError(
+            "against_itself compares two samples of the model, and temperature=0 makes them equal, "
+            "so every pair would be a tie. Set a temperature above 0."
+        )
     output = Path(arguments.output_dir)
     check_outputs(arguments.output_dir, arguments.summary_json)
     check_judge(arguments.judge, "", judging)
@@ -69,16 +79,8 @@ def compare_with_references(
     require_columns_read(renamed, rows, *([] if labels is None else [labels]))
     judged = data_sets.first_rows(rows, config)
     prompts = [row["prompt"] for row in judged]
-    references = data_sets.references_of(judged)
-    if references is None:
-        raise DataError(
-            f"None of the {len(judged)} prompts has a reference to compare the model's answers "
-            f"with. Add references to {rows.source}."
-        )
-    texts = {
-        "model": _answer(arguments, config, (model, tokenizer_path), prompts),
-        "reference": references,
-    }
+    texts = _texts(arguments, config, (model, tokenizer_path), judged, rows.source)
+    contest = ("model", "itself" if arguments.against_itself else "reference")
     judge = make_judge(
         arguments.judge,
         config=judging,
@@ -90,31 +92,47 @@ def compare_with_references(
         judge,
         prompts,
         texts,
-        [("model", "reference")],
-        rules={("model", "reference"): Rule(least=0.5, gain=None, alpha=arguments.alpha)},
+        [contest],
+        rules={contest: Rule(least=0.5, gain=None, alpha=arguments.alpha)},
         people=list(labels or []),
         config=config,
         seed=arguments.seed,
     )
 
 
-def write_win_rate(
+def summarize(
     contests: Contests,
     arguments: WinRateArguments,
     config: EvaluationConfig,
     judging: JudgingConfig,
-) -> Path:
+) -> ModelWinRate:
+    """Return the result with the settings of the measurement.
+
+    If the model was compared with itself, the result has the share of resampled weeks in which the
+    gate promotes an equal policy. The rule is the gate's default, with `alpha` of the arguments.
+    """
+    share = None
+    if arguments.against_itself:
+        (comparison,) = contests.comparisons.values()
+        rule = Rule(least=0.5, gain=PromotionConfig().gain_above(0.5), alpha=arguments.alpha)
+        share = promoted_share(values_of_prompts(comparison), rule, seed=arguments.seed)
+    return ModelWinRate(
+        **vars(contests.result),
+        settings={**asdict(arguments), **asdict(config), "judging": asdict(judging)},
+        promoted_share=share,
+    )
+
+
+def write_win_rate(contests: Contests, result: ModelWinRate, arguments: WinRateArguments) -> Path:
     """Write the judgements, and the summary if its file is set; return the file of judgements."""
     written = Path(arguments.output_dir) / JUDGEMENTS
     write_jsonl(written, judgements(contests))
     if arguments.summary_json:
-        settings = {**asdict(arguments), **asdict(config), "judging": asdict(judging)}
-        summary = ModelWinRate(**vars(contests.result), settings=settings)
-        write_report(Path(arguments.summary_json), summary, indent=2)
+        write_report(Path(arguments.summary_json), result, indent=2)
     return written
 
 
-def describe_result(result: JudgedContests) -> str:
+def describe_result(result: ModelWinRate) -> str:
     """Return a line with the win rate, and lines with further results."""
     (rate,) = result.win_rate.values()
     lines = [
@@ -129,8 +147,42 @@ def describe_result(result: JudgedContests) -> str:
             f"The judge agrees with people in {as_percent(people.share)} of {people.n} "
             f"pairs, kappa {as_number(people.kappa)}; no verdict on {people.invalid} others."
         )
+    if (share := result.promoted_share) is not None:
+        alpha = result.settings["alpha"]
+        lines.append(
+            f"The gate promotes an equal policy in {share:.2%} of {WEEKS:,} resampled weeks; "
+            f"alpha={alpha:g} allows {alpha:.2%}."
+        )
     lines += [f"Inconclusive: {reason}" for reason in result.reasons]
     return "\n".join(lines)
+
+
+def _texts(
+    arguments: WinRateArguments,
+    config: EvaluationConfig,
+    files: tuple[str, str],
+    rows: Sequence[Row],
+    source: str,
+) -> dict[str, list[str]]:
+    """Return the answers of the model and the texts that they are compared with.
+
+    Raises:
+        DataError: no row has a reference, and the model is not compared with itself.
+    """
+    prompts = [row["prompt"] for row in rows]
+    references = data_sets.references_of(rows)
+    if references is None and not arguments.against_itself:
+        raise DataError(
+            f"None of the {len(rows)} prompts has a reference to compare the model's answers "
+            f"with. Add references to {source}, or set against_itself."
+        )
+    texts = {"model": _answer(arguments, config, files, prompts)}
+    if references is not None:
+        texts["reference"] = references
+    if arguments.against_itself:
+        other = replace(arguments, seed=arguments.seed + 1)
+        texts["itself"] = _answer(other, config, files, prompts)
+    return texts
 
 
 def _read_rows(
@@ -156,7 +208,7 @@ def _read_rows(
         overlong=arguments.overlong,
     )
     print(describe_reading(fitting))
-    return data_sets.require_reference(fitting)
+    return fitting if arguments.against_itself else data_sets.require_reference(fitting)
 
 
 def _answer(

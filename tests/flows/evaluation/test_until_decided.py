@@ -204,3 +204,20 @@ def test_power_and_false_promotions_of_simulated_weeks():
     power, asked = weeks(0.875, 0.2, runs=100)
     assert power == 1.0
     assert asked < 64
+
+
+def test_the_first_decision_is_made_at_a_look_and_not_between():
+    rule = Rule(least=0.5, gain=None, alpha=0.001)
+    wins = np.ones(100)
+    assert rule.least_wins() == 15
+    assert rule.first_decision(wins) == ("better", PAIRS_AT_ONCE)
+    assert rule.first_decision(wins[:15]) == ("better", 15)
+    assert rule.first_decision(wins[:14]) == ("undecided", 14)
+
+
+def test_a_later_turn_does_not_change_the_first_decision():
+    rule = Rule(least=0.5, gain=0.55, alpha=0.001)
+    values = np.r_[np.ones(64), np.zeros(300)]
+    assert rule.first_decision(values) == ("better", 32)
+    assert rule.decide(values) == "not better"
+    assert rule.first_decision(1 - values)[0] == "not better"

@@ -500,8 +500,9 @@ def test_without_references_and_with_a_trained_judge_the_reports_say_so():
     weaker, lonely = evaluation.notes
     assert weaker == (
         "The judge is a reward model that the run trained with another seed, on preference pairs "
-        "that were kept out of the training of PPO's reward model. It may share errors with the reward model that PPO used, so this is weaker evidence "
-        "than people or a judge of another kind. The judge is right in 70.0% of 90 held-out pairs, "
+        "that were kept out of the training of PPO's reward model. It may share errors with the "
+        "reward model that PPO used, so this is weaker evidence than people or a judge of another "
+        "kind. The judge is right in 70.0% of 90 held-out pairs, "
         "95 % interval 60.0% .. 79.0%."
     )
     assert lonely.startswith("There are no references, so the policies are compared only with each")

@@ -26,7 +26,7 @@ from pipeline.settings.evaluation_config import EvaluationConfig
 from pipeline.settings.judge_config import JudgingConfig
 from pipeline.settings.settings import Settings, make_settings
 from pipeline.settings.win_rate_arguments import WinRateArguments
-from pipeline.stages.model_win_rate import compare_with_references
+from pipeline.stages.model_win_rate import compare_model
 from pipeline.stages.validation import _measure_judge, examine_reward_model
 from ppo_core.config import placement
 from tests.helpers.inputs.pipeline_inputs import tiny_table
@@ -75,9 +75,7 @@ def places(folder: Path, settings: Settings) -> dict[str, Place]:
             response_length=6,
             output_dir=str(folder / "win-rate"),
         )
-        return as_json(
-            compare_with_references(arguments, EvaluationConfig(), JudgingConfig()).result
-        )
+        return as_json(compare_model(arguments, EvaluationConfig(), JudgingConfig()).result)
 
     def service() -> Any:
         served = load_champion("rlhf-policy", cache=folder / "served")
