@@ -11,12 +11,20 @@ from pipeline.evaluation.comparison import POINTS, Comparison
 from pipeline.evaluation.until_decided import PAIRS_AT_ONCE, Rule
 from pipeline.evaluation.win_rate import values_of_prompts
 from pipeline.judges.verdict import Verdict
+from pipeline.registry.decisions import Action, Decision
+from pipeline.registry.error_budget import limits_now
 from pipeline.settings.evaluation_config import EvaluationConfig
 from pipeline.settings.gate_configs import PromotionConfig
 from tests.benchmarks.tables import make_table
 
 RATES = (0.5, 0.53, 0.55, 0.6, 0.7, 0.8)
 TIES = 0.2
+YEARS = 500
+WEEKS_OF_A_YEAR = 52
+BETTER = (0.0, 0.1, 0.5)
+"""Shares of the weeks of a year with a better policy."""
+
+GAINED = 0.55
 TRUTH = 0.6
 TIES_OF_COVERAGE = (0.0, 0.2, 0.4, 0.6)
 MOST_PAIRS_OF_A_PROMPT = 4
@@ -63,6 +71,71 @@ def _promoted_before(points: np.ndarray) -> bool:
     The gate of version 0.1 used a bootstrap interval; the normal interval is close to it.
     """
     return bool(points.mean() - 1.96 * points.std() / np.sqrt(len(points)) > 0.5)
+
+
+@dataclass(frozen=True)
+class Years:
+    """Results of many years of weekly decisions, some of them about better policies."""
+
+    found: float
+    """Share of the better policies that were promoted."""
+
+    false: float
+    """Mean over years of the share of false promotions among the promotions of the year."""
+
+    with_false: float
+    """Share of the years with a false promotion."""
+
+
+def simulate_years(better: float, limits: PromotionConfig, *, seed: int = 0) -> Years:
+    """Decide every week of YEARS years, of which a share `better` is about a better policy.
+
+    A better policy has a true win rate of GAINED, and every other policy one of 50 %.
+    """
+    most = EvaluationConfig().num_examples
+    rng = np.random.default_rng(seed)
+    found, false, with_false = [], [], []
+    for _ in range(YEARS):
+        history: list[Decision] = []
+        is_better = rng.uniform(size=WEEKS_OF_A_YEAR) < better
+        for gained in is_better:
+            now = limits_now(limits, history)
+            least = now.min_win_rate
+            rule = Rule(least=least, gain=now.gain_above(least), alpha=now.alpha)
+            rates = np.full(most, GAINED if gained else 0.5)
+            promoted = rule.first_decision(_points(rates, TIES, rng))[0] == "better"
+            history.append(_decision("promoted" if promoted else "refused"))
+        promoted = np.array([each.action == "promoted" for each in history])
+        found += promoted[is_better].tolist()
+        false.append((promoted & ~is_better).sum() / max(promoted.sum(), 1))
+        with_false.append((promoted & ~is_better).any())
+    return Years(float(np.mean(found or [0.0])), np.mean(false), np.mean(with_false))
+
+
+def _decision(action: Action) -> Decision:
+    return Decision(
+        number=1, action=action, version=1, champion=1, reasons=(), by="run R/1", at="", key="R"
+    )
+
+
+def years_table() -> Table:
+    """Return the table of years, by share of better policies and rule for alpha."""
+    table = make_table(
+        f"{YEARS:,} years of {WEEKS_OF_A_YEAR} decisions; better policies win {GAINED:.0%}",
+        "better policies|alpha|found|false among promotions|years with a false one",
+    )
+    for better in BETTER:
+        for limits in (PromotionConfig(), PromotionConfig(false_promotion_rate=0.05)):
+            fixed = limits.false_promotion_rate is None
+            years = simulate_years(better, limits)
+            table.add_row(
+                f"{better:.0%}",
+                f"{limits.alpha:g}" if fixed else "false_promotion_rate = 0.05",
+                f"{years.found:.1%}" if better else "",
+                f"{years.false:.2%}",
+                f"{years.with_false:.1%}",
+            )
+    return table
 
 
 def covered(ties: float, *, repeated: bool, runs: int = WEEKS, seed: int = 0) -> float:
@@ -149,4 +222,4 @@ def weeks_table() -> Table:
 
 
 if __name__ == "__main__":
-    Console(width=100).print(weeks_table(), coverage_table())
+    Console(width=100).print(weeks_table(), years_table(), coverage_table())

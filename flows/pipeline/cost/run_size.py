@@ -21,6 +21,7 @@ from pipeline.cost.training_sizes import (
 )
 from pipeline.evaluation.comparison import contests_between
 from pipeline.inputs.data_sets import RunData, references_of
+from pipeline.registry.error_budget import limits_now
 from pipeline.settings.gate_configs import PromotionConfig, RewardGateConfig
 from pipeline.settings.selection_config import MOST_TRIES
 from pipeline.settings.settings import Settings
@@ -161,7 +162,9 @@ def measure_run(settings: Settings, *, has_champion: bool) -> RunSize:
         evaluation_prompts=len(examples),
         different_prompts=len({shown_prompt(row["prompt"]) for row in examples}),
         contests=len(contests_between(contestants)),
-        least_prompts=_least_prompts(settings.promotion, has_references="reference" in contestants),
+        least_prompts=_least_prompts(
+            limits_now(settings.promotion, ()), has_references="reference" in contestants
+        ),
     )
 
 
@@ -221,9 +224,9 @@ def describe_run(size: RunSize) -> str:
     ]
     if size.different_prompts < size.least_prompts:
         lines.append(
-            "Warning: no policy can be promoted, because promotion.alpha needs at least "
+            "Warning: no policy can be promoted, because the alpha of [promotion] needs at least "
             f"{size.least_prompts} prompts, all won, and there are {size.different_prompts} "
-            "different ones. Add rows to eval_prompts, or raise promotion.alpha."
+            "different ones. Add rows to eval_prompts, or raise alpha (or false_promotion_rate)."
         )
     return "\n".join(lines)
 

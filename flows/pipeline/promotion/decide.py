@@ -10,6 +10,7 @@ from pipeline.registry import change_champion
 from pipeline.registry.alias_sync import settle
 from pipeline.registry.champion_history import Champions
 from pipeline.registry.decisions import Decision
+from pipeline.registry.error_budget import limits_now
 from pipeline.results.evaluation import TrainedJudge
 from pipeline.results.report_files import as_json
 from pipeline.results.step_records import EvaluatedPolicy, ValidatedReward
@@ -47,9 +48,11 @@ def decide_promotion(
         The decision, and the evaluation on which the decision is based.
     """
     name, first = settings.registered_model, evaluation
-    evaluated = partial(_evaluated, settings, first, folder, validation.judge)
     while True:
         state = settle(name)
+        limits = limits_now(settings.promotion, state.decisions)
+        judged_by = replace(settings, promotion=limits)
+        evaluated = partial(_evaluated, judged_by, first, folder, validation.judge)
         if earlier := state.decided(by, version):
             # An earlier attempt of this step has decided.
             before = Champions(state.decisions[: earlier.number - 1])
@@ -60,7 +63,7 @@ def decide_promotion(
         report = evaluation.report()
         against = reasons_to_refuse(
             report,
-            settings.promotion,
+            limits,
             reward_model_fit=validation.is_harmless,
             candidate=version,
             champion=state.champion,

@@ -111,6 +111,11 @@ def _wins(win_rate: WinRate, opponent: str, limits: PromotionConfig, name: str) 
     finite = all(map(isfinite, (win_rate.rate, win_rate.low, win_rate.high, test.evidence)))
     if finite and test.evidence >= needed:
         return ""
+    if test.decided == "better" and test.alpha > limits.alpha:
+        return (
+            f"{_won(win_rate, opponent)}. It was judged with alpha={test.alpha:g}, but alpha is "
+            f"{limits.alpha:g} now. Judge the candidate again."
+        )
     return (
         f"{_won(win_rate, opponent)}. The evidence that this rate exceeds {name}={least:g} is "
         f"{test.evidence:.3g} to 1, but alpha={limits.alpha:g} needs {needed:,.0f} to 1. Either "

@@ -74,8 +74,8 @@ def _figures(
         title="Figures and limits",
         headers=("", "Measured", "Limit"),
         rows=(
-            _win_rate(win_rates, contest, limits.min_win_rate, limits.alpha),
-            _win_rate(win_rates, "ppo_vs_reference", limits.min_reference_win_rate, limits.alpha),
+            _win_rate(win_rates, contest, limits.min_win_rate),
+            _win_rate(win_rates, "ppo_vs_reference", limits.min_reference_win_rate),
             ("KL of an answer from SFT, nats", as_number(kl), f"at most {limits.max_kl:g}"),
             (
                 "Words of an answer, and of its opponent",
@@ -98,13 +98,14 @@ def _figures(
 
 
 def _win_rate(
-    win_rates: Mapping[str, ContestResult], contest: str, least: float, alpha: float
+    win_rates: Mapping[str, ContestResult], contest: str, least: float
 ) -> tuple[str, str, str]:
     if contest not in win_rates:
         return CONTEST_TITLES[contest], "there are no references", "not applied"
     rate = win_rates[contest]
+    assert rate.test is not None
     return (
         CONTEST_TITLES[contest],
         f"{as_percent(rate.rate)}, {as_interval(rate)}, evidence {as_evidence(rate)}",
-        f"above {as_percent(least)}, by evidence of {1 / alpha:,.0f} : 1",
+        f"above {as_percent(least)}, by evidence of {1 / rate.test.alpha:,.0f} : 1",
     )

@@ -100,6 +100,11 @@ class PromotionConfig:
     """Largest probability of promoting a policy that does not exceed `min_win_rate`. The judge is
     asked until this is shown, until a rate of `min_gain` is implausible, or for all prompts."""
 
+    false_promotion_rate: ErrorRate | None = None
+    """Largest expected fraction of false promotions among all promotions of the registered model.
+    If set, the alpha of each decision follows from the number of earlier decisions and promotions,
+    and `alpha` does not apply."""
+
     min_gain: ShareBelow1 | None = None
     """Win rate that is worth a promotion: once the rate is shown to be lower, the judge is asked no
     further. None: 0.05 above the win rate that the policy must exceed, or half of the distance to 1

@@ -11,6 +11,7 @@ from pipeline.inputs.flow_run import FlowRun
 from pipeline.inputs.model_digests import require_unchanged
 from pipeline.judges.judge_budget import Budget
 from pipeline.judges.spec import make_judge_of_run
+from pipeline.registry.error_budget import limits_now
 from pipeline.reports.log_reports import log_evaluation
 from pipeline.results.evaluation import TrainedJudge
 from pipeline.results.selection import Selection
@@ -69,10 +70,27 @@ def evaluate_win_rate(
     folder = run.folder / "evaluation"
     folder.mkdir(exist_ok=True)
     evaluation = evaluate_policies(
-        settings, sft.path, path, champion, folder, judge=judge, selection=selection
+        _with_limits_now(settings),
+        sft.path,
+        path,
+        champion,
+        folder,
+        judge=judge,
+        selection=selection,
     )
     log_evaluation(tracker, evaluation)
     return chosen, evaluation
+
+
+def _with_limits_now(settings: Settings) -> Settings:
+    """Return the settings with the alpha that follows from the history of the registered model."""
+    if settings.promotion.false_promotion_rate is None:
+        return settings
+    # Imported here, because it imports MLflow, which a short step does not need.
+    with large_imports():
+        from pipeline.registry.alias_sync import settle
+    decisions = settle(settings.registered_model).decisions
+    return replace(settings, promotion=limits_now(settings.promotion, decisions))
 
 
 def _choose(

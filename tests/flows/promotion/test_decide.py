@@ -139,8 +139,19 @@ def test_a_candidate_that_is_no_better_is_refused_with_its_figures(world, name, 
     made, _ = decide(world, name, world.add_version(name, "weak"), evaluation, tmp_path)
     assert (made.action, made.champion) == ("refused", old)
     (reason,) = made.reasons
-    assert "that it exceeds min_win_rate=0.5 is 0." in reason
+    assert "that this rate exceeds min_win_rate=0.5 is 0." in reason
     assert read_aliases(name) == {"champion": old}
+
+
+@pytest.mark.parametrize(("rate", "action"), [(0.5, "promoted"), (1e-4, "refused")])
+def test_alpha_follows_from_the_history(world, name, tmp_path: Path, rate: float, action: str):
+    evaluation = world.evaluate(world.named(name), "good", tmp_path)
+    version = world.add_version(name, "good")
+    limits = replace(world.settings.promotion, false_promotion_rate=rate)
+    made, _ = decide(world, name, version, evaluation, tmp_path, promotion=limits)
+    assert made.action == action
+    if action == "refused":
+        assert "alpha is 9.61538e-07 now. Judge the candidate again." in made.reasons[0]
 
 
 def test_a_champion_that_came_meanwhile_is_judged_against(world: World, name: str, tmp_path: Path):
