@@ -57,7 +57,7 @@ def evaluate_policies(
         selection: how the policy was chosen; None if `selection.method` is `last`.
     """
     data = RunData(settings)
-    rows = data.examples()
+    rows = data.examples(None if champion is None else champion.version)
     prompts = [row["prompt"] for row in rows]
     answers = {
         "sft": answer_as_evaluated(settings, sft, prompts, sft, folder),

@@ -232,9 +232,9 @@ class RunData:
             "eval-prompts": self.evaluation_rows(),
         }
 
-    def examples(self) -> list[Row]:
-        """Read the first `num_examples` rows for the evaluation."""
-        return first_rows(self.evaluation_rows(), self.settings.evaluation)
+    def examples(self, champion: int | None = None) -> list[Row]:
+        """Read the rows for an evaluation against a champion version; see `judged_rows`."""
+        return judged_rows(self.evaluation_rows(), self.settings.evaluation, champion)
 
     def labels(self) -> Rows | None:
         """Read the labeled pairs, see `human_labels`."""
@@ -344,9 +344,28 @@ def references_of(rows: Sequence[Row]) -> list[str] | None:
     return references if any(text.strip() for text in references) else None
 
 
-def first_rows(rows: Rows, config: EvaluationConfig) -> list[Row]:
-    """Return the rows that an evaluation judges."""
-    return list(rows.table.select(range(min(config.num_examples, len(rows)))))
+def judged_rows(rows: Rows, config: EvaluationConfig, champion: int | None = None) -> list[Row]:
+    """Return the rows that an evaluation against a champion version judges.
+
+    The first rows are always judged. The last `rotate` of them are taken in turn from all other
+    rows: each version number takes the next ones.
+
+    Raises:
+        DataError: there are no other rows to rotate.
+    """
+    total = len(rows)
+    judged = min(config.num_examples, total)
+    if config.rotate and judged == total:
+        raise DataError(
+            f"evaluation.rotate={config.rotate:g} needs more rows than num_examples="
+            f"{config.num_examples}, and {rows.source} has {total} usable rows, so no row could "
+            "be replaced. Add rows to eval_prompts, lower num_examples or leave rotate out."
+        )
+    rotated = round(config.rotate * judged)
+    fixed = judged - rotated
+    begin = (champion or 0) * rotated
+    others = (fixed + (begin + number) % (total - fixed) for number in range(rotated))
+    return list(rows.table.select([*range(fixed), *sorted(others)]))
 
 
 def require_reference(rows: Rows) -> Rows:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pipeline.inputs.data_sets import RunData, first_rows
+from pipeline.inputs.data_sets import RunData
 from pipeline.registry.alias_sync import settle
 from pipeline.registry.aliases import CHAMPION, read_aliases
 from pipeline.registry.versions import policy_folders
@@ -59,8 +59,8 @@ def fetch_version(settings: Settings, version: int) -> FetchedChampion:
 def _check_champion(settings: Settings, champion: FetchedChampion) -> None:
     """Raise before training if the champion cannot answer the evaluation prompts."""
     tokenizer = load_tokenizer(champion.tokenizer)
-    rows = RunData(settings).evaluation_rows()
-    judged = first_rows(rows, settings.evaluation)
+    data = RunData(settings)
+    rows, judged = data.evaluation_rows(), data.examples(champion.version)
     try:
         check_prompt_lengths(
             [encode_prompt(tokenizer, in_format_of(tokenizer, row["prompt"])) for row in judged],

@@ -14,9 +14,9 @@ from pipeline.promotion.bill_of_materials import bill_of_materials
 from pipeline.promotion.decide import decide_promotion
 from pipeline.promotion.version_card import NamedModel, VersionFacts, version_card
 from pipeline.registry.artifact import VersionContents, write_artifact
-from pipeline.registry.change_champion import challenge
+from pipeline.registry.change_champion import challenge, read_champions
 from pipeline.registry.decisions import Decision
-from pipeline.registry.versions import register_version, write_card
+from pipeline.registry.versions import decided_on, register_version, write_card
 from pipeline.results.evaluation import JudgeIdentity
 from pipeline.results.step_records import (
     EvaluatedPolicy,
@@ -31,6 +31,9 @@ from pipeline.settings.settings import Settings, as_plain_dict
 from pipeline.storage.workspace import original_names
 from pipeline.tracking.mlflow_runs import started_at
 from ppo_core.config.reward_names import read_rewards
+
+EVALUATION_DATA = "data/eval-prompts"
+"""Tag of a version with the digest of the evaluation prompts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +125,16 @@ def register(candidate: Candidate) -> RegisteredPolicy:
     )
     facts = _facts(candidate, evaluation, decoding, number, decision)
     write_card(settings.registered_model, number, version_card(facts))
-    return RegisteredPolicy(model=model, promotion=decision, evaluation=evaluation, kl=candidate.kl)
+    before = read_champions(settings.registered_model).decisions[: decision.number - 1]
+    return RegisteredPolicy(
+        model=model,
+        promotion=decision,
+        evaluation=evaluation,
+        kl=candidate.kl,
+        earlier_decisions=decided_on(
+            settings.registered_model, before, EVALUATION_DATA, run.origin[EVALUATION_DATA]
+        ),
+    )
 
 
 def _write_judged(

@@ -47,6 +47,11 @@ class Decision:
     key: str
     """Id of the attempt; a repeated attempt with the same key makes no second decision."""
 
+    @property
+    def is_of_run(self) -> bool:
+        """Whether a run decided, by the promotion gate; else a person did."""
+        return self.by.startswith("run ")
+
     def __post_init__(self) -> None:
         """Raise if `by` or `key` is too long, because only the reasons may be cut."""
         for name in ("by", "key"):

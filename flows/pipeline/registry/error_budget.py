@@ -23,7 +23,7 @@ def limits_now(limits: PromotionConfig, decisions: Sequence[Decision]) -> Promot
     """
     if limits.false_promotion_rate is None:
         return limits
-    of_runs = [one for one in decisions if one.by.startswith("run ")]
+    of_runs = [one for one in decisions if one.is_of_run]
     promotions = sum(one.action == "promoted" for one in of_runs)
     alpha = limits.false_promotion_rate * share_of(len(of_runs) + 1) * (1 + promotions)
     return replace(limits, alpha=alpha)

@@ -2,7 +2,7 @@
 
 import re
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from mlflow.exceptions import MlflowException
 
 from pipeline.inputs.lineage import FLOW_RUN
 from pipeline.registry.aliases import unless_deleted
+from pipeline.registry.decisions import Decision
 from pipeline.registry.logged_models import LoggedModels, logged_model_id, uploading
 from pipeline.tracking.mlflow_client import connect, explained
 from ppo_core.errors import ModelError
@@ -131,6 +132,14 @@ def register_version(
         "run_id": run_id,
         "manifest": version.tags[MANIFEST_TAG],
     }
+
+
+@explained()
+def decided_on(name: str, decisions: Sequence[Decision], tag: str, value: str) -> int:
+    """Return the number of versions with a tag among those that runs have decided about."""
+    found = connect().search_model_versions(f"name = '{name}'")
+    tagged = {int(one.version) for one in found if one.tags.get(tag) == value}
+    return len(tagged & {one.version for one in decisions if one.is_of_run})
 
 
 @explained()

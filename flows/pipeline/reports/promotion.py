@@ -23,6 +23,7 @@ def promotion_document(
     *,
     reward_model_fit: bool,
     kl: float,
+    earlier_decisions: int,
 ) -> Document:
     """Return the report on a version's promotion, with each measured value and its limit.
 
@@ -32,6 +33,7 @@ def promotion_document(
         limits: limits of the promotion gate.
         reward_model_fit: whether the reward model passed its validation gate.
         kl: KL divergence between the version and SFT, nats per answer.
+        earlier_decisions: number of earlier versions that were decided on equal evaluation data.
     """
     # `promoted` is also true if a person promoted the version before the run decided.
     promoted = promotion.champion == promotion.version
@@ -42,7 +44,7 @@ def promotion_document(
         reasons=(*promotion.reasons, *evaluation.notes),
         sections=(
             _decision(promotion, evaluation),
-            _figures(evaluation, limits, reward_model_fit, kl),
+            _figures(evaluation, limits, reward_model_fit, kl, earlier_decisions),
         ),
     )
 
@@ -66,7 +68,11 @@ def _version(champion: int | None) -> str:
 
 
 def _figures(
-    evaluation: Evaluation, limits: PromotionConfig, reward_model_fit: bool, kl: float
+    evaluation: Evaluation,
+    limits: PromotionConfig,
+    reward_model_fit: bool,
+    kl: float,
+    earlier_decisions: int,
 ) -> Section:
     win_rates, contest = evaluation.win_rate, evaluation.direct_contest
     own, other = evaluation.length["ppo"], evaluation.length[evaluation.rival]
@@ -93,6 +99,7 @@ def _figures(
                 "conclusive",
             ),
             ("Reward model", "fit" if reward_model_fit else "accepted by hand", "fit"),
+            ("Earlier decisions on these evaluation data", str(earlier_decisions), "no limit"),
         ),
     )
 

@@ -207,3 +207,6 @@ class RegisteredPolicy:
 
     kl: float
     """KL divergence from the SFT policy in nats per answer, as used for the decision."""
+
+    earlier_decisions: int
+    """Number of earlier versions that were decided on equal evaluation data."""

@@ -21,6 +21,11 @@ class EvaluationConfig:
     """Maximum number of rows of `eval_prompts` to answer; the first rows are used. The judge
     compares as many of the answers as its decision takes (`promotion.alpha`)."""
 
+    rotate: ShareBelow1 = 0.0
+    """Fraction of these rows that each new champion replaces by later rows of `eval_prompts`, so
+    that the champions are not selected for the same prompts again and again. A fraction above 0
+    needs more rows than `num_examples`."""
+
     temperature: NotNegative = 0.7
     """Temperature of the answers; 0 always takes the likeliest token."""
 

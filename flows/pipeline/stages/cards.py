@@ -42,6 +42,7 @@ def promotion_card(
         limits,
         reward_model_fit=validation.is_harmless,
         kl=registered.kl,
+        earlier_decisions=registered.earlier_decisions,
     )
     return card_components(document)
 

@@ -77,7 +77,7 @@ def compare_model(
     )
     rows = _read_rows(arguments, source, model, tokenizer)
     require_columns_read(renamed, rows, *([] if labels is None else [labels]))
-    judged = data_sets.first_rows(rows, config)
+    judged = data_sets.judged_rows(rows, config)
     prompts = [row["prompt"] for row in judged]
     texts = _texts(arguments, config, (model, tokenizer_path), judged, rows.source)
     contest = ("model", "itself" if arguments.against_itself else "reference")

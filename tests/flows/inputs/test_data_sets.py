@@ -202,6 +202,33 @@ def test_evaluation_prompts_are_the_last_of_the_prompts(
     assert (trained, judged) == (names[:-split_off], names[-split_off:])
 
 
+@pytest.mark.parametrize(
+    ("champion", "judged"),
+    [
+        (None, [0, 1, 2, 3]),
+        (1, [0, 1, 4, 5]),
+        (2, [0, 1, 6, 7]),
+        (3, [0, 1, 2, 8]),  # the end, and again from the start
+        (7, [0, 1, 2, 3]),
+    ],
+)
+def test_each_champion_replaces_a_part_of_the_judged_prompts(
+    tmp_path: Path, champion: int | None, judged: list[int]
+):
+    table = tiny_table(tmp_path) | {"eval_prompts": str(tmp_path / "nine.jsonl")}
+    write_rows(tmp_path / "nine.jsonl", [{"prompt": f"w{i}"} for i in range(9)])
+    table["evaluation"] = {"num_examples": 4, "rotate": 0.5}
+    rows = RunData(make_settings(table, {})).examples(champion)
+    assert [row["prompt"] for row in rows] == [f"w{i}" for i in judged]
+
+
+def test_a_rotation_without_further_rows_is_refused(tmp_path: Path):
+    table = tiny_table(tmp_path)
+    table["evaluation"] = {"num_examples": 1000, "rotate": 0.5}
+    with pytest.raises(DataError, match=r"rotate=0\.5 needs more rows than num_examples=1000"):
+        RunData(make_settings(table, {})).examples()
+
+
 def test_ppo_trains_on_no_prompt_that_is_judged(tmp_path: Path):
     # Rows 3 and 8 are the last prompt, too.
     rows = [{"prompt": "w50" if i in (3, 8, 19) else f"w{i}"} for i in range(20)]

@@ -141,6 +141,11 @@ def test_the_first_run_is_registered_and_promoted(story: Story):
     assert run_of(story.first, "register").info.status == "FINISHED"
 
 
+def test_earlier_decisions_of_runs_on_equal_evaluation_data_are_counted(story: Story):
+    runs = (story.first, story.second, story.refused)
+    assert [ran.registered.earlier_decisions for ran in runs] == [0, 1, 2]
+
+
 def test_a_candidate_whose_champion_changed_is_on_record_against_the_new_one(story: Story):
     registered, meanwhile = story.second.registered, story.champion_meanwhile
     assert (registered.promotion.action, story.second.version) == ("promoted", meanwhile + 1)
@@ -264,7 +269,7 @@ def candidate(world: World, name: str, folder: Path) -> register_module.Candidat
         id=f"RLHF/{parent}",
         workspace=Workspace(str(folder)),
         tracking={"parent": parent},
-        origin={"model/base": "0"},
+        origin={"model/base": "0", register_module.EVALUATION_DATA: "0"},
         data=[],
     )
     run.folder.mkdir(parents=True)

@@ -161,7 +161,11 @@ def row_of(document: Document, title: str, name: str) -> tuple[str, ...]:
 
 def register(made: Decision, evaluation: Evaluation, folder: Path) -> RegisteredPolicy:
     return RegisteredPolicy(
-        model={}, promotion=made, evaluation=evaluated(evaluation, folder), kl=12.3
+        model={},
+        promotion=made,
+        evaluation=evaluated(evaluation, folder),
+        kl=12.3,
+        earlier_decisions=4,
     )
 
 
@@ -551,7 +555,12 @@ def test_the_metrics_of_an_evaluation_are_grouped_and_are_numbers(rematch: Evalu
 def decided(action: str, evaluation: Evaluation, **changes: Any) -> Document:
     """The document of a decision on version 3."""
     return promotion_document(
-        decision(action, **changes), evaluation, PromotionConfig(), reward_model_fit=True, kl=12.3
+        decision(action, **changes),
+        evaluation,
+        PromotionConfig(),
+        reward_model_fit=True,
+        kl=12.3,
+        earlier_decisions=4,
     )
 
 
@@ -559,6 +568,8 @@ def test_the_card_of_a_decision_says_it_and_why(rematch: Evaluation):
     promoted = decided("promoted", rematch)
     assert (promoted.verdict, promoted.tone) == ("Promoted", "success")
     assert row_of(promoted, "The decision", "3") == ("3", "champion", "version 2")
+    earlier = "Earlier decisions on these evaluation data"
+    assert row_of(promoted, "Figures and limits", earlier)[1] == "4"
     refused = decided("refused", rematch, reasons=("It loses.", "It repeats."))
     assert (refused.verdict, refused.tone) == ("Refused", "danger")
     assert refused.reasons == ("It loses.", "It repeats.")
@@ -590,6 +601,7 @@ def test_the_card_of_a_decision_has_every_figure_beside_its_limit(rematch: Evalu
         "Repeated 3-grams of words": ("3.4%", "at most 30.0%"),
         "Evaluation": ("conclusive", "conclusive"),
         "Reward model": ("fit", "fit"),
+        "Earlier decisions on these evaluation data": ("4", "no limit"),
     }
 
 
