@@ -6,9 +6,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.evaluation.betting import log_capitals
 from pipeline.evaluation.comparison import POINTS, Comparison
-from pipeline.evaluation.until_decided import PAIRS_AT_ONCE, Rule
+from pipeline.evaluation.sequential.betting import log_capitals
+from pipeline.evaluation.sequential.until_decided import PAIRS_AT_ONCE, Rule
 from pipeline.evaluation.win_rate import values_of_prompts
 from pipeline.judges.verdict import Verdict
 from pipeline.registry.decisions import Action, Decision

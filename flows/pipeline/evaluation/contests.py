@@ -12,7 +12,7 @@ from pipeline.evaluation.agreement import (
 from pipeline.evaluation.canaries import run_canaries
 from pipeline.evaluation.comparison import Comparison
 from pipeline.evaluation.length_control import length_controlled_rate, rate_by_length_ratio
-from pipeline.evaluation.until_decided import (
+from pipeline.evaluation.sequential.until_decided import (
     DecidedComparison,
     Rule,
     compare_at,

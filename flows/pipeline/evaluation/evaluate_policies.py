@@ -32,7 +32,7 @@ from ppo_core.training.evaluation import Answers
 
 if TYPE_CHECKING:
     from pipeline.evaluation.contests import Contest
-    from pipeline.evaluation.until_decided import Rule
+    from pipeline.evaluation.sequential.until_decided import Rule
 
 
 def evaluate_policies(
@@ -179,7 +179,7 @@ def _rules(limits: PromotionConfig, contestants: Collection[str]) -> "dict[Conte
 
     The contest against the champion comes first, or against SFT without a champion.
     """
-    from pipeline.evaluation.until_decided import Rule
+    from pipeline.evaluation.sequential.until_decided import Rule
 
     least = {"champion" if "champion" in contestants else "sft": limits.min_win_rate}
     if "reference" in contestants:

@@ -4,9 +4,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from pipeline.evaluation.betting import mean_interval
 from pipeline.evaluation.comparison import POINTS, Comparison, valid_pairs
 from pipeline.evaluation.rates import Array
+from pipeline.evaluation.sequential.betting import mean_interval
 from pipeline.results.evaluation import PairedDifference, SequentialTest, WinRate
 from ppo_core.errors import DataError
 

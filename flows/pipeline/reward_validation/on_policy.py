@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 from scipy.special import comb
 from scipy.stats import rankdata
 
-from pipeline.evaluation.betting import mean_interval
 from pipeline.evaluation.comparison import POINTS, compare
 from pipeline.evaluation.rates import Array, hits, measure_rate
+from pipeline.evaluation.sequential.betting import mean_interval
 from pipeline.judges.judge_budget import Budget
 from pipeline.judges.verdict import Judge, JudgedPrompt
 from pipeline.results.reward_report import OnPolicy

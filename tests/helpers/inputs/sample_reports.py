@@ -10,7 +10,7 @@ import numpy as np
 from pipeline.evaluation.comparison import contests_between
 from pipeline.evaluation.contests import evaluate
 from pipeline.evaluation.notes import notes_on
-from pipeline.evaluation.until_decided import Rule
+from pipeline.evaluation.sequential.until_decided import Rule
 from pipeline.evaluation.win_rate import compare_policies
 from pipeline.inputs.preference_pairs import LabeledPair
 from pipeline.judges.function_judge import FunctionJudge

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from pipeline.evaluation.betting import BETS
 from pipeline.evaluation.comparison import Comparison
-from pipeline.evaluation.until_decided import PAIRS_AT_ONCE, Rule, compare_until_decided
+from pipeline.evaluation.sequential.betting import BETS
+from pipeline.evaluation.sequential.until_decided import PAIRS_AT_ONCE, Rule, compare_until_decided
 from pipeline.evaluation.win_rate import doubts_of, values_of_prompts
 from pipeline.judges.verdict import Verdict
 from pipeline.settings.gate_configs import PromotionConfig

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from pipeline.evaluation.equal_weeks import promoted_share
-from pipeline.evaluation.until_decided import Rule
+from pipeline.evaluation.sequential.equal_weeks import promoted_share
+from pipeline.evaluation.sequential.until_decided import Rule
 
 
 def test_the_share_keeps_to_alpha_also_where_one_side_won_all_pairs():

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import logsumexp
 
-from pipeline.evaluation.betting import BETS, log_capitals
 from pipeline.evaluation.comparison import Comparison, compare, joined
 from pipeline.evaluation.rates import Array
+from pipeline.evaluation.sequential.betting import BETS, log_capitals
 from pipeline.evaluation.win_rate import values_of_prompts
 from pipeline.judges.verdict import Judge, JudgedPrompt
 from pipeline.results.evaluation import Decided, SequentialTest

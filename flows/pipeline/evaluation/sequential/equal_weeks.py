@@ -3,7 +3,7 @@
 import numpy as np
 
 from pipeline.evaluation.rates import Array
-from pipeline.evaluation.until_decided import Rule
+from pipeline.evaluation.sequential.until_decided import Rule
 
 WEEKS = 10_000
 

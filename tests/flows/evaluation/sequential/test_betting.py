@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pipeline.evaluation.betting import BETS, log_capital, mean_interval
+from pipeline.evaluation.sequential.betting import BETS, log_capital, mean_interval
 
 
 def test_the_capital_is_the_mean_of_what_the_bets_have_won():
