@@ -12,6 +12,7 @@ from pipeline.evaluation.agreement import (
 from pipeline.evaluation.canaries import run_canaries
 from pipeline.evaluation.comparison import Comparison
 from pipeline.evaluation.length_control import length_controlled_rate, rate_by_length_ratio
+from pipeline.evaluation.sequential.people_and_judge import Labels
 from pipeline.evaluation.sequential.until_decided import (
     DecidedComparison,
     Rule,
@@ -68,7 +69,8 @@ def evaluate(
         rules: rules of the contests that decide, in the order in which they are judged; at least
             one. After a contest in which the candidate is not found better, the next contest is
             judged only on the prompts of that contest.
-        people: rows with `prompt`, `first`, `second` and a person's `label`; may be empty.
+        people: rows with `prompt`, `first`, `second` and a person's `label`; may be empty. Labels
+            of the contests' own pairs decide with the judge, see `people_and_judge`.
         config: limits of the rates and of kappa; beyond a limit, the result is inconclusive.
         canaries_decide: whether the result is inconclusive if the judge falls for canaries.
         seed: seed of the order of the pairs.
@@ -79,7 +81,7 @@ def evaluate(
     """
     rival = next(name for name in CANARY_RIVALS if name in texts)
     canaries = run_canaries(judge, prompts, texts[rival])
-    decided = _decide(judge, prompts, texts, rules, config, seed)
+    decided = _decide(judge, prompts, texts, rules, people, config, seed)
     comparisons = {
         contest: _comparison(judge, prompts, texts, contest, decided) for contest in contests
     }
@@ -88,7 +90,7 @@ def evaluate(
             comparison,
             max_invalid=config.max_invalid,
             max_flip_rate=config.max_flip_rate,
-            test=decided[contest].test if contest in decided else None,
+            **_how_decided(decided.get(contest)),
         )
         for contest, comparison in comparisons.items()
     }
@@ -114,6 +116,7 @@ def _decide(
     prompts: Sequence[JudgedPrompt],
     texts: Mapping[str, Sequence[str]],
     rules: Mapping[Contest, Rule],
+    people: Sequence[Row],
     config: EvaluationConfig,
     seed: int,
 ) -> dict[Contest, DecidedComparison]:
@@ -125,12 +128,16 @@ def _decide(
     found: dict[Contest, DecidedComparison] = {}
     positions = list(range(len(prompts)))
     for (candidate, opponent), rule in rules.items():
-        one = compare_until_decided(
-            judge,
+        pairs = (
             [prompts[n] for n in positions],
             [texts[candidate][n] for n in positions],
             [texts[opponent][n] for n in positions],
+        )
+        one = compare_until_decided(
+            judge,
+            *pairs,
             rule,
+            labels=Labels.of(people, *pairs),
             is_conclusive=is_conclusive,
             seed=seed,
         )
@@ -140,6 +147,10 @@ def _decide(
             # The promotion is refused already, so the next contest need not be decided.
             positions = one.positions
     return found
+
+
+def _how_decided(decided: DecidedComparison | None) -> dict[str, Any]:
+    return {} if decided is None else {"test": decided.test, "people": decided.people}
 
 
 def name_of(candidate: str, opponent: str) -> str:

@@ -7,7 +7,7 @@ import numpy as np
 from pipeline.evaluation.comparison import POINTS, Comparison, valid_pairs
 from pipeline.evaluation.rates import Array
 from pipeline.evaluation.sequential.betting import mean_interval
-from pipeline.results.evaluation import PairedDifference, SequentialTest, WinRate
+from pipeline.results.evaluation import PairedDifference, PeopleAndJudge, SequentialTest, WinRate
 from ppo_core.errors import DataError
 
 
@@ -17,6 +17,7 @@ def measure_win_rate(
     max_invalid: float,
     max_flip_rate: float,
     test: SequentialTest | None = None,
+    people: PeopleAndJudge | None = None,
 ) -> WinRate:
     """Return the candidate's win rate against the opponent, with a 95 % interval.
 
@@ -28,6 +29,7 @@ def measure_win_rate(
         max_invalid: maximum fraction of invalid pairs among all pairs for a conclusive rate.
         max_flip_rate: maximum `flip_rate` for a conclusive rate.
         test: how the rate was decided; None for a contest that decides nothing.
+        people: the rate with people's labels; None if they did not decide.
 
     Raises:
         DataError: every pair is invalid.
@@ -50,6 +52,7 @@ def measure_win_rate(
         reasons=reasons,
         judge=comparison.judge,
         test=test,
+        people=people,
     )
 
 

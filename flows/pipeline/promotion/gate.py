@@ -71,9 +71,15 @@ def _opponent(champion: int | None) -> str:
 
 
 def _won(win_rate: WinRate, opponent: str) -> str:
-    return (
+    won = (
         f"It wins {win_rate.rate:.1%} of {win_rate.n} pairs against {opponent}, 95 % "
         f"interval {win_rate.low:.1%} .. {win_rate.high:.1%}, judged by {win_rate.judge}"
+    )
+    if (people := win_rate.people) is None:
+        return won
+    return (
+        f"{won}; with {people.labels} labels of people, it wins {people.rate:.1%}, interval "
+        f"{people.low:.1%} .. {people.high:.1%}"
     )
 
 

@@ -3,7 +3,12 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline.results.evaluation import ContestResult, PairedDifference, WinRate
+from pipeline.results.evaluation import (
+    ContestResult,
+    PairedDifference,
+    PeopleAndJudge,
+    WinRate,
+)
 from pipeline.results.reward_report import OnPolicy, Probe, Rate, References
 
 Tone = Literal["success", "warning", "danger"]
@@ -65,7 +70,7 @@ def as_percent(share: float | None) -> str:
     return "none" if share is None else f"{share:.1%}"
 
 
-def as_interval(of: WinRate | Rate | Probe | References | OnPolicy) -> str:
+def as_interval(of: WinRate | Rate | Probe | References | OnPolicy | PeopleAndJudge) -> str:
     """Return the interval from `low` to `high` as text, in percent."""
     return f"{of.low:.1%} .. {of.high:.1%}"
 

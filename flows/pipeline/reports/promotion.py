@@ -12,8 +12,11 @@ from pipeline.reports.document import (
     as_percent,
 )
 from pipeline.reports.terminal import CONTEST_TITLES, decision_in_words
-from pipeline.results.evaluation import ContestResult, Evaluation
+from pipeline.results.evaluation import ContestResult, Evaluation, PeopleAndJudge
 from pipeline.settings.gate_configs import PromotionConfig
+
+LITTLE = 0.1
+"""Weight of the judge below which its verdicts add little to people's labels."""
 
 
 def promotion_document(
@@ -82,6 +85,7 @@ def _figures(
         rows=(
             _win_rate(win_rates, contest, limits.min_win_rate),
             _win_rate(win_rates, "ppo_vs_reference", limits.min_reference_win_rate),
+            ("People's labels of these pairs", _people(win_rates[contest].people), "no limit"),
             ("KL of an answer from SFT, nats", as_number(kl), f"at most {limits.max_kl:g}"),
             (
                 "Words of an answer, and of its opponent",
@@ -102,6 +106,13 @@ def _figures(
             ("Earlier decisions on these evaluation data", str(earlier_decisions), "no limit"),
         ),
     )
+
+
+def _people(found: PeopleAndJudge | None) -> str:
+    if found is None:
+        return "too few: a bias of the judge is not measured"
+    adds = "the judge adds little" if found.weight < LITTLE else f"worth {found.worth:.0f} alone"
+    return f"{found.labels}, {adds}; win rate {as_percent(found.rate)}, {as_interval(found)}"
 
 
 def _win_rate(

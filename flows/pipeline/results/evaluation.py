@@ -32,6 +32,29 @@ class SequentialTest:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PeopleAndJudge:
+    """A win rate by people's labels of some pairs and the judge's verdicts on all of them."""
+
+    rate: float
+    """Win rate by PPI++ (arXiv:2311.01453)."""
+
+    low: float
+    """Lower end of the 95 % interval, which holds whenever the judge stops."""
+
+    high: float
+    """Upper end of this interval."""
+
+    labels: int
+    """Number of labeled prompts."""
+
+    weight: float
+    """Weight of the judge in [0, 1]; near 0, the judge adds nothing to the labels."""
+
+    worth: float
+    """Number of labels that people alone would have needed for an equal variance."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class WinRate:
     """How often the candidate's answers beat the opponent's answers."""
 
@@ -74,6 +97,10 @@ class WinRate:
 
     test: SequentialTest | None = None
     """How the rate was decided; None for a contest that decides nothing."""
+
+    people: PeopleAndJudge | None = None
+    """The rate with people's labels, which then decide with the judge; None if too few of the
+    judged prompts have a label."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -142,6 +142,12 @@ def describe_result(result: ModelWinRate) -> str:
         f"judge followed the order of answers in {rate.flip_rate:.1%}.",
         f"Length-controlled win rate: {as_equal_length_rate(rate)}.",
     ]
+    if labeled := rate.people:
+        lines.append(
+            f"With {labeled.labels} labels of people: {labeled.rate:.2%} (95% CI "
+            f"{100 * labeled.low:.1f}-{100 * labeled.high:.1f}), worth {labeled.worth:.0f} labels "
+            "without the judge."
+        )
     if people := result.people:
         lines.append(
             f"The judge agrees with people in {as_percent(people.share)} of {people.n} "

@@ -598,6 +598,10 @@ def test_the_card_of_a_decision_has_every_figure_beside_its_limit(rematch: Evalu
         "PPO against the references": (shown(references), limit),
         "KL of an answer from SFT, nats": ("12.3", "at most 20"),
         "Words of an answer, and of its opponent": ("40.5 and 31", "at most 2 times the other"),
+        "People's labels of these pairs": (
+            "too few: a bias of the judge is not measured",
+            "no limit",
+        ),
         "Repeated 3-grams of words": ("3.4%", "at most 30.0%"),
         "Evaluation": ("conclusive", "conclusive"),
         "Reward model": ("fit", "fit"),

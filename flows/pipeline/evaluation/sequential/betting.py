@@ -3,6 +3,8 @@
 Waudby-Smith and Ramdas, Estimating means of bounded random variables by betting (arXiv:2010.09686).
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 from scipy.optimize import brentq
 from scipy.special import logsumexp
@@ -12,6 +14,20 @@ from pipeline.evaluation.rates import Array
 BETS = np.array((0.05, 0.1, 0.2, 0.4, 0.6, 0.8))
 """Bets, as fractions of the largest bet that cannot lose all capital. Small bets show small
 differences after many values, and large bets show large differences after few values."""
+
+
+@dataclass(frozen=True)
+class Values:
+    """Values of independent prompts, in an order that does not depend on them."""
+
+    values: Array
+    """Values (N,); their mean is the quantity of interest, such as a win rate."""
+
+    lowest: float = 0.0
+    """Lowest possible value."""
+
+    highest: float = 1.0
+    """Highest possible value."""
 
 
 def log_capitals(values: Array, mean: float, lowest: float) -> Array:

@@ -9,10 +9,11 @@ from scipy.special import logsumexp
 
 from pipeline.evaluation.comparison import Comparison, compare, joined
 from pipeline.evaluation.rates import Array
-from pipeline.evaluation.sequential.betting import BETS, log_capitals
+from pipeline.evaluation.sequential.betting import BETS, Values, log_capitals
+from pipeline.evaluation.sequential.people_and_judge import Labels
 from pipeline.evaluation.win_rate import values_of_prompts
 from pipeline.judges.verdict import Judge, JudgedPrompt
-from pipeline.results.evaluation import Decided, SequentialTest
+from pipeline.results.evaluation import Decided, PeopleAndJudge, SequentialTest
 from ppo_core.data.rows.dialogues import shown_prompt
 
 PAIRS_AT_ONCE = 32
@@ -43,29 +44,29 @@ class Rule:
     alpha: float
     """Largest probability of finding a candidate better whose win rate is at most `least`."""
 
-    def decide(self, values: Array) -> Decided:
-        """Decide on values (N,) in [0, 1] of independent prompts, at any N.
+    def decide(self, values: Values) -> Decided:
+        """Decide on the values of N independent prompts, at any N.
 
         "better": the capital of `log_capitals` against `least` is at least 1 / alpha. "not better":
         the mirrored capital, against `gain`, is at least 1 / FUTILE_ALPHA.
         """
         return self._decisions(values)[-1]
 
-    def first_decision(self, values: Array) -> tuple[Decided, int]:
-        """Decide after each PAIRS_AT_ONCE of N >= 1 values, and after the last value.
+    def first_decision(self, points: Array) -> tuple[Decided, int]:
+        """Decide after each PAIRS_AT_ONCE of N >= 1 points in [0, 1], and after the last ones.
 
         Returns:
-            The first decision that is not "undecided", and the number of values that it needed; or
+            The first decision that is not "undecided", and the number of points that it needed; or
             else "undecided" and N.
         """
-        decisions = self._decisions(values)
-        looks = [*range(PAIRS_AT_ONCE, len(values), PAIRS_AT_ONCE), len(values)]
+        decisions = self._decisions(Values(points))
+        looks = [*range(PAIRS_AT_ONCE, len(points), PAIRS_AT_ONCE), len(points)]
         found = (look for look in looks if decisions[look] != "undecided")
-        stop = next(found, len(values))
+        stop = next(found, len(points))
         return decisions[stop], stop
 
-    def test(self, values: Array, *, asked: int, available: int) -> SequentialTest:
-        """Return the result on the values (N,) of `asked` of `available` pairs."""
+    def test(self, values: Values, *, asked: int, available: int) -> SequentialTest:
+        """Return the result on the values of `asked` of `available` pairs."""
         return SequentialTest(
             least=self.least,
             alpha=self.alpha,
@@ -85,20 +86,21 @@ class Rule:
 
         return bisect_left(range(2**40), -np.log(self.alpha), key=evidence)
 
-    def _decisions(self, values: Array) -> list[Decided]:
+    def _decisions(self, values: Values) -> list[Decided]:
         """Return the decision before the first value and after each value."""
         is_better = self._log_evidence(values) >= -np.log(self.alpha)
         if self.gain is None:
             is_worse = np.zeros_like(is_better)
         else:
-            is_worse = log_capitals(-values, -self.gain, -1.0) >= -np.log(FUTILE_ALPHA)
+            against = log_capitals(-values.values, -self.gain, -values.highest)
+            is_worse = against >= -np.log(FUTILE_ALPHA)
         return [
             "better" if better else "not better" if worse else "undecided"
             for better, worse in zip(is_better, is_worse, strict=True)
         ]
 
-    def _log_evidence(self, values: Array) -> Array:
-        return log_capitals(values, max(self.least, SMALLEST_RATE), 0.0)
+    def _log_evidence(self, values: Values) -> Array:
+        return log_capitals(values.values, max(self.least, SMALLEST_RATE), values.lowest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +114,9 @@ class DecidedComparison:
 
     test: SequentialTest
 
+    people: PeopleAndJudge | None
+    """The win rate with people's labels; None if they did not decide."""
+
 
 def compare_until_decided(
     judge: Judge,
@@ -120,6 +125,7 @@ def compare_until_decided(
     opponents: Sequence[str],
     rule: Rule,
     *,
+    labels: Labels | None = None,
     is_conclusive: Callable[[Comparison], bool] = lambda comparison: True,
     seed: int,
 ) -> DecidedComparison:
@@ -127,7 +133,7 @@ def compare_until_decided(
 
     Pairs of equal prompts are in one batch. After a decision, more batches are judged as long as
     `is_conclusive` is False: one or two invalid verdicts may be too large a fraction of the first
-    batch. The test is valid for any number of pairs.
+    batch. The test is valid for any number of pairs. With `labels`, people decide with the judge.
     """
     judged: list[Comparison] = []
     order: list[int] = []
@@ -135,13 +141,18 @@ def compare_until_decided(
         judged.append(compare_at(batch, judge, prompts, candidates, opponents))
         order += batch
         comparison = joined(judged, order)
-        values = values_of_prompts(comparison)
+        in_order_of_asking = joined(judged, range(len(order)))
+        if labels is None:
+            values = Values(values_of_prompts(in_order_of_asking))
+        else:
+            values = labels.values(in_order_of_asking)
         if rule.decide(values) != "undecided" and is_conclusive(comparison):
             break
     return DecidedComparison(
         comparison=comparison,
         positions=sorted(order),
         test=rule.test(values, asked=len(order), available=len(prompts)),
+        people=None if labels is None else labels.rate(in_order_of_asking),
     )
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pipeline.evaluation.comparison import Comparison
-from pipeline.evaluation.sequential.betting import BETS
+from pipeline.evaluation.sequential.betting import BETS, Values
 from pipeline.evaluation.sequential.until_decided import PAIRS_AT_ONCE, Rule, compare_until_decided
 from pipeline.evaluation.win_rate import doubts_of, values_of_prompts
 from pipeline.judges.verdict import Verdict
@@ -53,26 +53,26 @@ def test_a_win_rate_is_decided_when_the_capital_reaches_one_over_alpha():
     # Against 1/2, each win multiplies the capital of a bet by 1 + bet.
     wins = next(n for n in range(1, 99) if np.mean((1 + BETS) ** n) >= 1000)
     assert RULE.least_wins() == wins == 15
-    assert RULE.decide(np.ones(wins - 1)) == "undecided"
-    assert RULE.decide(np.ones(wins)) == "better"
+    assert RULE.decide(Values(np.ones(wins - 1))) == "undecided"
+    assert RULE.decide(Values(np.ones(wins))) == "better"
 
 
 def test_the_capital_of_wins_losses_and_ties_by_hand():
     values = np.array([1.0, 0.0, 0.5, 1.0])
     by_hand = np.mean([(1 + b) * (1 - b) * 1 * (1 + b) for b in BETS])
-    test = RULE.test(values, asked=4, available=9)
+    test = RULE.test(Values(values), asked=4, available=9)
     assert test.evidence == pytest.approx(by_hand)
     assert (test.decided, test.asked, test.available) == ("undecided", 4, 9)
     # Against 0.8, a win gains bet / 4, and a loss still loses the bet.
-    high = Rule(least=0.8, gain=0.9, alpha=0.001).test(values[:2], asked=2, available=2)
+    high = Rule(least=0.8, gain=0.9, alpha=0.001).test(Values(values[:2]), asked=2, available=2)
     assert high.evidence == pytest.approx(np.mean([(1 + b / 4) * (1 - b) for b in BETS]))
 
 
 def test_a_rate_below_what_is_worth_finding_is_given_up():
     # Mirrored and against 0.55, a loss gains bet x 0.55 / 0.45.
     losses = next(n for n in range(1, 99) if np.mean((1 + BETS * 0.55 / 0.45) ** n) >= 20)
-    assert RULE.decide(np.zeros(losses - 1)) == "undecided"
-    assert RULE.decide(np.zeros(losses)) == "not better"
+    assert RULE.decide(Values(np.zeros(losses - 1))) == "undecided"
+    assert RULE.decide(Values(np.zeros(losses))) == "not better"
 
 
 @pytest.mark.parametrize(
@@ -125,16 +125,16 @@ def test_pairs_without_a_verdict_decide_nothing():
 @pytest.mark.parametrize(("least", "gain"), [(0.0, 0.05), (0.99, 0.995)])
 def test_a_limit_at_the_edge_of_the_range_can_be_decided(least: float, gain: float):
     rule = Rule(least=least, gain=gain, alpha=0.001)
-    assert rule.decide(np.full(2000, 1.0)) == "better"
-    assert rule.decide(np.zeros(400)) == "not better"
-    assert np.isfinite(rule.test(np.ones(5000), asked=5000, available=5000).evidence)
+    assert rule.decide(Values(np.full(2000, 1.0))) == "better"
+    assert rule.decide(Values(np.zeros(400))) == "not better"
+    assert np.isfinite(rule.test(Values(np.ones(5000)), asked=5000, available=5000).evidence)
 
 
 def test_a_rate_just_above_a_high_limit_survives_a_tie():
     limits = PromotionConfig(min_win_rate=0.95)
     rule = Rule(least=0.95, gain=limits.gain_above(0.95), alpha=0.001)
     assert rule.gain == pytest.approx(0.975)
-    assert rule.decide(np.array([1.0] * 20 + [0.5])) == "undecided"
+    assert rule.decide(Values(np.array([1.0] * 20 + [0.5]))) == "undecided"
 
 
 @pytest.mark.parametrize(("least", "wins"), [(0.5, 15), (0.8, 47), (0.9999, None)])
@@ -142,8 +142,8 @@ def test_the_fewest_wins_are_those_with_which_the_rule_decides(least: float, win
     rule = Rule(least=least, gain=None, alpha=0.001)
     found = rule.least_wins()
     assert wins is None or found == wins
-    assert rule.decide(np.ones(found)) == "better"
-    assert rule.decide(np.ones(found - 1)) == "undecided"
+    assert rule.decide(Values(np.ones(found))) == "better"
+    assert rule.decide(Values(np.ones(found - 1))) == "undecided"
 
 
 def test_the_judge_is_asked_further_until_its_verdicts_are_conclusive():
@@ -187,7 +187,7 @@ def weeks(
         draws = rng.uniform(size=most)
         values = np.where(draws < ties, 0.5, (rng.uniform(size=most) < rate).astype(float))
         for stop in range(PAIRS_AT_ONCE, most + 1, PAIRS_AT_ONCE):
-            decided = RULE.decide(values[:stop])
+            decided = RULE.decide(Values(values[:stop]))
             if decided != "undecided":
                 break
         better += decided == "better"
@@ -219,5 +219,5 @@ def test_a_later_turn_does_not_change_the_first_decision():
     rule = Rule(least=0.5, gain=0.55, alpha=0.001)
     values = np.r_[np.ones(64), np.zeros(300)]
     assert rule.first_decision(values) == ("better", 32)
-    assert rule.decide(values) == "not better"
+    assert rule.decide(Values(values)) == "not better"
     assert rule.first_decision(1 - values)[0] == "not better"
