@@ -171,7 +171,12 @@ class RLHF(FlowSpec):
     def train_policy(self) -> None:
         """Train the policy with PPO; resume from any last checkpoint."""
         self.trained = stages.training.train_policy(
-            self.settings, self.sft, self.rewarder, self.validation, self.tracked
+            self.settings,
+            self.sft,
+            self.rewarder,
+            self.validation,
+            self.tracked,
+            fresh=self.fresh,
         )
         self.next(self.evaluate_win_rate)
 
