@@ -262,7 +262,7 @@ class RLHF(FlowSpec):
 
     def _validate(self) -> None:
         self.validation = stages.validation.validate_reward_model(
-            self.settings, self.sft, self.rewarder, self.judge_model, self.tracked
+            self.settings, self.sft, self.rewarder, self.judge_model, self.tracked, self.fresh
         )
         current.card.extend(stages.cards.reward_model_card(self.validation, self.tracked))
         if self.validation.refused:

@@ -10,7 +10,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from pipeline.inputs.preference_pairs import (
+    LabeledPair,
+    decided_pairs,
     join_by_weight,
+    pairs_of_votes,
     split_off_judge_pairs,
     training_pairs_of,
 )
@@ -126,15 +129,17 @@ class RunData:
     def test_pairs(self) -> Rows:
         """Read the validation preferences that fit the reward model."""
         model = self.settings.reward_model or self.settings.policy
-        return self._fitting_pairs(model, self.reward_tokenizer)
+        return self._fitting_pairs(model, self.reward_tokenizer, self._validation_pairs())
 
     def judge_test_pairs(self) -> Rows:
         """Read the validation preferences that fit a trained judge."""
-        return self._fitting_pairs(self.settings.policy, self.policy_tokenizer)
+        return self._fitting_pairs(
+            self.settings.policy, self.policy_tokenizer, self._validation_pairs()
+        )
 
-    def _fitting_pairs(self, model: str, tokenizer: PreTrainedTokenizerBase) -> Rows:
+    def _fitting_pairs(self, model: str, tokenizer: PreTrainedTokenizerBase, rows: Rows) -> Rows:
         return fit_pairs(
-            self._validation_pairs(),
+            rows,
             tokenizer,
             context_length(load_config(model)),
             self.settings.overlong,
@@ -287,6 +292,25 @@ class RunData:
         if weight := self.settings.fresh_pairs.given_weight:
             parts.append((self.training_pairs(), weight))
         return join_by_weight(parts)
+
+    def voted_pairs(self, fresh: str | None = None) -> list[LabeledPair]:
+        """Return pairs of answers that people labeled, and that trained no reward model of the run.
+
+        These are the pairs of `human_labels`, and the held-out pairs of `fresh_pairs.labels`, whose
+        folder is `fresh`. Ties are left out.
+        """
+        votes, trained, found = self.labels(), [], []
+        if votes is not None and len(votes):
+            found.append(pairs_of_votes(votes))
+        if fresh is not None:
+            training, rest = self.fresh_pairs(fresh)
+            trained.append(training)
+            found += [rest] if self.settings.fresh_pairs.labels else []
+        if found and not self.settings.reward_model:
+            trained.append(self.training_pairs())
+        model = self.settings.reward_model or self.settings.policy
+        fitting = [self._fitting_pairs(model, self.reward_tokenizer, rows) for rows in found]
+        return decided_pairs(chain.from_iterable(fitting), trained)
 
     def _labels(self, name: str, source: str) -> Rows | None:
         return read_labels(

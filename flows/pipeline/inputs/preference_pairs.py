@@ -123,6 +123,31 @@ def split_off_judge_pairs(rows: Rows) -> tuple[Rows, Rows]:
     return parts[0], parts[1]
 
 
+def pairs_of_votes(votes: Rows) -> Rows:
+    """Return votes on two answers, `first` and `second`, as pairs; a tie has `tie`."""
+
+    def convert(vote: Row) -> Row:
+        chosen, rejected = ("second", "first") if vote["label"] == "second" else ("first", "second")
+        return {
+            "prompt": vote["prompt"],
+            "chosen": vote[chosen],
+            "rejected": vote[rejected],
+            "tie": vote["label"] == "tie",
+        }
+
+    prompt = votes.table.features.arrow_schema.field("prompt")
+    texts = [pyarrow.field(name, pyarrow.string()) for name in ("chosen", "rejected")]
+    schema = pyarrow.schema([prompt, *texts, pyarrow.field("tie", pyarrow.bool_())])
+    return derive(votes, "voted-pairs", {"code": digest_of_code(__name__)}, each(convert), schema)
+
+
+def decided_pairs(pairs: Iterable[Row], trained: Sequence[Rows]) -> list[LabeledPair]:
+    """Return the pairs of which people prefer one answer, without the pairs of `trained`."""
+    taken = {_key(row) for rows in trained for row in rows}
+    kept = label_pairs(row for row in pairs if _key(row) not in taken)
+    return [pair for pair in kept if not pair.tie]
+
+
 def join_by_weight(parts: Sequence[tuple[Rows, float]]) -> Rows:
     """Return the pairs of several data sets, with the weight of the data set in each pair.
 

@@ -68,6 +68,8 @@ def check_inputs(settings: Settings) -> None:
     data = RunData(settings)
     _check_models(data)
     labels = [rows for rows in (data.labels(), data.fresh_labels()) if rows is not None]
+    # People's votes also test the reward model, so their texts must fit it.
+    data.voted_pairs()
     _check_fresh_pairs(data)
     _check_prompts(data)
     _check_pairs(data)

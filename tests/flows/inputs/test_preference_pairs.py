@@ -3,8 +3,8 @@ from itertools import permutations
 import pytest
 
 from pipeline.inputs.preference_pairs import (
-    join_by_weight,
     LabeledPair,
+    join_by_weight,
     label_pairs,
     split_off_judge_pairs,
     training_pairs_of,
