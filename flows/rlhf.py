@@ -171,7 +171,12 @@ class RLHF(FlowSpec):
     def train_policy(self) -> None:
         """Train the policy with PPO; resume from any last checkpoint."""
         self.trained = stages.training.train_policy(
-            self.settings, self.sft, self.rewarder, self.validation, self.tracked
+            self.settings,
+            self.sft,
+            self.rewarder,
+            self.validation,
+            self.tracked,
+            fresh=self.fresh,
         )
         self.next(self.evaluate_win_rate)
 
@@ -257,7 +262,7 @@ class RLHF(FlowSpec):
 
     def _validate(self) -> None:
         self.validation = stages.validation.validate_reward_model(
-            self.settings, self.sft, self.rewarder, self.judge_model, self.tracked
+            self.settings, self.sft, self.rewarder, self.judge_model, self.tracked, self.fresh
         )
         current.card.extend(stages.cards.reward_model_card(self.validation, self.tracked))
         if self.validation.refused:

@@ -10,7 +10,7 @@ from ppo_core.config.row_settings import (
     PromptFormat,
 )
 from ppo_core.errors import ConfigError
-from ppo_core.io.validation import ShareBelow1
+from ppo_core.io.validation import Count, ShareBelow1
 
 ALL_LINEAR = "all-linear"
 """Value of `lora_target_modules`: adapters for every linear layer except the output head."""
@@ -83,6 +83,10 @@ class ScriptArguments(DatasetArguments):
     resume_anyway: bool = False
     """Only warn, instead of failing, if the checkpoint was written with different settings or
     models."""
+
+    stop_after_updates: Count | None = None
+    """Pause after this number of updates, counted from the start of the run: write a checkpoint and
+    the policy, and end. The learning rate follows the full run. None: run all updates."""
 
     def __post_init__(self) -> None:
         """Check the values before anything is loaded."""

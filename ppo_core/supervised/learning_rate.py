@@ -185,13 +185,14 @@ def _loss_after(
 
 @torch.no_grad()
 def _mean_loss(ranker: PairRanker, pairs: Dataset, batch_size: int) -> float:
-    """Return the mean loss of the pairs."""
+    """Return the mean loss of the pairs, by their weights."""
     ranker.eval()
     device = next(ranker.parameters()).device
-    total = 0.0
+    total = units = 0.0
     for start in range(0, len(pairs), batch_size):
         rows = [pairs[number] for number in range(start, min(start + batch_size, len(pairs)))]
-        batch = collate_pairs(rows) | {"weights": torch.ones(len(rows))}
+        batch = {"weights": torch.ones(len(rows))} | collate_pairs(rows)
         loss, _ = ranker(**{name: tensor.to(device) for name, tensor in batch.items()})
         total += float(loss)
-    return total / len(pairs)
+        units += float(ranker.units(batch))
+    return total / units

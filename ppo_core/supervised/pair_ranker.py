@@ -68,7 +68,8 @@ class PairRanker(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return the loss () of B pairs, and the sums of `metrics` (2,) without a gradient.
 
-        The loss and the metrics are weighted sums over the pairs. The shapes are input_ids
+        The loss is a weighted sum over the pairs; the metrics are sums over the pairs whose weight
+        is above 0. The shapes are input_ids
         (B, 2, S), lengths (B, 2), margins (B,) and weights (B,). In dimension 1, index 0 is the
         chosen response and index 1 the rejected response.
         """
@@ -76,14 +77,18 @@ class PairRanker(nn.Module):
         chosen, rejected = at_least_fp32(scores).unbind(1)
         losses = preference_losses(chosen, rejected, margins)
         losses = losses + self._centering * centering_losses(chosen, rejected)
-        differences = (chosen - rejected).detach()
+        differences, counted = (chosen - rejected).detach(), (weights > 0).float()
         # Sums of products, because autocast would round a product of vectors to bfloat16.
-        sums = torch.stack([((differences > 0) * weights).sum(), (differences * weights).sum()])
+        sums = torch.stack([((differences > 0) * counted).sum(), (differences * counted).sum()])
         return (losses * weights).sum(), sums
 
     def units(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the number () of pairs of a batch; a step's loss is a mean over them."""
-        return batch["weights"].sum()
+        """Return the number () of pairs of a batch whose weight is above 0.
+
+        The loss of a step is divided by this number, not by the sum of weights: rows of similar
+        length share a step, so all pairs of a step may come from the data set of low weight.
+        """
+        return (batch["weights"] > 0).sum()
 
     def score(self, input_ids: Tensor, lengths: Tensor) -> Tensor:
         """Return the scores (N,) of right-padded sequences input_ids (N, S)."""

@@ -253,7 +253,8 @@ class TrainingLoop:
         batches = []
         for part in self._parts([row["length"] for row in encoded]):
             batch = self._data.collate([encoded[number] for number in part])
-            batch["weights"] = torch.tensor([own[number] for number in part]).float()
+            counted = torch.tensor([own[number] for number in part]).float()
+            batch["weights"] = counted * batch.get("weights", 1.0)
             batches.append({name: t.to(self._engine.device) for name, t in batch.items()})
         return batches
 

@@ -68,6 +68,7 @@ def train_ppo(config: PPOConfig, script: ScriptArguments, model: ModelArguments)
         trainer.train(
             resume_from_checkpoint=True if resume == "latest" else resume,
             resume_anyway=script.resume_anyway,
+            stop_after_updates=script.stop_after_updates,
         )
     finally:
         # Save also if an integration fails at the end, for example a tracking server that is down.

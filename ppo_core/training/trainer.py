@@ -231,24 +231,37 @@ class Trainer:
         resume_from_checkpoint: str | Path | bool | None = None,
         *,
         resume_anyway: bool = False,
+        stop_after_updates: int | None = None,
     ) -> list[Metrics]:
         """Run all remaining updates; return the metrics of each update.
+
+        With `stop_after_updates`, the run pauses after this number of updates, counted from its
+        start, with a checkpoint. The learning rate follows the full run.
 
         `resume_from_checkpoint` is the folder of a checkpoint, or True for the newest undamaged
         checkpoint in `output_dir`. If `output_dir` has no checkpoint, True starts a new run. With
         `resume_anyway`, differences in settings or models only cause a warning.
 
         Raises:
+            ConfigError: the run would pause without a checkpoint.
             RunInterruptedError: the process received SIGTERM. A checkpoint was written, unless
                 save_strategy is "no".
             TrainingError: too many consecutive steps were skipped, the run cannot resume from the
                 checkpoint, or memory is full.
         """
+        last = min(self.schedule.num_updates, stop_after_updates or self.schedule.num_updates)
+        if stop_after_updates and self.config.save_strategy == "no":
+            raise ConfigError(
+                f"stop_after_updates={stop_after_updates} needs a checkpoint to continue from, and "
+                "save_strategy='no' writes none. Remove either setting."
+            )
         self._checkpoints.start(resume_from_checkpoint, anyway=resume_anyway)
         self._reporter.begin()
         with self._interruption, explained_out_of_memory(LESS_MEMORY):
             try:
-                history = self._run_updates()
+                history = self._run_updates(last)
+                if history and last < self.schedule.num_updates:
+                    self._checkpoints.save()
             except RunInterruptedError:
                 if self.config.save_strategy != "no":
                     self._checkpoints.save()
@@ -259,11 +272,12 @@ class Trainer:
         self._reporter.end()
         return history
 
-    def _run_updates(self) -> list[Metrics]:
+    def _run_updates(self, last: int) -> list[Metrics]:
+        """Run the updates up to number `last`."""
         history = []
         started, episodes_before = time.monotonic(), self._run.episodes
         with self._progress() as bar:
-            for _ in range(self._run.updates, self.schedule.num_updates):
+            for _ in range(self._run.updates, last):
                 self._reporter.step_begin()
                 metrics = self.step()
                 # Check before any file is written: another process may have taken over output_dir.

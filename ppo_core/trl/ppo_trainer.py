@@ -130,6 +130,7 @@ class PPOTrainer(ScriptNames):
         resume_from_checkpoint: str | Path | bool | None = None,
         *,
         resume_anyway: bool = False,
+        stop_after_updates: int | None = None,
     ) -> list[Metrics]:
         """Run all remaining updates, like `Trainer.train`; return the metrics of each update.
 
@@ -137,7 +138,11 @@ class PPOTrainer(ScriptNames):
             ConfigError: the settings were changed after the trainer was made.
         """
         refuse_late_changes(self._given_args, self._args_before)
-        return super().train(resume_from_checkpoint, resume_anyway=resume_anyway)
+        return super().train(
+            resume_from_checkpoint,
+            resume_anyway=resume_anyway,
+            stop_after_updates=stop_after_updates,
+        )
 
     def evaluate(self, eval_dataset: Any = None) -> Metrics:
         """Answer prompts greedily and score them; log and return the mean score "eval/scores".

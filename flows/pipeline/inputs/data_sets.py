@@ -9,7 +9,14 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from pipeline.inputs.preference_pairs import split_off_judge_pairs, training_pairs_of
+from pipeline.inputs.preference_pairs import (
+    LabeledPair,
+    decided_pairs,
+    join_by_weight,
+    pairs_of_votes,
+    split_off_judge_pairs,
+    training_pairs_of,
+)
 from pipeline.inputs.training_prompts import prompt_key, prompts_without
 from pipeline.settings.evaluation_config import EvaluationConfig
 from pipeline.settings.settings import Settings
@@ -122,15 +129,17 @@ class RunData:
     def test_pairs(self) -> Rows:
         """Read the validation preferences that fit the reward model."""
         model = self.settings.reward_model or self.settings.policy
-        return self._fitting_pairs(model, self.reward_tokenizer)
+        return self._fitting_pairs(model, self.reward_tokenizer, self._validation_pairs())
 
     def judge_test_pairs(self) -> Rows:
         """Read the validation preferences that fit a trained judge."""
-        return self._fitting_pairs(self.settings.policy, self.policy_tokenizer)
+        return self._fitting_pairs(
+            self.settings.policy, self.policy_tokenizer, self._validation_pairs()
+        )
 
-    def _fitting_pairs(self, model: str, tokenizer: PreTrainedTokenizerBase) -> Rows:
+    def _fitting_pairs(self, model: str, tokenizer: PreTrainedTokenizerBase, rows: Rows) -> Rows:
         return fit_pairs(
-            self._validation_pairs(),
+            rows,
             tokenizer,
             context_length(load_config(model)),
             self.settings.overlong,
@@ -240,16 +249,18 @@ class RunData:
         """Read the labeled pairs, see `human_labels`."""
         return self._labels("human_labels", self.settings.evaluation.human_labels)
 
-    def fresh_prompts(self) -> list[str | Messages]:
-        """Return the prompt of each of `fresh_pairs.count` pairs of the policy's samples.
+    def fresh_prompts(self, number: int = 1) -> list[str | Messages]:
+        """Return the prompt of each pair of the policy's samples in a round, counted from 1.
 
-        The prompts are drawn at random from the prompts of PPO. If there are fewer prompts than
-        pairs, a prompt has several pairs, which are side by side.
+        The rounds share `fresh_pairs.count` pairs. The prompts are drawn at random from the prompts
+        of PPO. If there are fewer prompts than pairs, a prompt has several pairs, which are side by
+        side.
 
         Raises:
             DataError: there would be more than MOST_PAIRS_PER_PROMPT pairs of one prompt.
         """
-        count, rows = self.settings.fresh_pairs.count, self.training_prompts()
+        count, rounds = self.settings.fresh_pairs.count, self.settings.fresh_pairs.rounds
+        rows = self.training_prompts()
         prompts = list({prompt_key(prompt): prompt for prompt in rows.column("prompt")}.values())
         each, more = divmod(count, len(prompts))
         if count > MOST_PAIRS_PER_PROMPT * len(prompts):
@@ -260,7 +271,8 @@ class RunData:
             )
         pairs = np.full(len(prompts), each) + (np.arange(len(prompts)) < more)
         lots = np.random.default_rng(self.settings.seed).permutation(len(prompts))
-        return [prompts[number] for number in np.repeat(lots, pairs)]
+        first, last = (count * end // rounds for end in (number - 1, number))
+        return [prompts[lot] for lot in np.repeat(lots, pairs)[first:last]]
 
     def fresh_labels(self) -> Rows | None:
         """Read the labeled pairs of the policy's samples, see `fresh_pairs.labels`."""
@@ -268,8 +280,37 @@ class RunData:
 
     def fresh_pairs(self, folder: str) -> tuple[Rows, Rows]:
         """Read pairs of the policy's samples; return the training pairs and the held-out pairs."""
-        rows = self._read(str(Path(folder) / PAIRS_FILE), "pairs")
-        return held_out(rows, self.settings.held_out_share)
+        return held_out(self.all_fresh_pairs(folder), self.settings.held_out_share)
+
+    def all_fresh_pairs(self, folder: str) -> Rows:
+        """Read the labeled pairs of the policy's samples in a folder."""
+        return self._read(str(Path(folder) / PAIRS_FILE), "pairs")
+
+    def fresh_training_pairs(self, folders: Sequence[str]) -> Rows:
+        """Return the training pairs of several rounds and, with `given_weight`, the given pairs."""
+        parts = [(self.fresh_pairs(folder)[0], 1.0) for folder in folders]
+        if weight := self.settings.fresh_pairs.given_weight:
+            parts.append((self.training_pairs(), weight))
+        return join_by_weight(parts)
+
+    def voted_pairs(self, fresh: str | None = None) -> list[LabeledPair]:
+        """Return pairs of answers that people labeled, and that trained no reward model of the run.
+
+        These are the pairs of `human_labels`, and the held-out pairs of `fresh_pairs.labels`, whose
+        folder is `fresh`. Ties are left out.
+        """
+        votes, trained, found = self.labels(), [], []
+        if votes is not None and len(votes):
+            found.append(pairs_of_votes(votes))
+        if fresh is not None:
+            training, rest = self.fresh_pairs(fresh)
+            trained.append(training)
+            found += [rest] if self.settings.fresh_pairs.labels else []
+        if found and not self.settings.reward_model:
+            trained.append(self.training_pairs())
+        model = self.settings.reward_model or self.settings.policy
+        fitting = [self._fitting_pairs(model, self.reward_tokenizer, rows) for rows in found]
+        return decided_pairs(chain.from_iterable(fitting), trained)
 
     def _labels(self, name: str, source: str) -> Rows | None:
         return read_labels(

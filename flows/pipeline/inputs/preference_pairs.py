@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 import pyarrow
+from datasets import concatenate_datasets
 
 from ppo_core.data.chat_template import Messages
 from ppo_core.data.rows.forms import Row
 from ppo_core.data.rows.reader import Rows, derive, each
 from ppo_core.errors import DataError
-from ppo_core.io.folder_cache import digest_of_code
+from ppo_core.io.folder_cache import digest_of, digest_of_code
+from ppo_core.supervised.examples.reward_pairs import WEIGHT
 
 JUDGE_PART = 3
 """If no judge is named, one of every `JUDGE_PART` different pairs trains the judge."""
@@ -119,6 +121,60 @@ def split_off_judge_pairs(rows: Rows) -> tuple[Rows, Rows]:
             "judge."
         )
     return parts[0], parts[1]
+
+
+def pairs_of_votes(votes: Rows) -> Rows:
+    """Return votes on two answers, `first` and `second`, as pairs; a tie has `tie`."""
+
+    def convert(vote: Row) -> Row:
+        chosen, rejected = ("second", "first") if vote["label"] == "second" else ("first", "second")
+        return {
+            "prompt": vote["prompt"],
+            "chosen": vote[chosen],
+            "rejected": vote[rejected],
+            "tie": vote["label"] == "tie",
+        }
+
+    prompt = votes.table.features.arrow_schema.field("prompt")
+    texts = [pyarrow.field(name, pyarrow.string()) for name in ("chosen", "rejected")]
+    schema = pyarrow.schema([prompt, *texts, pyarrow.field("tie", pyarrow.bool_())])
+    return derive(votes, "voted-pairs", {"code": digest_of_code(__name__)}, each(convert), schema)
+
+
+def decided_pairs(pairs: Iterable[Row], trained: Sequence[Rows]) -> list[LabeledPair]:
+    """Return the pairs of which people prefer one answer, without the pairs of `trained`."""
+    taken = {_key(row) for rows in trained for row in rows}
+    kept = label_pairs(row for row in pairs if _key(row) not in taken)
+    return [pair for pair in kept if not pair.tie]
+
+
+def join_by_weight(parts: Sequence[tuple[Rows, float]]) -> Rows:
+    """Return the pairs of several data sets, with the weight of the data set in each pair.
+
+    A single data set is returned as it is.
+    """
+    if len(parts) == 1:
+        return parts[0][0]
+    weighted = [_with_weight(*part) for part in parts]
+    return replace(
+        weighted[0],
+        source=" and ".join(f"{rows.source} (weight {weight:g})" for rows, weight in parts),
+        table=concatenate_datasets([rows.table for rows in weighted]),
+        digest=digest_of([rows.digest for rows in weighted]),
+        key=digest_of([rows.key for rows in weighted]),
+        left_out={},
+        left_out_files=(),
+    )
+
+
+def _with_weight(rows: Rows, weight: float) -> Rows:
+    def convert(row: Row) -> Row:
+        return {name: row[name] for name in _TRAINED} | {WEIGHT: weight}
+
+    types = rows.table.features.arrow_schema
+    fields = [*(types.field(name) for name in _TRAINED), pyarrow.field(WEIGHT, pyarrow.float64())]
+    inputs = {"weight": weight, "code": digest_of_code(__name__)}
+    return derive(rows, "weighted-pairs", inputs, each(convert), pyarrow.schema(fields))
 
 
 def _part(rows: Rows, name: str) -> Rows:

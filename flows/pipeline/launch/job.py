@@ -2,16 +2,29 @@
 
 import json
 import math
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from pipeline.inputs.run_rewards import RunRewards
+from pipeline.launch.commands import gpus
 from pipeline.settings.settings import Settings
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
 from ppo_core.io.atomic_files import write_atomically
+from ppo_core.ppo.schedule import make_schedule
 
 JOB_FILE = "settings.json"
+
+
+@dataclass(frozen=True)
+class Pause:
+    """The end of a part of the training, after which it continues with another reward model."""
+
+    after_updates: int
+    """Number of updates after which the training pauses, counted from its start."""
+
+    has_new_reward: bool
+    """Whether this part starts from a checkpoint that another reward model led to."""
 
 
 def ppo_config(settings: Settings) -> PPOConfig:
@@ -23,6 +36,17 @@ def ppo_config(settings: Settings) -> PPOConfig:
     return replace(settings.ppo, warn_kl_note=note)
 
 
+def updates_of_ppo(settings: Settings, num_prompts: int) -> int:
+    """Return the number of updates of PPO on this machine.
+
+    Raises:
+        ConfigError: see `make_schedule`.
+    """
+    processes = (settings.processes or gpus() or 1) * settings.num_nodes
+    schedule = make_schedule(settings.ppo, num_prompts=num_prompts, num_processes=processes)
+    return schedule.num_updates
+
+
 def write_job(
     rewards: RunRewards,
     *,
@@ -32,6 +56,7 @@ def write_job(
     reward_gain: float,
     folder: Path,
     policy_dir: Path,
+    pause: Pause | None = None,
 ) -> Path:
     """Write the input files of `python -m ppo_core`, and return the path of the settings file.
 
@@ -43,6 +68,7 @@ def write_job(
         reward_gain: factor for a score after subtracting `reward_bias`.
         folder: folder of the input files, the checkpoints and the metrics.
         policy_dir: folder of the final policy.
+        pause: where the training pauses; None if it does not.
     """
     folder.mkdir(parents=True, exist_ok=True)
     settings = rewards.data.settings
@@ -65,6 +91,8 @@ def write_job(
         reward_gain=reward_gain,
         reward_end_of_text=settings.reward_model_training.end_of_text,
         policy_dir=str(policy_dir),
+        resume_anyway=pause is not None and pause.has_new_reward,
+        stop_after_updates=None if pause is None else pause.after_updates,
     )
     model = ModelArguments(model_name_or_path=policy)
     if settings.lora.r:

@@ -14,6 +14,7 @@ from pipeline.inputs.training_prompts import prompt_key
 from pipeline.judges.judge_names import read_judges
 from pipeline.judges.spec import check_judge
 from pipeline.launch.commands import gpus
+from pipeline.launch.job import updates_of_ppo
 from pipeline.preflight.judge_trial import try_judges
 from pipeline.preflight.model_types import check_model_types
 from pipeline.preflight.reward_trial import try_rewards
@@ -67,6 +68,8 @@ def check_inputs(settings: Settings) -> None:
     data = RunData(settings)
     _check_models(data)
     labels = [rows for rows in (data.labels(), data.fresh_labels()) if rows is not None]
+    # People's votes also test the reward model, so their texts must fit it.
+    data.voted_pairs()
     _check_fresh_pairs(data)
     _check_prompts(data)
     _check_pairs(data)
@@ -216,10 +219,16 @@ def _check_pairs(data: RunData) -> None:
 
 
 def _check_fresh_pairs(data: RunData) -> None:
-    """Raise if there are too few prompts for the pairs of the policy's samples."""
-    if data.settings.fresh_pairs.count and not data.settings.fresh_pairs.labels:
+    """Raise if there are too few prompts for the pairs of the policy's samples, or updates."""
+    settings, rounds = data.settings, data.settings.fresh_pairs.rounds
+    if settings.fresh_pairs.count and not settings.fresh_pairs.labels:
         with named_data("prompts"):
             data.fresh_prompts()
+    if rounds > 1 and rounds > (updates := updates_of_ppo(settings, len(data.training_prompts()))):
+        raise ConfigError(
+            f"fresh_pairs.rounds={rounds} are more than the {updates} updates of PPO, so a round "
+            "would change nothing. Lower rounds, or raise ppo.total_episodes."
+        )
 
 
 def _check_demonstrations(data: RunData) -> None:

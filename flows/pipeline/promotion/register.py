@@ -61,12 +61,15 @@ class Candidate:
 
     @property
     def rewards(self) -> dict[str, NamedModel]:
-        """Each reward of PPO beside the reward model of the run."""
-        return {
+        """Each reward of PPO beside the reward model of the run, and the models of later rounds."""
+        named = {
             f"reward {one.name}": _named(one.source, self.run.origin[f"reward/{one.name}"])
             for one in read_rewards(self.settings.rewards)
             if not one.is_own
         }
+        for one in self.trained.rounds:
+            named[f"reward model, round {one.number}"] = _named(one.path, one.digest)
+        return named
 
     @property
     def kl(self) -> float:
@@ -189,14 +192,15 @@ def _facts(
     settings, run, evaluation = candidate.settings, candidate.run, evaluated.report()
     judge = NamedModel(name=evaluation.judge.name, digest=evaluation.judge.version)
     labeled = candidate.fresh.spent if candidate.fresh else {}
-    spent = sum_spent(labeled, candidate.validation.spent, evaluation.spent)
+    trained = candidate.trained
+    spent = sum_spent(labeled, trained.spent, candidate.validation.spent, evaluation.spent)
     return VersionFacts(
         name=settings.registered_model,
         version=version,
         models={**candidate.models, **candidate.rewards, "judge": judge},
         data=run.data,
         evaluation=evaluation,
-        cost=cost_of_run(run, settings.hardware, candidate.trained, spent),
+        cost=cost_of_run(run, settings.hardware, trained, spent),
         decoding=decoding.arguments(),
         samples=read_jsonl(evaluated.samples),
         decision=decision,

@@ -29,6 +29,8 @@ def reward_model_numbers(report: RewardReport) -> Numbers:
         numbers |= {f"best_of_{k}": rate for k, rate in found.best_of.items()}
         numbers |= {"best_of_4_low": found.low, "best_of_4_high": found.high}
         numbers["on_policy_accuracy"] = found.accuracy.accuracy if found.accuracy else None
+    if people := report.people:
+        numbers |= {"people": people.accuracy, "people_low": people.low, "people_high": people.high}
     return _under("reward_model", numbers)
 
 

@@ -46,6 +46,7 @@ def reward_document(report: RewardReport) -> Document:
     verdict, tone = _verdict(report)
     sections = (
         _on_policy(report.on_policy),
+        _people(report.people),
         _accuracy(report.accuracy),
         _by_margin(report.accuracy, plots["accuracy-by-margin"]),
         _by_category(report.accuracy),
@@ -92,6 +93,14 @@ def _on_policy(found: OnPolicy | None) -> Section:
         rows.append(_rate("Orders a decided pair as the judge does", found.accuracy))
     headers = (f"Judged by {found.judge}", *RATE_HEADERS[1:])
     return Section(title=title, headers=headers, rows=tuple(rows))
+
+
+def _people(people: Rate | None) -> Section:
+    return Section(
+        title="Votes of people on pairs of answers",
+        headers=RATE_HEADERS,
+        rows=(_rate("Orders a pair as people do", people),) if people else (),
+    )
 
 
 def _accuracy(accuracy: Accuracy) -> Section:

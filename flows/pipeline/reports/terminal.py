@@ -67,6 +67,11 @@ def reward_model_in_words(report: RewardReport) -> str:
             f"{found.best_of['4']:.1%}, 95 % interval {as_interval(found)}, judged by "
             f"{found.judge}; "
         )
+    if people := report.people:
+        chosen += (
+            f"orders {people.accuracy:.1%} of {people.n} pairs of answers as people do, 95 % "
+            f"interval {as_interval(people)}; "
+        )
     return (
         f"{reward_verdict(report)}, {chosen}right in {accuracy.accuracy:.1%} of {accuracy.n} "
         f"held-out pairs, 95 % interval {as_interval(accuracy)}"

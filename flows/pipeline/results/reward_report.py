@@ -433,5 +433,9 @@ class RewardReport:
     on_policy: OnPolicy | None = None
     """Comparison with the judge on the policy's own samples; None if no judge could be asked."""
 
+    people: Rate | None = None
+    """How often the model orders pairs of answers as people do who labeled them, see
+    `RunData.voted_pairs`; None without such pairs."""
+
     accepted_by_hand: bool = False
     """Whether a person accepted the reward model although it failed the gate."""

@@ -122,6 +122,20 @@ class Change:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RewardRound:
+    """The reward model of a round after the first, see `FreshPairsConfig.rounds`."""
+
+    number: int
+    """Number of the round, counted from 1."""
+
+    path: str
+    """Place of the reward model that PPO used in this round."""
+
+    digest: str
+    """Digest of the reward model."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainedPolicy:
     """The policy after PPO, or the policy that was chosen between SFT and the end of PPO.
 
@@ -157,6 +171,12 @@ class TrainedPolicy:
     self_check: dict[str, str | float]
     """Decoding of the policy, and differences between our forward pass of each model and the
     model's own; see `ppo_core.training.self_check`."""
+
+    rounds: list[RewardRound] = field(default_factory=list)
+    """Reward models of the rounds after the first; empty with one round."""
+
+    spent: dict[str, Spent] = field(default_factory=dict)
+    """Calls and tokens of the labelers in the rounds after the first, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)

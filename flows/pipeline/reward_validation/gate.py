@@ -3,7 +3,14 @@
 import math
 from collections.abc import Mapping
 
-from pipeline.results.reward_report import Accuracy, Calibration, Lengths, OnPolicy, SampleScores
+from pipeline.results.reward_report import (
+    Accuracy,
+    Calibration,
+    Lengths,
+    OnPolicy,
+    Rate,
+    SampleScores,
+)
 from pipeline.settings.gate_configs import RewardGateConfig
 from ppo_core.supervised.supervised_config import LOSS_AT
 
@@ -16,6 +23,7 @@ LEARNED = 0.98
 
 def reasons_against(
     on_policy: OnPolicy | None,
+    people: Rate | None,
     accuracy: Accuracy,
     calibration: Calibration,
     lengths: Lengths,
@@ -27,10 +35,12 @@ def reasons_against(
 
     Each reason gives the measured value, its limit, and the consequence for PPO. `training`
     contains the metrics of the training; it is empty for a reward model that the run did not train.
-    If `on_policy` is None, the limit of the accuracy on held-out pairs is checked instead.
+    `people` is the agreement with people on answers of policies; None without votes. If `on_policy`
+    is None, the limit of the accuracy on held-out pairs is checked instead.
     """
     found = [
-        _choice(on_policy) if on_policy else chance(accuracy, limits, training),
+        _choice(on_policy, people) if on_policy else chance(accuracy, limits, training),
+        _contradiction(people),
         _overconfidence(calibration, limits),
         _length(lengths, limits),
         _short_answers(lengths, limits),
@@ -39,7 +49,30 @@ def reasons_against(
     return [reason for reason in found if reason]
 
 
-def _choice(found: OnPolicy) -> str:
+def _contradiction(people: Rate | None) -> str:
+    if people is None or people.high >= 0.5:
+        return ""
+    return (
+        f"{_people(people)} PPO would move the policy towards answers that people like less. Train "
+        "the reward model on pairs of the policy's own answers that people labeled."
+    )
+
+
+def undecided_people(people: Rate | None) -> str:
+    """Return a warning if too few people voted to show that the model is no random choice."""
+    if people is None or not people.low <= 0.5 <= people.high:
+        return ""
+    return f"{_people(people)} This does not differ from a random choice: label more pairs."
+
+
+def _people(people: Rate) -> str:
+    return (
+        f"It orders {people.accuracy:.1%} of {people.n} pairs of answers as people do, 95 % "
+        f"interval {people.low:.1%} .. {people.high:.1%}."
+    )
+
+
+def _choice(found: OnPolicy, people: Rate | None) -> str:
     if found.usefulness != "useless":
         return ""
     cause = (
@@ -56,7 +89,7 @@ def _choice(found: OnPolicy) -> str:
         "The best of four of the policy's answers, chosen by this model, wins "
         f"{found.best_of['4']:.1%} against another answer, 95 % interval {found.low:.1%} .. "
         f"{found.high:.1%}, judged by {found.judge}. The lower end must exceed "
-        f"min_best_of_4={found.least:.1%}: {cause}"
+        f"min_best_of_4={found.least:.1%}: {cause}" + (f" {_people(people)}" if people else "")
     )
 
 

@@ -1,19 +1,19 @@
 """Validate a reward model before PPO: make all measurements and decide whether it is fit."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from pipeline.evaluation.rates import Array
+from pipeline.evaluation.rates import Array, hits, measure_rate
 from pipeline.inputs.preference_pairs import LabeledPair, label_pairs
-from pipeline.results.reward_report import OnPolicy, RewardReport, Samples
+from pipeline.results.reward_report import OnPolicy, Rate, RewardReport, Samples
 from pipeline.reward_validation.accuracy import measure_accuracy
 from pipeline.reward_validation.calibration import calibrate
 from pipeline.reward_validation.contract import check_contract
-from pipeline.reward_validation.gate import chance, reasons_against
+from pipeline.reward_validation.gate import chance, reasons_against, undecided_people
 from pipeline.reward_validation.lengths import measure_lengths
 from pipeline.reward_validation.on_policy import ScoredSamples
 from pipeline.reward_validation.probes import run_probes
@@ -35,6 +35,17 @@ class SampleResponses(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Preferences:
+    """Pairs that people labeled, and on which the reward model was not trained."""
+
+    given: Rows
+    """Held-out preferences of the run."""
+
+    samples: Sequence[LabeledPair] = ()
+    """Pairs of answers of policies, such as the policy's samples, without ties."""
+
+
 Compare: TypeAlias = Callable[[Iterable[ScoredSamples]], OnPolicy | None]
 
 MAX_REFERENCES = 1000
@@ -47,7 +58,7 @@ MAX_PROBED = 256
 
 def validate(
     scorer: TextScorer,
-    pairs: Rows,
+    preferences: Preferences,
     prompts: Rows,
     draw: SampleResponses,
     limits: RewardGateConfig,
@@ -60,9 +71,9 @@ def validate(
 
     Args:
         scorer: scores texts with the reward model, without bias and gain.
-        pairs: held-out preferences.
+        preferences: held-out preferences.
         prompts: rows of PPO's prompts. The probes change the references of these rows; without
-            references, the probes change the chosen responses of `pairs`.
+            references, the probes change the chosen responses of the held-out pairs.
         draw: function that samples the policy from which PPO starts.
         limits: limits of the gate.
         compare: function that lets the judge compare scored samples; None if the judge cannot be
@@ -75,7 +86,7 @@ def validate(
         DataError: the model cannot read a text, or the judge gives no verdict.
         JudgeError: the judge does not answer.
     """
-    labeled = label_pairs(pairs)
+    labeled = label_pairs(preferences.given)
     chosen, rejected = score_pairs(scorer, labeled)
     decided = np.array([not pair.tie for pair in labeled])
     blocks = _scored_samples(scorer, prompts, draw, limits)
@@ -98,6 +109,7 @@ def validate(
         reasons=[],
         warnings=[],
         on_policy=on_policy,
+        people=_agreement_with_people(scorer, preferences.samples),
         training=dict(training),
         accuracy=accuracy,
         calibration=calibration,
@@ -111,11 +123,20 @@ def validate(
     return _with_verdict(measured, limits)
 
 
+def _agreement_with_people(scorer: TextScorer, pairs: Sequence[LabeledPair]) -> Rate | None:
+    """Return how often the model orders pairs as people do; None without pairs."""
+    if not pairs:
+        return None
+    chosen, rejected = score_pairs(scorer, pairs)
+    return measure_rate(hits(chosen - rejected))
+
+
 def _with_verdict(measured: RewardReport, limits: RewardGateConfig) -> RewardReport:
     """Return the report with the verdict of the gate, its reasons and its warnings."""
     on_policy, training = measured.on_policy, measured.training
     reasons = reasons_against(
         on_policy,
+        measured.people,
         measured.accuracy,
         measured.calibration,
         measured.lengths,
@@ -125,6 +146,7 @@ def _with_verdict(measured: RewardReport, limits: RewardGateConfig) -> RewardRep
     )
     reasons += measured.contract.reasons
     doubts = [chance(measured.accuracy, limits, training)] if on_policy else []
+    doubts.append(undecided_people(measured.people))
     # The policy's samples differ from the texts of the probes. If the model chooses well among the
     # samples, PPO may train against it, and the probes only cause warnings: the promotion gate
     # refuses a policy that has learned to repeat itself.

@@ -4,10 +4,13 @@ from dataclasses import dataclass
 
 from ppo_core.config.checks import check_fields
 from ppo_core.errors import ConfigError
-from ppo_core.io.validation import Natural
+from ppo_core.io.validation import Count, Natural, NotNegative
 
 PEOPLE = "people"
 """Value of `labeller`: the run writes the pairs to a file and ends; people then label the pairs."""
+
+LEAST_PAIRS = 20
+"""Minimum number of pairs with a preference; fewer pairs cannot be split into training and test."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +22,8 @@ class FreshPairsConfig:
     """
 
     count: Natural = 0
-    """Number of pairs; with 0, none are sampled. The pairs are spread evenly over `prompts`."""
+    """Number of pairs; with 0, none are sampled. The pairs are spread evenly over `prompts`, and
+    over the `rounds`."""
 
     labeller: str = ""
     """Who decides which answer is better: a judge in the form of the setting `judge`, but never the
@@ -28,6 +32,16 @@ class FreshPairsConfig:
     labels: str = ""
     """Rows with prompt, first, second and label (first, second or tie), such as `to-label.jsonl`
     with the labels of people. If set, no pairs are sampled."""
+
+    given_weight: NotNegative = 0.0
+    """Weight of each given pair in the loss of the reward model, if a pair of samples has weight 1.
+    With 0, the reward model is trained on pairs of samples alone."""
+
+    rounds: Count = 1
+    """Number of times that pairs are labeled: first samples of the SFT policy, then samples of the
+    current policy, for which PPO pauses. Each time, a reward model is trained on all pairs so far,
+    and PPO continues with it if it orders the held-out pairs of the last round as well as before or
+    better. `labeller` must be a judge if there are several rounds."""
 
     def __post_init__(self) -> None:
         """Raise if a value is out of range, or the labeler is missing."""
@@ -41,6 +55,27 @@ class FreshPairsConfig:
             raise ConfigError(
                 f"labels={self.labels!r} would be ignored, because labeller={self.labeller!r} "
                 f"labels the pairs. Set labeller={PEOPLE!r}, or remove labels."
+            )
+        if self.given_weight and not self.wanted:
+            raise ConfigError(
+                f"given_weight={self.given_weight:g} would be ignored, because there are no pairs "
+                "of samples beside the given pairs. Set count and labeller, or remove given_weight."
+            )
+        if self.rounds > 1:
+            self._check_rounds()
+
+    def _check_rounds(self) -> None:
+        if not self.judge:
+            raise ConfigError(
+                f"rounds={self.rounds} needs a labeller that answers while PPO pauses, but "
+                f"labeller={self.labeller!r} and labels={self.labels!r}: people label after the "
+                "run has ended. Set labeller to a judge, or rounds=1."
+            )
+        if self.count < self.rounds * LEAST_PAIRS:
+            raise ConfigError(
+                f"count={self.count} pairs over rounds={self.rounds} are fewer than "
+                f"{LEAST_PAIRS} pairs a round, too few to train a reward model. Raise count to at "
+                f"least {self.rounds * LEAST_PAIRS}, or lower rounds."
             )
 
     @property

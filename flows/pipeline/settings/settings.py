@@ -238,6 +238,7 @@ class Settings:
         self._refuse_prices_of_no_judge()
         self._refuse_a_choice_without_divergence()
         self._check_rewards()
+        self._check_fresh_pairs()
         if self.task:
             self._refuse_inputs_of_a_task()
         else:
@@ -320,6 +321,28 @@ class Settings:
                     f"rewards names {one.spec!r}, which is the reward_model of the run. Write "
                     f"{OWN}, whose scores the run centers."
                 )
+
+    def _check_fresh_pairs(self) -> None:
+        fresh = self.fresh_pairs
+        if fresh.given_weight and self.reward_model:
+            raise ConfigError(
+                f"fresh_pairs.given_weight={fresh.given_weight:g} would be ignored, because the "
+                f"given pairs train no model beside reward_model={self.reward_model!r}. Remove "
+                "either setting."
+            )
+        if fresh.rounds == 1:
+            return
+        if not self.uses_reward_model:
+            raise ConfigError(
+                f"fresh_pairs.rounds={fresh.rounds} trains reward models from which PPO does not "
+                f"learn, because rewards={self.rewards} leaves {OWN} out or weighs it with 0. Give "
+                f"{OWN} a weight, or set rounds=1."
+            )
+        if self.num_nodes > 1:
+            raise ConfigError(
+                f"fresh_pairs.rounds={fresh.rounds} pauses PPO on one machine only, and "
+                f"num_nodes={self.num_nodes}. Set rounds=1 or num_nodes=1."
+            )
 
     def _refuse_inputs_of_a_task(self) -> None:
         named = [name for name in INPUTS if getattr(self, name)]

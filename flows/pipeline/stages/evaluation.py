@@ -22,8 +22,8 @@ from pipeline.results.step_records import (
     TrainedPolicy,
 )
 from pipeline.settings.settings import Settings
-from pipeline.stages.made_once import MadeModel, make_or_reuse
 from pipeline.stages.tracked import stage
+from pipeline.storage.made_once import MadeModel, make_or_reuse
 from pipeline.tracking.tracker import Tracker
 from ppo_core.distributed.process import large_imports
 from ppo_core.io.folder_cache import digest_of, digest_of_code

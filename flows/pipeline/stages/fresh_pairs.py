@@ -1,6 +1,6 @@
 """Label pairs of the policy's own samples, for the training of the reward model."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -13,8 +13,8 @@ from pipeline.judges.spec import make_judge_of_run
 from pipeline.judges.verdict import Judge, JudgedPrompt
 from pipeline.launch.answers import answer_as_ppo
 from pipeline.results.step_records import FreshPairs, PreparedModel
-from pipeline.settings.fresh_pairs_config import PEOPLE
-from pipeline.stages.made_once import make_or_reuse
+from pipeline.settings.fresh_pairs_config import LEAST_PAIRS, PEOPLE
+from pipeline.storage.made_once import MadeModel, make_or_reuse
 from pipeline.storage.workspace import original_names
 from pipeline.tracking.tracker import Tracker
 from ppo_core.data.rows.forms import Row
@@ -26,9 +26,6 @@ FRESH_PAIRS = "fresh-pairs"
 
 TO_LABEL = "to-label.jsonl"
 """File of pairs that people label."""
-
-LEAST_PAIRS = 20
-"""Minimum number of pairs with a preference; fewer pairs cannot be split into training and test."""
 
 
 class SampledPairs(NamedTuple):
@@ -75,16 +72,71 @@ def label_samples(tracker: Tracker, data: RunData, sft: PreparedModel, run: Flow
             _inputs(data, sft, labeller),
             lambda folder: _ask(labeller, sample_pairs(data, sft.path, run.folder), folder),
         )
-    numbers = {name: float(value) for name, value in made.values.items()}
-    tracker.step.log_metrics({f"fresh_pairs/{name}": value for name, value in numbers.items()})
+    return _log_labels(tracker, made, budget)
+
+
+def label_round(
+    tracker: Tracker,
+    data: RunData,
+    policy: PreparedModel,
+    first: FreshPairs,
+    run: FlowRun,
+    *,
+    number: int,
+    pause: Callable[[], None],
+) -> FreshPairs | None:
+    """Return labeled pairs of samples of the current policy, for a round after the first.
+
+    Return None if too few pairs have a preference to train on, as the samples of a policy become
+    more alike.
+
+    Args:
+        tracker: tracker of the step.
+        data: data sets of the run.
+        policy: the policy after `pause`. Its digest is a digest of everything that decides it, so
+            pairs that are already labeled are found without the policy.
+        first: pairs of the first round, whose digest includes the labeler.
+        run: the run of the flow.
+        number: number of the round, counted from 1.
+        pause: function that trains the policy up to this round and saves it; called only if the
+            pairs are not labeled yet, before any model of the labeler is loaded.
+
+    Raises:
+        JudgeError: the labeler does not answer, or its budget is spent.
+    """
+    settings, budget = data.settings, Budget.of(data.settings.judging)
+    inputs = {
+        "policy": policy.digest,
+        "first": Path(first.path).name,
+        "prompts": digest_of(data.fresh_prompts(number)),
+        "code": digest_of_code(__name__),
+    }
+
+    def make(folder: Path) -> dict[str, int]:
+        pause()
+        pairs = sample_pairs(data, policy.path, run.folder, number)
+        labeller = make_judge_of_run(settings, settings.fresh_pairs.judge, budget)
+        return _ask(labeller, pairs, folder, least=0)
+
+    made = make_or_reuse(run.workspace, FRESH_PAIRS, inputs, make)
+    labeled = _log_labels(tracker, made, budget, number)
+    return labeled if made.values["pairs"] >= LEAST_PAIRS else None
+
+
+def _log_labels(
+    tracker: Tracker, made: MadeModel, budget: Budget, number: int | None = None
+) -> FreshPairs:
+    """Log the numbers of labeled pairs, as metrics of round `number`, and return the pairs."""
+    numbers = {f"fresh_pairs/{name}": float(value) for name, value in made.values.items()}
+    tracker.step.log_metrics(numbers, step=number)
     print(f"{FRESH_PAIRS}: {describe_labels(made.values)}", flush=True)
     spent = {} if made.reused else budget.spent({})
     return FreshPairs(path=made.place, spent=spent)
 
 
-def sample_pairs(data: RunData, policy: str, folder: Path) -> SampledPairs:
-    """Sample two answers, as PPO does, to each of `RunData.fresh_prompts`."""
-    settings, asked = data.settings, data.fresh_prompts()
+def sample_pairs(data: RunData, policy: str, folder: Path, number: int = 1) -> SampledPairs:
+    """Sample two answers, as PPO does, to each prompt of a round, see `RunData.fresh_prompts`."""
+    settings, asked = data.settings, data.fresh_prompts(number)
     texts = answer_as_ppo(settings, policy, folder, [prompt for prompt in asked for _ in range(2)])
     return SampledPairs(asked, texts[::2], texts[1::2])
 
@@ -112,10 +164,13 @@ def _inputs(data: RunData, sft: PreparedModel, labeller: Judge) -> dict[str, Any
     }
 
 
-def _ask(labeller: Judge, pairs: SampledPairs, folder: Path) -> dict[str, int]:
+def _ask(
+    labeller: Judge, pairs: SampledPairs, folder: Path, *, least: int = LEAST_PAIRS
+) -> dict[str, int]:
     """Let a labeler compare the pairs in both orders, and write the pairs with a preference.
 
-    A pair of equal texts counts as a tie; the labeler is not asked about it.
+    `least` is the number of pairs that must have a preference. A pair of equal texts counts as a
+    tie; the labeler is not asked about it.
     """
     different = pairs.different()
     judged = compare(labeller, *different)
@@ -125,7 +180,7 @@ def _ask(labeller: Judge, pairs: SampledPairs, folder: Path) -> dict[str, int]:
         if outcome in ("first", "second")
     ]
     invalid = judged.outcomes.count("invalid")
-    _write(folder, rows, len(pairs.prompts))
+    _write(folder, rows, len(pairs.prompts), least)
     return {
         "asked": len(pairs.prompts),
         "pairs": len(rows),
@@ -141,7 +196,7 @@ def _keep_votes(votes: list[Row], folder: Path) -> dict[str, int]:
     rows = [
         _preference(*(vote[name] for name in columns)) for vote in votes if vote["label"] != "tie"
     ]
-    _write(folder, rows, len(votes))
+    _write(folder, rows, len(votes), LEAST_PAIRS)
     return {"asked": len(votes), "pairs": len(rows), "ties": len(votes) - len(rows)}
 
 
@@ -150,11 +205,11 @@ def _preference(prompt: JudgedPrompt, first: str, second: str, winner: str) -> R
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
-def _write(folder: Path, rows: list[Row], asked: int) -> None:
-    if len(rows) < LEAST_PAIRS:
+def _write(folder: Path, rows: list[Row], asked: int, least: int) -> None:
+    if len(rows) < least:
         raise DataError(
             f"Only {len(rows)} of {asked} pairs of the policy's samples have a preference, and a "
-            f"reward model needs at least {LEAST_PAIRS}. Label more pairs, or choose a labeller "
+            f"reward model needs at least {least}. Label more pairs, or choose a labeller "
             "that can compare answers to your prompts."
         )
     write_jsonl(folder / PAIRS_FILE, rows)

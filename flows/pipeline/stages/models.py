@@ -1,7 +1,7 @@
 """Provide the policy and the reward model for PPO: load or train each of them."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ from pipeline.results.step_records import FreshPairs, PreparedModel
 from pipeline.settings.settings import Settings
 from pipeline.settings.training_sections import SupervisedSection
 from pipeline.stages.fresh_pairs import label_samples
-from pipeline.stages.made_once import can_be_reused, make_or_reuse, move_files
 from pipeline.stages.tracked import stage, with_files
+from pipeline.storage.made_once import can_be_reused, make_or_reuse, move_files
 from pipeline.storage.workspace import original_names
 from pipeline.tracking.tracker import Tracker
 from ppo_core.data.rows.reader import Rows
@@ -108,9 +108,8 @@ def load_reward_models(
     else:
         reward_model = _train_and_log(_reward_training(settings, sft, run), run, here, tracker)
     if fresh:
-        training = _fresh_training(settings, sft, fresh, run)
-        trained = _train_and_log(training, run, here, tracker)
-        reward_model = _better(settings, reward_model, trained, fresh, run, tracker)
+        trained = train_fresh_model(settings, sft, [fresh], run, tracker, here)
+        reward_model = better_reward_model(settings, reward_model, trained, fresh, run, tracker)
     if settings.judge:
         return reward_model, None
     judge, _ = _train_once(_judge_training(settings, sft, run), run, here, tracker)
@@ -136,7 +135,7 @@ def load_reward_models_as_worker(
     if not settings.reward_model:
         _take_part(_reward_training(settings, sft, run), run, here)
     if fresh:
-        _take_part(_fresh_training(settings, sft, fresh, run), run, here)
+        _take_part(_fresh_training(settings, sft, [fresh], run), run, here)
     if not settings.judge:
         _take_part(_judge_training(settings, sft, run), run, here)
 
@@ -155,27 +154,41 @@ def _reward_training(settings: Settings, sft: PreparedModel, run: FlowRun) -> _T
     return _Training(name=REWARD_MODEL, model=sft.path, rows=rows, section=section, data=data)
 
 
-@with_files("settings", "sft", "fresh")
+@with_files("settings", "sft")
 def _fresh_training(
-    settings: Settings, sft: PreparedModel, fresh: FreshPairs, run: FlowRun
+    settings: Settings, sft: PreparedModel, pairs: Sequence[FreshPairs], run: FlowRun
 ) -> _Training:
     data, section = RunData(settings), settings.reward_model_training
-    rows = data.fresh_pairs(fresh.path)[0]
+    rows = data.fresh_training_pairs([run.workspace.fetch_files(each).path for each in pairs])
     return _Training(name=FRESH, model=sft.path, rows=rows, section=section, data=data)
 
 
+def train_fresh_model(
+    settings: Settings,
+    sft: PreparedModel,
+    pairs: Sequence[FreshPairs],
+    run: FlowRun,
+    tracker: Tracker,
+    here: Machines = ONE_MACHINE,
+) -> PreparedModel:
+    """Return the reward model that is trained on the pairs of all rounds so far."""
+    return _train_and_log(_fresh_training(settings, sft, pairs, run), run, here, tracker)
+
+
 @with_files("settings", "given", "trained", "fresh")
-def _better(
+def better_reward_model(
     settings: Settings,
     given: PreparedModel,
     trained: PreparedModel,
     fresh: FreshPairs,
     run: FlowRun,
     tracker: Tracker,
+    names: tuple[str, str] = (REWARD_MODEL, FRESH),
 ) -> PreparedModel:
     """Return the reward model that orders held-out pairs of the policy's samples better.
 
-    `trained` was trained on such pairs; it is returned if both models are equally good.
+    `trained` was trained on such pairs; it is returned if both models are equally good. `names` are
+    the names of both models in metrics and messages.
     """
     # Imported here, because most runs compare no reward models and statsmodels imports slowly.
     from pipeline.reward_validation.accuracy import measure_model
@@ -184,8 +197,8 @@ def _better(
     pairs = label_pairs(data.fresh_pairs(fresh.path)[1])
     rates = []
     for name, model, prompt_format in (
-        (REWARD_MODEL, given, data.reward_format),
-        (FRESH, trained, settings.prompt_format),
+        (names[0], given, data.reward_format),
+        (names[1], trained, settings.prompt_format),
     ):
         rate = measure_model(
             model.path,

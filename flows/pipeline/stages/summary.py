@@ -38,7 +38,7 @@ def summarize(
     with track(run, PARENT) as tracker:
         # Within `track`, which fetches the files that earlier steps wrote on other machines.
         labeled = fresh.spent if fresh else {}
-        spent = sum_spent(labeled, validation.spent, evaluation.spent)
+        spent = sum_spent(labeled, policy.spent, validation.spent, evaluation.spent)
         cost = cost_of_run(run, settings.hardware, policy, spent)
         summary = Summary(
             **vars(evaluation),

@@ -39,6 +39,7 @@ def with_files(*read: str) -> Callable[[Callable[Given, Made]], Callable[Given, 
         @wraps(function)
         def on_this_machine(*args: Given.args, **named: Given.kwargs) -> Made:
             given = signature(function).bind(*args, **named)
+            given.apply_defaults()
             workspace: Workspace = given.arguments["run"].workspace
             for name in read:
                 given.arguments[name] = workspace.fetch_files(given.arguments[name])

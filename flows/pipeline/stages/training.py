@@ -4,23 +4,33 @@ import resource
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.inputs.run_rewards import RunRewards
+from pipeline.judges.judge_budget import Spent
 from pipeline.launch.commands import ONE_MACHINE, Machines, gpus
-from pipeline.launch.job import ppo_config, write_job
+from pipeline.launch.job import Pause, ppo_config, updates_of_ppo, write_job
 from pipeline.launch.launcher import OnMetrics, train
 from pipeline.launch.mirror import mirrored
-from pipeline.results.step_records import Change, PreparedModel, TrainedPolicy, ValidatedReward
+from pipeline.results.step_records import (
+    Change,
+    FreshPairs,
+    PreparedModel,
+    RewardRound,
+    TrainedPolicy,
+    ValidatedReward,
+)
 from pipeline.settings.settings import Settings
-from pipeline.stages.made_once import MadeModel, can_be_reused, make_or_reuse, move_files
+from pipeline.stages.rounds import PPO, Rounds, ScaledReward, decides_the_rounds
 from pipeline.stages.tracked import stage, with_files
+from pipeline.storage.made_once import MadeModel, can_be_reused, make_or_reuse, move_files
 from pipeline.tracking.tracker import Tracker
 from ppo_core.errors import ProcessError
-from ppo_core.io.folder_cache import digest_of_code
+from ppo_core.io.folder_cache import digest_of, digest_of_code
 from ppo_core.io.text_files import read_json_file
 from ppo_core.reporting.health import warnings_of
 from ppo_core.reporting.metrics_file import METRICS_FILE, SELF_CHECK_FILE, UPDATE, read_metrics
@@ -56,6 +66,7 @@ def train_policy(
     validation: ValidatedReward,
     run: FlowRun,
     here: Machines = ONE_MACHINE,
+    fresh: FreshPairs | None = None,
 ) -> TrainedPolicy:
     """Train the policy with PPO against the reward model, and track the training.
 
@@ -71,18 +82,24 @@ def train_policy(
         run: the run of the flow.
         here: the machines of the training; meanwhile, each other machine calls
             `train_policy_as_worker`.
+        fresh: labeled pairs of samples of `sft`, which begin the rounds.
 
     Raises:
         ProcessError: a process of the training failed.
     """
     data = RunData(settings)
+    reward = _scaled(reward_model, validation)
 
     def log_update(update: int, metrics: Mapping[str, float]) -> None:
         tracker.step.log_metrics(metrics, step=update)
 
     def train_in(folder: Path) -> dict[str, Any]:
-        job = _train(data, sft, reward_model, validation, run, here, log_update)
-        policy = run.folder / POLICY
+        later: dict[str, Any] = {}
+        if fresh is None or settings.fresh_pairs.rounds == 1:
+            _train(data, sft, reward, run, here, log_update)
+        else:
+            later = _train_in_rounds(tracker, data, sft, reward, fresh, run, inputs, log_update)
+        job, policy = run.folder / PPO, run.folder / POLICY
         move_files(policy, folder)
         policy.rmdir()
         return {
@@ -90,9 +107,10 @@ def train_policy(
             "self_check": read_json_file(job / SELF_CHECK_FILE, ProcessError),
             "peak_rss_bytes": _peak_rss_bytes(),
             "run": run.id,
+            **later,
         }
 
-    inputs = _decides_the_result(data, sft, reward_model, validation)
+    inputs = _decides_the_result(data, sft, reward_model, validation, fresh)
     made = make_or_reuse(run.workspace, POLICY, inputs, train_in)
     updates = made.values["updates"]
     if made.reused:
@@ -124,7 +142,12 @@ def train_policy_as_worker(
     data = RunData(settings)
     inputs = _decides_the_result(data, sft, reward_model, validation)
     if not can_be_reused(run.workspace, POLICY, inputs):
-        _train(data, sft, reward_model, validation, run, here, lambda update, metrics: None)
+        reward = _scaled(reward_model, validation)
+        _train(data, sft, reward, run, here, lambda update, metrics: None)
+
+
+def _scaled(reward_model: PreparedModel, validation: ValidatedReward) -> ScaledReward:
+    return ScaledReward(model=reward_model, bias=validation.bias, gain=validation.gain)
 
 
 def _decides_the_result(
@@ -132,6 +155,7 @@ def _decides_the_result(
     sft: PreparedModel,
     reward_model: PreparedModel,
     validation: ValidatedReward,
+    fresh: FreshPairs | None = None,
 ) -> dict[str, Any]:
     """Return everything that the trained policy depends on."""
     settings, config = data.settings, data.settings.ppo
@@ -151,47 +175,80 @@ def _decides_the_result(
         "lora": asdict(settings.lora),
         "code": digest_of_code(*modules_of_training(CODE)),
         **RunRewards(data).decides_the_result(),
+        **decides_the_rounds(data, fresh),
     }
 
 
 def _train(
     data: RunData,
     sft: PreparedModel,
-    reward_model: PreparedModel,
-    validation: ValidatedReward,
+    reward: ScaledReward,
     run: FlowRun,
     here: Machines,
     on_metrics: OnMetrics,
-) -> Path:
-    """Train or resume in processes of this machine; return the folder of the training."""
-    folder = run.folder / "ppo"
-    with mirrored(run.workspace, folder, here):
-        train(
-            _write_job(data, sft, reward_model, validation, run),
-            processes=data.settings.processes,
-            machines=here,
-            stall_minutes=data.settings.stall_minutes,
-            on_metrics=on_metrics,
-        )
-    return folder
+) -> None:
+    """Train or resume in processes of this machine."""
+    with mirrored(run.workspace, run.folder / PPO, here):
+        _train_part(data, sft, run, here, on_metrics, reward)
 
 
-@with_files("sft", "reward_model")
-def _write_job(
+def _train_in_rounds(
+    tracker: Tracker,
     data: RunData,
     sft: PreparedModel,
-    reward_model: PreparedModel,
-    validation: ValidatedReward,
+    reward: ScaledReward,
+    fresh: FreshPairs,
     run: FlowRun,
-) -> Path:
-    return write_job(
+    inputs: Mapping[str, Any],
+    on_metrics: OnMetrics,
+) -> dict[str, Any]:
+    """Train or resume in rounds; return the later reward models, and the costs of their labels."""
+    with mirrored(run.workspace, run.folder / PPO):
+        rounds = Rounds(
+            tracker=tracker,
+            data=data,
+            run=run,
+            sft=sft,
+            policy=PreparedModel(
+                path=str(run.folder / POLICY), digest=digest_of(inputs), metrics={}
+            ),
+            updates=updates_of_ppo(data.settings, len(data.training_prompts())),
+            train_part=partial(_train_part, data, sft, run, ONE_MACHINE, on_metrics),
+        )
+        made, spent = rounds.train(reward, fresh)
+    return {
+        "rounds": [asdict(one) for one in made],
+        "spent": {name: asdict(one) for name, one in spent.items()},
+    }
+
+
+def _train_part(
+    data: RunData,
+    sft: PreparedModel,
+    run: FlowRun,
+    here: Machines,
+    on_metrics: OnMetrics,
+    reward: ScaledReward,
+    pause: Pause | None = None,
+) -> None:
+    """Train up to the pause, or to the end, from the newest checkpoint."""
+    fetch = run.workspace.fetch_files
+    job = write_job(
         RunRewards(data),
-        policy=sft.path,
-        reward_model=reward_model.path,
-        reward_bias=validation.bias,
-        reward_gain=validation.gain,
-        folder=run.folder / "ppo",
+        policy=fetch(sft).path,
+        reward_model=fetch(reward.model).path,
+        reward_bias=reward.bias,
+        reward_gain=reward.gain,
+        folder=run.folder / PPO,
         policy_dir=run.folder / POLICY,
+        pause=pause,
+    )
+    train(
+        job,
+        processes=data.settings.processes,
+        machines=here,
+        stall_minutes=data.settings.stall_minutes,
+        on_metrics=on_metrics,
     )
 
 
@@ -216,6 +273,8 @@ def _trained_policy(
         tokens_sampled=sampled,
         tokens_trained=sampled * epochs,
         self_check=made.values["self_check"],
+        rounds=[RewardRound(**one) for one in made.values.get("rounds", [])],
+        spent={name: Spent(**one) for name, one in made.values.get("spent", {}).items() if paid},
     )
 
 

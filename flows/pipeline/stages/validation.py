@@ -20,12 +20,12 @@ from pipeline.reports.terminal import reward_model_in_words
 from pipeline.results.evaluation import TrainedJudge
 from pipeline.results.report_files import REWARD_REPORT_FILE, write_report
 from pipeline.results.reward_report import RewardReport
-from pipeline.results.step_records import PreparedModel, ValidatedReward
+from pipeline.results.step_records import FreshPairs, PreparedModel, ValidatedReward
 from pipeline.reward_validation.accuracy import measure_model
 from pipeline.reward_validation.on_policy import measure_on_policy
 from pipeline.reward_validation.samples import draw_samples
 from pipeline.reward_validation.scores import TextScorer
-from pipeline.reward_validation.validate import Compare, validate
+from pipeline.reward_validation.validate import Compare, Preferences, validate
 from pipeline.settings.settings import Settings
 from pipeline.stages.tracked import stage
 from pipeline.storage.addresses import is_in_s3
@@ -36,7 +36,15 @@ from ppo_core.errors import ModelError
 from ppo_core.models.loading import load_config, load_reward_model
 
 
-@stage("validate_reward_model", "settings", "sft", "reward_model", "judge_model", patient=True)
+@stage(
+    "validate_reward_model",
+    "settings",
+    "sft",
+    "reward_model",
+    "judge_model",
+    "fresh",
+    patient=True,
+)
 def validate_reward_model(
     tracker: Tracker,
     settings: Settings,
@@ -44,6 +52,7 @@ def validate_reward_model(
     reward_model: PreparedModel,
     judge_model: PreparedModel | None,
     run: FlowRun,
+    fresh: FreshPairs | None = None,
 ) -> ValidatedReward:
     """Measure the reward model on held-out preferences and samples, and log the report.
 
@@ -53,7 +62,7 @@ def validate_reward_model(
     `stop_run`.
     """
     data = RunData(settings)
-    report = examine_reward_model(data, sft, reward_model, judge_model, run.folder)
+    report = examine_reward_model(data, sft, reward_model, judge_model, run.folder, fresh)
     by_hand = settings.accept_reward_model and not report.fit
     report = replace(report, accepted_by_hand=by_hand)
     print(f"reward model: {reward_model_in_words(report)}", flush=True)
@@ -117,6 +126,7 @@ def examine_reward_model(
     reward_model: PreparedModel,
     judge_model: PreparedModel | None,
     folder: Path,
+    fresh: FreshPairs | None = None,
 ) -> RewardReport:
     """Load the reward model, and return the report of `reward_validation.validate`."""
     settings = data.settings
@@ -128,7 +138,7 @@ def examine_reward_model(
     )
     return validate(
         TextScorer(model, bf16=_scores_in_bf16(settings)),
-        data.test_pairs(),
+        Preferences(data.test_pairs(), data.voted_pairs(fresh.path if fresh else None)),
         data.training_prompts(),
         partial(draw_samples, partial(answer_as_ppo, settings, sft.path, folder)),
         settings.reward_gate,

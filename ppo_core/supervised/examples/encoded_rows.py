@@ -19,7 +19,7 @@ from ppo_core.data.rows.tokenizer_digest import tokenizer_digest
 from ppo_core.errors import DataError
 from ppo_core.io.folder_cache import digest_of_code
 from ppo_core.models.loading import load_config
-from ppo_core.supervised.examples.reward_pairs import PAIR_SCHEMA, pair_encoding
+from ppo_core.supervised.examples.reward_pairs import PAIR_SCHEMA, WEIGHT, pair_encoding
 from ppo_core.supervised.examples.sft_examples import EXAMPLE_SCHEMA, example_encoding
 from ppo_core.supervised.supervised_config import SupervisedConfig
 
@@ -94,7 +94,10 @@ def encode_rows(
             training.encoding.__module__,
         ),
     }
-    encoded = derive(rows, training.name, inputs, convert, training.schema)
+    schema = training.schema
+    if WEIGHT in rows.table.column_names:
+        schema = schema.append(pyarrow.field(WEIGHT, pyarrow.float64()))
+    encoded = derive(rows, training.name, inputs, convert, schema)
     if not len(encoded):
         raise DataError(
             f"'{rows.source}' has no row to train on: all of its rows are ties. Add other rows."

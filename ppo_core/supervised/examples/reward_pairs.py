@@ -1,7 +1,7 @@
 """Encode preferences as pairs of token sequences, and batch the pairs."""
 
 from collections.abc import Sequence
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 import pyarrow
 import torch
@@ -24,6 +24,8 @@ class RewardPair(TypedDict):
     rejected: list[int]
     margin: float
     """Margin by which the chosen score should exceed the rejected score."""
+    weight: NotRequired[float]
+    """Weight of the pair in the loss; 1 if it is missing."""
 
 
 PAIR_SCHEMA = pyarrow.schema(
@@ -36,6 +38,9 @@ PAIR_SCHEMA = pyarrow.schema(
 )
 """Types of an encoded pair on disk; `length` counts the tokens of the longer sequence."""
 
+WEIGHT = "weight"
+"""Optional column of pairs, also of encoded pairs: the weight of the pair in the loss."""
+
 
 def pair_encoding(
     tokenizer: PreTrainedTokenizerBase, config: SupervisedConfig
@@ -43,8 +48,8 @@ def pair_encoding(
     """Return the encoding of rows as token ids of the prompt with each response, and the margin.
 
     Texts are encoded as by `encode_dialogue`, which also encodes the texts that the trained model
-    scores. The margin is 0 if the row has none. A row cannot be used if the prompt with a response
-    has no token.
+    scores. The margin is 0 if the row has none, and a weight is kept. A row cannot be used if the
+    prompt with a response has no token.
     """
 
     def sequences(row: Row) -> list[list[Segment]]:
@@ -60,7 +65,14 @@ def _pair(row: Row, sequences: Sequence[list[EncodedSegment]]) -> RewardPair:
     chosen, rejected = map(joined, sequences)
     if not (chosen and rejected):
         raise RowError("without tokens", "Remove these rows, or set end_of_text to true.")
-    return {"chosen": chosen, "rejected": rejected, "margin": row.get("margin") or 0.0}
+    pair: RewardPair = {
+        "chosen": chosen,
+        "rejected": rejected,
+        "margin": row.get("margin") or 0.0,
+    }
+    if WEIGHT in row:
+        pair["weight"] = row[WEIGHT]
+    return pair
 
 
 def pair_length(pair: RewardPair) -> int:
@@ -71,13 +83,17 @@ def pair_length(pair: RewardPair) -> int:
 def collate_pairs(pairs: Sequence[RewardPair]) -> dict[str, Tensor]:
     """Return a right-padded batch: input_ids (B, 2, S), lengths (B, 2), margins (B,).
 
-    In dimension 1, index 0 is the chosen response and index 1 the rejected response.
+    In dimension 1, index 0 is the chosen response and index 1 the rejected response. If the pairs
+    have weights, the batch has them too, as weights (B,).
     """
     input_ids, lengths = pad_rows(
         [ids for pair in pairs for ids in (pair["chosen"], pair["rejected"])]
     )
-    return {
+    batch = {
         "input_ids": input_ids.view(len(pairs), 2, -1),
         "lengths": lengths.view(len(pairs), 2),
         "margins": torch.tensor([pair["margin"] for pair in pairs]),
     }
+    if WEIGHT in pairs[0]:
+        batch["weights"] = torch.tensor([pair["weight"] for pair in pairs])
+    return batch

@@ -506,3 +506,37 @@ def test_a_name_that_the_registry_would_not_take_is_refused(name: str):
 
 def test_every_refusal_can_be_caught_at_once():
     assert all(issubclass(kind, PPOError) for kind in (ConfigError, DataError, ModelError))
+
+
+def test_votes_of_people_are_pairs_that_trained_no_reward_model(tmp_path: Path):
+    table = tiny_table(tmp_path)
+    trained = json.loads(Path(table["preferences"]).read_text().splitlines()[0])
+    votes = [
+        {"prompt": "w1", "first": "w2", "second": "w3", "label": "second"},
+        {"prompt": "w4", "first": "w5", "second": "w6", "label": "tie"},
+        {"prompt": "w7", "first": "w8", "second": "w9", "label": ""},
+        # A pair of the training, in the other order.
+        {
+            "prompt": trained["prompt"],
+            "first": trained["rejected"],
+            "second": trained["chosen"],
+            "label": "first",
+        },
+    ]
+    file = write_rows(tmp_path / "votes.jsonl", votes)
+    labels = {"human_labels": file}
+    (found,) = RunData(make_settings(table | {"evaluation": labels}, {})).voted_pairs()
+    assert (found.prompt, found.chosen, found.rejected) == ("w1", "w3", "w2")
+    assert RunData(make_settings(table, {})).voted_pairs() == []
+    # Held-out pairs of samples count if people labeled them, and no pair of the training does.
+    rows = [{"prompt": f"w{n}", "chosen": "w1", "rejected": "w2"} for n in range(40)]
+    folder = tmp_path / "fresh"
+    folder.mkdir()
+    write_rows(folder / "pairs.jsonl", rows)
+    by_people = make_settings(table | {"fresh_pairs": {"labels": file}}, {})
+    held = RunData(by_people).voted_pairs(str(folder))
+    assert [pair.prompt for pair in held] == [f"w{n}" for n in range(36, 40)]
+    by_judge = {"count": 40, "labeller": "python:l.py:f"}
+    assert (
+        RunData(make_settings(table | {"fresh_pairs": by_judge}, {})).voted_pairs(str(folder)) == []
+    )

@@ -4,6 +4,7 @@ import pytest
 
 from pipeline.inputs.preference_pairs import (
     LabeledPair,
+    join_by_weight,
     label_pairs,
     split_off_judge_pairs,
     training_pairs_of,
@@ -155,3 +156,16 @@ def test_pairs_of_equal_messages_are_one_pair():
     rows = [{**vote("a", "b"), "prompt": asked}, {**vote("b", "a"), "prompt": asked}]
     (pair,) = label_pairs(rows_of("pairs", rows, is_chat=True))
     assert (pair.prompt, pair.votes, pair.tie) == (asked, 2, True)
+
+
+def test_pairs_of_two_data_sets_have_the_weights_of_their_data_sets():
+    fresh = rows_of("pairs", [{"prompt": "w0", "chosen": "w1", "rejected": "w2", "margin": 2}])
+    given = rows_of("pairs", [{"prompt": "w3", "chosen": "w4", "rejected": "w5"}])
+    together = join_by_weight([(fresh, 1.0), (given, 0.25)])
+    assert plain(together) == [
+        {"prompt": "w0", "chosen": "w1", "rejected": "w2", "weight": 1.0},
+        {"prompt": "w3", "chosen": "w4", "rejected": "w5", "weight": 0.25},
+    ]
+    assert join_by_weight([(fresh, 1.0)]) is fresh
+    digests = {join_by_weight([(fresh, 1.0), (given, each)]).digest for each in (0.25, 0.5)}
+    assert len(digests | {fresh.digest, given.digest}) == 4

@@ -1,5 +1,6 @@
 """The gate before PPO: real reward models that are fit, and three that are not."""
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -8,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from pipeline.inputs.preference_pairs import LabeledPair
 from pipeline.results.reward_report import OnPolicy, RewardReport
 from pipeline.reward_validation.samples import draw_samples
 from pipeline.reward_validation.scores import TextScorer
-from pipeline.reward_validation.validate import Compare, validate
+from pipeline.reward_validation.validate import Compare, Preferences, validate
 from pipeline.settings.gate_configs import RewardGateConfig
 from ppo_core.data.rows.reader import read_rows
 from ppo_core.errors import ModelError
@@ -72,7 +74,7 @@ def report_on(
     draw = partial(draw_samples, answer)
     return validate(
         TextScorer(model),
-        pairs,
+        Preferences(pairs),
         prompts,
         draw,
         RewardGateConfig(**limits),
@@ -158,6 +160,7 @@ def report_on_words(
     num_prompts: int = 8,
     training: dict[str, float] | None = None,
     compare: Compare | None = None,
+    votes: Sequence[LabeledPair] = (),
     **limits: Any,
 ) -> RewardReport:
     """The report on a reward model, a random one if none is given, and texts of few words."""
@@ -167,7 +170,7 @@ def report_on_words(
 
     return validate(
         TextScorer(model or RewardModel(make_classifier(), make_tokenizer())),
-        rows_of("pairs", pairs),
+        Preferences(rows_of("pairs", pairs), votes),
         rows_of("prompts", prompts),
         draw,
         RewardGateConfig(num_prompts=num_prompts, **limits),
@@ -230,6 +233,30 @@ def test_a_model_that_claims_less_than_it_knows_is_not_refused_for_that():
     report = report_on_words(WORDS, model=model, pairs=pairs, min_sample_deviation=0.0)
     assert report.calibration.error == pytest.approx(0.5, abs=0.01)
     assert report.reasons == []
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "message"),
+    [
+        # The 95 % interval of 3 of 20 (Wilson) is below one half, and the one of 6 is not.
+        (3, 17, "orders 15.0% of 20 pairs of answers as people do, 95 % interval 5.2% .. 36.0%"),
+        (6, 14, ""),
+        (17, 3, ""),
+    ],
+)
+def test_votes_of_people_that_contradict_the_model_refuse_it(right: int, wrong: int, message: str):
+    model = word_reward("last", {"w1": 1.0})
+    good, bad = "w5 w1", "w5 w2"
+    votes = [LabeledPair(prompt=f"w{n}", chosen=good, rejected=bad) for n in range(right)]
+    votes += [LabeledPair(prompt=f"w{n}", chosen=bad, rejected=good) for n in range(wrong)]
+    pairs = [{"prompt": "w9", "chosen": f"w{i} w1", "rejected": f"w{i} w2"} for i in range(3, 43)]
+    report = report_on_words(WORDS, model=model, pairs=pairs, votes=votes, min_sample_deviation=0.0)
+    assert report.people
+    assert (report.people.accuracy, report.people.n) == (right / 20, 20)
+    assert report.fit == (not message)
+    assert all(message in reason for reason in report.reasons)
+    undecided = report.people.low <= 0.5 <= report.people.high
+    assert undecided == any("does not differ from a random choice" in w for w in report.warnings)
 
 
 def test_every_limit_of_the_gate_can_refuse():

@@ -32,8 +32,9 @@ EXCLUDED = {
         *("advantage_estimator", "scale_by_group_std"),
         *REFUSED,
     },
-    # Labels go with the labeller `people` alone.
-    "fresh_pairs": {"labels"},
+    # Labels go with the labeller `people` alone, given pairs with no given reward model, and rounds
+    # with many pairs and one machine.
+    "fresh_pairs": {"labels", "given_weight", "rounds"},
     # A choice needs answers that are plain samples.
     "selection": {"method"},
 }

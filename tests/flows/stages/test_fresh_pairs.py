@@ -10,7 +10,9 @@ import pytest
 from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.inputs.json_lines import read_jsonl, write_jsonl
+from pipeline.inputs.preference_pairs import label_pairs
 from pipeline.results.step_records import FreshPairs
+from pipeline.reward_validation.accuracy import measure_model
 from pipeline.settings.settings import Settings, make_settings
 from pipeline.stages.given_settings import read_settings
 from pipeline.stages.models import FRESH, REWARD_MODEL, load_policy, load_reward_models
@@ -89,17 +91,21 @@ def test_a_labeller_is_asked_once_in_both_orders(tmp_path: Path, start, capsys):
     assert rows_of(others) != rows
 
 
+def contradicting(folder: Path, **changes: Any) -> dict[str, Any]:
+    """Settings with 400 pairs of samples; the given pairs prefer what the labeller rejects."""
+    table = fresh(folder, "low", **{"count": 400, **changes})
+    prompts = [{"prompt": f"w{one} w{other}"} for one in range(20) for other in range(20)]
+    table["prompts"] = write_rows(folder / "400.jsonl", prompts)
+    pairs = [{"prompt": "w1", "chosen": f"w50 w{i}", "rejected": f"w5 w{i}"} for i in range(40)]
+    table["preferences"] = write_rows(folder / "opposite.jsonl", pairs)
+    training = {"num_epochs": 6, "batch_size": 16, "max_length": 32, "learning_rate": 3e-3}
+    return table | {"reward_model_training": training}
+
+
 def test_the_better_reward_model_on_held_out_pairs_of_samples_is_used(
     tmp_path: Path, start, capsys
 ):
-    table = fresh(tmp_path, "low", count=400)
-    prompts = [{"prompt": f"w{one} w{other}"} for one in range(20) for other in range(20)]
-    table["prompts"] = write_rows(tmp_path / "400.jsonl", prompts)
-    # The given pairs prefer what the labeller rejects.
-    pairs = [{"prompt": "w1", "chosen": f"w50 w{i}", "rejected": f"w5 w{i}"} for i in range(40)]
-    table["preferences"] = write_rows(tmp_path / "opposite.jsonl", pairs)
-    training = {"num_epochs": 6, "batch_size": 16, "max_length": 32, "learning_rate": 3e-3}
-    settings = make_settings(table | {"reward_model_training": training}, {})
+    settings = make_settings(contradicting(tmp_path), {})
     run = start(settings)
     sft, labeled = load_policy(settings, run)
     model, _ = load_reward_models(settings, sft, run, fresh=labeled)
@@ -109,6 +115,20 @@ def test_the_better_reward_model_on_held_out_pairs_of_samples_is_used(
     )
     assert given < 50 < 70 < trained
     assert Path(model.path).name.startswith(f"{FRESH}-")
+
+
+def test_given_pairs_count_by_weight_beside_pairs_of_samples(tmp_path: Path, start):
+    found, run = [], start(make_settings(contradicting(tmp_path), {}))
+    for weight in (0.001, 1.0):
+        settings = make_settings(contradicting(tmp_path, count=150, given_weight=weight), {})
+        sft, labeled = load_policy(settings, run)
+        assert labeled
+        model, _ = load_reward_models(settings, sft, run, fresh=labeled)
+        assert Path(model.path).name.startswith(f"{FRESH}-")
+        given = label_pairs(RunData(settings).training_pairs())
+        found.append(measure_model(model.path, given, end_of_text=True, prompt_format="text"))
+    assert found[0].accuracy < 0.3
+    assert found[1].accuracy > 0.9
 
 
 @pytest.mark.slow
@@ -161,6 +181,12 @@ def test_a_label_that_is_none_is_refused_by_name(tmp_path: Path, start):
         load_policy(settings, start(settings))
 
 
+def test_a_weight_of_given_pairs_that_train_no_model_is_refused(tmp_path: Path):
+    table = fresh(tmp_path, given_weight=0.5) | {"reward_model": "reward"}
+    with pytest.raises(ConfigError, match=r"given_weight=0.5 would be ignored.*='reward'"):
+        make_settings(table, {})
+
+
 @pytest.mark.parametrize(
     ("labeller", "message"),
     [
@@ -185,6 +211,12 @@ def test_a_labeller_that_is_of_no_use_ends_the_step(
         ({"count": 8, "labeller": "python:j.py:f", "labels": "x.jsonl"}, "would be ignored"),
         ({"count": 8, "labellor": "people"}, "labeller"),
         ({"count": 8, "labeller": "persons"}, "persons"),
+        ({"given_weight": 0.5}, "given_weight=0.5 would be ignored"),
+        ({"count": 8, "labeller": "people", "given_weight": -1}, "given_weight=-1 must be"),
+        ({"count": 80, "labeller": "people", "rounds": 2}, "people label after the run"),
+        ({"labels": "x.jsonl", "rounds": 2}, "people label after the run"),
+        ({"count": 59, "labeller": "python:j.py:f", "rounds": 3}, "Raise count to at least 60"),
+        ({"count": 80, "labeller": "python:j.py:f", "rounds": 0}, "rounds=0 must be"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(

@@ -484,3 +484,43 @@ def test_a_run_resumes_with_another_number_of_processes(sharding, tmp_path):
     for found in (load_file(tmp_path / "ended.st"), weights_and_moments(ended)):
         for name, tensor in weights_and_moments(whole).items():
             assert_close(found[name], tensor, rtol=0, atol=1e-5, msg=name)
+
+
+# --- A pause -------------------------------------------------------------------
+
+
+def test_a_paused_run_ends_as_one_that_did_not_pause(runs, tmp_path):
+    seed_everything(5)
+    paused = trainer_in(tmp_path)
+    paused._train_state.skipped_steps = 1
+    assert len(paused.train(stop_after_updates=2)) == 2
+    assert paused.is_done
+    assert (tmp_path / "checkpoint-2").is_dir()
+    # At the pause, nothing is left to do.
+    assert trainer_in(tmp_path).train(True, stop_after_updates=2) == []
+    again = trainer_in(tmp_path)
+    again.train(True)
+    assert outcome(again) == runs.outcome
+
+
+def test_after_a_pause_another_reward_continues_state_and_learning_rate(tmp_path):
+    def model(seed: int) -> RewardModel:
+        return RewardModel(make_classifier(seed=seed), make_tokenizer())
+
+    whole = trainer_in(tmp_path / "whole", reward_model=model(1)).train()
+    trainer_in(tmp_path / "run", reward_model=model(1)).train(stop_after_updates=2)
+    with pytest.raises(TrainingError, match="written with another reward model 0"):
+        trainer_in(tmp_path / "run", reward_model=model(2)).train(True)
+    changed = trainer_in(tmp_path / "run", reward_model=model(2))
+    later = changed.train(True, resume_anyway=True)
+    assert [each["episode"] for each in later] == [24, 32]
+    # Policy, reference, prompts and random numbers are those of the whole run, but not the scores.
+    for name in ("objective/kl", "objective/entropy", "lr"):
+        assert later[0][name] == whole[2][name]
+    assert later[0]["objective/scores"] != whole[2]["objective/scores"]
+
+
+def test_a_pause_without_checkpoints_is_refused(tmp_path):
+    config = dataclasses.replace(ALL_OF_IT, save_strategy="no")
+    with pytest.raises(ConfigError, match="stop_after_updates=2 needs a checkpoint"):
+        trainer_in(tmp_path, config).train(stop_after_updates=2)

@@ -75,6 +75,21 @@ def test_the_loss_of_a_batch_of_pairs_has_its_margins_and_its_centering():
     assert sums.tolist() == pytest.approx(expected_sums, abs=1e-6)
 
 
+def test_a_pair_counts_by_its_weight():
+    ranker = PairRanker(make_classifier()).double().eval()
+    rows = [
+        {"chosen": [3, 4, 1], "rejected": [3, 5], "margin": 0.0, "weight": 1.0},
+        {"chosen": [6, 1], "rejected": [6, 7, 1], "margin": 0.0, "weight": 0.25},
+    ]
+    ones = [collate_pairs([{**row, "weight": 1.0}]) for row in rows]
+    losses, sums = zip(*(ranker(**batch) for batch in ones), strict=True)
+    batch = collate_pairs(rows)
+    loss, both = ranker(**batch)
+    assert loss.item() == pytest.approx(losses[0].item() + 0.25 * losses[1].item(), abs=1e-6)
+    assert both.tolist() == pytest.approx((sums[0] + sums[1]).tolist(), abs=1e-6)
+    assert ranker.units(batch).item() == 2
+
+
 def test_the_sums_of_a_batch_are_exact_under_bf16(monkeypatch):
     ranker = PairRanker(make_classifier()).eval()
     # The model's own products round differently by the size of the batch.

@@ -67,3 +67,10 @@ def test_pairs_keep_the_chosen_response_first():
     assert batch["input_ids"].tolist() == [[[3, 4, 1], [3, 1, 0]], [[5, 0, 0], [6, 0, 0]]]
     assert batch["lengths"].tolist() == [[3, 2], [1, 1]]
     assert batch["margins"].tolist() == [0.5, 0.0]
+
+
+def test_a_batch_has_weights_only_if_its_pairs_have_them():
+    rows = [{"chosen": [3], "rejected": [4], "margin": 0.0, "weight": each} for each in (1.0, 0.25)]
+    assert collate_pairs(rows)["weights"].tolist() == [1.0, 0.25]
+    plain = [{name: value for name, value in row.items() if name != "weight"} for row in rows]
+    assert "weights" not in collate_pairs(plain)
