@@ -245,6 +245,7 @@ class Trainer:
                 checkpoint, or memory is full.
         """
         self._checkpoints.start(resume_from_checkpoint, anyway=resume_anyway)
+        self._files.require_earlier(self._earlier)
         self._reporter.begin()
         with self._interruption, explained_out_of_memory(LESS_MEMORY):
             try:
@@ -296,6 +297,8 @@ class Trainer:
         due = (self._run.updates - 1) * self.config.num_sample_generations
         if due % self.schedule.num_updates < self.config.num_sample_generations:
             self.generate_completions()
+        # Before the checkpoint, so that a run that is resumed has the policies before its checkpoint.
+        self._files.save_earlier(self._earlier)
         # Save last, because a reward function may have drawn random numbers for the samples above.
         if self.engine.any(self._reporter.should_save):
             self._checkpoints.save()
@@ -392,6 +395,7 @@ class Trainer:
         self.schedule = make_schedule(
             config, num_prompts=num_prompts, num_processes=engine.num_processes
         )
+        self._earlier = self.schedule.between(config.save_policies)
         self._run = RunState.at_start(config, self.schedule, num_prompts)
         self._train_state = make_train_state(
             config,
