@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from ppo_core.checkpointing.folders import POLICIES
 from ppo_core.data.model_files import replaced_together, save_tokenizer
 from ppo_core.distributed.saving import gather_weights, save_plain
 from ppo_core.errors import TrainingError
@@ -16,10 +17,6 @@ from ppo_core.training.model_card import push_folder, write_model_card
 
 ADAPTER = "adapter"
 """Subfolder for the adapter, inside the folder of the merged policy."""
-
-POLICIES = "policies"
-"""Subfolder of `output_dir` for the policies of `save_policies`, each in a folder with the number
-of its update as name."""
 
 
 class PolicyExporter(RunContext):

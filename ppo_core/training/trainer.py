@@ -297,7 +297,7 @@ class Trainer:
         due = (self._run.updates - 1) * self.config.num_sample_generations
         if due % self.schedule.num_updates < self.config.num_sample_generations:
             self.generate_completions()
-        # Before the checkpoint, so that a run that is resumed has the policies before its checkpoint.
+        # Before the checkpoint, so that a resumed run has all policies before its checkpoint.
         self._files.save_earlier(self._earlier)
         # Save last, because a reward function may have drawn random numbers for the samples above.
         if self.engine.any(self._reporter.should_save):

@@ -122,8 +122,21 @@ class Change:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EarlierPolicies:
+    """Policies before the end of PPO, which `ppo.save_policies` asks for."""
+
+    FILE_FIELDS: ClassVar = ("path",)
+
+    path: str
+    """Place of the folder with a subfolder for each policy; its name is the policy's update."""
+
+    digest: str
+    """Digest of the folder's files when they were written."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainedPolicy:
-    """The policy after PPO, or the policy that was chosen between SFT and the end of PPO.
+    """The policy after PPO, or the policy that was chosen in its place, see `SelectionConfig`.
 
     In both cases, metrics, warnings and self-check come from the full training with PPO.
     """
@@ -157,6 +170,10 @@ class TrainedPolicy:
     self_check: dict[str, str | float]
     """Decoding of the policy, and differences between our forward pass of each model and the
     model's own; see `ppo_core.training.self_check`."""
+
+    earlier: EarlierPolicies | None = None
+    """Policies that may be chosen in place of this one; None if there are none, or after the
+    choice."""
 
 
 @dataclass(frozen=True, kw_only=True)

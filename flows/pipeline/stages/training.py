@@ -1,8 +1,9 @@
 """Run PPO in separate processes on one or several machines."""
 
 import resource
+import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,18 @@ from pipeline.launch.commands import ONE_MACHINE, Machines, gpus
 from pipeline.launch.job import ppo_config, write_job
 from pipeline.launch.launcher import OnMetrics, train
 from pipeline.launch.mirror import mirrored
-from pipeline.results.step_records import Change, PreparedModel, TrainedPolicy, ValidatedReward
+from pipeline.results.step_records import (
+    Change,
+    EarlierPolicies,
+    PreparedModel,
+    TrainedPolicy,
+    ValidatedReward,
+)
 from pipeline.settings.settings import Settings
 from pipeline.stages.made_once import MadeModel, can_be_reused, make_or_reuse, move_files
 from pipeline.stages.tracked import stage, with_files
 from pipeline.tracking.tracker import Tracker
+from ppo_core.checkpointing.folders import POLICIES
 from ppo_core.errors import ProcessError
 from ppo_core.io.folder_cache import digest_of_code
 from ppo_core.io.text_files import read_json_file
@@ -29,6 +37,13 @@ from ppo_core.supervised.training_code import modules_of_training
 POLICY = "policy"
 """Name of the training, first part of the name of its folder in the cache, and name of the policy's
 folder in the folder of the run."""
+
+PPO = "ppo"
+"""Folder of the training in the folder of the run."""
+
+EARLIER = "earlier-policies"
+"""Name of the policies before the end of PPO, first part of the name of their folder in the
+cache."""
 
 CODE = "ppo_core.__main__"
 """Entry module of the training. Its code and its imports are part of the cache key."""
@@ -82,18 +97,17 @@ def train_policy(
 
     def train_in(folder: Path) -> dict[str, Any]:
         job = _train(data, sft, reward_model, validation, run, here, log_update)
-        policy = run.folder / POLICY
-        move_files(policy, folder)
-        policy.rmdir()
-        return {
-            "updates": read_metrics(job / METRICS_FILE),
-            "self_check": read_json_file(job / SELF_CHECK_FILE, ProcessError),
-            "peak_rss_bytes": _peak_rss_bytes(),
-            "run": run.id,
-        }
+        return _move_policy(run, folder, job)
+
+    def train_earlier() -> None:
+        # The metrics of this training are those of the last policy, which are already logged.
+        _train(data, sft, reward_model, validation, run, here, lambda update, metrics: None)
 
     inputs = _decides_the_result(data, sft, reward_model, validation)
     made = make_or_reuse(run.workspace, POLICY, inputs, train_in)
+    earlier = None
+    if settings.ppo.save_policies:
+        earlier = _earlier_policies(data, inputs, run, train_earlier if made.reused else None)
     updates = made.values["updates"]
     if made.reused:
         for metrics in updates:
@@ -102,7 +116,7 @@ def train_policy(
     if warnings:
         tracker.step.describe("Warnings", warnings)
     tracker.step.set_tags({"reused": str(made.reused)})
-    trained = _trained_policy(made, warnings, run, settings.ppo.num_ppo_epochs)
+    trained = _trained_policy(made, earlier, warnings, run, settings.ppo.num_ppo_epochs)
     cost = {
         "episodes_per_second": trained.episodes_per_second,
         "peak_rss_bytes": trained.peak_rss_bytes,
@@ -123,8 +137,55 @@ def train_policy_as_worker(
     """Take part in the training of `train_policy`, on any machine except the first."""
     data = RunData(settings)
     inputs = _decides_the_result(data, sft, reward_model, validation)
-    if not can_be_reused(run.workspace, POLICY, inputs):
+    needed = {POLICY: inputs}
+    if settings.ppo.save_policies:
+        needed[EARLIER] = _decides_earlier(data, inputs)
+    if not all(can_be_reused(run.workspace, *each) for each in needed.items()):
         _train(data, sft, reward_model, validation, run, here, lambda update, metrics: None)
+
+
+def _move_policy(run: FlowRun, folder: Path, job: Path) -> dict[str, Any]:
+    """Move the policy of a finished training into its folder of the cache; return its values."""
+    policy = run.folder / POLICY
+    move_files(policy, folder)
+    policy.rmdir()
+    return {
+        "updates": read_metrics(job / METRICS_FILE),
+        "self_check": read_json_file(job / SELF_CHECK_FILE, ProcessError),
+        "peak_rss_bytes": _peak_rss_bytes(),
+        "run": run.id,
+    }
+
+
+def _earlier_policies(
+    data: RunData, inputs: Mapping[str, Any], run: FlowRun, train: Callable[[], None] | None
+) -> MadeModel:
+    """Return the policies before the end of PPO.
+
+    Args:
+        data: data sets and settings of the run.
+        inputs: everything that the trained policy depends on.
+        run: the run of the flow.
+        train: trains the policies if they are not in the cache; None if the run has just trained.
+    """
+    saved = run.folder / PPO / POLICIES
+
+    def copy_into(folder: Path) -> dict[str, Any]:
+        if train is not None:
+            train()
+        # Not moved: if this process is killed, a training that is resumed has no others.
+        shutil.copytree(saved, folder, dirs_exist_ok=True)
+        return {"run": run.id}
+
+    made = make_or_reuse(run.workspace, EARLIER, _decides_earlier(data, inputs), copy_into)
+    for copied in (saved, run.folder / POLICY):
+        shutil.rmtree(copied, ignore_errors=True)
+    return made
+
+
+def _decides_earlier(data: RunData, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return everything that the policies before the end of PPO depend on."""
+    return {**inputs, "save_policies": data.settings.ppo.save_policies}
 
 
 def _decides_the_result(
@@ -164,7 +225,7 @@ def _train(
     on_metrics: OnMetrics,
 ) -> Path:
     """Train or resume in processes of this machine; return the folder of the training."""
-    folder = run.folder / "ppo"
+    folder = run.folder / PPO
     with mirrored(run.workspace, folder, here):
         train(
             _write_job(data, sft, reward_model, validation, run),
@@ -190,19 +251,20 @@ def _write_job(
         reward_model=reward_model.path,
         reward_bias=validation.bias,
         reward_gain=validation.gain,
-        folder=run.folder / "ppo",
+        folder=run.folder / PPO,
         policy_dir=run.folder / POLICY,
     )
 
 
 def _trained_policy(
-    made: MadeModel, warnings: list[str], run: FlowRun, epochs: int
+    made: MadeModel, earlier: MadeModel | None, warnings: list[str], run: FlowRun, epochs: int
 ) -> TrainedPolicy:
     updates = made.values["updates"]
     first, last = _without_number(updates[0]), _without_number(updates[-1])
     # A run that reuses the policy of another run pays for no tokens. A run that was killed after
     # its training reuses its own policy when it is resumed, and has paid for it.
-    paid = not made.reused or made.values.get("run") == run.id
+    trained = [made] + ([] if earlier is None else [earlier])
+    paid = any(not each.reused or each.values.get("run") == run.id for each in trained)
     sampled = _tokens_sampled(updates) if paid else 0
     return TrainedPolicy(
         path=made.place,
@@ -216,6 +278,7 @@ def _trained_policy(
         tokens_sampled=sampled,
         tokens_trained=sampled * epochs,
         self_check=made.values["self_check"],
+        earlier=earlier and EarlierPolicies(path=earlier.place, digest=earlier.digest),
     )
 
 
