@@ -263,7 +263,7 @@ def _trained_policy(
     first, last = _without_number(updates[0]), _without_number(updates[-1])
     # A run that reuses the policy of another run pays for no tokens. A run that was killed after
     # its training reuses its own policy when it is resumed, and has paid for it.
-    trained = [made] + ([] if earlier is None else [earlier])
+    trained = [each for each in (made, earlier) if each is not None]
     paid = any(not each.reused or each.values.get("run") == run.id for each in trained)
     sampled = _tokens_sampled(updates) if paid else 0
     return TrainedPolicy(
@@ -278,7 +278,9 @@ def _trained_policy(
         tokens_sampled=sampled,
         tokens_trained=sampled * epochs,
         self_check=made.values["self_check"],
-        earlier=earlier and EarlierPolicies(path=earlier.place, digest=earlier.digest),
+        earlier=(
+            None if earlier is None else EarlierPolicies(path=earlier.place, digest=earlier.digest)
+        ),
     )
 
 
