@@ -186,7 +186,7 @@ class RLHF(FlowSpec):
     @step
     def evaluate_win_rate(self) -> None:
         """Judge the policy's answers to unseen prompts against references, SFT and the champion."""
-        chosen, self.evaluation = stages.evaluation.evaluate_win_rate(
+        self.trained, self.evaluation = stages.evaluation.evaluate_win_rate(
             self.settings,
             self.sft,
             self.trained,
@@ -194,7 +194,6 @@ class RLHF(FlowSpec):
             self.validation.judge,
             self.tracked,
         )
-        self.trained = chosen or self.trained
         current.card.extend(stages.cards.evaluation_card(self.evaluation, self.tracked))
         self.next(self.register)
 

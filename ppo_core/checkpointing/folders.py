@@ -1,10 +1,14 @@
-"""Find the folders of checkpoints by their names; this module does not import torch."""
+"""Find folders of checkpoints and policies by their names; this module does not import torch."""
 
 import re
 from pathlib import Path
 
 MANIFEST = "manifest.json"
 """File of a checkpoint that is written last."""
+
+POLICIES = "policies"
+"""Subfolder of `output_dir` for the policies of `save_policies`; each is in a folder whose name is
+its update."""
 
 FOLDER_NAME = re.compile(r"checkpoint-(\d+)(\.old)?")
 
@@ -23,3 +27,9 @@ def newest_checkpoint(output_dir: str | Path) -> Path | None:
     """Return the finished checkpoint of the highest step; None without a finished checkpoint."""
     found = finished_checkpoints(output_dir)
     return found[max(found)] if found else None
+
+
+def saved_policies(folder: Path) -> dict[int, Path]:
+    """Return the policies in a folder POLICIES by update, the first one first."""
+    found = {int(path.name): path for path in folder.glob("*") if path.name.isdecimal()}
+    return dict(sorted(found.items()))

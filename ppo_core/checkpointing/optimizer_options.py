@@ -1,7 +1,9 @@
 """Save the options of an optimizer and its schedule as JSON, and restore them bit for bit."""
 
+from typing import Any
+
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from ppo_core.checkpointing.read_checkpoint import JSON
 from ppo_core.errors import TrainingError
@@ -49,6 +51,26 @@ def check_optimizer_fits(optimizer: Optimizer, saved: JSON) -> None:
         "the moments would start from zero. Resume with the models and settings that wrote the "
         "checkpoint, or start a new run in another output_dir."
     )
+
+
+def restore_schedule(scheduler: LRScheduler, saved: JSON) -> None:
+    """Restore the state of a learning-rate schedule, which JSON has stored."""
+    scheduler.load_state_dict(_with_numbers_as_keys(saved, scheduler.state_dict()))
+
+
+def _with_numbers_as_keys(saved: Any, own: Any) -> Any:
+    """Return a stored value whose dicts have whole numbers as keys where those of `own` have them.
+
+    JSON turns these keys into texts; with texts, MultiStepLR would find none of its milestones.
+    """
+    if isinstance(saved, list) and isinstance(own, list) and len(saved) == len(own):
+        return [_with_numbers_as_keys(*pair) for pair in zip(saved, own, strict=True)]
+    if not isinstance(saved, dict) or not isinstance(own, dict):
+        return saved
+    if own and all(isinstance(key, int) for key in own):
+        # The class of `own` may be a Counter.
+        return type(own)({int(key): value for key, value in saved.items()})
+    return {key: _with_numbers_as_keys(value, own.get(key)) for key, value in saved.items()}
 
 
 def set_schedule_step(scheduler: LambdaLR, step: int) -> None:

@@ -22,6 +22,7 @@ from ppo_core.checkpointing.optimizer_options import (
     check_optimizer_fits,
     optimizer_options,
     restore_options,
+    restore_schedule,
     set_schedule_step,
 )
 from ppo_core.checkpointing.read_checkpoint import Checkpoint
@@ -110,7 +111,7 @@ class TrainingState:
         state = checkpoint.state
         if is_same or not isinstance(self.scheduler, LambdaLR):
             restore_options(self.optimizer, state["optimizer"])
-            self.scheduler.load_state_dict(state["scheduler"])
+            restore_schedule(self.scheduler, state["scheduler"])
         else:
             set_schedule_step(self.scheduler, state["scheduler"]["last_epoch"])
 

@@ -278,7 +278,12 @@ class PPOConfig(RunConfig):
     warn_repetition: float = 0.5
     """Warn when more than this fraction of the 3-grams in responses are repetitions."""
 
-    # --- Sample tables, and names of models and adapters ---
+    # --- Earlier policies, sample tables, and names of models and adapters ---
+
+    save_policies: Natural = 0
+    """Number of earlier policies to save, without optimizer state, at equal distances between the
+    start and the end of the run; each is in `output_dir/policies/<update>`. `save_total_limit` does
+    not remove them."""
 
     num_sample_generations: Natural = 10
     """Number of times per run that responses to the evaluation prompts are printed as a table."""

@@ -38,6 +38,10 @@ class Schedule:
         """Number of optimizer steps in the run."""
         return self.num_updates * self.steps_per_update
 
+    def between(self, number: int) -> list[int]:
+        """Return `number` updates at equal distances between the start and the end of the run."""
+        return [(1 + n) * self.num_updates // (1 + number) for n in range(number)]
+
 
 def batch_sizes(config: PPOConfig, num_processes: int) -> dict[str, int]:
     """Return consistent values of the settings batch_size, num_mini_batches and mini_batch_size.
@@ -85,8 +89,8 @@ def make_schedule(config: PPOConfig, *, num_prompts: int, num_processes: int) ->
     """Compute the sizes of a run from settings, prompts and processes.
 
     Raises:
-        ConfigError: see `batch_sizes`; a batch is smaller than the number of processes, or the
-            critic's warmup takes all updates.
+        ConfigError: see `batch_sizes`; a batch is smaller than the number of processes, the
+            critic's warmup takes all updates, or there are too few updates for `save_policies`.
     """
     sizes = batch_sizes(config, num_processes)
     batch_size = sizes["batch_size"]
@@ -108,6 +112,12 @@ def make_schedule(config: PPOConfig, *, num_prompts: int, num_processes: int) ->
             f"critic_warmup_updates={config.critic_warmup_updates} leaves no update for the policy "
             f"in a run of {num_updates} updates. Lower critic_warmup_updates, or raise "
             "total_episodes."
+        )
+    if config.save_policies >= num_updates:
+        raise ConfigError(
+            f"save_policies={config.save_policies} saves policies before the end of PPO, and a run "
+            f"of {num_updates} updates has {num_updates - 1} of them. Lower save_policies, or "
+            "raise total_episodes."
         )
     return Schedule(
         batch_size=batch_size,

@@ -1,13 +1,16 @@
 """Save the trained policy with its model card, and upload it to the hub."""
 
+from collections.abc import Collection
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from ppo_core.checkpointing.folders import POLICIES
 from ppo_core.data.model_files import replaced_together, save_tokenizer
 from ppo_core.distributed.saving import gather_weights, save_plain
+from ppo_core.errors import TrainingError
 from ppo_core.models.files.adapter_weights import save_adapter
 from ppo_core.ppo.run_state import RunContext
 from ppo_core.training.model_card import push_folder, write_model_card
@@ -35,6 +38,34 @@ class PolicyExporter(RunContext):
         averaged = self.average.swapped_in() if self.average else nullcontext()
         with averaged:
             self._write_policy(folder)
+
+    def save_earlier(self, due: Collection[int]) -> None:
+        """Save the policy as an earlier policy of the run if the last update is one of `due`.
+
+        Raises:
+            TrainingError: see `save_policy`.
+        """
+        if self.run.updates in due:
+            self.save_policy(self._earlier(self.run.updates))
+
+    def require_earlier(self, due: Collection[int]) -> None:
+        """Raise if a resumed run lacks an earlier policy that is not to be trained again.
+
+        Raises:
+            TrainingError: the folder of a policy is missing; raised in all processes.
+        """
+        done = [update for update in due if update <= self.run.updates]
+        missing = [update for update in done if not self._earlier(update).is_dir()]
+        if self.engine.any(self.engine.is_main and bool(missing)):
+            raise TrainingError(
+                f"save_policies={self.config.save_policies} saves the policies after the updates "
+                f"{', '.join(map(str, due))}, but '{self._earlier(0).parent}' lacks some of those "
+                f"before update {self.run.updates}, from which the run continues. Copy them there, "
+                "resume with save_policies=0, or start a new run."
+            )
+
+    def _earlier(self, update: int) -> Path:
+        return Path(self.config.output_dir) / POLICIES / str(update)
 
     def _write_policy(self, folder: Path) -> None:
         adapted, model = self.models.adapted, self.models.policy.model

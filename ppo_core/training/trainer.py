@@ -256,6 +256,7 @@ class Trainer:
                 "save_strategy='no' writes none. Remove either setting."
             )
         self._checkpoints.start(resume_from_checkpoint, anyway=resume_anyway)
+        self._files.require_earlier(self._earlier)
         self._reporter.begin()
         with self._interruption, explained_out_of_memory(LESS_MEMORY):
             try:
@@ -310,6 +311,8 @@ class Trainer:
         due = (self._run.updates - 1) * self.config.num_sample_generations
         if due % self.schedule.num_updates < self.config.num_sample_generations:
             self.generate_completions()
+        # Before the checkpoint, so that a resumed run has all policies before its checkpoint.
+        self._files.save_earlier(self._earlier)
         # Save last, because a reward function may have drawn random numbers for the samples above.
         if self.engine.any(self._reporter.should_save):
             self._checkpoints.save()
@@ -406,6 +409,7 @@ class Trainer:
         self.schedule = make_schedule(
             config, num_prompts=num_prompts, num_processes=engine.num_processes
         )
+        self._earlier = self.schedule.between(config.save_policies)
         self._run = RunState.at_start(config, self.schedule, num_prompts)
         self._train_state = make_train_state(
             config,

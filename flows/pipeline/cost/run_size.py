@@ -9,6 +9,7 @@ import pyarrow.compute
 from pipeline.cost.estimated_cost import TrainingCost, describe_memory_of, describe_time_of
 from pipeline.cost.gpu_table import find_gpu, processes_on_a_machine
 from pipeline.cost.memory.ppo_memory import PPOSize
+from pipeline.cost.memory.sizes import BF16, FP32
 from pipeline.cost.memory.supervised_memory import SupervisedSize
 from pipeline.cost.memory_table import RANK, Training, TrainingSize
 from pipeline.cost.run_time import Speed, ppo_seconds, supervised_seconds
@@ -29,7 +30,8 @@ from pipeline.settings.training_sections import SupervisedSection
 from ppo_core.data.prompts import encode_prompts
 from ppo_core.data.rows.dialogues import shown_prompt
 from ppo_core.data.rows.reader import Rows
-from ppo_core.models.loading import count_parameters
+from ppo_core.models.files.saved_precision import half_precision
+from ppo_core.models.loading import count_parameters, load_config
 from ppo_core.ppo.schedule import Schedule, make_schedule
 from ppo_core.supervised.supervised_config import SupervisedConfig
 
@@ -98,8 +100,8 @@ class RunSize:
     """The trainings, for their memory, time and price; empty if these cannot be computed."""
 
     selection: str
-    """Numbers of answers and questions to choose the policy, as text; empty if the last policy is
-    registered."""
+    """Numbers of answers and questions to choose the policy, and disk space of earlier policies, as
+    text; empty if the last policy is registered."""
 
     evaluation_prompts: int
     """Number of prompts that the policies answer."""
@@ -158,7 +160,7 @@ def measure_run(settings: Settings, *, has_champion: bool) -> RunSize:
         processes=number,
         ppo=schedule,
         works=[] if None in works else [work for work in works if work is not None],
-        selection=_selection(data),
+        selection=_selection(data, policy),
         evaluation_prompts=len(examples),
         different_prompts=len({shown_prompt(row["prompt"]) for row in examples}),
         contests=len(contests_between(contestants)),
@@ -182,18 +184,29 @@ def _sample_questions(gate: RewardGateConfig, prompts: int) -> int:
     return 2 * (gate.samples_per_prompt // 2) * asked
 
 
-def _selection(data: RunData) -> str:
-    """Return the maximum numbers of answers and questions to choose the policy, as text."""
-    choice = data.settings.selection
+def _selection(data: RunData, parameters: int) -> str:
+    """Return the maximum numbers of answers and questions to choose the policy, as text.
+
+    `parameters` is the number of parameters of the policy.
+    """
+    choice, earlier = data.settings.selection, data.settings.ppo.save_policies
     if choice.method == "last":
         return ""
     prompts = len(data.selection_prompts())
-    policies = MOST_TRIES if choice.method == "kl" else len({*choice.weights})
+    policies = MOST_TRIES if choice.method == "kl" else len({*choice.weights}) + earlier
     questions = 0 if choice.method == "kl" else 2 * policies * prompts
     return (
         f"prompts {prompts:,}, policies at most {policies}, "
         f"questions to each judge at most {questions:,}"
+        + (_disk_of(earlier, parameters, data.settings.policy) if earlier else "")
     )
+
+
+def _disk_of(number: int, parameters: int, policy: str) -> str:
+    """Return the disk space of policies that are saved in the precision of `policy`, as text."""
+    is_half = half_precision(load_config(policy).to_dict()) is not None
+    size = number * parameters * (BF16 if is_half else FP32)
+    return f", disk for {number} earlier policies {size / 2**30:.2g} GiB"
 
 
 def describe_sizes(settings: Settings, *, has_champion: bool) -> str:

@@ -1,7 +1,7 @@
-"""Choose a policy between the start and the end of PPO, see `SelectionConfig`.
+"""Choose a policy of PPO, see `SelectionConfig`.
 
-The policy at position w has the weights start + w (end - start), see `write_interpolated`. Its KL
-divergence is measured from the start.
+The policy at position w has the weights start + w (end - start), see `write_interpolated`. Further
+candidates are earlier policies of PPO. The KL divergence of a policy is measured from the start.
 """
 
 import shutil
@@ -20,6 +20,7 @@ from pipeline.judges.verdict import Judge, JudgedPrompt
 from pipeline.results.selection import Selection, TriedPolicy
 from pipeline.settings.selection_config import MOST_TRIES
 from pipeline.settings.settings import Settings
+from ppo_core.checkpointing.folders import saved_policies
 from ppo_core.errors import JudgeError
 from ppo_core.training.evaluation import Answers
 from ppo_core.training.interpolation import write_interpolated
@@ -42,7 +43,13 @@ NEAR = 0.85
 
 
 def choose_policy(
-    data: RunData, start: str, end: str, judge: Judge | None, folder: Path
+    data: RunData,
+    start: str,
+    end: str,
+    judge: Judge | None,
+    folder: Path,
+    *,
+    earlier: Path | None = None,
 ) -> Selection:
     """Choose a policy, and write it to `folder` unless it is the policy `end`.
 
@@ -52,20 +59,27 @@ def choose_policy(
         end: folder of the policy with which PPO ended.
         judge: judge of the run; None to choose by the divergence alone.
         folder: existing, empty folder.
+        earlier: folder of earlier policies of PPO, see `EarlierPolicies`.
 
     Raises:
         JudgeError: too many verdicts of the judge are invalid.
         ModelError: see `write_interpolated`.
     """
     prompts, limit = data.selection_prompts(), divergence_limit(data.settings)
-    between = _Between(data, start, end, prompts, folder)
+    policies = _Candidates(data, start, end, earlier, prompts, folder)
     if judge is None:
-        candidates = nearest_within(between.divergence, limit)
+        candidates = nearest_within(policies.divergence, limit)
     else:
-        candidates = _judged(between, judge, limit)
-    chosen = _position_of_best(candidates, limit)
-    between.leave_only(chosen)
-    return Selection(weight=chosen, limit=limit, prompts=len(prompts), candidates=candidates)
+        candidates = _judged(policies, judge, limit)
+    chosen = _best(candidates, limit)
+    policies.leave_only(chosen)
+    return Selection(
+        weight=chosen.weight,
+        update=chosen.update,
+        limit=limit,
+        prompts=len(prompts),
+        candidates=candidates,
+    )
 
 
 def divergence_limit(settings: Settings) -> float:
@@ -113,17 +127,17 @@ def _exponent(one: TriedPolicy, other: TriedPolicy) -> float | None:
     return exponent if 0.5 <= exponent <= 8 else None
 
 
-def _judged(between: "_Between", judge: Judge, limit: float) -> list[TriedPolicy]:
-    """Measure the policies at `weights`; the judge compares those within the limit to the start."""
-    start, tried = between.answers(0.0).texts, []
-    for weight in sorted({*between.settings.selection.weights}, reverse=True):
-        answers = between.answers(weight)
+def _judged(policies: "_Candidates", judge: Judge, limit: float) -> list[TriedPolicy]:
+    """Measure all candidates; the judge compares those within the limit to the start."""
+    start, tried = policies.answers(0.0).texts, []
+    for weight, update in policies.places():
+        answers = policies.answers(weight, update)
         assert answers.kl is not None, NO_ESTIMATE
         points = None
         if answers.kl <= limit:
-            judged = compare(judge, between.prompts, answers.texts, start)
-            points = _points(judged, between.settings.evaluation.max_invalid)
-        tried.append(TriedPolicy(weight=weight, kl=answers.kl, points=points))
+            judged = compare(judge, policies.prompts, answers.texts, start)
+            points = _points(judged, policies.settings.evaluation.max_invalid)
+        tried.append(TriedPolicy(weight=weight, update=update, kl=answers.kl, points=points))
     return tried
 
 
@@ -144,39 +158,57 @@ def _points(judged: Comparison, max_invalid: float) -> float:
     return fmean(POINTS[judged.outcomes[number]] for number in valid)
 
 
-def _position_of_best(tried: Sequence[TriedPolicy], limit: float) -> float:
-    """Return the position of the best policy within the limit.
+def _best(tried: Sequence[TriedPolicy], limit: float) -> TriedPolicy:
+    """Return the best policy within the limit.
 
     This is the policy with the most points, and of several with equal points the nearest to the
     start. Without a judge, it is the policy at the largest position. If no policy is within the
-    limit, return the position with the smallest divergence; the promotion gate refuses this policy
+    limit, return the policy with the smallest divergence; the promotion gate refuses this policy
     if its divergence is above `max_kl`.
     """
     within = [each for each in tried if each.kl <= limit]
     if not within:
-        return min(tried, key=lambda each: each.kl).weight
+        return min(tried, key=lambda each: each.kl)
     if within[0].points is None:
-        return max(each.weight for each in within)
-    return max(within, key=lambda each: (each.points, -each.weight)).weight
+        return max(within, key=lambda each: each.weight)
+    return max(within, key=lambda each: (each.points, -each.kl))
 
 
-class _Between:
-    """The policies between two policies; each is written when it is needed."""
+class _Candidates:
+    """The policies that may be chosen; an interpolated one is written when it is needed."""
 
     def __init__(
-        self, data: RunData, start: str, end: str, prompts: Sequence[JudgedPrompt], folder: Path
+        self,
+        data: RunData,
+        start: str,
+        end: str,
+        earlier: Path | None,
+        prompts: Sequence[JudgedPrompt],
+        folder: Path,
     ) -> None:
         self.prompts = prompts
         # Use other random numbers than the evaluation, which judges the chosen policy later.
         self.settings = replace(data.settings, seed=(data.settings.seed + 1) % 2**32)
         self._start = start
         self._end = end
+        self._earlier = {} if earlier is None else saved_policies(earlier)
         self._folder = folder
         self._written: float | None = None
 
-    def answers(self, weight: float) -> Answers:
-        """Return the answers of the policy at a position, with their divergence from the start."""
-        path = {0.0: self._start, 1.0: self._end}.get(weight) or self._write(weight)
+    def places(self) -> list[tuple[float, int | None]]:
+        """Return position and update of each candidate for the judge, the last policies first."""
+        weights = sorted({*self.settings.selection.weights}, reverse=True)
+        return [
+            *((weight, None) for weight in weights),
+            *((1.0, update) for update in reversed(self._earlier)),
+        ]
+
+    def answers(self, weight: float, update: int | None = None) -> Answers:
+        """Return the answers of a policy, with their divergence from the start."""
+        if update is None:
+            path = {0.0: self._start, 1.0: self._end}.get(weight) or self._write(weight)
+        else:
+            path = str(self._earlier[update])
         return answer_as_evaluated(self.settings, path, self.prompts, self._start, self._folder)
 
     def divergence(self, weight: float) -> float:
@@ -185,13 +217,15 @@ class _Between:
         assert divergence is not None, NO_ESTIMATE
         return divergence
 
-    def leave_only(self, weight: float) -> None:
-        """Keep only the files of the policy at this position in the folder; no file for the end."""
-        if weight == 1:
+    def leave_only(self, chosen: TriedPolicy) -> None:
+        """Keep only the files of the chosen policy in the folder; no file for the end."""
+        if chosen.weight == 1:
             shutil.rmtree(self._folder)
             self._folder.mkdir()
-        elif self._written != weight:
-            self._write(weight)
+            if chosen.update is not None:
+                shutil.copytree(self._earlier[chosen.update], self._folder, dirs_exist_ok=True)
+        elif self._written != chosen.weight:
+            self._write(chosen.weight)
 
     def _write(self, weight: float) -> str:
         write_interpolated(self._start, self._end, weight, self._folder)

@@ -10,7 +10,12 @@ from tempfile import TemporaryDirectory
 from pipeline.launch.commands import ONE_MACHINE, Machines
 from pipeline.storage.manifest import files_of
 from pipeline.storage.workspace import Workspace
-from ppo_core.checkpointing.folders import finished_checkpoints, newest_checkpoint
+from ppo_core.checkpointing.folders import (
+    POLICIES,
+    finished_checkpoints,
+    newest_checkpoint,
+    saved_policies,
+)
 from ppo_core.errors import PPOError
 from ppo_core.reporting.metrics_file import METRICS_FILE, SELF_CHECK_FILE
 from ppo_core.supervised.supervised_config import RATE_FILE
@@ -24,7 +29,7 @@ BESIDE_CHECKPOINT = (METRICS_FILE, SELF_CHECK_FILE, RATE_FILE)
 
 @contextmanager
 def mirrored(workspace: Workspace, folder: Path, here: Machines = ONE_MACHINE) -> Iterator[None]:
-    """Keep a copy of the newest checkpoint in S3 while the context lasts.
+    """Keep a copy of the newest checkpoint, and of the policies before it, in S3.
 
     If the folder on this machine is missing or empty, the copy is fetched into it first. A finished
     checkpoint is copied in the background. At the end of the context, the newest checkpoint is
@@ -95,7 +100,8 @@ class _Mirror:
         newest = _newest_common(names)
         if newest:
             for copy, found in zip(self._copies, names, strict=True):
-                copy.read_files(_of(newest, found) | {*BESIDE_CHECKPOINT})
+                needed = _of(newest, found) | _of(POLICIES, found) | {*BESIDE_CHECKPOINT}
+                copy.read_files(needed)
 
     def _run(self) -> None:
         while not self._over.wait(LOOK_SECONDS):
@@ -115,7 +121,7 @@ class _Mirror:
             return newest
         names = {name.split("/")[0] for copy in self._others for name in copy.look()}
         steps = finished_checkpoints(self._folder)
-        copied = next((step for step, path in steps.items() if path == self._copied), -1)
+        copied = self._step_of(self._copied)
         shared = [step for step, path in steps.items() if step > copied and path.name in names]
         return steps[max(shared)] if shared else newest
 
@@ -132,8 +138,24 @@ class _Mirror:
             }
             for file, path in files_of(checkpoint).items():
                 files[f"{checkpoint.name}/{file}"] = path
+            for policy in self._policies_before(checkpoint):
+                for file, path in files_of(policy).items():
+                    files[f"{POLICIES}/{policy.name}/{file}"] = path
             self._own.write(files, keep=self._still_needed())
         self._copied = checkpoint
+
+    def _policies_before(self, checkpoint: Path) -> list[Path]:
+        """Return the folders of the policies that a training saved before a checkpoint.
+
+        The training may still be writing a later policy.
+        """
+        policies, step = saved_policies(self._folder / POLICIES), self._step_of(checkpoint)
+        return [path for update, path in policies.items() if update <= step]
+
+    def _step_of(self, checkpoint: Path | None) -> int:
+        """Return the step of a finished checkpoint; -1 if it is None or was removed."""
+        steps = finished_checkpoints(self._folder)
+        return next((step for step, path in steps.items() if path == checkpoint), -1)
 
     def _still_needed(self) -> set[str]:
         """Return the names of this machine's files that a restart of several machines may need.
@@ -157,6 +179,6 @@ def _newest_common(names: Sequence[Collection[str]]) -> str:
     return max(checkpoints, key=lambda name: int(name.rpartition("-")[2]), default="")
 
 
-def _of(checkpoint: str, names: Collection[str]) -> set[str]:
-    """Return the names of the files of a checkpoint."""
-    return {name for name in names if name.startswith(f"{checkpoint}/")}
+def _of(folder: str, names: Collection[str]) -> set[str]:
+    """Return the names of the files of a checkpoint, or of all policies before the end of PPO."""
+    return {name for name in names if name.startswith(f"{folder}/")}

@@ -136,8 +136,21 @@ class RewardRound:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EarlierPolicies:
+    """Policies before the end of PPO, which `ppo.save_policies` asks for."""
+
+    FILE_FIELDS: ClassVar = ("path",)
+
+    path: str
+    """Place of the folder with a subfolder for each policy; its name is the policy's update."""
+
+    digest: str
+    """Digest of the folder's files when they were written."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainedPolicy:
-    """The policy after PPO, or the policy that was chosen between SFT and the end of PPO.
+    """The policy after PPO, or the policy that was chosen in its place, see `SelectionConfig`.
 
     In both cases, metrics, warnings and self-check come from the full training with PPO.
     """
@@ -177,6 +190,10 @@ class TrainedPolicy:
 
     spent: dict[str, Spent] = field(default_factory=dict)
     """Calls and tokens of the labelers in the rounds after the first, by name."""
+
+    earlier: EarlierPolicies | None = None
+    """Policies that may be chosen in place of this one; None if there are none, or after the
+    choice."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Settings for choosing a policy between the start and the end of PPO."""
+"""Settings for choosing a policy of PPO, or between its start and its end."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -12,7 +12,7 @@ MOST_TRIES = 6
 
 @dataclass(frozen=True, kw_only=True)
 class SelectionConfig:
-    """Choice of the policy, between the start and the end of PPO, to evaluate and register.
+    """Choice of the policy of PPO to evaluate and register.
 
     Raises:
         ConfigError: a value is out of range.
@@ -20,11 +20,11 @@ class SelectionConfig:
 
     method: Literal["last", "kl", "judge"] = "last"
     """`last` registers the last policy. `kl` registers a policy nearer to SFT if the KL divergence
-    of the last policy from SFT exceeds the limit. `judge` compares the policies at `weights` whose
-    KL divergence is within the limit, and registers the policy that the judge most often prefers
-    to SFT. The comparison uses up to `num_prompts` prompts, at most half of `eval_prompts`; the
-    evaluation does not use these prompts. The limit is the smaller of 1.1 x `ppo.kl_target` and
-    0.9 x `promotion.max_kl`."""
+    of the last policy from SFT exceeds the limit. `judge` compares the policies at `weights`, and
+    the earlier policies of `ppo.save_policies`, whose KL divergence is within the limit, and
+    registers the policy that the judge most often prefers to SFT. The comparison uses up to
+    `num_prompts` prompts, at most half of `eval_prompts`; the evaluation does not use these
+    prompts. The limit is the smaller of 1.1 x `ppo.kl_target` and 0.9 x `promotion.max_kl`."""
 
     weights: list[float] = field(default_factory=lambda: [1.0, 0.8, 0.6, 0.4])
     """Positions of the policies that the judge compares with SFT: 1 is the end of PPO, and 0 would

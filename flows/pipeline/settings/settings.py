@@ -276,6 +276,12 @@ class Settings:
 
     def _refuse_a_choice_without_divergence(self) -> None:
         method, evaluation = self.selection.method, self.evaluation
+        if self.ppo.save_policies and method != "judge":
+            raise ConfigError(
+                f"ppo.save_policies={self.ppo.save_policies} would only fill the disk: the judge "
+                f"chooses among earlier policies of PPO, and selection.method={method!r} does not "
+                "ask it. Set selection.method='judge', or remove save_policies."
+            )
         if method == "last":
             return
         if not evaluation.temperature or evaluation.top_k or evaluation.top_p < 1:

@@ -51,11 +51,10 @@ def evaluate_win_rate(
     champion: FetchedChampion | None,
     judge: TrainedJudge | None,
     run: FlowRun,
-) -> tuple[TrainedPolicy | None, EvaluatedPolicy]:
+) -> tuple[TrainedPolicy, EvaluatedPolicy]:
     """Choose the policy, judge its answers, and log the report.
 
-    Return the policy that replaces `policy` and the evaluation; the policy is None if `policy`
-    stays.
+    Return the chosen policy and the evaluation.
 
     Raises:
         ModelError: the files of the policy were changed after training.
@@ -63,10 +62,10 @@ def evaluate_win_rate(
     champion = fetch_again(settings, champion)
     require_unchanged(policy.path, policy.digest, "The trained policy")
     made, selection = _choose(tracker, settings, sft, policy, judge, run)
-    chosen = None
+    chosen = replace(policy, earlier=None)
     if made is not None:
-        chosen = replace(policy, path=made.place, digest=made.digest)
-    path = policy.path if chosen is None else run.workspace.fetch_files(chosen).path
+        chosen = replace(chosen, path=made.place, digest=made.digest)
+    path = run.workspace.fetch_files(chosen).path
     folder = run.folder / "evaluation"
     folder.mkdir(exist_ok=True)
     evaluation = evaluate_policies(
@@ -101,14 +100,14 @@ def _choose(
     trained_judge: TrainedJudge | None,
     run: FlowRun,
 ) -> tuple[MadeModel | None, Selection | None]:
-    """Choose a policy between the start and the end of PPO.
+    """Choose a policy of PPO.
 
     The returned model is None if the choice is the end of PPO. For equal inputs, the earlier choice
     is reused.
     """
     if settings.selection.method == "last":
         return None, None
-    data, judge = RunData(settings), None
+    data, judge, earlier = RunData(settings), None, trained.earlier
     budget = Budget.of(settings.judging)
     if settings.selection.method == "judge":
         judge = make_judge_of_run(settings, judge_of_run(settings, trained_judge), budget)
@@ -116,6 +115,7 @@ def _choose(
     inputs = {
         "start": sft.digest,
         "end": trained.digest,
+        "earlier": earlier and earlier.digest,
         "prompts": digest_of(data.selection_prompts()),
         "prompt_format": settings.prompt_format,
         "sampling": [ppo.response_length, ppo.stop_token, ppo.stop_token_id, settings.precision],
@@ -128,7 +128,11 @@ def _choose(
     }
 
     def choose(folder: Path) -> dict[str, Any]:
-        selection = choose_policy(data, sft.path, trained.path, judge, folder)
+        path = None
+        if earlier is not None:
+            require_unchanged(earlier.path, earlier.digest, "The folder of the earlier policies")
+            path = Path(earlier.path)
+        selection = choose_policy(data, sft.path, trained.path, judge, folder, earlier=path)
         return {"selection": asdict(selection)}
 
     made = make_or_reuse(run.workspace, SELECTED, inputs, choose)
@@ -136,10 +140,11 @@ def _choose(
     if not made.reused:
         selection = replace(selection, spent=budget.spent({}))
     print(f"{SELECTED}: {selection}", flush=True)
-    tracker.step.log_metrics(
-        {"selection/weight": selection.weight, "selection/max_kl": selection.limit}
-    )
-    return (None if selection.weight == 1 else made), selection
+    metrics = {"selection/weight": selection.weight, "selection/max_kl": selection.limit}
+    if selection.update is not None:
+        metrics["selection/update"] = float(selection.update)
+    tracker.step.log_metrics(metrics)
+    return (None if selection.is_end else made), selection
 
 
 def fetch_again(settings: Settings, champion: FetchedChampion | None) -> FetchedChampion | None:

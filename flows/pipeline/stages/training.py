@@ -1,8 +1,9 @@
 """Run PPO in separate processes on one or several machines."""
 
 import resource
+import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from pipeline.launch.launcher import OnMetrics, train
 from pipeline.launch.mirror import mirrored
 from pipeline.results.step_records import (
     Change,
+    EarlierPolicies,
     FreshPairs,
     PreparedModel,
     RewardRound,
@@ -29,6 +31,7 @@ from pipeline.stages.rounds import PPO, Rounds, ScaledReward, decides_the_rounds
 from pipeline.stages.tracked import stage, with_files
 from pipeline.storage.made_once import MadeModel, can_be_reused, make_or_reuse, move_files
 from pipeline.tracking.tracker import Tracker
+from ppo_core.checkpointing.folders import POLICIES
 from ppo_core.errors import ProcessError
 from ppo_core.io.folder_cache import digest_of, digest_of_code
 from ppo_core.io.text_files import read_json_file
@@ -39,6 +42,11 @@ from ppo_core.supervised.training_code import modules_of_training
 POLICY = "policy"
 """Name of the training, first part of the name of its folder in the cache, and name of the policy's
 folder in the folder of the run."""
+
+
+EARLIER = "earlier-policies"
+"""Name of the policies before the end of PPO, first part of the name of their folder in the
+cache."""
 
 CODE = "ppo_core.__main__"
 """Entry module of the training. Its code and its imports are part of the cache key."""
@@ -93,25 +101,25 @@ def train_policy(
     def log_update(update: int, metrics: Mapping[str, float]) -> None:
         tracker.step.log_metrics(metrics, step=update)
 
-    def train_in(folder: Path) -> dict[str, Any]:
-        later: dict[str, Any] = {}
+    def train_all(on_metrics: OnMetrics) -> dict[str, Any]:
         if fresh is None or settings.fresh_pairs.rounds == 1:
-            _train(data, sft, reward, run, here, log_update)
-        else:
-            later = _train_in_rounds(tracker, data, sft, reward, fresh, run, inputs, log_update)
-        job, policy = run.folder / PPO, run.folder / POLICY
-        move_files(policy, folder)
-        policy.rmdir()
-        return {
-            "updates": read_metrics(job / METRICS_FILE),
-            "self_check": read_json_file(job / SELF_CHECK_FILE, ProcessError),
-            "peak_rss_bytes": _peak_rss_bytes(),
-            "run": run.id,
-            **later,
-        }
+            _train(data, sft, reward, run, here, on_metrics)
+            return {}
+        return _train_in_rounds(tracker, data, sft, reward, fresh, run, inputs, on_metrics)
+
+    def train_in(folder: Path) -> dict[str, Any]:
+        later = train_all(log_update)
+        return {**_move_policy(run, folder), **later}
+
+    def train_earlier() -> None:
+        # The metrics of this training are those of the last policy, which are already logged.
+        train_all(lambda update, metrics: None)
 
     inputs = _decides_the_result(data, sft, reward_model, validation, fresh)
     made = make_or_reuse(run.workspace, POLICY, inputs, train_in)
+    earlier = None
+    if settings.ppo.save_policies:
+        earlier = _earlier_policies(data, inputs, run, train_earlier if made.reused else None)
     updates = made.values["updates"]
     if made.reused:
         for metrics in updates:
@@ -120,7 +128,7 @@ def train_policy(
     if warnings:
         tracker.step.describe("Warnings", warnings)
     tracker.step.set_tags({"reused": str(made.reused)})
-    trained = _trained_policy(made, warnings, run, settings.ppo.num_ppo_epochs)
+    trained = _trained_policy(made, earlier, warnings, run, settings.ppo.num_ppo_epochs)
     cost = {
         "episodes_per_second": trained.episodes_per_second,
         "peak_rss_bytes": trained.peak_rss_bytes,
@@ -141,13 +149,60 @@ def train_policy_as_worker(
     """Take part in the training of `train_policy`, on any machine except the first."""
     data = RunData(settings)
     inputs = _decides_the_result(data, sft, reward_model, validation)
-    if not can_be_reused(run.workspace, POLICY, inputs):
+    needed = {POLICY: inputs}
+    if settings.ppo.save_policies:
+        needed[EARLIER] = _decides_earlier(data, inputs)
+    if not all(can_be_reused(run.workspace, *each) for each in needed.items()):
         reward = _scaled(reward_model, validation)
         _train(data, sft, reward, run, here, lambda update, metrics: None)
 
 
 def _scaled(reward_model: PreparedModel, validation: ValidatedReward) -> ScaledReward:
     return ScaledReward(model=reward_model, bias=validation.bias, gain=validation.gain)
+
+
+def _move_policy(run: FlowRun, folder: Path) -> dict[str, Any]:
+    """Move the policy of a finished training into its folder of the cache; return its values."""
+    job, policy = run.folder / PPO, run.folder / POLICY
+    move_files(policy, folder)
+    policy.rmdir()
+    return {
+        "updates": read_metrics(job / METRICS_FILE),
+        "self_check": read_json_file(job / SELF_CHECK_FILE, ProcessError),
+        "peak_rss_bytes": _peak_rss_bytes(),
+        "run": run.id,
+    }
+
+
+def _earlier_policies(
+    data: RunData, inputs: Mapping[str, Any], run: FlowRun, train: Callable[[], None] | None
+) -> MadeModel:
+    """Return the policies before the end of PPO.
+
+    Args:
+        data: data sets and settings of the run.
+        inputs: everything that the trained policy depends on.
+        run: the run of the flow.
+        train: trains the policies if they are not in the cache; None if the run has just trained.
+    """
+    saved = run.folder / PPO / POLICIES
+
+    def copy_into(folder: Path) -> dict[str, Any]:
+        if train is not None:
+            train()
+        # Not moved: if this process is killed, a training that is resumed has no others.
+        shutil.copytree(saved, folder, dirs_exist_ok=True)
+        return {"run": run.id}
+
+    made = make_or_reuse(run.workspace, EARLIER, _decides_earlier(data, inputs), copy_into)
+    for copied in (saved, run.folder / POLICY):
+        shutil.rmtree(copied, ignore_errors=True)
+    return made
+
+
+def _decides_earlier(data: RunData, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return everything that the policies before the end of PPO depend on."""
+    return {**inputs, "save_policies": data.settings.ppo.save_policies}
 
 
 def _decides_the_result(
@@ -253,13 +308,14 @@ def _train_part(
 
 
 def _trained_policy(
-    made: MadeModel, warnings: list[str], run: FlowRun, epochs: int
+    made: MadeModel, earlier: MadeModel | None, warnings: list[str], run: FlowRun, epochs: int
 ) -> TrainedPolicy:
     updates = made.values["updates"]
     first, last = _without_number(updates[0]), _without_number(updates[-1])
     # A run that reuses the policy of another run pays for no tokens. A run that was killed after
     # its training reuses its own policy when it is resumed, and has paid for it.
-    paid = not made.reused or made.values.get("run") == run.id
+    trained = [each for each in (made, earlier) if each is not None]
+    paid = any(not each.reused or each.values.get("run") == run.id for each in trained)
     sampled = _tokens_sampled(updates) if paid else 0
     return TrainedPolicy(
         path=made.place,
@@ -275,6 +331,9 @@ def _trained_policy(
         self_check=made.values["self_check"],
         rounds=[RewardRound(**one) for one in made.values.get("rounds", [])],
         spent={name: Spent(**one) for name, one in made.values.get("spent", {}).items() if paid},
+        earlier=(
+            None if earlier is None else EarlierPolicies(path=earlier.place, digest=earlier.digest)
+        ),
     )
 
 

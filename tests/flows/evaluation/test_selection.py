@@ -1,4 +1,4 @@
-"""The choice between the start and the end of PPO."""
+"""The choice of a policy of PPO, or between its start and its end."""
 
 import math
 from collections.abc import Callable
@@ -10,16 +10,16 @@ import pytest
 
 from pipeline.evaluation.selection import BELOW_LIMIT, NEAR, nearest_within
 from pipeline.inputs.data_sets import RunData
-from pipeline.results.step_records import EvaluatedPolicy, TrainedPolicy
+from pipeline.results.step_records import EarlierPolicies, EvaluatedPolicy, TrainedPolicy
 from pipeline.settings.selection_config import MOST_TRIES, SelectionConfig
 from pipeline.settings.settings import Settings, make_settings
 from pipeline.stages.evaluation import evaluate_win_rate
 from pipeline.stages.start import start_run
-from ppo_core.errors import ConfigError, DataError, JudgeError
+from ppo_core.errors import ConfigError, DataError, JudgeError, ModelError
 from ppo_core.io.folder_cache import digest_of_folder
 from ppo_core.models.loading import load_policy
 from tests.helpers.inputs.pipeline_inputs import tiny_table, write_rows
-from tests.helpers.runs.candidates import World, make_world
+from tests.helpers.runs.candidates import World, make_world, write_policy
 
 
 @pytest.mark.parametrize(
@@ -79,12 +79,13 @@ def in_world(world: World, folder: Path, **changes: Any) -> Settings:
 def evaluated(world: World, mlflow_client) -> Callable[..., tuple[TrainedPolicy, EvaluatedPolicy]]:
     """Evaluate the policy that likes w1 most."""
 
-    def evaluate(settings: Settings, number: str = "1") -> tuple[TrainedPolicy, EvaluatedPolicy]:
+    def evaluate(
+        settings: Settings, number: str = "1", earlier: EarlierPolicies | None = None
+    ) -> tuple[TrainedPolicy, EvaluatedPolicy]:
         run = start_run(settings, settings, "RLHF", number, ["evaluate_win_rate"])
-        trained = world.trained("best")
+        trained = replace(world.trained("best"), earlier=earlier)
         sft = world.model("sft")
-        chosen, evaluation = evaluate_win_rate(settings, sft, trained, None, None, run)
-        return chosen or trained, evaluation
+        return evaluate_win_rate(settings, sft, trained, None, None, run)
 
     return evaluate
 
@@ -163,6 +164,88 @@ def test_the_judge_chooses_a_policy_that_beats_the_last_one(
     assert not any(prompt in {*chosen_on} for prompt in asked)
 
 
+def earlier_policies(folder: Path, likings: dict[int, float]) -> EarlierPolicies:
+    """Policies of PPO by update, by how much they like w1; each has an adapter beside it."""
+    for update, liking in likings.items():
+        write_policy(folder / str(update), liking)
+        (folder / str(update) / "adapter").mkdir()
+        (folder / str(update) / "adapter" / "adapter_config.json").write_text(f"{update}")
+    return EarlierPolicies(path=str(folder), digest=digest_of_folder(folder))
+
+
+@pytest.mark.parametrize(
+    ("likings", "weights", "expected"),
+    [
+        # Liking 3 says w1 twice in an answer, as the judge likes it.
+        ({10: 3.0, 20: 9.0}, [1.0], (1.0, 10)),
+        ({5: 0.0, 10: 3.0}, [1.0, 0.9], (1.0, 10)),
+        # The end, or a policy on the way to it, is chosen where it is better.
+        ({10: 0.0}, [1.0, 0.3], (0.3, None)),
+    ],
+)
+def test_the_judge_may_choose_an_earlier_policy_of_ppo(
+    likings: dict[int, float],
+    weights: list[float],
+    expected: tuple[float, int | None],
+    world: World,
+    tmp_path: Path,
+    evaluated,
+):
+    (tmp_path / "few.py").write_text(FEW)
+    settings = in_world(
+        world,
+        tmp_path,
+        judge=f"python:{tmp_path / 'few.py'}:judge",
+        selection=SelectionConfig(method="judge", weights=weights),
+    )
+    earlier = earlier_policies(tmp_path / "earlier", likings)
+    policy, evaluation = evaluated(settings, earlier=earlier)
+    selection, (weight, update) = evaluation.selection, expected
+    places = [(each.weight, each.update) for each in selection.candidates]
+    assert places == [
+        *((each, None) for each in weights),
+        *((1.0, each) for each in sorted(likings, reverse=True)),
+    ]
+    assert (selection.weight, selection.update) == (weight, update)
+    best = max(each.points for each in selection.candidates)
+    assert [each.points for each in selection.candidates][places.index(expected)] == best
+    liking = 9 * weight if update is None else likings[update]
+    assert liking_of(policy.path) == pytest.approx(liking, abs=1e-5)
+    assert policy.digest == digest_of_folder(Path(policy.path))
+    assert policy.earlier is None
+    adapter = Path(policy.path) / "adapter" / "adapter_config.json"
+    assert adapter.is_file() == (update is not None)
+    if update is not None:
+        assert f"The policy after update {update} of PPO is chosen: the judge" in str(selection)
+        assert adapter.read_text() == str(update)
+    # Equal inputs choose once, and other earlier policies choose again.
+    again, repeated = evaluated(settings, "2", earlier)
+    assert (again, repeated.selection) == (policy, replace(selection, spent={}))
+    other, _ = evaluated(settings, "3", earlier_policies(tmp_path / "other", {10: 8.5}))
+    assert other.path != policy.path
+
+
+def test_an_earlier_policy_beyond_the_limit_is_not_asked_about(
+    world: World, tmp_path: Path, evaluated
+):
+    choice = SelectionConfig(method="judge", weights=[1.0])
+    settings = in_world(world, tmp_path, max_kl=12.0, selection=choice)
+    earlier = earlier_policies(tmp_path / "earlier", {10: 2.0, 20: 8.0})
+    _, evaluation = evaluated(settings, earlier=earlier)
+    tried = evaluation.selection.candidates
+    assert [each.points is None for each in tried] == [True, True, False]
+    assert evaluation.selection.update == 10
+
+
+def test_earlier_policies_that_were_changed_are_refused(world: World, tmp_path: Path, evaluated):
+    choice = SelectionConfig(method="judge", weights=[1.0])
+    settings = in_world(world, tmp_path, selection=choice)
+    earlier = earlier_policies(tmp_path / "earlier", {10: 2.0})
+    write_policy(tmp_path / "earlier" / "10", 7.0)
+    with pytest.raises(ModelError, match=r"The folder of the earlier policies in .* was changed"):
+        evaluated(settings, earlier=earlier)
+
+
 def test_a_prompt_that_occurs_twice_is_chosen_on_or_judged_on_and_not_both(
     world: World, tmp_path: Path
 ):
@@ -218,6 +301,11 @@ def test_policies_beyond_the_limit_are_not_asked_about(world: World, tmp_path: P
         ({"selection": {"weights": []}}, "at least one number"),
         ({"selection": {"weights": [0.0]}}, "above 0 and at most 1"),
         ({"selection": {"method": "first"}}, "first"),
+        ({"ppo": {"save_policies": 2}}, "save_policies=2 would only fill the disk.*'last'"),
+        (
+            {"ppo": {"save_policies": 2}, "selection": {"method": "kl"}},
+            "save_policies=2 would only fill the disk.*'kl'",
+        ),
     ],
 )
 def test_a_choice_that_cannot_be_made_is_refused(section: dict, words: str, tmp_path: Path):

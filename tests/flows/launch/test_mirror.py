@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import boto3
@@ -89,6 +90,7 @@ class Machine:
             "learning_rate": 1e-3,
             "save_steps": 5,
             "save_total_limit": 2,
+            "save_policies": 2,
             "num_sample_generations": 0,
             "disable_tqdm": True,
             "use_cpu": True,
@@ -112,8 +114,13 @@ class Machine:
     def updates(self) -> list[int]:
         return [line["update"] for line in read_metrics(self.folder / METRICS_FILE)]
 
-    def policy(self) -> bytes:
-        return (self.root / "policy" / "model.safetensors").read_bytes()
+    def policies(self) -> list[bytes]:
+        """The weights of the last policy, and of those after a third and two thirds."""
+        folders = [
+            self.root / "policy",
+            *(self.folder / "policies" / each for each in ("10", "20")),
+        ]
+        return [(folder / "model.safetensors").read_bytes() for folder in folders]
 
 
 @pytest.fixture(scope="module")
@@ -128,12 +135,12 @@ def whole(inputs, store, tmp_path_factory) -> Machine:
 def test_a_machine_that_is_lost_is_replaced(inputs, store, whole: Machine, tmp_path: Path):
     lost, new = (Machine(tmp_path / name, inputs, store) for name in ("lost", "new"))
     process = lost.start(0, 1, 1, "lost")
-    wait_for_copies(store, "lost/ppo/machine-0", 5)
+    wait_for_copies(store, "lost/ppo/machine-0", 10)
     lose(process, lost)
     assert new.start(0, 1, 2, "lost").wait() == 0, new.log.read_text()
     assert re.search(r"The training continues from checkpoint-\d", new.log.read_text())
     assert new.updates() == [*range(1, UPDATES + 1)]
-    assert new.policy() == whole.policy()
+    assert new.policies() == whole.policies()
     # The newest alone is kept.
     assert copied(store, "lost/ppo/machine-0") == {f"checkpoint-{UPDATES}"}
 
@@ -149,8 +156,8 @@ def test_two_machines_with_a_folder_each(inputs, store, tmp_path: Path):
     # The second machine comes first, with a lower process id: rank 0 is on the first one all the
     # same, which returns the metrics and the policy.
     running = [machines[index].start(index, 2, 1, "two") for index in (1, 0)][::-1]
-    wait_for_copies(store, "two/ppo/machine-0", 5)
-    wait_for_copies(store, "two/ppo/machine-1", 5)
+    wait_for_copies(store, "two/ppo/machine-0", 10)
+    wait_for_copies(store, "two/ppo/machine-1", 10)
     lose(running[1], machines[1])
     assert running[0].wait() != 0
     running = [machines[index].start(index, 2, 2, "two") for index in (1, 0)]
@@ -159,7 +166,7 @@ def test_two_machines_with_a_folder_each(inputs, store, tmp_path: Path):
     for machine in machines:
         assert "The training continues from checkpoint-" in machine.log.read_text()
     assert machines[0].updates() == shared.updates() == [*range(1, UPDATES + 1)]
-    assert machines[0].policy() == shared.policy()
+    assert machines[0].policies() == shared.policies()
 
 
 def finish_checkpoint(folder: Path, step: int) -> None:
@@ -168,6 +175,55 @@ def finish_checkpoint(folder: Path, step: int) -> None:
     (unfinished / f"weights-of-{folder.parent.name}").write_text(str(step))
     (unfinished / "manifest.json").write_text("{}")
     unfinished.rename(folder / f"checkpoint-{step}")
+
+
+def finish_policy(folder: Path, update: int) -> None:
+    policy = folder / "policies" / str(update)
+    policy.mkdir(parents=True)
+    (policy / "weights").write_text(str(update))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_new_machine_gets_the_policies_before_the_checkpoint(
+    count: int, store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A policy after the checkpoint may be half written, and is trained again."""
+    for name, value in store.items():
+        monkeypatch.setenv(name, value)
+    s3_client.cache_clear()
+    prefix = f"policies-{count}"
+
+    def machine(name: str, index: int) -> tuple[Workspace, Path, Machines]:
+        root = tmp_path / name
+        workspace = Workspace(str(root), f"s3://{BUCKET}/{prefix}")
+        return workspace, root / "ppo", Machines(count=count, index=index)
+
+    machines = [machine(f"machine-{index}", index) for index in range(count)]
+    with ExitStack() as stack:
+        for each in machines:
+            stack.enter_context(mirrored(*each))
+        for step in (5, 10):
+            # The first machine alone has the main process, which saves the policies.
+            finish_policy(machines[0][1], step)
+            for index, (_, folder, _) in enumerate(machines):
+                finish_checkpoint(folder, step)
+                wait_for_copies(store, f"{prefix}/ppo/machine-{index}", step)
+        finish_policy(machines[0][1], 12)
+    again = machine("new", 0)
+    with mirrored(*again):
+        assert {*again[1].glob("policies/*/*")} == {
+            again[1] / "policies" / str(step) / "weights" for step in (5, 10)
+        }
+        assert (again[1] / "checkpoint-10").is_dir()
+        if count == 1:
+            # A later checkpoint still has the policies of the first machine beside it.
+            finish_policy(again[1], 15)
+            finish_checkpoint(again[1], 15)
+    last = machine("last", 0)
+    with mirrored(*last):
+        found = sorted(path.name for path in (last[1] / "policies").iterdir())
+    assert found == (["10", "15", "5"] if count == 1 else ["10", "5"])
+    s3_client.cache_clear()
 
 
 def test_a_slow_machine_copies_what_another_one_has(

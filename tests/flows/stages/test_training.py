@@ -1,5 +1,6 @@
 """PPO of a run: made once for equal inputs, so a run that failed later does not pay again."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,12 +9,16 @@ import pytest
 from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.inputs.model_digests import digest_of_model
+from pipeline.launch.launcher import train
 from pipeline.results.step_records import PreparedModel, ValidatedReward
+from pipeline.settings.selection_config import SelectionConfig
 from pipeline.settings.settings import Settings, make_settings
 from pipeline.settings.training_sections import LoraConfig
+from pipeline.stages import training
 from pipeline.stages.start import start_run
 from pipeline.stages.training import _decides_the_result, train_policy
-from ppo_core.io.folder_cache import digest_of
+from ppo_core.checkpointing.folders import saved_policies
+from ppo_core.io.folder_cache import digest_of, digest_of_folder
 from tests.helpers.inputs.pipeline_inputs import tiny_table, write_model
 
 VALIDATION = ValidatedReward(
@@ -102,6 +107,106 @@ def test_whatever_decides_the_policy_trains_another_one(settings, models):
     # Without a size of the batch, it follows from the processes.
     spread = with_ppo(batch_size=None)
     assert key(replace(spread, processes=2)) != key(replace(spread, processes=1))
+
+
+@pytest.fixture
+def keeping(settings: Settings) -> Settings:
+    """The same run, which keeps the policies after the first and the second update."""
+    return replace(
+        settings,
+        ppo=replace(settings.ppo, save_policies=2),
+        selection=SelectionConfig(method="judge"),
+    )
+
+
+def trainings(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The jobs that are trained from now on."""
+    jobs = []
+
+    def noted(job: Path, **options: object) -> None:
+        jobs.append(job)
+        train(job, **options)
+
+    monkeypatch.setattr(training, "train", noted)
+    return jobs
+
+
+def test_earlier_policies_are_made_once_and_leave_the_folder_of_the_run(
+    settings, keeping, models, monkeypatch
+):
+    jobs = trainings(monkeypatch)
+    runs = [begin(keeping, number) for number in (1, 2, 3)]
+    first, second = (train_policy(keeping, *models, VALIDATION, run) for run in runs[:2])
+    assert second == replace(first, tokens_sampled=0, tokens_trained=0)
+    assert len(jobs) == 1
+    folder = Path(first.earlier.path)
+    assert [*saved_policies(folder)] == [1, 2]
+    assert first.earlier.digest == digest_of_folder(folder)
+    digests = {digest_of_folder(each) for each in saved_policies(folder).values()}
+    assert len({*digests, first.digest}) == 3
+    assert not (runs[0].folder / "ppo" / "policies").exists()
+    assert not (runs[0].folder / "policy").exists()
+    # A run that keeps none uses the same last policy.
+    plain = train_policy(settings, *models, VALIDATION, runs[2])
+    assert plain == replace(second, earlier=None)
+    assert len(jobs) == 1
+
+
+def test_earlier_policies_of_a_cached_policy_are_trained_and_paid_for(
+    settings, keeping, models, monkeypatch, mlflow_client
+):
+    jobs = trainings(monkeypatch)
+    runs = [begin(settings, 1), begin(keeping, 2)]
+    first = train_policy(settings, *models, VALIDATION, runs[0])
+    assert first.earlier is None
+    second = train_policy(keeping, *models, VALIDATION, runs[1])
+    assert second == replace(first, earlier=second.earlier)
+    assert [*saved_policies(Path(second.earlier.path))] == [1, 2]
+    assert len(jobs) == 2
+    assert curve(mlflow_client, runs[0]) == curve(mlflow_client, runs[1])
+
+
+class KilledError(Exception):
+    """Stands for a kill of the process."""
+
+
+@pytest.mark.parametrize("place", ["before", "while"])
+def test_a_run_that_is_killed_after_its_ppo_has_all_earlier_policies(
+    place: str, keeping, models, monkeypatch
+):
+    """Killed before or while the policies are copied, with the last policy in the cache."""
+    run, copytree = begin(keeping, 1), shutil.copytree
+
+    def killed(source: Path, target: Path, **options: object) -> None:
+        if place == "while":
+            copytree(source / "1", target / "1")
+        raise KilledError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training.shutil, "copytree", killed)
+        with pytest.raises(KilledError):
+            train_policy(keeping, *models, VALIDATION, run)
+    trained = train_policy(keeping, *models, VALIDATION, run)
+    assert [*saved_policies(Path(trained.earlier.path))] == [1, 2]
+    assert trained.tokens_sampled > 0
+    assert not (run.folder / "ppo" / "policies").exists()
+
+
+def test_earlier_policies_go_to_machines_that_share_nothing(
+    keeping, models, store, tmp_path, monkeypatch
+):
+    """The next step finds them by their address, and so does a later run on another machine."""
+    shared = replace(keeping, store=f"{store}/rlhf")
+    trained = train_policy(shared, *models, VALIDATION, begin(shared, 1))
+    assert trained.earlier.path.startswith("s3://")
+    jobs = trainings(monkeypatch)
+    elsewhere = replace(shared, output_dir=str(tmp_path / "elsewhere"))
+    again = train_policy(elsewhere, *models, VALIDATION, run := begin(elsewhere, 2))
+    assert (again.earlier, jobs) == (trained.earlier, [])
+    here = run.workspace.fetch_files(again)
+    assert [*saved_policies(Path(here.earlier.path))] == [1, 2]
+    assert here.earlier.digest == digest_of_folder(Path(here.earlier.path))
+    assert run.workspace.publish_files(here) == again
 
 
 def first_prompts(settings: Settings, lines: int) -> str:

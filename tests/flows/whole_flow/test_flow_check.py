@@ -1,5 +1,6 @@
 """`python flows/rlhf.py run --check`: every input is checked, and nothing is started."""
 
+import json
 import os
 import re
 import subprocess
@@ -11,7 +12,7 @@ from typing import Any
 import mlflow
 import pytest
 
-from pipeline.cost.run_size import describe_run, describe_time, measure_run
+from pipeline.cost.run_size import _disk_of, describe_run, describe_time, measure_run
 from pipeline.cost.run_time import describe_seconds
 from pipeline.settings.settings import make_settings
 from pipeline.stages.check import self_check
@@ -118,15 +119,31 @@ def test_the_sizes_are_those_of_the_settings(tmp_path: Path):
             {"method": "judge", "num_prompts": 20, "weights": [1.0, 0.5]},
             "prompts 20, policies at most 2, .* at most 80\n",
         ),
+        (
+            {"method": "judge", "num_prompts": 20, "weights": [1.0, 0.5], "earlier": 2},
+            "prompts 20, policies at most 4, .* at most 160, disk for 2 earlier policies .* GiB\n",
+        ),
     ],
 )
 def test_the_answers_and_questions_of_a_choice_are_told(
     choice: dict[str, Any], words: str, tmp_path: Path
 ):
+    choice, earlier = dict(choice), choice.get("earlier", 0)
+    choice.pop("earlier", None)
     rows = [{"prompt": f"w{2 + n} w5"} for n in range(50)]
     table = tiny_table(tmp_path) | {"eval_prompts": write_rows(tmp_path / "fifty.jsonl", rows)}
+    table["ppo"] = table["ppo"] | {"save_policies": earlier}
     size = measure_run(make_settings(table | {"selection": choice}, {}), has_champion=False)
     assert re.search(f"selection: {words}", describe_run(size))
+
+
+def test_the_disk_of_earlier_policies_follows_their_precision(tmp_path: Path):
+    policy = write_model(tmp_path / "half")
+    config = Path(policy) / "config.json"
+    for dtype, words in (("float32", "0.11 GiB"), ("bfloat16", "0.056 GiB")):
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": dtype}))
+        # 3 policies of 10 million parameters: 120 or 60 million bytes.
+        assert _disk_of(3, 10_000_000, policy) == f", disk for 3 earlier policies {words}"
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ FLAGS = f"""
     --num_ppo_epochs 2 --num_mini_batches 2 --response_length 12 --temperature 1.0
     --learning_rate 1e-3 --lr_scheduler_type cosine --warmup_steps 3 --kl_target 0.1
     --use_score_scaling true --use_score_norm true --ema_decay 0.9
-    --save_steps 1 --save_total_limit 2 --num_sample_generations 0 --disable_tqdm true
-    --resume_from_checkpoint latest
+    --save_steps 1 --save_total_limit 2 --save_policies 2 --resume_from_checkpoint latest
+    --num_sample_generations 0 --disable_tqdm true
 """.split()
 """Settings with much state to restore: schedule, KL coefficient, score moments, mean weights."""
 
@@ -151,7 +151,8 @@ def choose_moment(
 def left_behind(output: Path) -> dict[str, Any]:
     """Return the result of a run: a digest of each file, and the metrics without durations."""
     last = output / f"checkpoint-{UPDATES}"
-    files = [path for folder in (output, last) for path in folder.iterdir() if path.is_file()]
+    folders = (output, last, *output.glob("policies/*"))
+    files = [path for folder in folders for path in folder.iterdir() if path.is_file()]
     digests: dict[str, Any] = {
         str(path.relative_to(output)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in files

@@ -16,11 +16,13 @@ import numpy as np
 import pytest
 import torch
 from torch import nn, tensor
+from torch.optim import lr_scheduler
 
 from ppo_core.checkpointing.optimizer_options import (
     check_optimizer_fits,
     optimizer_options,
     restore_options,
+    restore_schedule,
     set_schedule_step,
 )
 from ppo_core.checkpointing.read_checkpoint import STATE, read_checkpoint, read_newest
@@ -570,6 +572,51 @@ def test_a_schedule_is_set_to_a_step():
     assert set_there.get_last_lr() == stepped.get_last_lr() == [pytest.approx(0.1 / 5)]
     stepped.step(), set_there.step()
     assert set_there.get_last_lr() == stepped.get_last_lr() == [pytest.approx(0.1 / 6)]
+
+
+def sequence(optimizer):
+    """Constant steps before milestones, as a schedule within a schedule."""
+    parts = [
+        lr_scheduler.ConstantLR(optimizer, 0.1, 3),
+        lr_scheduler.MultiStepLR(optimizer, [2, 4, 9], 0.5),
+    ]
+    return lr_scheduler.SequentialLR(optimizer, parts, [3])
+
+
+SCHEDULES = {
+    "milestones": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [2, 6, 6, 8], 0.5),
+    "sequence": sequence,
+    "steps": lambda optimizer: lr_scheduler.StepLR(optimizer, 3, 0.5),
+    "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 10),
+    "restarts": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 4),
+    "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 1.0, 20),
+    "exponential": lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.9),
+    "linear": lambda optimizer: lr_scheduler.LinearLR(optimizer),
+    "polynomial": lambda optimizer: lr_scheduler.PolynomialLR(optimizer, 9),
+    "factors": lambda optimizer: lr_scheduler.MultiplicativeLR(optimizer, lambda step: 0.9),
+    "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_of_any_kind_goes_on_from_its_state_in_a_checkpoint(name):
+    def begin():
+        optimizer = optimizer_of((3,), steps=0)
+        return optimizer, SCHEDULES[name](optimizer)
+
+    def rates(optimizer, schedule, steps):
+        passed = []
+        for _ in range(steps):
+            optimizer.step(), schedule.step()
+            passed.append(optimizer.param_groups[0]["lr"])
+        return passed
+
+    (optimizer, schedule), (again, resumed) = begin(), begin()
+    rates(optimizer, schedule, 4)
+    saved = json.loads(json.dumps([optimizer_options(optimizer), schedule.state_dict()]))
+    restore_options(again, saved[0])
+    restore_schedule(resumed, saved[1])
+    assert rates(again, resumed, 9) == rates(optimizer, schedule, 9)
 
 
 # --- Randomness ----------------------------------------------------------------

@@ -41,6 +41,7 @@ UNEVEN = dataclasses.replace(
     num_sample_generations=0,
     save_strategy="steps",
     save_steps=1,
+    save_policies=1,
 )
 """No size is divisible by two, and every model takes part in the update."""
 
@@ -180,7 +181,8 @@ def test_a_sharded_training_ends_as_that_of_one_process(alone, case, sharding, g
         assert row == pytest.approx(row_alone, abs=TOLERANCE)
     assert texts == texts_alone
     assert scores == pytest.approx(scores_alone, abs=TOLERANCE)
-    for file in ("ended.st", "policy/model.safetensors"):
+    files = ("ended.st", "policy/model.safetensors", "policies/1/model.safetensors")
+    for file in files:
         tensors, tensors_alone = load_file(folder / file), load_file(expected / file)
         assert tensors.keys() == tensors_alone.keys()
         for name, tensor in tensors_alone.items():

@@ -2,13 +2,16 @@
 
 import dataclasses
 import json
+import shutil
 
 import pytest
 import torch
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from ppo_core.errors import TrainingError
+from ppo_core.errors import ConfigError, TrainingError
 from ppo_core.models.loading import load_policy
+from ppo_core.ppo.schedule import Schedule
 from tests.helpers.models.tiny import make_policy
 from tests.ppo_core.training.test_trainer import CLOCKS, CONFIG, make_trainer, weights
 
@@ -127,3 +130,98 @@ def test_a_finished_run_has_nothing_left_to_do(tmp_path):
     assert json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())["step"] == 4
     again = make_trainer(config, model=make_policy(seed=3))
     assert again.train(resume_from_checkpoint=True) == []
+
+
+def saved_policies(folder):
+    return {
+        int(each.name): load_policy(each).state_dict() for each in (folder / "policies").iterdir()
+    }
+
+
+@pytest.mark.parametrize(
+    ("updates", "number", "expected"),
+    [
+        (4, 1, [2]),
+        (4, 3, [1, 2, 3]),
+        (60, 3, [15, 30, 45]),
+        (10, 3, [2, 5, 7]),
+        (9, 0, []),
+    ],
+)
+def test_earlier_policies_are_at_equal_distances(updates, number, expected):
+    assert Schedule(batch_size=1, num_updates=updates, steps_per_update=1).between(number) == (
+        expected
+    )
+
+
+def test_for_any_size_the_earlier_policies_are_different_and_before_the_end():
+    for updates in range(1, 40):
+        schedule = Schedule(batch_size=1, num_updates=updates, steps_per_update=1)
+        for number in range(updates):
+            assert len({*schedule.between(number)} & {*range(1, updates)}) == number
+
+
+@pytest.mark.parametrize("changes", [{}, {"ema_decay": 0.5}, {"save_steps": 1}, {"lora": True}])
+def test_an_earlier_policy_is_what_a_run_saves_that_stops_there(changes, tmp_path):
+    changes, adapted = dict(changes), {}
+    config = dataclasses.replace(LONG, lr_scheduler_type="constant", ema_decay=None)
+    if changes.pop("lora", False):
+        adapted = {"ref_model": None, "peft_config": LoraConfig(r=2)}
+        config = dataclasses.replace(config, reference_refresh_updates=0)
+
+    def begin(name, **more):
+        settings = dataclasses.replace(config, output_dir=str(tmp_path / name), **changes)
+        return make_trainer(dataclasses.replace(settings, **more), **adapted)
+
+    trainer = begin("with", save_policies=2, save_total_limit=2)
+    history = trainer.train()
+    saved = saved_policies(tmp_path / "with")
+    assert sorted(saved) == [1, 2]
+    for update, policy in saved.items():
+        stopped = make_trainer(
+            dataclasses.replace(config, output_dir=str(tmp_path / f"stopped-{update}"), **changes),
+            callbacks=[StopAfter(update)],
+            **adapted,
+        )
+        stopped.train()
+        stopped.save_model(tmp_path / f"policy-{update}")
+        expected = load_policy(tmp_path / f"policy-{update}").state_dict()
+        assert all(torch.equal(policy[name], weight) for name, weight in expected.items())
+        folders = (tmp_path / f"policy-{update}", tmp_path / "with" / "policies" / str(update))
+        of_policy, of_earlier = ({p.name for p in folder.rglob("*")} for folder in folders)
+        assert of_policy == of_earlier
+        assert ("adapter" in of_earlier) == bool(adapted)
+
+    without = begin("without")
+    assert without_clocks(without.train()) == without_clocks(history)
+    assert all(torch.equal(weights(without)[name], w) for name, w in weights(trainer).items())
+    assert not (tmp_path / "without" / "policies").exists()
+
+
+def test_a_run_that_goes_on_has_all_earlier_policies_or_says_which_are_missing(tmp_path):
+    config = dataclasses.replace(LONG, save_policies=3)
+    whole, parts = (
+        dataclasses.replace(config, output_dir=str(tmp_path / name)) for name in ("whole", "parts")
+    )
+    make_trainer(whole).train()
+    make_trainer(parts, callbacks=[StopAfter(2)]).train()
+    # A policy that a killed process was writing, after the checkpoint.
+    (tmp_path / "parts" / "policies" / "3" / ".unfinished").mkdir(parents=True)
+    make_trainer(parts).train(resume_from_checkpoint=True)
+    expected, saved = (saved_policies(tmp_path / name) for name in ("whole", "parts"))
+    assert sorted(saved) == [1, 2, 3]
+    for update, policy in expected.items():
+        assert all(torch.equal(saved[update][name], w) for name, w in policy.items())
+
+    shutil.rmtree(tmp_path / "parts" / "policies" / "2")
+    words = r"updates 1, 2, 3, but '.*policies' lacks some .* before update 4, .* save_policies=0"
+    with pytest.raises(TrainingError, match=words):
+        make_trainer(parts).train(resume_from_checkpoint=True)
+    unasked = dataclasses.replace(parts, save_policies=0)
+    assert make_trainer(unasked).train(resume_from_checkpoint=True) == []
+
+
+def test_more_earlier_policies_than_a_run_has_are_refused(tmp_path):
+    words = r"save_policies=4 saves policies before the end of PPO, and a run of 4 updates has 3"
+    with pytest.raises(ConfigError, match=words):
+        make_trainer(dataclasses.replace(LONG, output_dir=str(tmp_path), save_policies=4))
