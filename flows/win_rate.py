@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
             ).parse(argv)
             stages.given_settings.check_names(settings[0].judge, "", settings[2])
             contests = stages.model_win_rate.compare_model(*settings)
-            result = stages.model_win_rate.summarize(contests, *settings)
+            result = stages.model_win_rate.result_with_settings(contests, *settings)
             written = stages.model_win_rate.write_win_rate(contests, result, settings[0])
             print(stages.model_win_rate.describe_result(result))
             print(f"Every judgement is in {written}.")

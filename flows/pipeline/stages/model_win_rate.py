@@ -100,7 +100,7 @@ def compare_model(
     )
 
 
-def summarize(
+def result_with_settings(
     contests: Contests,
     arguments: WinRateArguments,
     config: EvaluationConfig,

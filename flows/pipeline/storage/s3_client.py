@@ -55,7 +55,6 @@ also temporary. After ExpiredToken, botocore fetches new credentials."""
 ADVICE = {
     "AccessDenied": "Give the role of this step access to the object",
     "403": "Give the role of this step access to the object",
-    "ExpiredToken": "Renew the credentials",
     "InvalidAccessKeyId": "Correct the credentials",
     "NoSuchBucket": "Create the bucket, or name another one",
     "RequestTimeTooSkewed": "Set the clock of this machine",

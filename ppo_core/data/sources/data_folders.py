@@ -156,9 +156,13 @@ def _files_of(folder: Path, pattern: str) -> list[Path]:
             "files below it."
         )
     with library_errors(DataError, f"{pattern!r:.80} in '{folder}' is no pattern", "Correct it."):
-        found = sorted(
-            path for path in islice(folder.glob(pattern), MOST_ENTRIES) if path.is_file()
+        entries = list(islice(folder.glob(pattern), MOST_ENTRIES + 1))
+    if len(entries) > MOST_ENTRIES:
+        raise DataError(
+            f"The pattern {pattern!r:.80} of the README.md of '{folder}' matches more than "
+            f"{MOST_ENTRIES} files, and none of them was read. Join the files, or name fewer."
         )
+    found = sorted(path for path in entries if path.is_file())
     if not found:
         raise DataError(
             f"The README.md of '{folder}' names {pattern!r:.80}, but no file matches it. Correct "

@@ -6,6 +6,7 @@ import json
 import pytest
 from datasets import Dataset, DatasetDict, load_dataset
 
+from ppo_core.data.sources import data_folders
 from ppo_core.data.sources.source import open_source
 from ppo_core.errors import ConfigError, DataError
 
@@ -120,6 +121,13 @@ def test_the_card_of_a_folder_names_its_splits(tmp_path, form):
         assert [row["prompt"] for row in load(tmp_path, split)] == expected
         theirs = load_dataset(str(tmp_path), split=split, cache_dir=str(tmp_path / "c"))
         assert list(theirs["prompt"]) == expected
+
+
+def test_a_pattern_of_a_card_that_matches_too_many_files_is_refused(tmp_path, monkeypatch):
+    write_card(tmp_path, "configs: [{config_name: any, data_files: 'b/*'}]")
+    monkeypatch.setattr(data_folders, "MOST_ENTRIES", 1)
+    with pytest.raises(DataError, match="matches more than 1 files, and none of them was read"):
+        load(tmp_path)
 
 
 def test_the_card_of_a_folder_has_configurations(tmp_path):
