@@ -44,7 +44,7 @@ from pipeline import stages
 from ppo_core.errors import ConfigError, PPOError
 from ppo_core.io.atomic_files import explained_full_disk
 from retraining import alarms, lease_of_run
-from watched_step import RECORDS, alarms_of, phase, run_id
+from step_wrapper import RECORDS, alarms_of, phase, run_id
 
 
 class machines_of_settings(FlowMutator):  # noqa: N801

@@ -23,17 +23,17 @@ if TYPE_CHECKING:  # The public names, for mypy and editors.
     from ppo_core.models.loading import load_policy as load_policy
     from ppo_core.models.loading import load_reward_model as load_reward_model
     from ppo_core.models.loading import load_tokenizer as load_tokenizer
+    from ppo_core.models.model_with_value_head import (
+        AutoModelForCausalLMWithValueHead as AutoModelForCausalLMWithValueHead,
+    )
+    from ppo_core.models.model_with_value_head import (
+        AutoModelForSeq2SeqLMWithValueHead as AutoModelForSeq2SeqLMWithValueHead,
+    )
     from ppo_core.models.quantization import get_kbit_device_map as get_kbit_device_map
     from ppo_core.models.quantization import get_quantization_config as get_quantization_config
     from ppo_core.models.reference import create_reference_model as create_reference_model
     from ppo_core.models.reward_adapter import load_reward_adapter as load_reward_adapter
     from ppo_core.models.reward_model import RewardModel as RewardModel
-    from ppo_core.models.value_head import (
-        AutoModelForCausalLMWithValueHead as AutoModelForCausalLMWithValueHead,
-    )
-    from ppo_core.models.value_head import (
-        AutoModelForSeq2SeqLMWithValueHead as AutoModelForSeq2SeqLMWithValueHead,
-    )
     from ppo_core.reporting.sample_table import Completions as Completions
     from ppo_core.supervised.supervised_config import SupervisedConfig as SupervisedConfig
     from ppo_core.supervised.training import train_reward_model as train_reward_model

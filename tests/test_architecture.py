@@ -23,7 +23,7 @@ PIPELINE_LINE = (
 ).split()
 """The same for flows/pipeline."""
 
-DEPLOYED = {"deployment", "flow_parts", "retraining", "watched_step"}
+DEPLOYED = {"deployment", "flow_parts", "retraining", "step_wrapper"}
 """Packages and modules of flows that may import the pipeline, which knows none of them."""
 
 INSIDE_METAFLOW = {"metaflow._vendor", "metaflow.plugins", "metaflow.runtime"}

@@ -21,7 +21,7 @@ from ppo_core.io.text_files import read_toml_file
 
 if TYPE_CHECKING:
     from deployment.argo import ArgoDeployment
-    from deployment.step_functions import StepFunctionsDeployment
+    from deployment.aws_step_functions import StepFunctionsDeployment
 
 
 def check_deployment(files: DeploymentFiles) -> None:
@@ -115,7 +115,7 @@ def _scheduler_of(deployment: Deployment) -> "ArgoDeployment | StepFunctionsDepl
         from deployment.argo import ArgoDeployment
 
         return ArgoDeployment(deployment)
-    from deployment.step_functions import StepFunctionsDeployment
+    from deployment.aws_step_functions import StepFunctionsDeployment
 
     return StepFunctionsDeployment(deployment)
 

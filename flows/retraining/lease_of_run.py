@@ -15,7 +15,7 @@ from pipeline.settings.settings import Settings
 from ppo_core.errors import ConfigError, StorageError
 
 if TYPE_CHECKING:
-    from pipeline.storage.lease import Lease
+    from pipeline.storage.model_lease import Lease
 
 RENEWAL_SECONDS = 60.0
 """Seconds between two renewals within a step."""
@@ -78,7 +78,7 @@ class KeptLease:
             release_lease(self._owner, self._read_settings(), self._run)
 
     def _renew(self, lease: "Lease") -> None:
-        from pipeline.storage.lease import LeaseLostError
+        from pipeline.storage.model_lease import LeaseLostError
 
         while not self._is_over.wait(RENEWAL_SECONDS):
             try:
@@ -100,7 +100,7 @@ def lease_of(settings: Settings, owner: str) -> "Lease":
         ConfigError: the run has no store in S3.
     """
     # Imported here, because these modules import boto3, which a run without a lease does not need.
-    from pipeline.storage.lease import Lease
+    from pipeline.storage.model_lease import Lease
     from pipeline.storage.workspace import workspace_of
 
     store = workspace_of(settings).store

@@ -7,8 +7,8 @@ from torch import nn
 from ppo_core.checkpointing.fingerprint import Fingerprint, Layout, fingerprint
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.models.adapters import is_peft
+from ppo_core.models.model_with_value_head import ModelWithValueHead
 from ppo_core.models.reward_model import RewardModel
-from ppo_core.models.value_head import ModelWithValueHead
 from ppo_core.ppo.schedule import Schedule
 
 

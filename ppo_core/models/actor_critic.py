@@ -15,6 +15,7 @@ from ppo_core.errors import ModelError
 from ppo_core.models.adapters import check_adapter, is_peft, plain_model, using_adapter
 from ppo_core.models.backbones import Backbone, DecoderBackbone, Within
 from ppo_core.models.kernels.fused_linear_loss import TokenLoss
+from ppo_core.models.model_with_value_head import ModelWithValueHead
 from ppo_core.models.policy import LanguageModel, Predictions
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.models.script_modules import (
@@ -26,7 +27,6 @@ from ppo_core.models.script_modules import (
     token_scores,
     token_values,
 )
-from ppo_core.models.value_head import ModelWithValueHead
 
 if TYPE_CHECKING:
     from peft import PeftModel

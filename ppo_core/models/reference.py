@@ -10,8 +10,8 @@ from torch import nn
 
 from ppo_core.errors import ConfigError, ModelError
 from ppo_core.models.adapters import is_peft, plain_model, using_adapter
+from ppo_core.models.model_with_value_head import ModelWithValueHead
 from ppo_core.models.policy import LanguageModel, require_causal_lm
-from ppo_core.models.value_head import ModelWithValueHead
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -14,14 +14,14 @@ from ppo_core.algorithm.advantages import (
     returns_to_go,
 )
 from ppo_core.algorithm.kl import kl_per_token
-from ppo_core.algorithm.running_moments import RunningMoments
-from ppo_core.algorithm.token_rewards import (
+from ppo_core.algorithm.reward_shaping import (
     clip_scores,
     length_penalty,
     overlong_penalty,
     penalize_missing_stop,
     token_rewards,
 )
+from ppo_core.algorithm.running_moments import RunningMoments
 from ppo_core.algorithm.whitening import masked_whiten
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.data.prompts import Prompt, prompt_text, response_texts

@@ -28,10 +28,10 @@ from ppo_core.models.adapters import (
     using_adapter,
 )
 from ppo_core.models.files.adapter_weights import merged_copy
+from ppo_core.models.model_with_value_head import ModelWithValueHead
 from ppo_core.models.policy import LanguageModel, require_causal_lm
 from ppo_core.models.quantization import check_quantized_trainable, keep_differentiable
 from ppo_core.models.reference import make_reference
-from ppo_core.models.value_head import ModelWithValueHead
 from ppo_core.ppo.model_bundle import ModelBundle, reward_holders
 from ppo_core.ppo.optimizer import policy_parameters
 from ppo_core.ppo.reward_functions import RewardMix, make_rewards

@@ -22,8 +22,8 @@ import pytest
 import registry
 import win_rate
 from pipeline.inputs.json_lines import read_jsonl
+from pipeline.judges.make_judge import make_judge
 from pipeline.judges.reply_cache import ReplyCache, reply_key
-from pipeline.judges.spec import make_judge
 from pipeline.settings.judge_config import JudgingConfig
 from pipeline.settings.settings import make_settings
 from ppo_core.__main__ import main as train

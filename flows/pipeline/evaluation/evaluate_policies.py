@@ -11,7 +11,7 @@ from pipeline.evaluation.notes import doubts_about_trained_judge, notes_on
 from pipeline.inputs.data_sets import RunData, references_of
 from pipeline.inputs.json_lines import read_jsonl, write_jsonl
 from pipeline.judges.judge_budget import Budget, Spent
-from pipeline.judges.spec import make_judge_of_run
+from pipeline.judges.make_judge import make_judge_of_run
 from pipeline.judges.verdict import JudgedPrompt
 from pipeline.launch.answers import answer_in_run
 from pipeline.results.evaluation import Evaluation, TrainedJudge

@@ -12,7 +12,7 @@ from pipeline.inputs.json_lines import read_jsonl, write_jsonl
 from pipeline.inputs.preference_pairs import label_pairs
 from pipeline.inputs.training_prompts import prompt_key
 from pipeline.judges.judge_names import read_judges
-from pipeline.judges.spec import check_judge
+from pipeline.judges.make_judge import check_judge
 from pipeline.launch.commands import gpus
 from pipeline.launch.job import updates_of_ppo
 from pipeline.preflight.judge_trial import try_judges

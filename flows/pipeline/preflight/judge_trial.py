@@ -7,7 +7,7 @@ from pathlib import Path
 from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.preference_pairs import LabeledPair, label_pairs
 from pipeline.judges.judge_names import JudgePart, has_access_to_judge, read_judges
-from pipeline.judges.spec import make_judge_of_run
+from pipeline.judges.make_judge import make_judge_of_run
 from pipeline.judges.verdict import Judge, swapped
 from pipeline.launch.stall_watch import watched_step
 from pipeline.settings.settings import Settings

@@ -9,7 +9,7 @@ from pipeline.inputs.data_sets import PAIRS_FILE, RunData
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.inputs.json_lines import write_jsonl
 from pipeline.judges.judge_budget import Budget
-from pipeline.judges.spec import make_judge_of_run
+from pipeline.judges.make_judge import make_judge_of_run
 from pipeline.judges.verdict import Judge, JudgedPrompt
 from pipeline.launch.answers import answer_as_ppo
 from pipeline.results.step_records import FreshPairs, PreparedModel

@@ -13,7 +13,7 @@ from pipeline.evaluation.sequential.until_decided import Rule
 from pipeline.evaluation.win_rate import describe, values_of_prompts
 from pipeline.inputs import data_sets
 from pipeline.inputs.json_lines import write_jsonl
-from pipeline.judges.spec import check_judge, make_judge
+from pipeline.judges.make_judge import check_judge, make_judge
 from pipeline.launch.answers import answer, answer_processes
 from pipeline.launch.stall_watch import STALL_MINUTES
 from pipeline.preflight.check_inputs import check_outputs

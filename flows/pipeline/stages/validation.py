@@ -13,7 +13,7 @@ from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
 from pipeline.inputs.preference_pairs import label_pairs
 from pipeline.judges.judge_budget import Budget
 from pipeline.judges.judge_names import has_access_to_judge, read_judges
-from pipeline.judges.spec import make_judge_of_run
+from pipeline.judges.make_judge import make_judge_of_run
 from pipeline.launch.answers import answer_as_ppo
 from pipeline.reports.log_reports import log_reward_report
 from pipeline.reports.terminal import reward_model_in_words

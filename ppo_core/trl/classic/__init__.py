@@ -16,11 +16,11 @@ from transformers.utils.import_utils import is_torch_xpu_available as is_xpu_ava
 
 from ppo_core.algorithm.masking import masked_mean, masked_var
 from ppo_core.algorithm.whitening import masked_whiten, whiten
-from ppo_core.models.reference import create_reference_model
-from ppo_core.models.value_head import (
+from ppo_core.models.model_with_value_head import (
     AutoModelForCausalLMWithValueHead,
     AutoModelForSeq2SeqLMWithValueHead,
 )
+from ppo_core.models.reference import create_reference_model
 from ppo_core.trl.classic.classic_config import ClassicPPOConfig as PPOConfig
 from ppo_core.trl.classic.classic_trainer import ClassicPPOTrainer as PPOTrainer
 from ppo_core.trl.classic.sampling import LengthSampler, respond_to_batch

@@ -10,8 +10,8 @@ from metaflow.plugins.aws.step_functions.step_functions_cli import resolve_state
 from metaflow.plugins.project_decorator import format_name
 
 from deployment.argo import ArgoDeployment
+from deployment.aws_step_functions import StepFunctionsDeployment
 from deployment.deployment import Deployment
-from deployment.step_functions import StepFunctionsDeployment
 from ppo_core.errors import ConfigError
 from retraining.start_training import training_name
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pipeline.settings.settings import Settings, make_settings
-from pipeline.storage.lease import Lease, LeaseLostError
+from pipeline.storage.model_lease import Lease, LeaseLostError
 from ppo_core.errors import ConfigError, PPOError, StorageError
 from retraining import lease_of_run
 from retraining.lease_of_run import KeptLease, release_lease

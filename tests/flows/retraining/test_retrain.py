@@ -7,7 +7,7 @@ import pytest
 from mlflow import MlflowClient
 
 from pipeline.settings.settings import Settings, make_settings
-from pipeline.storage.lease import Lease
+from pipeline.storage.model_lease import Lease
 from pipeline.tracking.decided_runs import outcome_of, runs_of_model
 from ppo_core.errors import ConfigError, ModelError, ProcessError
 from retraining.new_inputs import NewInputs

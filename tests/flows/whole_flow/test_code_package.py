@@ -77,7 +77,7 @@ def test_the_package_has_every_module_and_every_preset_and_no_other_file(names: 
     presets = {f"presets/{path.name}" for path in flows.glob("presets/*.toml")}
     assert len(modules) > 300 and len(presets) == 8
     # Again, as the modules of the flow's decorators.
-    modules |= {f".mf_code/{name}.py" for name in ("__mp_main__", "flow_parts", "watched_step")}
+    modules |= {f".mf_code/{name}.py" for name in ("__mp_main__", "flow_parts", "step_wrapper")}
     metaflow = {".mf_install", *(f".mf_meta/{name}" for name in ("INFO", "CONFIG", "DIST_INFO"))}
     assert names == modules | presets | {"gpus.toml"} | metaflow
 

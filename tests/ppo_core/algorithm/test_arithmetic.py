@@ -19,14 +19,14 @@ from ppo_core.algorithm.kl_controller import AdaptiveKL
 from ppo_core.algorithm.logits import tempered
 from ppo_core.algorithm.losses import aggregation_weights, policy_loss, value_loss
 from ppo_core.algorithm.masking import length_mask, masked_mean, masked_var
-from ppo_core.algorithm.running_moments import RunningMoments
-from ppo_core.algorithm.token_rewards import (
+from ppo_core.algorithm.reward_shaping import (
     clip_scores,
     length_penalty,
     overlong_penalty,
     penalize_missing_stop,
     token_rewards,
 )
+from ppo_core.algorithm.running_moments import RunningMoments
 from ppo_core.algorithm.top_k_top_p import truncated
 from ppo_core.algorithm.whitening import masked_whiten, whiten
 from ppo_core.data.batching import PASS_COST, length_sorted_batches, pad_rows, token_batches

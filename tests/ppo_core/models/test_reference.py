@@ -10,11 +10,11 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from ppo_core.errors import ConfigError, ModelError
-from ppo_core.models.reference import create_reference_model
-from ppo_core.models.value_head import (
+from ppo_core.models.model_with_value_head import (
     AutoModelForCausalLMWithValueHead,
     AutoModelForSeq2SeqLMWithValueHead,
 )
+from ppo_core.models.reference import create_reference_model
 from tests.helpers.models.families import (
     ENCODER_DECODERS,
     FAMILIES,

@@ -11,8 +11,8 @@ from torch.testing import assert_close
 from transformers import LlamaConfig, PreTrainedModel
 
 from ppo_core.errors import ModelError
+from ppo_core.models.model_with_value_head import AutoModelForCausalLMWithValueHead
 from ppo_core.models.reward_model import RewardModel
-from ppo_core.models.value_head import AutoModelForCausalLMWithValueHead
 from tests.helpers.models.tiny import make_classifier, make_policy, make_tokenizer
 from tests.ppo_core.training.test_trainer import CONFIG, make_trainer
 

@@ -9,8 +9,8 @@ from torch.testing import assert_close
 
 from ppo_core import PPOConfig
 from ppo_core.errors import ConfigError, TrainingError
+from ppo_core.models.model_with_value_head import AutoModelForCausalLMWithValueHead
 from ppo_core.models.reward_model import RewardModel
-from ppo_core.models.value_head import AutoModelForCausalLMWithValueHead
 from ppo_core.trl.ppo_trainer import PPOTrainer
 from tests.helpers.models.tiny import make_classifier, make_policy, make_tokenizer
 

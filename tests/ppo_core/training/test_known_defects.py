@@ -24,7 +24,7 @@ from pipeline.judges.reply_cache import ReplyCache
 from pipeline.settings.judge_config import JudgingConfig
 from pipeline.settings.settings import make_settings
 from ppo_core import PPOConfig, answer_prompts
-from ppo_core.algorithm.token_rewards import token_rewards
+from ppo_core.algorithm.reward_shaping import token_rewards
 from ppo_core.algorithm.whitening import masked_whiten
 from ppo_core.data.rows.encoding import encode_row
 from ppo_core.data.types import Rollout, Scores

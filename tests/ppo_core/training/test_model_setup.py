@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 from ppo_core.errors import ConfigError, ModelError
 from ppo_core.models.actor_critic import Critic
 from ppo_core.models.adapters import add_adapter, add_critic_adapter, using_adapter
+from ppo_core.models.model_with_value_head import AutoModelForCausalLMWithValueHead
 from ppo_core.models.reference import create_reference_model
 from ppo_core.models.reward_adapter import load_reward_adapter
 from ppo_core.models.reward_model import RewardModel
-from ppo_core.models.value_head import AutoModelForCausalLMWithValueHead
 from ppo_core.ppo.optimizer import parameter_groups
 from ppo_core.training.model_setup import disable_dropout
 from tests.helpers.models.families import DECODERS, make_model

@@ -7,7 +7,7 @@ import torch
 from scipy.stats import chisquare
 
 from ppo_core.errors import ConfigError, ModelError
-from ppo_core.models.value_head import AutoModelForCausalLMWithValueHead
+from ppo_core.models.model_with_value_head import AutoModelForCausalLMWithValueHead
 from ppo_core.trl.classic.sampling import LengthSampler, respond_to_batch
 from tests.helpers.models.families import make_inputs, make_model
 

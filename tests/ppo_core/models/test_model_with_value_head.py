@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GPT2Model
 from transformers.utils import hub
 
 from ppo_core.errors import ConfigError, ModelError
-from ppo_core.models.value_head import (
+from ppo_core.models.model_with_value_head import (
     AutoModelForCausalLMWithValueHead,
     AutoModelForSeq2SeqLMWithValueHead,
 )

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.storage import objects
 from pipeline.storage.addresses import S3Address
-from pipeline.storage.lease import LIMIT, Lease, LeaseLostError
+from pipeline.storage.model_lease import LIMIT, Lease, LeaseLostError
 from pipeline.storage.objects import (
     read_object,
     read_timed_object,

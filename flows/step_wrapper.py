@@ -1,7 +1,7 @@
 """Wrap every step of the flow RLHF: measure time, renew the lease, report errors, send alarms.
 
 The lease is the right of one run at a time to train a registered model (see
-`pipeline.storage.lease`).
+`pipeline.storage.model_lease`).
 """
 
 import sys
