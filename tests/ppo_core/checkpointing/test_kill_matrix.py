@@ -8,13 +8,15 @@ import pytest
 from tests.helpers.runs.kill_matrix import UPDATES, Matrix, choose_moment, left_behind, read_counts
 
 PHASES = ("rollout", "scoring", "update", "save")
+ASYNC = "--async_save=true"
 
 
 @pytest.fixture(scope="module")
 def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
-    """The run, with the result of an undisturbed run in `whole`."""
+    """The run, with the results of undisturbed runs in `whole` and, with ASYNC, in `async`."""
     made = Matrix(tmp_path_factory.mktemp("matrix"))
     made.run(made.folder / "whole", [None])
+    made.run(made.folder / "async", [None], ASYNC)
     return made
 
 
@@ -46,10 +48,10 @@ def test_a_run_that_is_killed_three_times_ends_as_one_that_is_not(
 def test_a_run_killed_at_random_moments_ends_as_one_that_is_not(
     matrix: Matrix, tmp_path: Path, seed: int
 ):
-    counts = read_counts(matrix.folder / "whole")
-    moment = choose_moment(counts, PHASES[seed % 4], random.Random(seed))
-    # Half of the runs write checkpoints while training continues.
-    flags = ["--async_save=true"] if seed >= 10 else []
+    # Half of the runs write checkpoints while training continues, which takes other events.
+    flags, undisturbed = ([ASYNC], "async") if seed >= 10 else ([], "whole")
+    counts = read_counts(matrix.folder / undisturbed)
+    moment = choose_moment(counts, PHASES[seed % 4], random.Random(seed), between=(0.0, 0.95))
     output = tmp_path / "killed"
     matrix.run(output, [moment, None], *flags)
     assert left_behind(output) == left_behind(matrix.folder / "whole"), moment
