@@ -14,6 +14,7 @@ from pipeline.inputs.training_prompts import prompt_key
 from pipeline.judges.judge_names import read_judges
 from pipeline.judges.spec import check_judge
 from pipeline.launch.commands import gpus
+from pipeline.preflight.guard_trial import try_guards
 from pipeline.preflight.judge_trial import try_judges
 from pipeline.preflight.model_types import check_model_types
 from pipeline.preflight.reward_trial import try_rewards
@@ -71,6 +72,7 @@ def check_inputs(settings: Settings) -> None:
     _check_prompts(data)
     _check_pairs(data)
     _check_rewards(data)
+    try_guards(data)
     if settings.sft_data:
         _check_demonstrations(data)
     if settings.columns:

@@ -8,11 +8,14 @@ from pipeline.reports.document import (
     Section,
     as_evidence,
     as_interval,
+    as_margin,
     as_number,
     as_percent,
+    as_points,
+    guard_title,
 )
 from pipeline.reports.terminal import CONTEST_TITLES, decision_in_words
-from pipeline.results.evaluation import ContestResult, Evaluation
+from pipeline.results.evaluation import ContestResult, Evaluation, GuardResult
 from pipeline.settings.gate_configs import PromotionConfig
 
 
@@ -87,6 +90,7 @@ def _figures(
                 as_percent(evaluation.repetition["ppo"]),
                 f"at most {as_percent(limits.max_repetition)}",
             ),
+            *(_guard(name, guard) for name, guard in evaluation.guards.items()),
             (
                 "Evaluation",
                 "conclusive" if evaluation.conclusive else "inconclusive",
@@ -94,6 +98,15 @@ def _figures(
             ),
             ("Reward model", "fit" if reward_model_fit else "accepted by hand", "fit"),
         ),
+    )
+
+
+def _guard(name: str, guard: GuardResult) -> tuple[str, str, str]:
+    difference, interval = as_points(guard)
+    return (
+        f"Guard {guard_title(name)}",
+        f"{as_percent(guard.policy)}, {difference}, {interval}",
+        f"not worse, or by at most {as_margin(guard)}",
     )
 
 
