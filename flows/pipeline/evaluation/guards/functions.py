@@ -8,6 +8,7 @@ import numpy as np
 from pipeline.evaluation.rates import Array
 from pipeline.settings.gate_configs import GuardsConfig
 from ppo_core.errors import ConfigError, DataError, user_code_errors
+from ppo_core.io.progress_bar import SECONDS_BETWEEN_LINES, progress
 from ppo_core.io.user_code import LoadedFunction, load_function
 
 NUMBERS = "biuf"
@@ -53,8 +54,11 @@ def score_by_function(
         DataError: the function raises an error, or does not return one number in [0, 1] for each
             response.
     """
-    with user_code_errors(DataError, f"The guard {name}"):
-        given = function(list(prompts), list(responses))
+    # A watched step ends a function that hangs only while a progress bar is shown.
+    with progress(1, "guarding", "call", delay=SECONDS_BETWEEN_LINES) as bar:
+        with user_code_errors(DataError, f"The guard {name}"):
+            given = function(list(prompts), list(responses))
+        bar.update()
     try:
         scores = np.asarray(given)
     # Lists of several lengths.

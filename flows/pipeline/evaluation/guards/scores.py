@@ -22,6 +22,7 @@ Guard = Callable[[Sequence[JudgedPrompt], Answers], Array | None]
 """Scores (N,) of answers to prompts; None where the decoding does not tell."""
 
 BUILT_IN_SOURCE = "built-in"
+"""Source of the guards that are not functions of a user."""
 
 
 def guards_of(config: GuardsConfig) -> dict[str, tuple[str, Guard]]:

@@ -1,7 +1,5 @@
 """What a guard refuses: the interval by hand, equal policies, and policies that lost something."""
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
@@ -54,46 +52,37 @@ def test_a_better_policy_passes():
     assert compared([1.0] * 500, [0.0] * 500).passed
 
 
-def answer_with(share: float, bad: str, good: str, count: int) -> Callable[[int], Answers]:
-    """Answers of which a share is bad."""
-
-    def sample(seed: int) -> Answers:
-        is_bad = np.random.default_rng(seed).random(count) < share
-        texts = np.where(is_bad, bad, good).tolist()
-        stopped = (~(np.random.default_rng([seed, 1]).random(count) < share)).tolist()
-        return Answers(texts=texts, kl=None, stopped=stopped)
-
-    return sample
+BAD = {
+    "has_text": "",
+    "answers": REFUSAL,
+    "refuses": ANSWER,
+    "language": IN_GERMAN,
+    "format": "No sentence",
+}
+"""An answer that each guard gives no point."""
 
 
-@pytest.mark.parametrize(
-    ("guard", "bad"),
-    [
-        ("stops", ANSWER),
-        ("has_text", ""),
-        ("answers", REFUSAL),
-        ("refuses", REFUSAL),
-        ("language", IN_GERMAN),
-        ("format", "No sentence"),
-    ],
-)
-@pytest.mark.parametrize("share", [0.03, 0.3])
-def test_an_equal_policy_passes_each_guard_in_99_percent_of_the_resamples(
-    guard: str, bad: str, share: float
-):
-    prompts = [f"{QUESTION} {number}" for number in range(128)]
-    off = [name for name in GuardsConfig().applied if name != guard]
-    config = GuardsConfig(off=off, format=r"[A-Z].*\." if guard == "format" else "")
-    sample = answer_with(share, bad, ANSWER, len(prompts))
-    found = compare_by_guards(config, prompts, {"ppo": sample(1), "sft": sample(2)}, "sft").scores[
-        guard
-    ]
-    pool = np.array([*found["ppo"], *found["sft"]])
-    assert 0 < pool.mean() < 1
+@pytest.mark.parametrize("guard", ["stops", *BAD])
+def test_a_guard_gives_each_good_answer_a_point(guard: str):
+    is_bad = [number % 3 == 0 for number in range(30)]
+    good = REFUSAL if guard == "refuses" else ANSWER
+    texts = [BAD.get(guard, good) if bad else good for bad in is_bad]
+    answers = Answers(texts=texts, kl=None, stopped=[not bad for bad in is_bad])
+    config = GuardsConfig(format=r"[A-Z].*\.")
+    found = compare_by_guards(config, [QUESTION] * 30, {"ppo": answers, "sft": answers}, "sft")
+    assert found.scores[guard]["ppo"].tolist() == [not bad for bad in is_bad]
+    assert found.results[guard].passed
+
+
+@pytest.mark.parametrize("share", [0.03, 0.2])
+def test_an_equal_policy_passes_in_99_percent_of_the_resamples(share: float):
+    # The scores of a built-in guard are 0 or 1, so its resamples depend on the share of 0 alone.
+    prompts = [str(number) for number in range(128)]
     rng, passed = np.random.default_rng(0), 0
     for _ in range(RESAMPLES):
-        own, other = rng.choice(pool, (2, len(prompts)))
-        passed += compare_scores(prompts, own, other, margin=0.05, source="").passed
+        own, other = (rng.random((2, 128)) >= share).astype(float)
+        # The upper end is at least the difference.
+        passed += own.mean() >= other.mean() or compared(own, other, prompts=prompts).passed
     assert passed >= 0.99 * RESAMPLES
 
 
