@@ -31,7 +31,7 @@ from ppo_core.training.answers import AnswerJob
 from ppo_core.training.evaluation import Answers
 
 if TYPE_CHECKING:
-    from pipeline.evaluation.contests import Contest
+    from pipeline.evaluation.contests import Contest, Contests
     from pipeline.evaluation.until_decided import Rule
 
 
@@ -134,7 +134,7 @@ def _judge(
 ) -> EvaluatedPolicy:
     # Imported here because scipy and statsmodels are slow to import and most importers of this
     # module judge nothing.
-    from pipeline.evaluation.contests import distinct_share, evaluate, judgements
+    from pipeline.evaluation.contests import distinct_share, judgements
     from pipeline.evaluation.win_rate import compare_policies
 
     settings, prompts = data.settings, answered.prompts
@@ -148,21 +148,8 @@ def _judge(
     )
     # Before the judge is asked, because a guard of a user may fail, and a judge may cost money.
     guards, not_applied = _compare_by_guards(settings.promotion.guards, answered, evaluated)
-    texts = answered.texts
-    budget = Budget.of(settings.judging)
-    judge = make_judge_of_run(settings, judge_of_run(settings, trained_judge), budget)
-    contests = evaluate(
-        judge,
-        prompts,
-        texts,
-        contests_between(texts),
-        rules=_rules(settings.promotion, texts),
-        people=list(data.labels() or []),
-        config=settings.evaluation,
-        # A reward model reads no instructions, and its accuracy on held-out pairs was measured.
-        canaries_decide=trained_judge is None,
-        seed=settings.seed,
-    )
+    texts, budget = answered.texts, Budget.of(settings.judging)
+    contests = _contests(data, answered, trained_judge, budget)
     improvement = None
     if "reference" in texts:
         ppo, sft = (contests.comparisons[f"{who}_vs_reference"] for who in ("ppo", "sft"))
@@ -196,6 +183,27 @@ def _judge(
     )
     write_report(folder / EVALUATION_FILE, report)
     return evaluated
+
+
+def _contests(
+    data: RunData, answered: _Answered, trained_judge: TrainedJudge | None, budget: Budget
+) -> "Contests":
+    """Return the contests between all answers, by the judge of the run."""
+    from pipeline.evaluation.contests import evaluate
+
+    settings, texts = data.settings, answered.texts
+    return evaluate(
+        make_judge_of_run(settings, judge_of_run(settings, trained_judge), budget),
+        answered.prompts,
+        texts,
+        contests_between(texts),
+        rules=_rules(settings.promotion, texts),
+        people=list(data.labels() or []),
+        config=settings.evaluation,
+        # A reward model reads no instructions, and its accuracy on held-out pairs was measured.
+        canaries_decide=trained_judge is None,
+        seed=settings.seed,
+    )
 
 
 def _compare_by_guards(
