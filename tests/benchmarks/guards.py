@@ -9,10 +9,10 @@ from pipeline.settings.gate_configs import GuardsConfig
 from tests.benchmarks.tables import make_table
 
 PROMPTS = (64, 256, 1_024)
-BAD = (0.0, 0.02, 0.05, 0.2, 0.5)
+BAD = (0.0, 0.05, 0.2)
 """Shares of the champion's answers that have no point."""
 
-WORSE = (0.0, 0.02, 0.05, 0.1)
+WORSE = (0.0, 0.05, 0.1)
 """How much larger the share of the policy is."""
 
 RUNS = 1_000

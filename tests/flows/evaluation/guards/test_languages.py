@@ -68,5 +68,11 @@ def test_a_text_of_two_scripts_has_the_one_of_most_letters():
     assert script_of("\uff21\uff22\uff23\uff24\uff25 \U0001d400\U0001d401") == "LATIN"
 
 
+def test_latin_names_do_not_make_a_chinese_text_latin():
+    assert script_of("请用 Python 和 MLflow 编写这个程序，然后运行它") == "CJK"
+    assert script_of("파일 settings.toml 을 열어 주세요") == "HANGUL"
+    assert script_of("The name of this city is 东京.") == "LATIN"
+
+
 def test_a_long_text_is_read_at_once():
     assert not may_share_language("the and of " * 1_000_000, "это как для " * 1_000_000)

@@ -42,6 +42,7 @@ from pipeline.evaluation.guards.refusals import START, is_refusal
         "申し訳ありませんが、そのご質問にはお答えできません。",
         "죄송하지만 그 요청은 도와드릴 수 없습니다.",
         "عذرًا، لا أستطيع مساعدتك في ذلك.",
+        "मुझे खेद है, मैं इसमें मदद नहीं कर सकता।",
     ],
 )
 def test_a_refusal_is_recognized(answer: str):
