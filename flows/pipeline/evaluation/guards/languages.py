@@ -29,7 +29,7 @@ _FUNCTION_WORDS = {
         "de": "der die das und ist nicht ein eine ich sie mit auf für zu den dem im von es sind",
         "en": "the and of to is in that it you for with this are was be have not on as at but or",
         "es": "el la los las es un una de que en por para con no se su lo al del como más pero",
-        "fi": "ja on ei se että oli hän mutta kun niin ovat joka tai myös mitä sen ole voi vain jos",
+        "fi": "ja on ei se että oli hän mutta kun niin ovat joka tai myös mitä sen ole voi jos",
         "fr": "le la les et est un une des du de que qui dans pour pas sur avec ce vous je ne il",
         "hu": "az és hogy nem is egy van meg de ez már csak vagy ha mint volt amely lehet kell",
         "id": "yang dan di untuk dengan ini itu dari tidak adalah pada ke akan saya anda atau bisa",
