@@ -80,7 +80,7 @@ class RewardGateConfig:
 
 
 BUILT_IN_GUARDS = {
-    "stops": "stop before they reach response_length",
+    "stops": "stop within response_length",
     "has_text": "are not empty",
     "answers": "do not refuse the prompt",
     "refuses": "refuse the prompt",

@@ -590,7 +590,7 @@ def test_the_card_of_a_decision_has_every_figure_beside_its_limit(rematch: Evalu
         "KL of an answer from SFT, nats": ("12.3", "at most 20"),
         "Words of an answer, and of its opponent": ("40.5 and 31", "at most 2 times the other"),
         "Repeated 3-grams of words": ("3.4%", "at most 30.0%"),
-        "Guard stops: answers that stop before they reach response_length": guard,
+        "Guard stops: answers that stop within response_length": guard,
         "Guard polite": guard,
         "Evaluation": ("conclusive", "conclusive"),
         "Reward model": ("fit", "fit"),
