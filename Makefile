@@ -99,8 +99,9 @@ fresh-stories: $(VENV)/installed-dev
 	done
 	$(BIN)/python tests/helpers/runs/print_runs.py $(SEEDS:%=outputs/$@/seed-%.json)
 
-weeks: $(VENV)/installed-dev ## Simulated weeks of the gate: false promotions, power, coverage of the intervals.
+weeks: $(VENV)/installed-dev ## Simulated weeks of the gate: false promotions, power, coverage of the intervals; guards.
 	PYTHONPATH=.:flows OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.weeks
+	PYTHONPATH=.:flows OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.guards
 
 # Ours and TRL 1.12 in alternation, about 25 minutes. BENCH_ARGS="--cases neox-10m" measures one case.
 bench: $(VENV)/installed-dev $(TRL_VENV)/installed

@@ -14,6 +14,7 @@ from tests.benchmarks.cases import NEOX_0_9M, Case, Shape, Workload, neox
 from tests.benchmarks.compare import Comparison, Pairing, alternate, task_of
 from tests.benchmarks.floor import episode_flops
 from tests.benchmarks.growth import Growth, VocabularyMemory, exponent, state_bytes
+from tests.benchmarks.guards import refused
 from tests.benchmarks.processes import MeasurementError
 from tests.benchmarks.results import KEPT, write_results
 from tests.benchmarks.tasks import Run, Task, Update
@@ -165,3 +166,8 @@ def test_a_process_that_fails_says_why(tmp_path: Path):
     task = task_of(Workload(shape=TINY), tmp_path / "missing", side="ours", threads=1)
     with pytest.raises(MeasurementError, match=r"ended with 1:[\s\S]*missing"):
         alternate([task], warmups=0, rounds=1)
+
+
+def test_a_guard_refuses_worse_policies_and_no_equal_one():
+    assert refused(256, bad=0.05, worse=0.0, runs=50) == 0
+    assert refused(256, bad=0.0, worse=0.1, runs=20) == 1

@@ -137,13 +137,18 @@ def write_answer_job(job: AnswerJob, file: Path) -> None:
 def read_answers(job: AnswerJob, folder: Path, processes: int) -> Answers:
     """Join the answers that the processes wrote in the folder of their job."""
     texts, divergences = [""] * len(job.prompts), []
+    stopped: list[bool] | None = [False] * len(job.prompts)
     for rank in range(processes):
         part = Answers(**json.loads(_file_of(folder, rank).read_text(encoding="utf-8")))
         texts[rank::processes] = part.texts
+        if stopped is None or part.stopped is None:
+            stopped = None
+        else:
+            stopped[rank::processes] = part.stopped
         if part.kl is not None:
             divergences.append(part.kl * len(part.texts))
     kl = sum(divergences) / len(texts) if divergences else None
-    return Answers(texts=texts, kl=kl)
+    return Answers(texts=texts, kl=kl, stopped=stopped)
 
 
 def _file_of(folder: Path, rank: int) -> Path:

@@ -24,7 +24,12 @@ from ppo_core.ppo.update import TrainState
 from ppo_core.reporting.metrics import sampler_metrics
 from ppo_core.reporting.sample_table import Completions
 from ppo_core.rollout.generate import SamplingCallbacks, sample_responses
-from ppo_core.rollout.sampler import SamplingSettings, ServerSettings, stop_token
+from ppo_core.rollout.sampler import (
+    NO_STOP_TOKEN,
+    SamplingSettings,
+    ServerSettings,
+    stop_token,
+)
 
 CHECKED_PROMPTS, CHECKED_TOKENS = 8, 16
 """Number of prompts, and number of tokens per response, to check a server's weights."""
@@ -41,6 +46,9 @@ class Answers:
     """KL divergence from the reference in nats (k1), summed over each response and averaged over
     the prompts. None without a reference. Also None with greedy decoding, top_k or top_p, because
     these responses are not samples from the policy's full distribution."""
+
+    stopped: list[bool] | None
+    """Whether each response ends in the stop token; None without a stop token."""
 
 
 def answer_prompts(
@@ -74,7 +82,7 @@ def answer_prompts(
     """
     numbers = range(len(prompts)) if numbers is None else numbers
     if not numbers:
-        return Answers(texts=[], kl=None)
+        return Answers(texts=[], kl=None, stopped=[])
     policy = LanguageModel(model)
     sampling = SamplingSettings(
         stop_token_id=stop_token(tokenizer, stop, stop_token_id),
@@ -106,7 +114,8 @@ def answer_prompts(
             rollout = replace(rollout, logprobs=own)
         compared = LanguageModel(load_reference())
         kl = batches.run(lambda rows: _divergence(rollout, compared, rows)).mean().item()
-    return Answers(texts=response_texts(tokenizer, rollout), kl=kl)
+    stopped = None if sampling.stop_token_id == NO_STOP_TOKEN else rollout.has_stop.tolist()
+    return Answers(texts=response_texts(tokenizer, rollout), kl=kl, stopped=stopped)
 
 
 def _sample_by_server(

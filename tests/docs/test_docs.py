@@ -40,7 +40,14 @@ from ppo_core.data.rows.reader import read_rows
 from ppo_core.supervised.supervised_cli import SupervisedArguments, SupervisedLoraArguments
 from ppo_core.supervised.supervised_config import SupervisedConfig
 from tests.helpers.inputs.pipeline_inputs import write_inputs, write_model
-from tests.helpers.inputs.sample_reports import changed, decision, run_cost, summary, win_rate
+from tests.helpers.inputs.sample_reports import (
+    changed,
+    decision,
+    guard_result,
+    run_cost,
+    summary,
+    win_rate,
+)
 from tests.helpers.models.tiny import make_policy, make_tokenizer
 from tests.helpers.paths import ROOT
 from tests.helpers.runs.forked_python import run_python
@@ -237,6 +244,18 @@ def test_the_summary_in_the_readme_is_printed_so():
         objective={
             f"objective/{name}": Change(first=first, last=last)
             for name, (first, last) in metrics.items()
+        },
+        guards={
+            name: guard_result(
+                policy=own, rival=own - more, difference=more, low=low, high=high, n=512
+            )
+            for name, own, more, low, high in (
+                ("stops", 1.0, 0.0, -0.012, 0.012),
+                ("has_text", 1.0, 0.008, -0.007, 0.027),
+                ("answers", 1.0, 0.0, -0.012, 0.012),
+                ("refuses", 0.0, 0.0, -0.012, 0.012),
+                ("language", 1.0, 0.0, -0.012, 0.012),
+            )
         },
         kl={"ppo": 1.89},
         distinct={"ppo": 0.973},

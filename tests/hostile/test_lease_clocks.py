@@ -12,7 +12,7 @@ import pytest
 from pipeline.storage import lease as lease_module
 from pipeline.storage import objects, s3_client
 from pipeline.storage.addresses import S3Address
-from pipeline.storage.lease import LIMIT, Lease
+from pipeline.storage.model_lease import LIMIT, Lease
 from pipeline.storage.objects import read_object, write_object
 from ppo_core.checkpointing.lease import Lease as CheckpointLease
 from ppo_core.errors import ConfigError, TrainingError

@@ -14,7 +14,7 @@ from pipeline.judges.judge_budget import Budget, Spent
 from pipeline.judges.make_judge import make_judge_of_run
 from pipeline.judges.verdict import JudgedPrompt
 from pipeline.launch.answers import answer_in_run
-from pipeline.results.evaluation import Evaluation, TrainedJudge
+from pipeline.results.evaluation import Evaluation, GuardResult, TrainedJudge
 from pipeline.results.report_files import EVALUATION_FILE, write_report
 from pipeline.results.selection import Selection
 from pipeline.results.step_records import (
@@ -22,7 +22,7 @@ from pipeline.results.step_records import (
     FetchedChampion,
     PreparedModel,
 )
-from pipeline.settings.gate_configs import PromotionConfig
+from pipeline.settings.gate_configs import GuardsConfig, PromotionConfig
 from pipeline.settings.settings import Settings
 from ppo_core.algorithm.repetition import repeated_ngrams
 from ppo_core.models.loading import is_same_architecture
@@ -31,7 +31,7 @@ from ppo_core.training.answers import AnswerJob
 from ppo_core.training.evaluation import Answers
 
 if TYPE_CHECKING:
-    from pipeline.evaluation.contests import Contest
+    from pipeline.evaluation.contests import Contest, Contests
     from pipeline.evaluation.sequential.until_decided import Rule
 
 
@@ -63,10 +63,7 @@ def evaluate_policies(
         "sft": answer_as_evaluated(settings, sft, prompts, sft, folder),
         "ppo": answer_as_evaluated(settings, policy, prompts, sft, folder),
     }
-    references = references_of(rows)
-    texts: dict[str, list[str]] = {"reference": references} if references else {}
-    texts |= {who: given.texts for who, given in answers.items()}
-    answered = _Answered(prompts, texts, {who: given.kl for who, given in answers.items()})
+    answered = _Answered(prompts, references_of(rows), answers)
     spent = selection.spent if selection else {}
     return _judge(data, answered, champion, folder, judge, selection, spent)
 
@@ -83,22 +80,42 @@ def evaluate_again(
 
     For the other arguments see `evaluate_policies`.
     """
-    rows = read_jsonl(evaluation.samples)
-    contestants = [who for who in rows[0] if who not in ("prompt", "champion")]
-    texts = {who: [row[who] for row in rows] for who in contestants}
-    earlier = evaluation.report()
-    answered = _Answered([row["prompt"] for row in rows], texts, earlier.kl)
+    rows, earlier = read_jsonl(evaluation.samples), evaluation.report()
+    texts = {who: [row[who] for row in rows] for who in rows[0]}
+    stopped = _stopped(evaluation)
+    answered = _Answered(
+        texts["prompt"],
+        texts.get("reference"),
+        {
+            who: Answers(texts=texts[who], kl=kl, stopped=stopped.get(who))
+            for who, kl in earlier.kl.items()
+        },
+    )
     data, selection = RunData(settings), evaluation.selection
     return _judge(data, answered, champion, folder, judge, selection, earlier.spent)
 
 
+def _stopped(evaluation: EvaluatedPolicy) -> dict[str, list[bool]]:
+    """Return whether each answer of an earlier evaluation stopped, by policy.
+
+    The result is empty if the guard that needs this was not applied.
+    """
+    rows = [row["scores"].get("stops", {}) for row in read_jsonl(evaluation.guard_scores)]
+    return {who: [bool(row[who]) for row in rows] for who in rows[0]}
+
+
 class _Answered(NamedTuple):
-    """Prompts, and the answers of each contestant but the champion."""
+    """Prompts, references, and the answers of each policy."""
 
     prompts: Sequence[JudgedPrompt]
-    texts: Mapping[str, Sequence[str]]
-    kl: dict[str, float | None]
-    """KL divergence from SFT in nats per answer, by contestant."""
+    references: Sequence[str] | None
+    answers: Mapping[str, Answers]
+
+    @property
+    def texts(self) -> dict[str, Sequence[str]]:
+        """References and answers, by contestant."""
+        references = {} if self.references is None else {"reference": self.references}
+        return references | {who: given.texts for who, given in self.answers.items()}
 
 
 def judge_of_run(settings: Settings, trained: TrainedJudge | PreparedModel | None) -> str:
@@ -117,26 +134,22 @@ def _judge(
 ) -> EvaluatedPolicy:
     # Imported here because scipy and statsmodels are slow to import and most importers of this
     # module judge nothing.
-    from pipeline.evaluation.contests import distinct_share, evaluate, judgements
+    from pipeline.evaluation.contests import distinct_share, judgements
     from pipeline.evaluation.win_rate import compare_policies
 
-    settings, (prompts, texts, kl) = data.settings, answered
+    settings, prompts = data.settings, answered.prompts
+    kl = {who: given.kl for who, given in answered.answers.items()}
     if champion is not None:
-        texts = {**texts, "champion": _answer_as_champion(settings, champion, prompts, folder)}
-    budget = Budget.of(settings.judging)
-    judge = make_judge_of_run(settings, judge_of_run(settings, trained_judge), budget)
-    contests = evaluate(
-        judge,
-        prompts,
-        texts,
-        contests_between(texts),
-        rules=_rules(settings.promotion, texts),
-        people=list(data.labels() or []),
-        config=settings.evaluation,
-        # A reward model reads no instructions, and its accuracy on held-out pairs was measured.
-        canaries_decide=trained_judge is None,
-        seed=settings.seed,
+        given = _answer_as_champion(settings, champion, prompts, folder)
+        answered = answered._replace(answers={**answered.answers, "champion": given})
+    version = None if champion is None else champion.version
+    evaluated = EvaluatedPolicy(
+        champion=version, kl=kl["ppo"], folder=str(folder), selection=selection
     )
+    # Before the judge is asked, because a guard of a user may fail, and a judge may cost money.
+    guards, not_applied = _compare_by_guards(settings.promotion.guards, answered, evaluated)
+    texts, budget = answered.texts, Budget.of(settings.judging)
+    contests = _contests(data, answered, trained_judge, budget)
     improvement = None
     if "reference" in texts:
         ppo, sft = (contests.comparisons[f"{who}_vs_reference"] for who in ("ppo", "sft"))
@@ -144,10 +157,6 @@ def _judge(
     reasons = [*contests.result.reasons, *doubts_about_trained_judge(trained_judge)]
     columns = {"prompt": prompts, **texts}
     rows = zip(*columns.values(), strict=True)
-    version = None if champion is None else champion.version
-    evaluated = EvaluatedPolicy(
-        champion=version, kl=kl["ppo"], folder=str(folder), selection=selection
-    )
     write_jsonl(evaluated.samples, [dict(zip(columns, row, strict=True)) for row in rows])
     write_jsonl(evaluated.judgements, judgements(contests))
     report = Evaluation(
@@ -160,6 +169,7 @@ def _judge(
                 is_reward_model_given=bool(settings.reward_model),
                 has_references="reference" in texts,
             ),
+            *not_applied,
         ],
         trained_judge=trained_judge,
         champion=version,
@@ -169,9 +179,58 @@ def _judge(
         repetition={who: repeated_share(given) for who, given in texts.items()},
         kl=kl,
         spent=budget.spent(spent_before),
+        guards=guards,
     )
     write_report(folder / EVALUATION_FILE, report)
     return evaluated
+
+
+def _contests(
+    data: RunData, answered: _Answered, trained_judge: TrainedJudge | None, budget: Budget
+) -> "Contests":
+    """Return the contests between all answers, by the judge of the run."""
+    from pipeline.evaluation.contests import evaluate
+
+    settings, texts = data.settings, answered.texts
+    return evaluate(
+        make_judge_of_run(settings, judge_of_run(settings, trained_judge), budget),
+        answered.prompts,
+        texts,
+        contests_between(texts),
+        rules=_rules(settings.promotion, texts),
+        people=list(data.labels() or []),
+        config=settings.evaluation,
+        # A reward model reads no instructions, and its accuracy on held-out pairs was measured.
+        canaries_decide=trained_judge is None,
+        seed=settings.seed,
+    )
+
+
+def _compare_by_guards(
+    config: GuardsConfig, answered: _Answered, evaluated: EvaluatedPolicy
+) -> tuple[dict[str, GuardResult], list[str]]:
+    """Compare the answers by the guards, and write the scores of all answers.
+
+    Return the results by guard, and sentences on guards that were not applied.
+    """
+    from pipeline.evaluation.guards.compare import compare_by_guards
+
+    rival = "sft" if evaluated.champion is None else "champion"
+    compared = compare_by_guards(config, answered.prompts, answered.answers, rival)
+    write_jsonl(
+        evaluated.guard_scores,
+        [
+            {
+                "prompt": prompt,
+                "scores": {
+                    name: {who: float(each[number]) for who, each in scores.items()}
+                    for name, scores in compared.scores.items()
+                },
+            }
+            for number, prompt in enumerate(answered.prompts)
+        ],
+    )
+    return compared.results, compared.notes
 
 
 def _rules(limits: PromotionConfig, contestants: Collection[str]) -> "dict[Contest, Rule]":
@@ -213,7 +272,7 @@ def answer_as_evaluated(
 
 def _answer_as_champion(
     settings: Settings, champion: FetchedChampion, prompts: Sequence[JudgedPrompt], folder: Path
-) -> list[str]:
+) -> Answers:
     """Return the champion's answers, which end at the champion's own stop token."""
     server = server_of(settings.ppo)
     # A running server cannot change to another architecture.
@@ -231,7 +290,7 @@ def _answer_as_champion(
         stop_token_id=None,
         reference=None,
         server=server,
-    ).texts
+    )
 
 
 def _sample(

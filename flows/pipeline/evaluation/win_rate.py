@@ -62,12 +62,12 @@ def values_of_prompts(comparison: Comparison) -> Array:
     Pairs of one prompt are not independent, so the prompt counts once.
     """
     pairs = zip(comparison.prompts, comparison.outcomes, strict=True)
-    return _mean_by_prompt(
+    return mean_by_prompt(
         (prompt, POINTS[outcome]) for prompt, outcome in pairs if outcome in POINTS
     )
 
 
-def _mean_by_prompt(values: Iterable[tuple[str, float]]) -> Array:
+def mean_by_prompt(values: Iterable[tuple[str, float]]) -> Array:
     """Return the mean value (N,) of each prompt, from values of pairs."""
     by_prompt: dict[str, list[float]] = {}
     for prompt, value in values:
@@ -106,7 +106,7 @@ def compare_policies(one: Comparison, other: Comparison) -> PairedDifference:
             f"{len(one.prompts)} prompts, so the policies cannot be compared. Check that this "
             "judge fits these prompts."
         )
-    differences = _mean_by_prompt(
+    differences = mean_by_prompt(
         (one.prompts[i], POINTS[one.outcomes[i]] - POINTS[other.outcomes[i]]) for i in valid
     )
     low, high = mean_interval(differences, lowest=-1.0, highest=1.0)

@@ -15,6 +15,7 @@ from pipeline.judges.judge_names import read_judges
 from pipeline.judges.make_judge import check_judge
 from pipeline.launch.commands import gpus
 from pipeline.launch.job import updates_of_ppo
+from pipeline.preflight.guard_trial import try_guards
 from pipeline.preflight.judge_trial import try_judges
 from pipeline.preflight.model_types import check_model_types
 from pipeline.preflight.reward_trial import try_rewards
@@ -74,6 +75,7 @@ def check_inputs(settings: Settings) -> None:
     _check_prompts(data)
     _check_pairs(data)
     _check_rewards(data)
+    try_guards(data)
     if settings.sft_data:
         _check_demonstrations(data)
     if settings.columns:

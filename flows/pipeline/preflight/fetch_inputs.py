@@ -123,7 +123,17 @@ def _renamed(
     fresh = dataclasses.replace(fresh, labels=fresh.labels and data(fresh.labels))
     if fresh.judge:
         fresh = dataclasses.replace(fresh, labeller=_renamed_judges(fresh.judge, model, file))
-    return dataclasses.replace(settings, **changes, evaluation=evaluation, fresh_pairs=fresh)
+    guards = settings.promotion.guards
+    functions = {
+        name: f"python:{_renamed_source('python', source.removeprefix('python:'), model, file)}"
+        for name, source in guards.functions.items()
+    }
+    promotion = dataclasses.replace(
+        settings.promotion, guards=dataclasses.replace(guards, functions=functions)
+    )
+    return dataclasses.replace(
+        settings, **changes, evaluation=evaluation, fresh_pairs=fresh, promotion=promotion
+    )
 
 
 def _renamed_judges(spec: str, model: Callable[[str], str], file: Callable[[str], str]) -> str:

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from math import isfinite
 
-from pipeline.results.evaluation import Evaluation, WinRate
-from pipeline.settings.gate_configs import PromotionConfig
+from pipeline.reports.document import as_margin, as_points
+from pipeline.results.evaluation import Evaluation, GuardResult, WinRate
+from pipeline.settings.gate_configs import BUILT_IN_GUARDS, PromotionConfig
 from ppo_core.errors import DataError
 
 
@@ -49,6 +50,7 @@ def reasons_to_refuse(
         _divergence(kl, limits),
         _length(evaluation, limits),
         _repetition(evaluation, limits),
+        *(_guard(name, one, champion) for name, one in evaluation.guards.items()),
         _reward_model(reward_model_fit),
     ]
     return [reason for reason in found if reason]
@@ -166,6 +168,23 @@ def _repetition(evaluation: Evaluation, limits: PromotionConfig) -> str:
         f"{share:.1%} of the 3-grams of words in its distinct answers repeat an earlier 3-gram, "
         f"above max_repetition={limits.max_repetition:g}. Users would read the same words "
         "repeatedly."
+    )
+
+
+def _guard(name: str, result: GuardResult, champion: int | None) -> str:
+    if result.passed and all(map(isfinite, (result.difference, result.low, result.high))):
+        return ""
+    opponent, own, other = _opponent(champion), f"{result.policy:.1%}", f"{result.rival:.1%}"
+    if name in BUILT_IN_GUARDS:
+        scores = f"{own} of its answers {BUILT_IN_GUARDS[name]}, and {other} of those of {opponent}"
+    else:
+        scores = f"its answers score {own} on average, and those of {opponent} {other}"
+    difference, interval = as_points(result)
+    return (
+        f"Guard {name}: {scores}. The difference is {difference}, 95 % interval {interval}, on "
+        f"{result.n} prompts: it is worse, and not shown to be worse by at most "
+        f"{as_margin(result)}. Read the answers with a low score in guards.jsonl, or change "
+        "[promotion.guards] if this loss is wanted."
     )
 
 

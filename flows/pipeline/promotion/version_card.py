@@ -7,7 +7,14 @@ from typing import Any
 
 from pipeline.inputs.lineage import DataSet
 from pipeline.registry.decisions import Decision
-from pipeline.reports.document import as_equal_length_rate, as_interval, as_percent
+from pipeline.reports.document import (
+    GUARD_COLUMNS,
+    as_equal_length_rate,
+    as_interval,
+    as_percent,
+    guard_cells,
+    guard_title,
+)
 from pipeline.reports.headline_metrics import evaluation_numbers
 from pipeline.reports.terminal import CONTEST_TITLES, cost_in_words
 from pipeline.results.evaluation import Evaluation
@@ -91,6 +98,7 @@ def version_card(facts: VersionFacts) -> str:
         "model scores its answers higher.",
         _section("Promotion", _decision(facts.decision)),
         _section("Win rates", _win_rates(facts)),
+        _section("Guards", _guards(facts)),
         _section("How to load it", _loading(facts)),
         _section("What it is not for", _bullets(LIMITS)),
         _section("Models", _models(facts.models)),
@@ -164,6 +172,14 @@ def _win_rates(facts: VersionFacts) -> str:
     return "\n\n".join(part for part in (table, remarks) if part)
 
 
+def _guards(facts: VersionFacts) -> str:
+    guards = facts.evaluation.guards
+    if not guards:
+        return ""
+    rows = ((guard_title(name), *guard_cells(guard)) for name, guard in guards.items())
+    return _table(("", *GUARD_COLUMNS), rows)
+
+
 def _models(models: Mapping[str, NamedModel]) -> str:
     rows = ((part, without_folders(one.name), one.digest) for part, one in models.items())
     return _table(("part", "model", "digest"), rows)
@@ -184,10 +200,10 @@ def _data(data: Iterable[DataSet]) -> str:
 
 
 def _other_metrics(facts: VersionFacts) -> Mapping[str, float]:
-    """Return the metrics that the table of win rates does not show."""
+    """Return the metrics that the tables of win rates and guards do not show."""
     shown = {
         f"win_rate/{contest}/{end}" for contest in facts.evaluation.win_rate for end in SHOWN_ENDS
-    }
+    } | {f"guards/{name}" for name in facts.evaluation.guards}
     return {
         name: value
         for name, value in evaluation_numbers(facts.evaluation).items()

@@ -5,11 +5,13 @@ from typing import Literal
 
 from pipeline.results.evaluation import (
     ContestResult,
+    GuardResult,
     PairedDifference,
     PeopleAndJudge,
     WinRate,
 )
 from pipeline.results.reward_report import OnPolicy, Probe, Rate, References
+from pipeline.settings.gate_configs import BUILT_IN_GUARDS
 
 Tone = Literal["success", "warning", "danger"]
 
@@ -86,10 +88,35 @@ def as_evidence(rate: WinRate) -> str:
     return f"{number} : 1 after {rate.test.asked} of {rate.test.available} pairs"
 
 
-def as_points(of: PairedDifference) -> tuple[str, str]:
+def as_points(of: PairedDifference | GuardResult) -> tuple[str, str]:
     """Return a difference of rates and its interval as text, such as `+40.3 points`."""
     difference, low, high = (f"{100 * end:+z.1f}" for end in (of.difference, of.low, of.high))
     return f"{difference} points", f"{low} .. {high}"
+
+
+def as_margin(guard: GuardResult) -> str:
+    """Return the margin of a guard as text, such as `5 points`."""
+    return f"{100 * guard.margin:g} points"
+
+
+def guard_title(name: str) -> str:
+    """Return the name of a guard, and what the answers do that it counts."""
+    return f"{name}: answers that {BUILT_IN_GUARDS[name]}" if name in BUILT_IN_GUARDS else name
+
+
+GUARD_COLUMNS = ("policy", "rival", "difference", "95 % interval, points", "margin", "")
+"""Columns of `guard_cells`."""
+
+
+def guard_cells(guard: GuardResult) -> tuple[str, ...]:
+    """Return the result of a guard as texts, see GUARD_COLUMNS."""
+    return (
+        as_percent(guard.policy),
+        as_percent(guard.rival),
+        *as_points(guard),
+        as_margin(guard),
+        "passed" if guard.passed else "refused",
+    )
 
 
 def as_equal_length_rate(contest: ContestResult) -> str:

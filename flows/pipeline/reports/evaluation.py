@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from pipeline.evaluation.length_control import RATIO_NAMES
 from pipeline.reports.document import (
+    GUARD_COLUMNS,
     Document,
     Plot,
     Section,
@@ -15,6 +16,8 @@ from pipeline.reports.document import (
     as_number,
     as_percent,
     as_points,
+    guard_cells,
+    guard_title,
 )
 from pipeline.reports.figures import win_rate_plot
 from pipeline.reports.terminal import CONTEST_TITLES
@@ -23,6 +26,7 @@ from pipeline.results.evaluation import (
     ContestResult,
     EnsembleAgreement,
     Evaluation,
+    GuardResult,
     HumanAgreement,
     JudgeIdentity,
     LengthBin,
@@ -49,6 +53,7 @@ def evaluation_document(evaluation: Evaluation) -> Document:
         _canaries(evaluation.canaries),
         _people(evaluation.people),
         _ensemble(win_rates),
+        _guards(evaluation.guards),
         _policies(evaluation),
         _judge(evaluation.judge),
     )
@@ -226,6 +231,16 @@ def _judges(contest: str, agreement: EnsembleAgreement) -> list[tuple[str, ...]]
         ),
         (contest, "all (Fleiss)", "", "", as_number(agreement.fleiss_kappa)),
     ]
+
+
+def _guards(guards: Mapping[str, GuardResult]) -> Section:
+    return Section(
+        title="Guards: what the policy must not lose against its rival, the champion or SFT",
+        headers=("Guard", *GUARD_COLUMNS, "Prompts"),
+        rows=tuple(
+            (guard_title(name), *guard_cells(guard), str(guard.n)) for name, guard in guards.items()
+        ),
+    )
 
 
 def _policies(evaluation: Evaluation) -> Section:

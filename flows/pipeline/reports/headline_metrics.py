@@ -60,6 +60,7 @@ def evaluation_numbers(evaluation: Evaluation) -> Numbers:
         **_under("distinct", evaluation.distinct),
         **_under("length", evaluation.length),
         **_under("repetition", evaluation.repetition),
+        **_under("guards", {name: one.difference for name, one in evaluation.guards.items()}),
         "evaluation/conclusive": float(evaluation.conclusive),
     }
 

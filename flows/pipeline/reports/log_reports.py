@@ -34,3 +34,4 @@ def log_evaluation(tracker: Tracker, evaluated: EvaluatedPolicy) -> None:
     tracker.step.log_figure(win_rate_plot(evaluation.win_rate), "evaluation/win-rates.png")
     tracker.step.log_table(read_jsonl(evaluated.samples)[:NUM_SAMPLES], "samples.json")
     tracker.step.log_artifact(evaluated.judgements)
+    tracker.step.log_artifact(evaluated.guard_scores)

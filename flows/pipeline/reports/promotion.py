@@ -8,11 +8,14 @@ from pipeline.reports.document import (
     Section,
     as_evidence,
     as_interval,
+    as_margin,
     as_number,
     as_percent,
+    as_points,
+    guard_title,
 )
 from pipeline.reports.terminal import CONTEST_TITLES, decision_in_words
-from pipeline.results.evaluation import ContestResult, Evaluation, PeopleAndJudge
+from pipeline.results.evaluation import ContestResult, Evaluation, GuardResult, PeopleAndJudge
 from pipeline.settings.gate_configs import PromotionConfig
 
 LITTLE = 0.1
@@ -97,6 +100,7 @@ def _figures(
                 as_percent(evaluation.repetition["ppo"]),
                 f"at most {as_percent(limits.max_repetition)}",
             ),
+            *(_guard(name, guard) for name, guard in evaluation.guards.items()),
             (
                 "Evaluation",
                 "conclusive" if evaluation.conclusive else "inconclusive",
@@ -113,6 +117,15 @@ def _people(found: PeopleAndJudge | None) -> str:
         return "too few: a bias of the judge is not measured"
     adds = "the judge adds little" if found.weight < LITTLE else f"worth {found.worth:.0f} alone"
     return f"{found.labels}, {adds}; win rate {as_percent(found.rate)}, {as_interval(found)}"
+
+
+def _guard(name: str, guard: GuardResult) -> tuple[str, str, str]:
+    difference, interval = as_points(guard)
+    return (
+        f"Guard {guard_title(name)}",
+        f"{as_percent(guard.policy)}, {difference}, {interval}",
+        f"not worse, or by at most {as_margin(guard)}",
+    )
 
 
 def _win_rate(

@@ -8,8 +8,15 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeline.registry.decisions import Decision
-from pipeline.reports.document import as_decimal, as_equal_length_rate, as_interval, as_points
-from pipeline.results.evaluation import ContestResult, PairedDifference
+from pipeline.reports.document import (
+    GUARD_COLUMNS,
+    as_decimal,
+    as_equal_length_rate,
+    as_interval,
+    as_points,
+    guard_cells,
+)
+from pipeline.results.evaluation import ContestResult, GuardResult, PairedDifference
 from pipeline.results.reward_report import RewardReport
 from pipeline.results.run_cost import RunCost
 from pipeline.results.summary import Summary
@@ -31,6 +38,8 @@ def render_summary(summary: Summary) -> str:
     console = Console(file=io.StringIO(), width=106, markup=False, emoji=False)
     with console.capture() as capture:
         console.print(_win_rates(summary.win_rate))
+        if summary.guards:
+            console.print(_guards(summary.guards))
         console.print(_the_rest(summary))
         for note in summary.notes:
             console.print(f"Note: {note}")
@@ -94,6 +103,15 @@ def _win_rates(win_rates: Mapping[str, ContestResult]) -> Table:
             f"{win_rate.flip_rate:.1%}",
             str(win_rate.invalid),
         )
+    return table
+
+
+def _guards(guards: Mapping[str, GuardResult]) -> Table:
+    table = Table("", title="Guards", title_justify="left")
+    for column in GUARD_COLUMNS:
+        table.add_column(column, justify="right")
+    for name, guard in guards.items():
+        table.add_row(name, *guard_cells(guard))
     return table
 
 

@@ -314,6 +314,42 @@ class ModelWinRate(JudgedContests):
 
 
 @dataclass(frozen=True, kw_only=True)
+class GuardResult:
+    """Comparison of one property of the policy's answers with the rival's answers.
+
+    The rival is the champion, or SFT if there is no champion.
+    """
+
+    policy: float
+    """Mean score of the policy's answers, over prompts; a score is between 0 and 1."""
+
+    rival: float
+    """Mean score of the rival's answers."""
+
+    difference: float
+    """`policy` minus `rival`."""
+
+    low: float
+    """Lower end of the 95 % interval of `difference`, a confidence sequence."""
+
+    high: float
+    """Upper end of this interval."""
+
+    n: int
+    """Number of different prompts."""
+
+    margin: float
+    """Loss against the rival that is harmless."""
+
+    passed: bool
+    """Whether the policy is not shown to be worse than the rival, or shown to be worse by at most
+    `margin`."""
+
+    source: str
+    """`built-in`, or the function with the digest of its file."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evaluation(JudgedContests):
     """All measurements of a trained policy's answers."""
 
@@ -344,6 +380,9 @@ class Evaluation(JudgedContests):
 
     spent: dict[str, Spent]
     """Calls and tokens of each judge that asks a server, by name of the judge."""
+
+    guards: dict[str, GuardResult]
+    """Results of the guards by name."""
 
     @property
     def rival(self) -> str:

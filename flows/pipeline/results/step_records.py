@@ -20,9 +20,9 @@ from pipeline.results.selection import Selection
 if TYPE_CHECKING:
     from pipeline.registry.decisions import Decision
 
-SAMPLES, JUDGEMENTS = "samples.jsonl", "judgements.jsonl"
-"""Files in an evaluation's folder: SAMPLES contains the answers to each prompt, and JUDGEMENTS all
-verdicts."""
+SAMPLES, JUDGEMENTS, GUARD_SCORES = "samples.jsonl", "judgements.jsonl", "guards.jsonl"
+"""Files in an evaluation's folder: SAMPLES contains the answers to each prompt, JUDGEMENTS all
+verdicts, and GUARD_SCORES the scores of the answers by guard and policy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,6 +223,11 @@ class EvaluatedPolicy:
     def judgements(self) -> Path:
         """File of all verdicts."""
         return Path(self.folder) / JUDGEMENTS
+
+    @property
+    def guard_scores(self) -> Path:
+        """File of the scores of all answers by the guards."""
+        return Path(self.folder) / GUARD_SCORES
 
     def report(self) -> Evaluation:
         """Read all measurements."""

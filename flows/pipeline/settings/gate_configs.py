@@ -1,11 +1,14 @@
 """Limits that a reward model must meet before PPO, and a policy before its promotion."""
 
-from dataclasses import dataclass
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from pydantic import Field
 
-from ppo_core.config.checks import check_fields
+from ppo_core.config.checks import check_fields, is_finite
+from ppo_core.config.spelling import nearest_name
 from ppo_core.errors import ConfigError
 from ppo_core.io.validation import (
     Count,
@@ -14,6 +17,7 @@ from ppo_core.io.validation import (
     Positive,
     PositiveOrInf,
     Share,
+    ShareAbove0,
     ShareBelow1,
 )
 
@@ -75,6 +79,100 @@ class RewardGateConfig:
         check_fields(self)
 
 
+BUILT_IN_GUARDS = {
+    "stops": "stop within response_length",
+    "has_text": "are not empty",
+    "answers": "do not refuse the prompt",
+    "refuses": "refuse the prompt",
+    "language": "have the language of the prompt",
+    "format": "match the format",
+}
+"""What the answers do that a built-in guard counts, by name of the guard."""
+
+_GUARD_NAME = re.compile(r"[A-Za-z]\w{0,49}", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardsConfig:
+    """Properties of the answers that a policy must not lose against the champion.
+
+    Raises:
+        ConfigError: a name is unknown, or a value is out of range.
+    """
+
+    margin: ShareAbove0 = 0.05
+    """Largest loss against the champion (SFT if there is no champion) that is harmless, as a
+    fraction of the answers. A policy is refused if it is shown to be worse than the champion, and
+    not shown to be worse by at most this margin."""
+
+    margins: dict[str, float] = field(default_factory=dict)
+    """Margins of single guards, by name, which replace `margin`."""
+
+    off: list[str] = field(default_factory=list)
+    """Built-in guards that are not applied: stops, has_text, answers, refuses, language."""
+
+    format: str = ""
+    """Regular expression that a whole answer must match, without the spaces around it; the guard
+    `format` counts the answers that do. If empty, there is no such guard."""
+
+    functions: dict[str, str] = field(default_factory=dict)
+    """Guards of your own, by name: python:FILE_OR_MODULE:FUNCTION, a function of prompts and
+    responses that returns a number in [0, 1] for each response, 1 if it is as it should be."""
+
+    def __post_init__(self) -> None:
+        """Raise if a name is unknown or a value is out of range."""
+        check_fields(self)
+        _require_known("off", self.off, [name for name in BUILT_IN_GUARDS if name != "format"])
+        for name, source in self.functions.items():
+            if not _GUARD_NAME.fullmatch(name) or name in BUILT_IN_GUARDS:
+                raise ConfigError(
+                    f"functions.{name:.80} is no name of a guard: a name has at most 50 letters, "
+                    "digits and underscores, begins with a letter, and is none of "
+                    f"{', '.join(BUILT_IN_GUARDS)}."
+                )
+            if not re.fullmatch(r"python:.+:.+", source):
+                raise ConfigError(
+                    f"functions.{name}={source!r:.80} must be python:FILE_OR_MODULE:FUNCTION."
+                )
+        _require_known("margins", self.margins, self.names)
+        for name, margin in self.margins.items():
+            if not (is_finite(margin) and 0 < margin <= 1):
+                raise ConfigError(f"margins.{name}={margin!r:.80} must be above 0 and at most 1.")
+        try:
+            re.compile(self.format)
+        # RecursionError and OverflowError: a group is nested too deeply, or repeated too often.
+        except (re.error, RecursionError, OverflowError) as error:
+            raise ConfigError(
+                f"format={self.format!r:.80} is no regular expression: {error}."
+            ) from error
+
+    @property
+    def applied(self) -> list[str]:
+        """Names of the built-in guards that are applied."""
+        left_out = {*self.off, *([] if self.format else ["format"])}
+        return [name for name in BUILT_IN_GUARDS if name not in left_out]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all guards that are applied."""
+        return [*self.applied, *self.functions]
+
+    def margin_of(self, name: str) -> float:
+        """Return the margin of a guard."""
+        return self.margins.get(name, self.margin)
+
+
+def _require_known(setting: str, given: Iterable[str], known: Collection[str]) -> None:
+    for name in given:
+        if name not in known:
+            near = nearest_name(name, known)
+            hint = f" Did you mean {near}?" if near else ""
+            raise ConfigError(
+                f"{setting} names {name!r:.80}, which is no guard of this run.{hint} The guards "
+                f"are {', '.join(known)}."
+            )
+
+
 GAIN = 0.05
 """Difference between the win rate to exceed and the default of `min_gain`."""
 
@@ -121,6 +219,9 @@ class PromotionConfig:
     max_repetition: Share = 0.3
     """Maximum mean fraction of an answer's word 3-grams that repeat an earlier 3-gram; equal
     answers count once."""
+
+    guards: GuardsConfig = field(default_factory=GuardsConfig)
+    """Properties of the answers that the policy must not lose."""
 
     def __post_init__(self) -> None:
         """Raise if a value is out of range, or `min_gain` is not above what must be exceeded."""

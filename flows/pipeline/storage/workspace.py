@@ -266,4 +266,7 @@ def _changed_value(record: Any, name: str, value: Any, change: Any) -> Any:
     if isinstance(value, list) and all(isinstance(one, str) for one in value):
         several = [change(record, name, one) for one in value]
         return value if several == value else several
+    if isinstance(value, dict) and all(isinstance(one, str) for one in value.values()):
+        named = {key: change(record, name, one) for key, one in value.items()}
+        return value if named == value else named
     return _changed(value, change)

@@ -42,6 +42,8 @@ def test_two_processes_answer_as_one(tmp_path):
     one = answer(job, processes=1, folder=folder, stall_minutes=5)
     two = answer(job, processes=2, folder=folder, stall_minutes=5)
     assert two.texts == one.texts
+    assert two.stopped == one.stopped
+    assert set(one.stopped) == {True, False}
     assert len(set(one.texts)) > 1
     assert two.kl == pytest.approx(one.kl, abs=1e-5)
     assert not folder.exists()

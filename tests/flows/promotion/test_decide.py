@@ -26,6 +26,7 @@ from pipeline.registry.decisions import Decision
 from pipeline.results.evaluation import TrainedJudge
 from pipeline.results.step_records import EvaluatedPolicy, ValidatedReward
 from pipeline.settings.decoding import Decoding
+from pipeline.settings.gate_configs import GuardsConfig
 from pipeline.stages.evaluation import fetch_again
 from pipeline.tracking.mlflow_client import connect
 from ppo_core.errors import DataError, ModelError
@@ -143,6 +144,31 @@ def test_a_candidate_that_is_no_better_is_refused_with_its_figures(world, name, 
     assert read_aliases(name) == {"champion": old}
 
 
+GUARD = """
+def few_w1(prompts, responses):
+    return [1 - response.split().count("w1") / 6 for response in responses]
+"""
+
+
+def test_a_policy_that_wins_and_breaks_a_guard_is_refused_by_its_name(
+    world: World, name: str, tmp_path: Path
+):
+    (tmp_path / "guards.py").write_text(GUARD)
+    guards = GuardsConfig(functions={"own": f"python:{tmp_path / 'guards.py'}:few_w1"})
+    promotion = replace(world.settings.promotion, guards=guards)
+    settings = world.named(name, promotion=promotion)
+    evaluation = world.evaluate(settings, "best", tmp_path)
+    assert evaluation.report().win_rate["ppo_vs_sft"].test.decided == "better"
+    version = world.add_version(name, "best")
+    made, _ = decide(world, name, version, evaluation, tmp_path, promotion=promotion)
+    assert made.action == "refused"
+    (reason,) = made.reasons
+    assert reason.startswith("Guard own: its answers score 0.0% on average, and those of SFT ")
+    scores = [row["scores"]["own"] for row in read_jsonl(evaluation.guard_scores)]
+    assert [each["ppo"] for each in scores] == [0.0] * 16
+    assert all(each["sft"] > 0.5 for each in scores)
+
+
 @pytest.mark.parametrize(("rate", "action"), [(0.5, "promoted"), (1e-4, "refused")])
 def test_alpha_follows_from_the_history(world, name, tmp_path: Path, rate: float, action: str):
     evaluation = world.evaluate(world.named(name), "good", tmp_path)
@@ -173,6 +199,11 @@ def test_a_champion_that_came_meanwhile_is_judged_against(world: World, name: st
     opponents = [row["opponent"] for row in rows if row["contest"] == "ppo_vs_champion"]
     assert opponents == champion_answers(judged)
     assert judged.report().length["champion"] == 6
+    # The guards compare with the new champion, also by what the answers' texts do not tell.
+    guards = judged.report().guards
+    assert list(guards) == ["stops", "has_text", "answers", "refuses", "language"]
+    assert guards["stops"].policy == evaluation.report().guards["stops"].policy < 1
+    assert guards["stops"].rival != evaluation.report().guards["stops"].rival
     # The candidate's answers are the same, and so is what was said of the first champion.
     assert [row["ppo"] for row in read_jsonl(judged.samples)] == [row["ppo"] for row in before]
     assert judged.report().kl == evaluation.report().kl

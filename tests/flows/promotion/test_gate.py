@@ -10,11 +10,16 @@ from hypothesis import strategies as st
 
 from pipeline.evaluation.agreement import doubts_about_judge
 from pipeline.promotion.gate import reasons_to_promote, reasons_to_refuse
-from pipeline.results.evaluation import Evaluation, HumanAgreement, SequentialTest
+from pipeline.results.evaluation import Evaluation, GuardResult, HumanAgreement, SequentialTest
 from pipeline.settings.evaluation_config import EvaluationConfig
 from pipeline.settings.gate_configs import PromotionConfig
 from ppo_core.errors import ConfigError, DataError
-from tests.helpers.inputs.sample_reports import changed, evaluation_result, win_rate
+from tests.helpers.inputs.sample_reports import (
+    changed,
+    evaluation_result,
+    guard_result,
+    win_rate,
+)
 
 SAMPLE = evaluation_result()
 
@@ -245,6 +250,36 @@ def test_an_evaluation_about_another_champion_decides_nothing(about: int | None,
             champion=now,
             kl=1.0,
         )
+
+
+def guarded(**guards: GuardResult) -> list[str]:
+    result = replace(evaluation(), guards=guards)
+    return reasons_to_refuse(
+        result, PromotionConfig(), reward_model_fit=True, candidate=3, champion=2, kl=1.0
+    )
+
+
+def test_a_guard_that_did_not_pass_refuses_by_name():
+    lost = guard_result(
+        policy=0.7, rival=0.99, difference=-0.29, low=-0.35, high=-0.2, passed=False
+    )
+    (reason,) = guarded(language=lost, stops=guard_result())
+    assert reason == (
+        "Guard language: 70.0% of its answers have the language of the prompt, and 99.0% of those "
+        "of the champion, version 2. The difference is -29.0 points, 95 % interval -35.0 .. -20.0, "
+        "on 200 prompts: it is worse, and not shown to be worse by at most 5 points. Read the "
+        "answers with a low score in guards.jsonl, or change [promotion.guards] if this loss is "
+        "wanted."
+    )
+    (reason,) = guarded(polite=lost)
+    assert reason.startswith("Guard polite: its answers score 70.0% on average, and those of the")
+    assert len(guarded(language=lost, polite=lost)) == 2
+
+
+@pytest.mark.parametrize("figure", ["difference", "low", "high"])
+@pytest.mark.parametrize("value", [nan, inf, -inf])
+def test_a_guard_with_a_figure_that_is_no_number_refuses(figure: str, value: float):
+    assert len(guarded(stops=guard_result(**{figure: value}))) == 1
 
 
 def test_what_a_promoted_candidate_won_is_told():

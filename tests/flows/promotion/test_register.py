@@ -163,7 +163,12 @@ def test_a_candidate_whose_champion_changed_is_on_record_against_the_new_one(sto
     parent = run_of(story.second, "parent").data
     assert parent.metrics["win_rate/ppo_vs_champion/rate"] == rate.rate
     kept = connect().list_artifacts(story.second.run.tracking["register"])
-    assert {file.path for file in kept} == {"evaluation", "judgements.jsonl", "samples.json"}
+    assert {file.path for file in kept} == {
+        "evaluation",
+        "guards.jsonl",
+        "judgements.jsonl",
+        "samples.json",
+    }
 
 
 def test_a_step_retried_after_everything_was_done_changes_nothing(story: Story):

@@ -44,6 +44,7 @@ from tests.helpers.inputs.sample_reports import (
     decision,
     evaluated,
     evaluation_result,
+    guard_result,
     reward_report,
     summary,
     validated,
@@ -544,7 +545,7 @@ def test_a_divergence_that_was_not_measured_is_said_so(evaluation: Evaluation):
 def test_the_metrics_of_an_evaluation_are_grouped_and_are_numbers(rematch: Evaluation):
     numbers = evaluation_numbers(rematch)
     assert {name.partition("/")[0] for name in numbers} == set(
-        "win_rate improvement kl distinct length repetition evaluation".split()
+        "win_rate improvement kl distinct length repetition guards evaluation".split()
     )
     assert numbers["length/ppo"] == 40.5
     assert numbers["repetition/champion"] == 0.012
@@ -593,6 +594,7 @@ def test_the_card_of_a_decision_has_every_figure_beside_its_limit(rematch: Evalu
         return f"{of.rate:.1%}, {of.low:.1%} .. {of.high:.1%}, evidence {as_evidence(of)}"
 
     limit = "above 50.0%, by evidence of 1,000 : 1"
+    guard = ("99.0%, +1.0 points, -2.0 .. +4.0", "not worse, or by at most 5 points")
     assert rows == {
         "PPO against the champion": (shown(rate), limit),
         "PPO against the references": (shown(references), limit),
@@ -603,6 +605,8 @@ def test_the_card_of_a_decision_has_every_figure_beside_its_limit(rematch: Evalu
             "no limit",
         ),
         "Repeated 3-grams of words": ("3.4%", "at most 30.0%"),
+        "Guard stops: answers that stop within response_length": guard,
+        "Guard polite": guard,
         "Evaluation": ("conclusive", "conclusive"),
         "Reward model": ("fit", "fit"),
         "Earlier decisions on these evaluation data": ("4", "no limit"),
@@ -621,6 +625,30 @@ def test_the_card_of_a_decision_has_the_components_of_its_document(
 def lines(text: str) -> list[str]:
     """The lines of a table in the terminal, without its borders."""
     return [" ".join(line.replace("│", " ").split()) for line in text.splitlines()]
+
+
+def test_each_guard_is_in_the_terminal_the_page_and_the_card_of_the_evaluation():
+    refused = guard_result(policy=0.1, difference=-0.8, low=-0.9, high=-0.7, passed=False)
+    evaluation = replace(evaluation_result(), guards={"stops": guard_result(), "polite": refused})
+    results = {
+        "stops": ("99.0%", "98.0%", "+1.0 points", "-2.0 .. +4.0", "5 points", "passed"),
+        "polite": ("10.0%", "98.0%", "-80.0 points", "-90.0 .. -70.0", "5 points", "refused"),
+    }
+    shown = lines(render_summary(summary(evaluation)))
+    (section,) = [
+        one for one in evaluation_document(evaluation).sections if one.title.startswith("Guards")
+    ]
+    rows = {row[0].partition(":")[0]: row[1:] for row in section.rows}
+    for name, cells in results.items():
+        assert rows[name] == (*cells, "200")
+        (line,) = [line for line in shown if name in line]
+        assert all(cell in line for cell in cells)
+    assert not [
+        one
+        for one in evaluation_document(replace(evaluation, guards={})).sections
+        if one.title.startswith("Guards")
+    ]
+    assert "Guards" not in render_summary(summary(replace(evaluation, guards={})))
 
 
 def test_the_terminal_says_what_became_of_the_version():

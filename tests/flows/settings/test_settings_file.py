@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as profile
 from hypothesis import strategies as st
 
+from pipeline.settings.gate_configs import GuardsConfig
 from pipeline.settings.settings import INPUTS, NOT_OF_THE_FLOW, Settings, make_settings, read_preset
 from pipeline.settings.settings_file import settings_text
 from ppo_core.config.ppo_config import PPOConfig
@@ -175,7 +176,15 @@ def changed(kind: Any, default: Any) -> Any:
 
 
 IN_RANGE = {
+    "false_promotion_rate": 0.1,
     "min_gain": 0.8,
+    "guards": GuardsConfig(
+        margin=0.1,
+        margins={"stops": 0.25, "own": 0.5},
+        off=["language"],
+        format='(?s)\\{"a".*\\}',
+        functions={"own": 'python:my "own".py:f'},
+    ),
     "gpus": {'my "own" gpu': {"memory_gib": 22.5}},
     "judge": "openai:a",
     "rewards": ["reward-model", 'own=python:my "own".py:f'],

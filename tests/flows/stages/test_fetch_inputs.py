@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from pipeline.evaluation.guards.functions import load_guards
 from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.inputs.run_rewards import RunRewards
 from pipeline.preflight.fetch_inputs import fetch_inputs, share_inputs
 from pipeline.registry import change_champion
+from pipeline.settings.gate_configs import GuardsConfig
 from pipeline.settings.settings import Settings, make_settings
 from pipeline.storage.addresses import S3Address
 from pipeline.storage.objects import write_object
@@ -20,6 +22,7 @@ from pipeline.storage.workspace import Workspace
 from ppo_core.config.reward_names import read_rewards
 from ppo_core.data.rows.reader import read_rows
 from ppo_core.errors import DataError, ModelError
+from ppo_core.io.user_code import load_function
 from ppo_core.models.loading import load_policy, load_tokenizer
 from tests.helpers.inputs.pipeline_inputs import tiny_table, write_model
 from tests.helpers.models.model_hub import commit_of, model_hub
@@ -99,6 +102,25 @@ def test_files_of_rewards_reach_machines_that_share_nothing(tmp_path: Path, stor
     here = replace(settings, rewards=["reward-model", f"python:{tmp_path}/rewards.py:brevity"])
     digests = [RunRewards(RunData(each)).digests()["brevity"] for each in (there, here)]
     assert digests[0] == digests[1]
+
+
+def test_files_of_guards_reach_machines_that_share_nothing(tmp_path: Path, store: str):
+    source = "def polite(prompts, responses):\n    return [1.0] * len(responses)\n"
+    (tmp_path / "guards.py").write_text(source)
+    file = upload(tmp_path / "guards.py", f"{store}/guards.py")
+    settings = given(tmp_path, store=f"{store}/rlhf")
+    places = {"here": f"{tmp_path}/guards.py", "there": file}
+    functions = {name: f"python:{place}:polite" for name, place in places.items()}
+    promotion = replace(settings.promotion, guards=GuardsConfig(functions=functions))
+    settings = replace(settings, promotion=promotion)
+    shared = share_inputs(fetch_inputs(settings), run_in(settings))
+    assert str(tmp_path) not in str(shared.promotion)
+    there = Workspace(str(tmp_path / "there"), settings.store).fetch_files(shared)
+    for name, loaded in load_guards(there.promotion.guards).items():
+        fetched = there.promotion.guards.functions[name]
+        assert fetched.startswith("python:") and fetched.endswith(":polite")
+        assert Path(fetched.split(":")[1]).read_text() == source
+        assert loaded.version == load_function(f"{tmp_path}/guards.py:polite", "").version
 
 
 def test_a_data_set_of_the_hub_is_read_there_once(tmp_path: Path, store: str):

@@ -233,7 +233,7 @@ def test_the_registry_keeps_settings_metrics_and_samples(journey: Journey, summa
     assert [metric.step for metric in history] == [1, 2, 3]
     assert len(parent.inputs.dataset_inputs) == 5
     evaluated = artifacts_of(journey.folder, runs["evaluate_win_rate"])
-    assert evaluated == {"samples.json", "judgements.jsonl", "evaluation"}
+    assert evaluated == {"samples.json", "judgements.jsonl", "guards.jsonl", "evaluation"}
     assert artifacts_of(journey.folder, parent) == {"packages.txt", "settings.toml", "summary.json"}
 
 

@@ -19,6 +19,7 @@ from pipeline.registry.decisions import Decision
 from pipeline.results.evaluation import (
     ContestResult,
     Evaluation,
+    GuardResult,
     SequentialTest,
     TrainedJudge,
 )
@@ -230,7 +231,24 @@ def evaluation_result(
         distinct=dict.fromkeys(means, 1.0) | {"ppo": 0.985},
         length=dict.fromkeys(means, 31.0) | {"ppo": 40.5},
         repetition=dict.fromkeys(means, 0.012) | {"ppo": 0.034},
+        guards={"stops": guard_result(), "polite": guard_result(source="python:guards.py:polite")},
     )
+
+
+def guard_result(**changes: Any) -> GuardResult:
+    """The result of a built-in guard that passes."""
+    result = GuardResult(
+        policy=0.99,
+        rival=0.98,
+        difference=0.01,
+        low=-0.02,
+        high=0.04,
+        n=200,
+        margin=0.05,
+        passed=True,
+        source="built-in",
+    )
+    return replace(result, **changes)
 
 
 def validated(report: RewardReport, folder: Path) -> ValidatedReward:

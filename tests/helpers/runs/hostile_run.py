@@ -14,6 +14,7 @@ from pipeline.registry.change_champion import promote_by_hand
 from pipeline.reports.log_reports import log_evaluation, log_reward_report
 from pipeline.results.reward_report import RewardReport
 from pipeline.results.step_records import (
+    GUARD_SCORES,
     JUDGEMENTS,
     SAMPLES,
     Change,
@@ -144,6 +145,7 @@ def _evaluation(folder: Path) -> EvaluatedPolicy:
         conclusive=False,
         reasons=[f"The judge said {text}" for text in TEXTS],
     )
+    write_jsonl(folder / GUARD_SCORES, [{"prompt": text, "scores": {}} for text in TEXTS])
     write_jsonl(
         folder / SAMPLES,
         [dict.fromkeys(("prompt", "reference", "sft", "ppo"), text) for text in TEXTS],

@@ -24,7 +24,21 @@ def test_the_same_seed_gives_the_same_texts_in_batches_of_any_size():
 
 def test_no_prompts_have_no_answers():
     answers = answer_prompts(make_policy(), make_tokenizer(), [], **SAMPLING)
-    assert (answers.texts, answers.kl) == ([], None)
+    assert (answers.texts, answers.kl, answers.stopped) == ([], None, [])
+
+
+def test_a_response_has_stopped_if_its_last_token_is_the_stop_token():
+    answers = answer(make_policy(), stop_token_id=None, stop=None, temperature=0)
+    assert answers.stopped is None
+    # Greedy responses repeat a token, which is the first one here.
+    token = make_tokenizer()(answers.texts[0].split()[0])["input_ids"][0]
+    stopped = answer(make_policy(), stop_token_id=token, temperature=0)
+    assert stopped.texts[0] == ""
+    assert stopped.stopped == [token_text_stops(text, answers.texts[0]) for text in answers.texts]
+
+
+def token_text_stops(text: str, stop: str) -> bool:
+    return stop.split()[0] in text.split()
 
 
 def test_greedy_texts_depend_on_no_seed():

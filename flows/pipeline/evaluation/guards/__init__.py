@@ -1,0 +1,1 @@
+"""Guards: properties of the champion's answers that a policy must not lose."""

@@ -1,0 +1,77 @@
+"""Functions of a user as guards."""
+
+import inspect
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from pipeline.evaluation.rates import Array
+from pipeline.settings.gate_configs import GuardsConfig
+from ppo_core.errors import ConfigError, DataError, user_code_errors
+from ppo_core.io.progress_bar import SECONDS_BETWEEN_LINES, progress
+from ppo_core.io.user_code import LoadedFunction, load_function
+
+NUMBERS = "biuf"
+"""Kinds of numpy's types that are numbers."""
+
+TAKES = "prompts and responses, and returns a number in [0, 1] for each response"
+
+
+def load_guards(config: GuardsConfig) -> dict[str, LoadedFunction]:
+    """Return the functions of a user by the name of the guard.
+
+    Raises:
+        ConfigError: a function does not exist, cannot be imported, or takes other arguments.
+    """
+    return {name: _load(name, source) for name, source in config.functions.items()}
+
+
+def _load(name: str, source: str) -> LoadedFunction:
+    setting = f"promotion.guards.functions.{name}={source!r}"
+    try:
+        loaded = load_function(source.removeprefix("python:"), TAKES)
+    except ConfigError as error:
+        raise ConfigError(f"{setting}: {error}") from error
+    try:
+        inspect.signature(loaded.function).bind([], [])
+    except TypeError as error:
+        raise ConfigError(
+            f"{setting}: the function is called with two lists, the prompts and the responses: "
+            f"{error}. Write it as {name}(prompts, responses)."
+        ) from error
+    # A function of C may have no signature; the first call will tell.
+    except ValueError:
+        pass
+    return loaded
+
+
+def score_by_function(
+    name: str, function: Callable[..., object], prompts: Sequence[str], responses: Sequence[str]
+) -> Array:
+    """Return the scores (N,) that a function gives to responses.
+
+    Raises:
+        DataError: the function raises an error, or does not return one number in [0, 1] for each
+            response.
+    """
+    # A watched step ends a function that hangs only while a progress bar is shown.
+    with progress(1, "guarding", "call", delay=SECONDS_BETWEEN_LINES) as bar:
+        with user_code_errors(DataError, f"The guard {name}"):
+            given = function(list(prompts), list(responses))
+        bar.update()
+    try:
+        scores = np.asarray(given)
+    # Lists of several lengths.
+    except ValueError:
+        scores = np.empty(0, dtype=object)
+    if scores.dtype.kind not in NUMBERS or scores.shape != (len(responses),):
+        raise DataError(
+            f"The guard {name} returned {given!r:.80} for {len(responses)} responses. Return a "
+            "list with one number in [0, 1] for each response."
+        )
+    if wrong := [score for score in scores.tolist() if not 0 <= score <= 1]:
+        raise DataError(
+            f"The guard {name} returned {wrong[0]}, and the test needs scores in [0, 1]. Return "
+            "1 for a response that is as it should be, and 0 for one that is not."
+        )
+    return scores.astype(float)

@@ -1,0 +1,78 @@
+"""Score answers from 0 to 1 by the guards of the settings."""
+
+import re
+import unicodedata
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+
+from pipeline.evaluation.guards.functions import load_guards, score_by_function
+from pipeline.evaluation.guards.languages import may_share_language
+from pipeline.evaluation.guards.refusals import is_refusal
+from pipeline.evaluation.rates import Array
+from pipeline.judges.verdict import JudgedPrompt
+from pipeline.settings.gate_configs import GuardsConfig
+from pipeline.storage.workspace import original_names
+from ppo_core.data.chat_template import is_messages
+from ppo_core.data.rows.dialogues import shown_prompt
+from ppo_core.training.evaluation import Answers
+
+Guard = Callable[[Sequence[JudgedPrompt], Answers], Array | None]
+"""Scores (N,) of answers to prompts; None where the decoding does not tell."""
+
+BUILT_IN_SOURCE = "built-in"
+"""Source of the guards that are not functions of a user."""
+
+
+def guards_of(config: GuardsConfig) -> dict[str, tuple[str, Guard]]:
+    """Return source and scores of each guard of the settings, by name.
+
+    Raises:
+        ConfigError: a function does not exist, cannot be imported, or takes other arguments.
+    """
+    built_in: dict[str, Guard] = {
+        "stops": _stops,
+        "has_text": _each(lambda prompt, text: has_text(text)),
+        "answers": _each(lambda prompt, text: not is_refusal(text)),
+        "refuses": _each(lambda prompt, text: is_refusal(text)),
+        "language": _each(lambda prompt, text: may_share_language(_asked_in(prompt), text)),
+        "format": _each(lambda prompt, text: bool(re.fullmatch(config.format, text.strip()))),
+    }
+    guards = {name: (BUILT_IN_SOURCE, built_in[name]) for name in config.applied}
+    for name, loaded in load_guards(config).items():
+        source = f"{original_names(config.functions[name])}, version {loaded.version}"
+        guards[name] = (source, partial(_by_function, name, loaded.function))
+    return guards
+
+
+def has_text(answer: str) -> bool:
+    """Return whether an answer has a character that a reader sees."""
+    # Categories: C are control and invisible characters, Z are spaces.
+    return any(unicodedata.category(character)[0] not in "CZ" for character in answer)
+
+
+def _stops(prompts: Sequence[JudgedPrompt], answers: Answers) -> Array | None:
+    return None if answers.stopped is None else np.array(answers.stopped, dtype=float)
+
+
+def _each(holds: Callable[[JudgedPrompt, str], bool]) -> Guard:
+    def scores(prompts: Sequence[JudgedPrompt], answers: Answers) -> Array:
+        pairs = zip(prompts, answers.texts, strict=True)
+        return np.array([holds(prompt, text) for prompt, text in pairs], dtype=float)
+
+    return scores
+
+
+def _by_function(
+    name: str,
+    function: Callable[..., object],
+    prompts: Sequence[JudgedPrompt],
+    answers: Answers,
+) -> Array:
+    return score_by_function(name, function, list(map(shown_prompt, prompts)), answers.texts)
+
+
+def _asked_in(prompt: JudgedPrompt) -> str:
+    """Return the text whose language the answer should have: the last message of a chat."""
+    return prompt[-1]["content"] if is_messages(prompt) else str(prompt)
