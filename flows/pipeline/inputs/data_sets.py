@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from pipeline.inputs.contamination import without_copies
 from pipeline.inputs.preference_pairs import (
     LabeledPair,
     decided_pairs,
@@ -165,13 +166,28 @@ class RunData:
     def evaluation_rows(self) -> Rows:
         """Read the prompts to judge the policies on; all rows have a reference, or none has one.
 
-        Prompts on which the judge chooses the policy are left out.
+        Prompts on which the judge chooses the policy are left out, and copies of training texts.
 
         Raises:
-            DataError: some rows have no reference.
+            DataError: some rows have no reference, or all prompts are copies of training texts.
         """
-        rows = self._unseen_prompts()[1]
+        rows = self._evaluation_rows
         return rows if _missing_references(rows) == len(rows) else require_reference(rows)
+
+    @cached_property
+    def _evaluation_rows(self) -> Rows:
+        rows = self._unseen_prompts()[1]
+        return without_copies(rows, self._training_rows(), self.settings.max_overlap)
+
+    def _training_rows(self) -> list[Rows]:
+        """Read the data sets that train a model of the run, as texts."""
+        settings = self.settings
+        return [
+            self.training_prompts(),
+            *([self.sft_rows()] if settings.sft_data else []),
+            # With a given reward model and a named judge, preferences only test.
+            *([] if settings.reward_model and settings.judge else [self._training_pairs_of_both()]),
+        ]
 
     def selection_prompts(self) -> list[str | Messages]:
         """Return random prompts on which the policy is chosen, see `SelectionConfig`.

@@ -103,8 +103,10 @@ def start_run(
     log_data(runs[PARENT], origin.data)
     with shared_journal(run):
         (run.folder / SETTINGS_FILE).write_text(settings_text(given), encoding="utf-8")
-        if workspace.store and (workspace.root / QUARANTINE).is_dir():
-            shutil.copytree(workspace.root / QUARANTINE, run.folder / QUARANTINE)
+        if (workspace.root / QUARANTINE).is_dir():
+            shutil.copytree(
+                workspace.root / QUARANTINE, run.folder / QUARANTINE, dirs_exist_ok=True
+            )
         parent = RunLog(Journal(run.folder), runs[PARENT])
         parent.log_artifact(run.folder / SETTINGS_FILE)
         parent.log_text(origin.packages, "packages.txt")
