@@ -126,6 +126,10 @@ class Settings:
     in one training text, or if it is equal to a training text without case and punctuation. N-grams
     of templates do not count; see docs/trusting-a-result.md. 1 leaves no prompt out."""
 
+    erase: str = ""
+    """Rows that are removed from all data sets, each with the columns of its data set, or with a
+    prompt alone, which removes all rows with this prompt. If empty, no row is removed."""
+
     prompt_format: PromptFormat = "auto"
     """Format in which the policy reads prompts in every step: `chat` applies the tokenizer's chat
     template, `text` does not, and `auto` applies it if there is one."""
@@ -384,6 +388,7 @@ INPUTS = (
     "preferences_test",
     "prompts",
     "eval_prompts",
+    "erase",
 )
 
 
