@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from pipeline import stages
+from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.inputs.json_lines import read_jsonl
+from pipeline.inputs.row_digests import ROWS_FILE, write_digests
 from pipeline.promotion import register as register_module
 from pipeline.registry import change_champion
 from pipeline.results.step_records import (
@@ -293,6 +295,7 @@ def candidate(world: World, name: str, folder: Path) -> register_module.Candidat
     )
     run.folder.mkdir(parents=True)
     (run.folder / register_module.SETTINGS_FILE).write_text(settings_text(settings))
+    write_digests(RunData(settings).digested(), run.folder / ROWS_FILE)
     return world.candidate(settings, "best", run, world.evaluate(settings, "best", run.folder))
 
 
