@@ -5,20 +5,24 @@
     python flows/registry.py audit NAME
     python flows/registry.py rollback NAME [--reason TEXT]
     python flows/registry.py promote NAME VERSION --reason TEXT
+    python flows/registry.py rows NAME VERSION
+    python flows/registry.py saw NAME ROW_OR_FILE
 
-`show`, `history` and `audit` change nothing. MLFLOW_TRACKING_URI names the registry.
+Only `rollback` and `promote` change something. MLFLOW_TRACKING_URI names the registry.
 """
 
 import argparse
 import getpass
+import json
 import os
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from typing import Any
 
 from pipeline.settings.environment import prepare_environment
 from ppo_core.config.checks import refuse_secrets
-from ppo_core.errors import PPOError
+from ppo_core.errors import DataError, PPOError
 from ppo_core.io.atomic_files import explained_full_disk
 
 
@@ -92,6 +96,42 @@ def audit(name: str) -> None:
         print(f"No run for {name} is recorded.")
 
 
+def rows(name: str, version: int) -> None:
+    """Print the data set and the digest of each row that a version was made from."""
+    from pipeline.registry.seen_rows import require_rows_of
+
+    found = require_rows_of(name, version)
+    counts: dict[str, int] = {}
+    for row in found.filter(found["is_row"]).to_pylist():
+        print(row["data_set"], row["digest"].hex())
+        counts[row["data_set"]] = counts.get(row["data_set"], 0) + 1
+    counted = ", ".join(f"{use} {count}" for use, count in counts.items())
+    print(f"Different rows of version {version}: {counted}", file=sys.stderr)
+
+
+def saw(name: str, given: str) -> None:
+    """Print the versions that were made from a row, given as JSON, or from the rows of a file."""
+    from pipeline.inputs.row_digests import digests_of_raw, read_digests
+    from pipeline.registry.seen_rows import describe_versions_that_saw
+
+    if given.lstrip().startswith("{"):
+        asked = [digests_of_raw(_parse_row(given), "The row", {})]
+    else:
+        asked = read_digests(given, {}, allow_urls=False)
+    print("\n".join(describe_versions_that_saw(name, asked)))
+
+
+def _parse_row(text: str) -> dict[str, Any]:
+    try:
+        row: dict[str, Any] = json.loads(text)
+    except ValueError as error:
+        raise DataError(
+            f"The row {text!r:.80} is no JSON object: {error}. Give the row as a line of JSON "
+            "Lines, or the name of a file."
+        ) from error
+    return row
+
+
 def _run(arguments: argparse.Namespace) -> None:
     # Imported here: MLflow reads the prepared environment when it is imported.
     from pipeline.registry.aliases import require_registered
@@ -115,6 +155,10 @@ def _run(arguments: argparse.Namespace) -> None:
         history(name)
     elif arguments.command == "audit":
         audit(name)
+    elif arguments.command == "rows":
+        rows(name, arguments.version)
+    elif arguments.command == "saw":
+        saw(name, arguments.rows)
     elif arguments.command == "rollback":
         decision = roll_back(name, reason=arguments.reason, by=_person())
         print(
@@ -141,6 +185,10 @@ def _parser() -> argparse.ArgumentParser:
     command("show", "Print the champion, the previous champion and the challenger.")
     command("history", "Print every decision with its author and reasons.")
     command("audit", "Print every run: what it found, what it decided, and what it was made from.")
+    made_from = command("rows", "Print the digest of each row that a version was made from.")
+    made_from.add_argument("version", metavar="VERSION", type=int, help="number of the version")
+    seen = command("saw", "Print the versions that were made from a row, or from rows of a file.")
+    seen.add_argument("rows", metavar="ROW_OR_FILE", help="a row as JSON, or a data set")
     rollback = command("rollback", "Make the previous champion the champion again.")
     rollback.add_argument("--reason", default="No reason was given.", help="text for the history")
     promote = command("promote", "Make a version the champion, even if the flow refused it.")

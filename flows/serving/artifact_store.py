@@ -97,6 +97,25 @@ def download(
     return files
 
 
+def download_file(
+    store: ArtifactRepository, path: str, folder: Path, digest: str, what: str, timeout: float
+) -> bool:
+    """Download one file of the manifest into `folder` and check it.
+
+    For the arguments see `download`. Return False if the manifest has no such file.
+
+    Raises:
+        ModelError: the store cannot be read, or the manifest or the file was changed.
+    """
+    _fetch(store, MANIFEST, folder, what, timeout)
+    files = read_manifest(folder, digest, what)
+    if path not in files:
+        return False
+    _fetch(store, path, folder, what, timeout)
+    check_file(folder, path, files[path], what)
+    return True
+
+
 def _walk(store: ArtifactRepository, what: str, timeout: float) -> Iterator[tuple[str, int]]:
     """Yield path and size of all files in the store; raise at the first unsafe path."""
     folders = [""]

@@ -11,7 +11,11 @@ from pipeline.evaluation.agreement import (
 )
 from pipeline.evaluation.canaries import run_canaries
 from pipeline.evaluation.comparison import Comparison
-from pipeline.evaluation.length_control import length_controlled_rate, rate_by_length_ratio
+from pipeline.evaluation.length_control import (
+    length_controlled_rate,
+    rate_by_length_ratio,
+    style_controlled_rate,
+)
 from pipeline.evaluation.sequential.people_and_judge import Labels
 from pipeline.evaluation.sequential.until_decided import (
     DecidedComparison,
@@ -198,13 +202,15 @@ def distinct_share(texts: Sequence[str]) -> float:
 
 def _figures(win_rate: WinRate, comparison: Comparison) -> ContestResult:
     """Return the results of one contest."""
-    controlled = length_controlled_rate(comparison)
+    controlled, styled = length_controlled_rate(comparison), style_controlled_rate(comparison)
     return ContestResult(
         **vars(win_rate),
         length_controlled=controlled.rate,
         equal_length_pairs=controlled.equal,
         by_length_ratio=rate_by_length_ratio(comparison),
         agreement=measure_agreement(comparison) if comparison.members else None,
+        style_controlled=styled.rate,
+        equal_style_pairs=styled.equal,
     )
 
 

@@ -7,7 +7,8 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipeline.evaluation.comparison import contests_between
-from pipeline.evaluation.notes import doubts_about_trained_judge, notes_on
+from pipeline.evaluation.notes import doubts_about_trained_judge, note_on_copies, notes_on
+from pipeline.inputs.contamination import COPIED
 from pipeline.inputs.data_sets import RunData, references_of
 from pipeline.inputs.json_lines import read_jsonl, write_jsonl
 from pipeline.judges.judge_budget import Budget, Spent
@@ -170,6 +171,7 @@ def _judge(
                 has_references="reference" in texts,
             ),
             *not_applied,
+            *note_on_copies(data.evaluation_rows().left_out.get(COPIED, 0)),
         ],
         trained_judge=trained_judge,
         champion=version,

@@ -1,5 +1,6 @@
-"""Win rates that are corrected for the judge's preference for longer or shorter answers."""
+"""Win rates that are corrected for the judge's preference for a length or for Markdown."""
 
+import re
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from dataclasses import dataclass
@@ -25,6 +26,16 @@ RATIOS = (0.5, 0.8, 1.25, 2.0)
 RATIO_NAMES = ("<0.5", "0.5-0.8", "0.8-1.25", "1.25-2", ">2")
 EQUAL = "0.8-1.25"
 """Range of length ratios that counts as equal length."""
+
+MARKDOWN = {
+    "headers": re.compile(r"^ {0,3}#{1,6} \S", re.MULTILINE),
+    "lists": re.compile(r"^\s*(?:[-*+]|\d+[.)]) \S", re.MULTILINE),
+    "bold": re.compile(r"(\*\*|__)(?=\S)[^\n]+?\1"),
+}
+"""Markdown whose amount per 1,000 characters is a part of the style of an answer."""
+
+_CODE = re.compile(r"^ {0,3}```.*?^ {0,3}```", re.MULTILINE | re.DOTALL)
+"""Block of code, whose lines may look like Markdown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +102,61 @@ def length_controlled_rate(comparison: Comparison) -> LengthControlledRate:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class StyleControlledRate:
+    """Win rate that the regression predicts for answers of equal length and equal Markdown."""
+
+    rate: float | None
+    """The prediction; None if fewer than MIN_PAIRS pairs differ in Markdown, or if no pair has
+    about equal lengths and equal Markdown."""
+
+    equal: int
+    """Number of valid pairs of about equal length and with equal numbers of each Markdown."""
+
+
+def style_controlled_rate(comparison: Comparison) -> StyleControlledRate:
+    """Return the win rate at equal length and equal Markdown.
+
+    The regression of `length_controlled_rate` gets two more terms for each kind of MARKDOWN, and
+    the second one also for all kinds together:
+
+        f tanh(m / deviation(m)) + g sign(k)
+        k = number in the candidate - number in the opponent
+        m = number per 1,000 characters of the candidate - the same of the opponent
+
+    The predictions are for m = k = 0, where there are pairs, so the step g needs no mean.
+
+    Raises:
+        DataError: no pair has a verdict.
+    """
+    valid = valid_pairs(comparison)
+    points = np.array([POINTS[comparison.outcomes[number]] for number in valid])
+    texts = [(comparison.candidates[number], comparison.opponents[number]) for number in valid]
+    length = np.array([len(one) - len(other) for one, other in texts])
+    counts = np.array([[count_markdown(text) for text in pair] for pair in texts])
+    characters = np.array([[max(len(text), 1) for text in pair] for pair in texts])
+    density = 1000 * counts / characters[:, :, None]
+    more, slopes = counts[:, 0] - counts[:, 1], density[:, 0] - density[:, 1]
+    steps = np.sign(np.concatenate([more, more.sum(axis=1, keepdims=True)], axis=1))
+    differs = steps.any(axis=1)
+    is_as_long = np.array([_ratio_of(comparison, number) == EQUAL for number in valid])
+    equal = int((is_as_long & ~differs).sum())
+    if not equal or differs.sum() < MIN_PAIRS:
+        return StyleControlledRate(rate=None, equal=equal)
+    if len(np.unique(points)) == 1:
+        return StyleControlledRate(rate=float(points[0]), equal=equal)
+    # All slopes of a kind may be equal.
+    slopes = np.tanh(slopes / np.where(slopes.std(axis=0) > 0, slopes.std(axis=0), 1))
+    styles = np.concatenate([steps, slopes], axis=1)
+    return StyleControlledRate(rate=_rate_at_equal_length(points, length, styles), equal=equal)
+
+
+def count_markdown(text: str) -> list[int]:
+    """Return how often each kind of MARKDOWN is in a text, outside of blocks of code."""
+    prose = _CODE.sub("", text)
+    return [sum(1 for _ in pattern.finditer(prose)) for pattern in MARKDOWN.values()]
+
+
 def rate_by_length_ratio(comparison: Comparison) -> list[LengthBin]:
     """Return the win rate by length ratio, from shorter to longer candidates.
 
@@ -116,25 +182,31 @@ def rate_by_length_ratio(comparison: Comparison) -> list[LengthBin]:
     ]
 
 
-def _rate_at_equal_length(points: np.ndarray, difference: np.ndarray) -> float:
-    """Fit points (N,) to differences of length (N,), and return the rate at equal length."""
+def _rate_at_equal_length(
+    points: np.ndarray, difference: np.ndarray, styles: np.ndarray | None = None
+) -> float:
+    """Fit points (N,) to differences of length (N,) and any styles (N, K), and predict at 0."""
     # Imported here because sklearn is slow to import and the reports need only the bins.
     from sklearn.linear_model import LogisticRegression
 
     columns = [
         CONSTANT_DEVIATION * np.ones(len(points)),
-        LENGTH_DEVIATION * np.tanh(difference / difference.std()),
+        LENGTH_DEVIATION * np.tanh(difference / (difference.std() or 1)),
     ]
-    if min((difference >= 0).sum(), (difference <= 0).sum()) >= MIN_PAIRS:
+    has_step = min((difference >= 0).sum(), (difference <= 0).sum()) >= MIN_PAIRS
+    if has_step:
         columns.append(LENGTH_DEVIATION * np.sign(difference))
+    if styles is not None:
+        columns += [LENGTH_DEVIATION * column for column in styles.T if column.any()]
     rows = np.stack(columns, axis=1)
     won = np.repeat([1, 0], len(points))
     weights = np.concatenate([points, 1 - points])
     # With C=1, scaling a column by s puts a normal prior of deviation s on its coefficient.
     model = LogisticRegression(C=1.0, fit_intercept=False, solver="newton-cholesky")
     model.fit(np.concatenate([rows, rows]), won, sample_weight=weights)
-    constant, step = CONSTANT_DEVIATION * model.coef_[0, 0], LENGTH_DEVIATION * model.coef_[0, 2:]
-    return float(expit(constant + np.array([step.sum(), -step.sum()])).mean())
+    constant = CONSTANT_DEVIATION * model.coef_[0, 0]
+    step = LENGTH_DEVIATION * model.coef_[0, 2] if has_step else 0.0
+    return float(expit(constant + np.array([step, -step])).mean())
 
 
 def _ratio_of(comparison: Comparison, number: int) -> str:

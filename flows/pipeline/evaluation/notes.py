@@ -45,6 +45,16 @@ def notes_on(
     return notes
 
 
+def note_on_copies(copies: int) -> list[str]:
+    """Return a sentence on the prompts that were left out as copies of training texts, if any."""
+    if not copies:
+        return []
+    return [
+        f"Prompts that were left out because their text is also in the training data: {copies}. "
+        "quarantine/eval_prompts.jsonl in the folder of the run lists them."
+    ]
+
+
 def _canaries_that_won(canaries: CanaryReport) -> list[str]:
     """Return a sentence on the canaries that a trained judge preferred; empty if there is none."""
     fell = [f"'{kind}'" for kind, found in canaries.kinds.items() if found.fell]

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from pipeline.inputs.contamination import without_copies
 from pipeline.inputs.preference_pairs import (
     LabeledPair,
     decided_pairs,
@@ -17,6 +18,7 @@ from pipeline.inputs.preference_pairs import (
     split_off_judge_pairs,
     training_pairs_of,
 )
+from pipeline.inputs.row_digests import read_digests, without_erased
 from pipeline.inputs.training_prompts import prompt_key, prompts_without
 from pipeline.settings.evaluation_config import EvaluationConfig
 from pipeline.settings.settings import Settings
@@ -26,6 +28,7 @@ from ppo_core.data.prompts import context_length
 from ppo_core.data.rows.fitting import fit_pairs, fit_prompts
 from ppo_core.data.rows.forms import Kind, Row
 from ppo_core.data.rows.reader import ROW, Rows, read_rows
+from ppo_core.data.sources.source import named_data
 from ppo_core.errors import DataError
 from ppo_core.models.loading import load_config, load_tokenizer
 from ppo_core.supervised.examples.encoded_rows import TrainingKind, encode_rows, max_tokens
@@ -165,13 +168,28 @@ class RunData:
     def evaluation_rows(self) -> Rows:
         """Read the prompts to judge the policies on; all rows have a reference, or none has one.
 
-        Prompts on which the judge chooses the policy are left out.
+        Prompts on which the judge chooses the policy are left out, and copies of training texts.
 
         Raises:
-            DataError: some rows have no reference.
+            DataError: some rows have no reference, or all prompts are copies of training texts.
         """
-        rows = self._unseen_prompts()[1]
+        rows = self._evaluation_rows
         return rows if _missing_references(rows) == len(rows) else require_reference(rows)
+
+    @cached_property
+    def _evaluation_rows(self) -> Rows:
+        rows = self._unseen_prompts()[1]
+        return without_copies(rows, self._training_rows(), self.settings.max_overlap)
+
+    def _training_rows(self) -> list[Rows]:
+        """Read the data sets that train a model of the run, as texts."""
+        settings = self.settings
+        return [
+            self.training_prompts(),
+            *([self.sft_rows()] if settings.sft_data else []),
+            # With a given reward model and a named judge, preferences only test.
+            *([] if settings.reward_model and settings.judge else [self._training_pairs_of_both()]),
+        ]
 
     def selection_prompts(self) -> list[str | Messages]:
         """Return random prompts on which the policy is chosen, see `SelectionConfig`.
@@ -240,6 +258,36 @@ class RunData:
             "prompts": self.training_prompts(),
             "eval-prompts": self.evaluation_rows(),
         }
+
+    def digested(self) -> dict[str, tuple[Rows, Rows]]:
+        """Return the rows of each data set as they were given and as the run uses them.
+
+        These are the data sets of `by_use` and the labeled pairs.
+        """
+        settings = self.settings
+        test = settings.preferences_test or settings.preferences
+        given: dict[str, tuple[str, Kind]] = {
+            "sft": (settings.sft_data, "demonstrations"),
+            "preferences": (settings.preferences, "pairs"),
+            "judge-preferences": (settings.preferences, "pairs"),
+            "preferences-test": (test, "pairs"),
+            "prompts": (settings.prompts, "prompts"),
+            "eval-prompts": (settings.eval_prompts or settings.prompts, "prompts"),
+        }
+        found = {name: (self._read(*given[name]), rows) for name, rows in self.by_use().items()}
+        labels = {"human-labels": self.labels(), "fresh-pairs-labels": self.fresh_labels()}
+        return found | {name: (rows, rows) for name, rows in labels.items() if rows is not None}
+
+    @cached_property
+    def erased(self) -> list[set[bytes]]:
+        """The digests of each row that is removed from all data sets, see `Settings.erase`."""
+        settings = self.settings
+        if not settings.erase:
+            return []
+        with named_data("erase"):
+            return read_digests(
+                settings.erase, settings.columns, allow_urls=settings.allow_data_urls
+            )
 
     def examples(self, champion: int | None = None) -> list[Row]:
         """Read the rows for an evaluation against a champion version; see `judged_rows`."""
@@ -313,7 +361,7 @@ class RunData:
         return decided_pairs(chain.from_iterable(fitting), trained)
 
     def _labels(self, name: str, source: str) -> Rows | None:
-        return read_labels(
+        rows = read_labels(
             name,
             source,
             self.policy_tokenizer,
@@ -321,9 +369,10 @@ class RunData:
             allow_urls=self.settings.allow_data_urls,
             max_left_out=self.settings.max_left_out,
         )
+        return None if rows is None else self._without_erased(rows)
 
     def _read(self, source: str, kind: Kind) -> Rows:
-        return read_rows(
+        rows = read_rows(
             source,
             kind,
             is_chat=self.is_chat,
@@ -331,6 +380,10 @@ class RunData:
             allow_urls=self.settings.allow_data_urls,
             max_left_out=self.settings.max_left_out,
         )
+        return self._without_erased(rows)
+
+    def _without_erased(self, rows: Rows) -> Rows:
+        return without_erased(rows, frozenset().union(*self.erased))
 
     def _fitting(self, rows: Rows) -> Rows:
         return fit_prompts(

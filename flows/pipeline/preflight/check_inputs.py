@@ -1,5 +1,6 @@
 """Check the inputs of a run before anything is trained."""
 
+import shutil
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -64,6 +65,8 @@ def check_inputs(settings: Settings) -> None:
         ModelError: a model cannot be used.
     """
     check_outputs(settings.output_dir, settings.summary_json)
+    # Otherwise the lists of an earlier run would seem to be those of this run.
+    shutil.rmtree(Path(settings.output_dir) / QUARANTINE, ignore_errors=True)
     _check_trainings(settings)
     check_integrations(settings.ppo.report_to)
     data = RunData(settings)
@@ -72,12 +75,13 @@ def check_inputs(settings: Settings) -> None:
     # People's votes also test the reward model, so their texts must fit it.
     data.voted_pairs()
     _check_fresh_pairs(data)
-    _check_prompts(data)
+    # Other training data are checked first, because prompts of the evaluation are compared with it.
     _check_pairs(data)
-    _check_rewards(data)
-    try_guards(data)
     if settings.sft_data:
         _check_demonstrations(data)
+    _check_prompts(data)
+    _check_rewards(data)
+    try_guards(data)
     if settings.columns:
         read = data.by_use().values()
         require_columns_read(settings.columns, *read, *labels)

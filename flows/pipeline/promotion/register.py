@@ -9,6 +9,7 @@ from pipeline.cost.measured_cost import cost_of_run
 from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
 from pipeline.inputs.json_lines import read_jsonl
 from pipeline.inputs.model_digests import require_unchanged
+from pipeline.inputs.row_digests import ROWS_FILE
 from pipeline.judges.judge_budget import sum_spent
 from pipeline.promotion.bill_of_materials import bill_of_materials
 from pipeline.promotion.decide import decide_promotion
@@ -102,6 +103,7 @@ def register(candidate: Candidate) -> RegisteredPolicy:
         example=read_jsonl(candidate.evaluation.samples)[0]["prompt"],
         card=card,
         settings=run.folder / SETTINGS_FILE,
+        rows=run.folder / ROWS_FILE,
         sbom=bill_of_materials(
             settings.registered_model, candidate.models, run, started_at(run.tracking["parent"])
         ),

@@ -16,6 +16,7 @@ from transformers import (
     TextGenerationPipeline,
 )
 
+from pipeline.inputs.row_digests import ROWS_FILE
 from pipeline.settings.decoding import Decoding
 from ppo_core.data.chat_template import Messages
 from ppo_core.errors import ModelError
@@ -61,6 +62,9 @@ class VersionContents:
     sbom: str | None = None
     """Text of the bill of materials."""
 
+    rows: Path | None = None
+    """File with the digests of the rows that the run read, see `row_digests`."""
+
 
 def write_artifact(
     policy: Path, folder: Path, contents: VersionContents, *, run_id: str, model_id: str
@@ -105,6 +109,8 @@ def write_artifact(
         shutil.copyfile(contents.settings, folder / SETTINGS)
     if contents.sbom is not None:
         (folder / SBOM).write_text(contents.sbom, encoding="utf-8")
+    if contents.rows is not None:
+        shutil.copyfile(contents.rows, folder / ROWS_FILE)
     (folder / CARD).write_text(contents.card, encoding="utf-8")
     return write_manifest(folder)
 

@@ -49,6 +49,7 @@ def evaluation_document(evaluation: Evaluation) -> Document:
         _win_rates(win_rates),
         _improvement(evaluation.improvement),
         _lengths(win_rates),
+        _style(win_rates),
         _length_ratios(win_rates),
         _canaries(evaluation.canaries),
         _people(evaluation.people),
@@ -146,6 +147,23 @@ def _lengths(win_rates: Mapping[str, ContestResult]) -> Section:
                 f"{rate.equal_length_pairs} of {rate.n}",
             )
             for name, rate in win_rates.items()
+        ),
+    )
+
+
+def _style(win_rates: Mapping[str, ContestResult]) -> Section:
+    return Section(
+        title="Without the advantage of length and Markdown",
+        headers=("", "Wins", "Wins at equal style", "Pairs of equal style"),
+        rows=tuple(
+            (
+                CONTEST_TITLES[name],
+                as_percent(rate.rate),
+                as_percent(rate.style_controlled),
+                f"{rate.equal_style_pairs} of {rate.n}",
+            )
+            for name, rate in win_rates.items()
+            if rate.style_controlled is not None
         ),
     )
 

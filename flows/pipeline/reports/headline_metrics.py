@@ -46,6 +46,7 @@ def evaluation_numbers(evaluation: Evaluation) -> Numbers:
                 "high": win_rate.high,
                 "flip_rate": win_rate.flip_rate,
                 "length_controlled": win_rate.length_controlled,
+                "style_controlled": win_rate.style_controlled,
             },
         )
     if gained := evaluation.improvement:

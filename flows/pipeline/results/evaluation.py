@@ -175,6 +175,12 @@ class ContestResult(WinRate):
     agreement: EnsembleAgreement | None
     """Agreement of the judges of an ensemble; None for a single judge."""
 
+    style_controlled: float | None = None
+    """Win rate at equal length and equal Markdown; None where it cannot be measured."""
+
+    equal_style_pairs: int = 0
+    """Number of valid pairs of about equal length and with equal Markdown."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PairedDifference:

@@ -34,7 +34,7 @@ from ppo_core.config.row_settings import (
 from ppo_core.config.sized_defaults import sized_defaults
 from ppo_core.config.spelling import OLD_NAMES
 from ppo_core.errors import ConfigError
-from ppo_core.io.validation import Natural, NotNegative, Positive, Seed, ShareBelow1
+from ppo_core.io.validation import Natural, NotNegative, Positive, Seed, Share, ShareBelow1
 
 WARN_SHARE = 0.75
 """Default of ppo.warn_kl as a fraction of promotion.max_kl, so that the warning comes first."""
@@ -120,6 +120,15 @@ class Settings:
     """Rows on whose prompts the policies are judged; all rows or no row may have a reference. If
     empty, the last rows of `prompts` are held out: the fraction `held_out_share`, but at most
     `evaluation.num_examples` rows."""
+
+    max_overlap: Share = 0.5
+    """A prompt of the evaluation is left out if more than this fraction of its 3-grams of words is
+    in one training text, or if it is equal to a training text without case and punctuation. N-grams
+    of templates do not count; see docs/trusting-a-result.md. 1 leaves no prompt out."""
+
+    erase: str = ""
+    """Rows that are removed from all data sets, each with the columns of its data set, or with a
+    prompt alone, which removes all rows with this prompt. If empty, no row is removed."""
 
     prompt_format: PromptFormat = "auto"
     """Format in which the policy reads prompts in every step: `chat` applies the tokenizer's chat
@@ -385,6 +394,7 @@ INPUTS = (
     "preferences_test",
     "prompts",
     "eval_prompts",
+    "erase",
 )
 
 

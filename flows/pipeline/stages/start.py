@@ -11,11 +11,13 @@ from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
 from pipeline.inputs.lineage import Lineage, trace
 from pipeline.inputs.model_digests import digest_of_model
+from pipeline.inputs.row_digests import ROWS_FILE, write_digests
 from pipeline.inputs.run_rewards import RunRewards
 from pipeline.preflight.check_inputs import QUARANTINE, check_inputs
 from pipeline.preflight.fetch_inputs import fetch_inputs, share_inputs
 from pipeline.preflight.remote_machine import refuse_proxied_artifacts
 from pipeline.promotion.fetch_champion import find_champion
+from pipeline.registry.seen_rows import describe_versions_that_saw
 from pipeline.settings.settings import Settings, as_plain_dict
 from pipeline.settings.settings_file import settings_text
 from pipeline.stages.tracked import shared_journal
@@ -52,8 +54,17 @@ def prepare_inputs(given: Settings) -> Settings:
     with workspace_of(given).sharing_rows():
         check_inputs(settings)
     check_registry(settings.registered_model)
+    if settings.erase:
+        _print_versions_that_saw(settings)
     refuse_proxied_artifacts(artifact_root(create=False), settings.policy)
     return settings
+
+
+def _print_versions_that_saw(settings: Settings) -> None:
+    """Print the earlier versions that were trained or judged on the rows of `erase`."""
+    erased = RunData(settings).erased
+    lines = describe_versions_that_saw(settings.registered_model, erased)
+    print("\n".join(f"erase: {line}" for line in lines), flush=True)
 
 
 def find_inputs(given: Settings) -> Settings:
@@ -103,8 +114,11 @@ def start_run(
     log_data(runs[PARENT], origin.data)
     with shared_journal(run):
         (run.folder / SETTINGS_FILE).write_text(settings_text(given), encoding="utf-8")
-        if workspace.store and (workspace.root / QUARANTINE).is_dir():
-            shutil.copytree(workspace.root / QUARANTINE, run.folder / QUARANTINE)
+        write_digests(RunData(settings).digested(), run.folder / ROWS_FILE)
+        if (workspace.root / QUARANTINE).is_dir():
+            shutil.copytree(
+                workspace.root / QUARANTINE, run.folder / QUARANTINE, dirs_exist_ok=True
+            )
         parent = RunLog(Journal(run.folder), runs[PARENT])
         parent.log_artifact(run.folder / SETTINGS_FILE)
         parent.log_text(origin.packages, "packages.txt")

@@ -2,7 +2,12 @@ import numpy as np
 import pytest
 
 from pipeline.evaluation.comparison import Comparison, compare
-from pipeline.evaluation.length_control import length_controlled_rate, rate_by_length_ratio
+from pipeline.evaluation.length_control import (
+    count_markdown,
+    length_controlled_rate,
+    rate_by_length_ratio,
+    style_controlled_rate,
+)
 from ppo_core.errors import DataError
 from tests.flows.evaluation.test_comparison import RuleJudge, judged, longer
 
@@ -230,3 +235,75 @@ def test_the_rate_of_each_bin_counts_ties_as_halves_and_goes_from_short_to_long(
     )
     bins = [(b.ratio, b.n, b.rate) for b in rate_by_length_ratio(comparison)]
     assert bins == [("<0.5", 1, 1.0), ("0.8-1.25", 1, 0.0), (">2", 2, 0.75)]
+
+
+# --- Style ---------------------------------------------------------------------------
+
+
+def of_style(seed: int, count: int = 1000) -> tuple[list[str], list[str]]:
+    """Answers of about equal length; candidates have more bold words and lists."""
+    rng = np.random.default_rng(seed)
+
+    def answer(more: int) -> str:
+        bold = "**b** " * rng.integers(0, 3 + more)
+        return f"{bold}{'a' * rng.integers(400, 600)}" + "\n- item" * rng.integers(0, 2 + more)
+
+    return [answer(3) for _ in range(count)], [answer(0) for _ in range(count)]
+
+
+def prefers(kinds: slice):
+    """A judge that prefers more Markdown of these kinds by any margin."""
+
+    def rule(prompt, first, second):
+        one, other = (sum(count_markdown(text)[kinds]) for text in (first, second))
+        return "tie" if one == other else "first" if one > other else "second"
+
+    return rule
+
+
+@pytest.mark.parametrize("kinds", [slice(0, 3), slice(1, 2), slice(2, 3)])
+def test_a_judge_of_markdown_alone_is_controlled_to_one_half(kinds: slice):
+    for seed in range(5):
+        judged_so = ask(prefers(kinds), *of_style(seed))
+        result = style_controlled_rate(judged_so)
+        assert result.equal > 5
+        assert length_controlled_rate(judged_so).rate > 0.7
+        assert result.rate == pytest.approx(0.5, abs=0.05)
+
+
+def test_a_judge_of_quality_keeps_its_rate_at_equal_style():
+    rates = [style_controlled_rate(quality(*of_style(seed), seed)).rate for seed in range(10)]
+    assert np.mean(rates) == pytest.approx(0.6, abs=0.03)
+
+
+def test_the_rate_at_equal_style_is_not_measurable_without_pairs_that_show_it():
+    texts = {"candidates": ["a"] * 20, "opponents": ["b"] * 20}
+    plain = style_controlled_rate(judged(["first", "second"] * 10, **texts))
+    assert (plain.rate, plain.equal) == (None, 20)
+    texts["candidates"] = ["**a**"] * 20
+    bold = style_controlled_rate(judged(["first", "second"] * 10, **texts))
+    assert (bold.rate, bold.equal) == (None, 0)
+    mixed = {"candidates": ["**a** a"] * 10 + ["bbbbbbb"] * 10, "opponents": ["bbbbbbb"] * 20}
+    # All bold answers win; plain ones win as often as they lose.
+    outcomes = ["first"] * 10 + ["first", "second"] * 5
+    found = style_controlled_rate(judged(outcomes, **mixed))
+    assert found.equal == 10
+    assert found.rate == pytest.approx(0.5, abs=0.01)
+    assert style_controlled_rate(judged(["first"] * 20, **mixed)).rate == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"),
+    [
+        ("# One\n\n## Two\ntext # three", [2, 0, 0]),
+        ("#no header\n####### neither", [0, 0, 0]),
+        ("- a\n* b\n+ c\n1. d\n  2) e", [0, 5, 0]),
+        ("-a\n*b*\n3.5 litres\na - b", [0, 0, 0]),
+        ("**a** and __b__, not ** c ** or *d*", [0, 0, 2]),
+        ("- **a**: b\n- **c**: d", [0, 2, 2]),
+        ("```\n# comment\n- a\n```\n# Header", [1, 0, 0]),
+        ("", [0, 0, 0]),
+    ],
+)
+def test_markdown_is_counted_by_kind(text: str, counts: list[int]):
+    assert count_markdown(text) == counts

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from pipeline import stages
+from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.inputs.json_lines import read_jsonl
+from pipeline.inputs.row_digests import ROWS_FILE, write_digests
 from pipeline.promotion import register as register_module
 from pipeline.registry import change_champion
 from pipeline.results.step_records import (
@@ -239,6 +241,25 @@ def test_the_bill_of_materials_of_a_version_has_the_digests_of_its_tags(story: S
     assert round(started * 1000) == client.get_run(run.tracking["parent"]).info.start_time
 
 
+def test_the_rows_of_a_version_are_known_and_a_run_that_erases_one_names_the_version(
+    story: Story, world: World, tmp_path: Path, capsys
+):
+    root = artifact_root(connect(), "story", story.first.version)
+    assert "rows.parquet" in json.loads((root / "manifest.json").read_text())["files"]
+    row = Path(world.settings.prompts).read_text().splitlines()[0]
+    erase = tmp_path / "erase.jsonl"
+    erase.write_text(row + "\n")
+    stages.start.prepare_inputs(world.named("story", erase=str(erase)))
+    told = capsys.readouterr().out
+    assert "prompts.jsonl, less 1 erased: 31 rows" in told
+    versions = (story.first.version, story.second.version, story.refused.version)
+    marks = ("", " (champion)", "")
+    for version, mark in zip(versions, marks, strict=True):
+        assert f"erase: version {version}{mark} saw 1 of 1 rows: prompts 1\n" in told
+    # A version that no run made has no digests.
+    assert f"erase: versions without digests of rows, which may have: {versions[1] - 1}\n" in told
+
+
 def test_the_card_of_a_later_decision_leaves_the_version_loadable(story: Story, tmp_path: Path):
     champion = load_champion("story", cache=tmp_path)
     assert champion.version == str(story.second.version)
@@ -279,6 +300,7 @@ def candidate(world: World, name: str, folder: Path) -> register_module.Candidat
     )
     run.folder.mkdir(parents=True)
     (run.folder / register_module.SETTINGS_FILE).write_text(settings_text(settings))
+    write_digests(RunData(settings).digested(), run.folder / ROWS_FILE)
     return world.candidate(settings, "best", run, world.evaluate(settings, "best", run.folder))
 
 
