@@ -35,9 +35,9 @@ COMPILE = $(BIN)/uv pip compile --quiet --generate-hashes --no-annotate $(WHEELS
 run: $(VENV)/installed ## Run the flow on the built-in task and print the result.
 	$(BIN)/python flows/rlhf.py run $(RUN_ARGS)
 
-# In the order of the folders: the flow's long files come first, and the last files are short.
-test: lint types ## Check style, types and templates; run the tests, two files at a time with one thread each.
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+# In the order of the folders: long files come first. A third process uses the time in which others wait.
+test: lint types ## Check style, types and templates; run the tests, three files at a time with one thread each.
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 soak: $(VENV)/installed-dev ## The tests that take minutes.
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow -n 2 --dist loadfile --no-loadscope-reorder
