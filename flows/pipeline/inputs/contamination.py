@@ -46,7 +46,7 @@ LEAST_SHARED = 8
 COPIED = "whose text is also in the training data"
 """Reason for which a prompt is left out; the message adds the number of prompts."""
 
-COLUMNS = ("prompt", "completion", "text", "messages", "chosen", "rejected")
+COLUMNS = ("prompt", "completion", "text", "messages", "chosen", "rejected", "first", "second")
 """Columns of texts that train a model."""
 
 _PER_WORD = np.uint64(0x9E3779B97F4A7C15)

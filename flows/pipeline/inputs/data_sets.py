@@ -187,6 +187,7 @@ class RunData:
         return [
             self.training_prompts(),
             *([self.sft_rows()] if settings.sft_data else []),
+            *([labels] if (labels := self.fresh_labels()) else []),
             # With a given reward model and a named judge, preferences only test.
             *([] if settings.reward_model and settings.judge else [self._training_pairs_of_both()]),
         ]
@@ -441,25 +442,25 @@ def references_of(rows: Sequence[Row]) -> list[str] | None:
 def judged_rows(rows: Rows, config: EvaluationConfig, champion: int | None = None) -> list[Row]:
     """Return the rows that an evaluation against a champion version judges.
 
-    The first rows are always judged. The last `rotate` of them are taken in turn from all other
-    rows: each version number takes the next ones.
+    The first rows are always judged. A fraction `rotate` of the judged rows is drawn for each
+    version from all other rows.
 
     Raises:
-        DataError: there are no other rows to rotate.
+        DataError: there are too few other rows.
     """
-    total = len(rows)
-    judged = min(config.num_examples, total)
-    if config.rotate and judged == total:
-        raise DataError(
-            f"evaluation.rotate={config.rotate:g} needs more rows than num_examples="
-            f"{config.num_examples}, and {rows.source} has {total} usable rows, so no row could "
-            "be replaced. Add rows to eval_prompts, lower num_examples or leave rotate out."
-        )
+    judged = min(config.num_examples, len(rows))
     rotated = round(config.rotate * judged)
     fixed = judged - rotated
-    begin = (champion or 0) * rotated
-    others = (fixed + (begin + number) % (total - fixed) for number in range(rotated))
-    return list(rows.table.select([*range(fixed), *sorted(others)]))
+    others = np.arange(fixed, len(rows))
+    if len(others) < 2 * rotated:
+        raise DataError(
+            f"evaluation.rotate={config.rotate:g} draws {rotated} of {judged} rows for each "
+            f"champion, and {rows.source} has only {len(others)} rows beside the fixed {fixed}, so "
+            f"most rows would be drawn again. Add {2 * rotated - len(others)} rows to "
+            "eval_prompts, lower num_examples or leave rotate out."
+        )
+    drawn = np.random.default_rng(champion or 0).permutation(others)[:rotated]
+    return list(rows.table.select([*range(fixed), *sorted(drawn.tolist())]))
 
 
 def require_reference(rows: Rows) -> Rows:

@@ -50,12 +50,13 @@ def decide_promotion(
     name, first = settings.registered_model, evaluation
     while True:
         state = settle(name)
-        limits = limits_now(settings.promotion, state.decisions)
+        earlier = state.decided(by, version)
+        # If an earlier attempt of this step has decided, its decision is no history.
+        before = Champions(state.decisions[: earlier.number - 1]) if earlier else state
+        limits = limits_now(settings.promotion, before.decisions)
         judged_by = replace(settings, promotion=limits)
         evaluated = partial(_evaluated, judged_by, first, folder, validation.judge)
-        if earlier := state.decided(by, version):
-            # An earlier attempt of this step has decided.
-            before = Champions(state.decisions[: earlier.number - 1])
+        if earlier:
             return earlier, evaluated(before.champion)
         if state.champion == version:
             return _promotion_of(version, state), first

@@ -60,7 +60,9 @@ def _check_champion(settings: Settings, champion: FetchedChampion) -> None:
     """Raise before training if the champion cannot answer the evaluation prompts."""
     tokenizer = load_tokenizer(champion.tokenizer)
     data = RunData(settings)
-    rows, judged = data.evaluation_rows(), data.examples(champion.version)
+    rows = data.evaluation_rows()
+    # A champion that comes during a run is judged on the rows of the champion before.
+    judged = list(rows) if settings.evaluation.rotate else data.examples()
     try:
         check_prompt_lengths(
             [encode_prompt(tokenizer, in_format_of(tokenizer, row["prompt"])) for row in judged],

@@ -22,9 +22,9 @@ class EvaluationConfig:
     compares as many of the answers as its decision takes (`promotion.alpha`)."""
 
     rotate: ShareBelow1 = 0.0
-    """Fraction of these rows that each new champion replaces by later rows of `eval_prompts`, so
-    that the champions are not selected for the same prompts again and again. A fraction above 0
-    needs more rows than `num_examples`."""
+    """Fraction of these rows that is drawn for each champion from all rows but the fixed ones, so
+    that the champions are not selected for the same prompts again and again. There must be twice as
+    many rows to draw from as are drawn."""
 
     temperature: NotNegative = 0.7
     """Temperature of the answers; 0 always takes the likeliest token."""

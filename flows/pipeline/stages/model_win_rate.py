@@ -57,6 +57,11 @@ def compare_model(
             "against_itself compares two samples of the model, and temperature=0 makes them equal, "
             "so every pair would be a tie. Set a temperature above 0."
         )
+    if config.rotate:
+        raise ConfigError(
+            f"rotate={config.rotate:g} draws prompts for each champion, and here is none. Leave it "
+            "out."
+        )
     output = Path(arguments.output_dir)
     check_outputs(arguments.output_dir, arguments.summary_json)
     check_judge(arguments.judge, "", judging)
@@ -186,7 +191,7 @@ def _texts(
     if references is not None:
         texts["reference"] = references
     if arguments.against_itself:
-        other = replace(arguments, seed=arguments.seed + 1)
+        other = replace(arguments, seed=(arguments.seed + 1) % 2**32)
         texts["itself"] = _answer(other, config, files, prompts)
     return texts
 

@@ -54,6 +54,8 @@ def decides_the_rounds(data: RunData, fresh: FreshPairs | None) -> dict[str, Any
         # This name has a digest of the pairs and of the labeler.
         "pairs": fresh.path.rpartition("/")[2],
         "given": [weight, data.training_pairs().digest] if weight else [],
+        "held_out_share": settings.held_out_share,
+        "overlong": settings.overlong,
         "reward_training": settings.reward_model_training.settings_of_result(),
         "reward_code": digest_of_code(__name__, *modules_of_training(CODE)),
     }
@@ -204,4 +206,5 @@ def rescaled(old: ScaledReward, model: PreparedModel, before: Array, after: Arra
         spread = new_spread = 1.0
     gain = old.gain * spread / new_spread
     bias = float(after.mean()) - old.gain / gain * (float(before.mean()) - old.bias)
-    return ScaledReward(model=model, bias=bias, gain=gain)
+    # Four digits, because rounding errors differ between the machines that may continue a run.
+    return ScaledReward(model=model, bias=float(f"{bias:.4g}"), gain=float(f"{gain:.4g}"))

@@ -202,30 +202,27 @@ def test_evaluation_prompts_are_the_last_of_the_prompts(
     assert (trained, judged) == (names[:-split_off], names[-split_off:])
 
 
-@pytest.mark.parametrize(
-    ("champion", "judged"),
-    [
-        (None, [0, 1, 2, 3]),
-        (1, [0, 1, 4, 5]),
-        (2, [0, 1, 6, 7]),
-        (3, [0, 1, 2, 8]),  # the end, and again from the start
-        (7, [0, 1, 2, 3]),
-    ],
-)
-def test_each_champion_replaces_a_part_of_the_judged_prompts(
-    tmp_path: Path, champion: int | None, judged: list[int]
-):
-    table = tiny_table(tmp_path) | {"eval_prompts": str(tmp_path / "nine.jsonl")}
-    write_rows(tmp_path / "nine.jsonl", [{"prompt": f"w{i}"} for i in range(9)])
-    table["evaluation"] = {"num_examples": 4, "rotate": 0.5}
-    rows = RunData(make_settings(table, {})).examples(champion)
-    assert [row["prompt"] for row in rows] == [f"w{i}" for i in judged]
+def test_a_part_of_the_judged_prompts_is_drawn_for_each_champion(tmp_path: Path):
+    table = tiny_table(tmp_path) | {"eval_prompts": str(tmp_path / "forty.jsonl")}
+    write_rows(tmp_path / "forty.jsonl", [{"prompt": f"w{i}"} for i in range(40)])
+    table["evaluation"] = {"num_examples": 20, "rotate": 0.5}
+    data = RunData(make_settings(table, {}))
+
+    def prompts(champion: int | None) -> list[str]:
+        return [row["prompt"] for row in data.examples(champion)]
+
+    drawn = [prompts(champion)[10:] for champion in (None, 1, 2, 3)]
+    for champion, own in zip((None, 1, 2, 3), drawn, strict=True):
+        assert prompts(champion) == [f"w{i}" for i in range(10)] + own
+        assert len(set(own)) == 10
+        assert not set(own) & {f"w{i}" for i in range(10)}
+    assert len({tuple(own) for own in drawn}) == 4
 
 
 def test_a_rotation_without_further_rows_is_refused(tmp_path: Path):
     table = tiny_table(tmp_path)
     table["evaluation"] = {"num_examples": 1000, "rotate": 0.5}
-    with pytest.raises(DataError, match=r"rotate=0\.5 needs more rows than num_examples=1000"):
+    with pytest.raises(DataError, match=r"rotate=0\.5 draws .* so most rows would be drawn again"):
         RunData(make_settings(table, {})).examples()
 
 

@@ -115,15 +115,14 @@ def people_and_judge(judged: Array, people: Array, values: Values) -> PeopleAndJ
 
         rate = mean_n(y) + L (mean_N(f) - mean_n(f)),   L = Cov(y, f) / ((1 + n / N) Var(f))
 
-    with n labels among N prompts (PPI++, equations 2 and 6). The interval is the confidence
+    with n labeled and N other prompts (PPI++, equations 2 and 6). The interval is the confidence
     sequence of `values`.
     """
     labeled = ~np.isnan(people)
-    n, total = int(labeled.sum()), len(judged)
-    f, y = judged[labeled], people[labeled]
-    weight = ppi_weight(f, y, total)
-    rate = float(y.mean() + weight * (judged.mean() - f.mean()))
-    variance = ppi_variance(f, y, judged, weight)
+    n, f, y, others = int(labeled.sum()), judged[labeled], people[labeled], judged[~labeled]
+    weight = ppi_weight(f, y, len(others))
+    rate = float(y.mean() + (weight * (others.mean() - f.mean()) if len(others) else 0.0))
+    variance = ppi_variance(f, y, others, weight)
     low, high = mean_interval(values.values, lowest=values.lowest, highest=values.highest)
     return PeopleAndJudge(
         rate=min(max(rate, 0.0), 1.0),
@@ -135,14 +134,18 @@ def people_and_judge(judged: Array, people: Array, values: Values) -> PeopleAndJ
     )
 
 
-def ppi_weight(f: Array, y: Array, total: int) -> float:
-    """Return the weight L of the judge in [0, 1], from its points f (n,) and people's y (n,)."""
-    if f.var() == 0:
+def ppi_weight(f: Array, y: Array, others: int) -> float:
+    """Return the weight L of the judge in [0, 1], from its points f (n,) and people's y (n,).
+
+    `others` is the number of prompts without a label; without any, the weight is 0.
+    """
+    if others == 0 or f.var() == 0:
         return 0.0
     slope = float(np.cov(f, y, bias=True)[0, 1] / f.var())
-    return min(max(slope / (1 + len(f) / total), 0.0), 1.0)
+    return min(max(slope / (1 + len(f) / others), 0.0), 1.0)
 
 
-def ppi_variance(f: Array, y: Array, judged: Array, weight: float) -> float:
-    """Return the variance of the rate: Var(y - L f) / n + L^2 Var(f) / N."""
-    return float((y - weight * f).var() / len(f) + weight**2 * judged.var() / len(judged))
+def ppi_variance(f: Array, y: Array, others: Array, weight: float) -> float:
+    """Return the variance of the rate: Var(y - L f) / n + L^2 Var(f) / N, with N `others`."""
+    variance = (y - weight * f).var() / len(f)
+    return float(variance + (weight**2 * others.var() / len(others) if weight else 0.0))

@@ -137,7 +137,8 @@ def compare_until_decided(
     """
     judged: list[Comparison] = []
     order: list[int] = []
-    for batch in _batches(prompts, seed):
+    # Labels may be of the pairs that an earlier run asked about first; another order spreads them.
+    for batch in _batches(prompts, [seed] if labels is None else [seed, 1]):
         judged.append(compare_at(batch, judge, prompts, candidates, opponents))
         order += batch
         comparison = joined(judged, order)
@@ -172,7 +173,7 @@ def compare_at(
     )
 
 
-def _batches(prompts: Sequence[JudgedPrompt], seed: int) -> Iterator[list[int]]:
+def _batches(prompts: Sequence[JudgedPrompt], seed: Sequence[int]) -> Iterator[list[int]]:
     """Yield the positions of at least PAIRS_AT_ONCE pairs at a time, in a random order."""
     positions: dict[str, list[int]] = {}
     for number, prompt in enumerate(prompts):

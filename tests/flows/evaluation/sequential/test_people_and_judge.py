@@ -15,7 +15,10 @@ from pipeline.evaluation.sequential.people_and_judge import (
     ppi_variance,
     ppi_weight,
 )
-from pipeline.evaluation.sequential.until_decided import Rule, compare_until_decided
+from pipeline.evaluation.sequential.until_decided import (
+    Rule,
+    compare_until_decided,
+)
 from pipeline.judges.verdict import Verdict
 
 NAN = np.nan
@@ -37,11 +40,11 @@ def test_the_rate_by_hand():
     judged = np.array([1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0])
     people = np.array([1.0, 0.0, 0.0, 0.0, NAN, NAN, NAN, NAN])
     found = people_and_judge(judged, people, Values(np.array([0.5])))
-    # Cov(y, f) = 1/8 and Var(f) = 1/4 over the four labels, and n / N = 1/2.
-    assert found.weight == pytest.approx(0.5 / 1.5)
-    assert found.rate == pytest.approx(0.25 + (0.75 - 0.5) / 3)
-    residuals = np.array([2 / 3, -1 / 3, 0, 0])
-    variance = residuals.var() / 4 + judged.var() / 8 / 9
+    # Cov(y, f) = 1/8 and Var(f) = 1/4 over the four labels; there are as many other prompts.
+    assert found.weight == pytest.approx(0.5 / 2)
+    assert found.rate == pytest.approx(0.25 + (1.0 - 0.5) / 4)
+    # y - f / 4 is 3/4, -1/4, 0 and 0; the judge says the same of all other prompts.
+    variance = (10 / 64 - 1 / 64) / 4
     assert found.worth == pytest.approx((3 / 16) / variance)
     assert found.labels == 4
 
@@ -89,9 +92,10 @@ def test_the_variance_is_that_of_the_formula_and_the_mean_that_of_people():
         judged, people = draw(rng, 0.6, bias=0.1, labels=100)
         labeled = ~np.isnan(people)
         f, y = judged[labeled], people[labeled]
-        weight = ppi_weight(f, y, len(judged))
-        rates.append(y.mean() + weight * (judged.mean() - f.mean()))
-        variances.append(ppi_variance(f, y, judged, weight))
+        others = judged[~labeled]
+        weight = ppi_weight(f, y, len(others))
+        rates.append(y.mean() + weight * (others.mean() - f.mean()))
+        variances.append(ppi_variance(f, y, others, weight))
     assert np.mean(rates) == pytest.approx(0.6, abs=0.003)
     assert np.var(rates) == pytest.approx(np.mean(variances), rel=0.1)
 
@@ -103,7 +107,12 @@ class Biased:
     version = "1"
     members: tuple[str, ...] = ()
 
-    def __call__(self, prompts: Sequence, pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
+    def __init__(self) -> None:
+        """Ask about nothing yet."""
+        self.asked: list[str] = []
+
+    def __call__(self, prompts: Sequence[str], pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
+        self.asked += [prompt for prompt in prompts if prompt not in self.asked]
         return [
             Verdict("first" if first.startswith("good") else "second") for first, second in pairs
         ]
@@ -156,8 +165,22 @@ def test_people_overrule_a_judge_that_always_prefers_the_candidate(wins: int, de
     assert found.people.weight == 0
     if decided == "undecided":
         assert found.people.labels == 60
+        assert found.people.worth == pytest.approx(60)
         assert found.people.rate == 0.5
         assert found.people.low < 0.5 < found.people.high
+
+
+def test_labels_of_the_pairs_that_an_earlier_run_asked_first_are_spread_over_the_order():
+    """A label counts 1 / share times, so a beginning of labeled pairs alone would be no sample."""
+    pairs = contest(600)
+    rule = Rule(least=0.5, gain=None, alpha=0.001)
+    first = Biased()
+    compare_until_decided(first, *pairs, rule, seed=1)
+    labeled = first.asked[:60]
+    rows = [row(int(prompt[1:]), "first") for prompt in labeled]
+    repeated = Biased()
+    compare_until_decided(repeated, *pairs, rule, labels=Labels.of(rows, *pairs), seed=1)
+    assert sum(prompt in labeled for prompt in repeated.asked[:60]) < 20
 
 
 def test_values_follow_the_order_of_asking():
