@@ -9,7 +9,7 @@ from uuid import uuid4
 
 import pytest
 
-from pipeline.storage import lease as lease_module
+from pipeline.storage import model_lease as lease_module
 from pipeline.storage import objects, s3_client
 from pipeline.storage.addresses import S3Address
 from pipeline.storage.model_lease import LIMIT, Lease

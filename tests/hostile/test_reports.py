@@ -65,7 +65,8 @@ MISSING = (
 def record_with(field: str) -> Any:
     """The sample report that has the field."""
     report, evaluation = reward_report(), evaluation_result()
-    return report if hasattr(report, field.partition(".")[0]) else evaluation
+    name = field.partition(".")[0]
+    return evaluation if getattr(report, name, None) is None else report
 
 
 def parent_of(report: dict[str, Any], field: str) -> tuple[Any, Any]:

@@ -227,7 +227,7 @@ class _Watch:
         self._bar.keep_showing()
         if time.monotonic() >= self._ends:
             raise ProcessError(
-                f"The measurement was ended after {self._seconds:.0f} s, its limit, so time and "
+                f"The measurement was ended after {MAX_SECONDS:.0f} s, its limit, so time and "
                 f"price are not known; the memory is. {NAME_A_GPU}"
             )
 

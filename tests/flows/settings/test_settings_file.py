@@ -31,6 +31,8 @@ EXCLUDED = {
         "scale_each_reward",
         # Other estimators refuse the settings of the critic, and gae that of grpo.
         *("advantage_estimator", "scale_by_group_std"),
+        # Without a judge that chooses, earlier policies would be saved for nothing.
+        "save_policies",
         *REFUSED,
     },
     # Labels go with the labeller `people` alone, given pairs with no given reward model, and rounds
