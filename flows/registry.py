@@ -16,6 +16,7 @@ import getpass
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -101,10 +102,10 @@ def rows(name: str, version: int) -> None:
     from pipeline.registry.seen_rows import require_rows_of
 
     found = require_rows_of(name, version)
-    counts: dict[str, int] = {}
-    for row in found.filter(found["is_row"]).to_pylist():
+    whole = found.filter(found["is_row"]).to_pylist()
+    for row in whole:
         print(row["data_set"], row["digest"].hex())
-        counts[row["data_set"]] = counts.get(row["data_set"], 0) + 1
+    counts = Counter(row["data_set"] for row in whole)
     counted = ", ".join(f"{use} {count}" for use, count in counts.items())
     print(f"Different rows of version {version}: {counted}", file=sys.stderr)
 

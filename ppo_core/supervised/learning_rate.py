@@ -185,7 +185,7 @@ def _loss_after(
 
 @torch.no_grad()
 def _mean_loss(ranker: PairRanker, pairs: Dataset, batch_size: int) -> float:
-    """Return the mean loss of the pairs, by their weights."""
+    """Return the weighted sum of the pairs' losses, divided by the number of pairs."""
     ranker.eval()
     device = next(ranker.parameters()).device
     total = units = 0.0

@@ -69,9 +69,8 @@ class PairRanker(nn.Module):
         """Return the loss () of B pairs, and the sums of `metrics` (2,) without a gradient.
 
         The loss is a weighted sum over the pairs; the metrics are sums over the pairs whose weight
-        is above 0. The shapes are input_ids
-        (B, 2, S), lengths (B, 2), margins (B,) and weights (B,). In dimension 1, index 0 is the
-        chosen response and index 1 the rejected response.
+        is above 0. The shapes are input_ids (B, 2, S), lengths (B, 2), margins (B,) and weights
+        (B,). In dimension 1, index 0 is the chosen response and index 1 the rejected response.
         """
         scores = self.score(input_ids.flatten(0, 1), lengths.flatten()).view(-1, 2)
         chosen, rejected = at_least_fp32(scores).unbind(1)

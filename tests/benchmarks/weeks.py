@@ -8,6 +8,7 @@ from rich.table import Table
 
 from pipeline.evaluation.comparison import POINTS, Comparison
 from pipeline.evaluation.sequential.betting import log_capitals
+from pipeline.evaluation.sequential.people_and_judge import corrected_values
 from pipeline.evaluation.sequential.until_decided import PAIRS_AT_ONCE, Rule
 from pipeline.evaluation.win_rate import values_of_prompts
 from pipeline.judges.verdict import Verdict
@@ -25,6 +26,11 @@ BETTER = (0.0, 0.1, 0.5)
 """Shares of the weeks of a year with a better policy."""
 
 GAINED = 0.55
+PEOPLE_WEEKS = 2_000
+PEOPLE_RATES = (0.5, 0.65, 0.7, 0.8)
+LABELED = 100
+BIAS = 0.1
+
 TRUTH = 0.6
 TIES_OF_COVERAGE = (0.0, 0.2, 0.4, 0.6)
 MOST_PAIRS_OF_A_PROMPT = 4
@@ -138,6 +144,43 @@ def years_table() -> Table:
     return table
 
 
+def simulate_people(
+    rate: float, *, weeks: int = PEOPLE_WEEKS, seed: int = 0
+) -> tuple[float, float]:
+    """Return the shares of weeks with a promotion: with labels, and by the judge alone.
+
+    People prefer the policy at a rate and label LABELED of the pairs. The judge agrees with people
+    in 75 % of the pairs, and then turns so many defeats into wins that its rate is BIAS higher.
+    """
+    limits, most = PromotionConfig(), EvaluationConfig().num_examples
+    rule = Rule(least=limits.min_win_rate, gain=None, alpha=limits.alpha)
+    rng = np.random.default_rng(seed)
+    looks = [*range(PAIRS_AT_ONCE, most, PAIRS_AT_ONCE), most]
+    promoted = np.zeros(2)
+    for _ in range(weeks):
+        people = (rng.uniform(size=most) < rate).astype(float)
+        judged = np.where(rng.uniform(size=most) < 0.75, people, 1 - people)
+        judged[rng.uniform(size=most) < BIAS / (judged == 0).mean()] = 1.0
+        labels = np.where(rng.permutation(most) < LABELED, people, np.nan)
+        corrected = corrected_values(judged, labels, LABELED / most)
+        evidence = log_capitals(corrected.values, limits.min_win_rate, corrected.lowest)
+        promoted[0] += evidence[looks].max() >= -np.log(limits.alpha)
+        promoted[1] += rule.first_decision(judged)[0] == "better"
+    return promoted[0] / weeks, promoted[1] / weeks
+
+
+def people_table() -> Table:
+    """Return the table of promotions with people's labels, by people's win rate."""
+    most = EvaluationConfig().num_examples
+    table = make_table(
+        f"{PEOPLE_WEEKS:,} weeks, a judge with a bias of {BIAS:.0%}, {LABELED} labels of {most:,}",
+        "true win rate by people|promoted with labels|promoted by the judge alone",
+    )
+    for rate in PEOPLE_RATES:
+        table.add_row(f"{rate:.0%}", *(f"{share:.1%}" for share in simulate_people(rate)))
+    return table
+
+
 def covered(ties: float, *, repeated: bool, runs: int = WEEKS, seed: int = 0) -> float:
     """Return the share of runs whose 95 % interval contains the true win rate at every look.
 
@@ -222,4 +265,4 @@ def weeks_table() -> Table:
 
 
 if __name__ == "__main__":
-    Console(width=100).print(weeks_table(), years_table(), coverage_table())
+    Console(width=100).print(weeks_table(), years_table(), people_table(), coverage_table())

@@ -1,8 +1,8 @@
 """Digests of rows: which rows a run read, and which rows must not be read.
 
-A digest is that of a prompt, or of a prompt with one or all of its responses, in any order. So a
-row with a prompt alone stands for all rows with this prompt, a row with a completion also for the
-pairs with this response, and a pair for this pair and for rows with its chosen response.
+A digest identifies a prompt, or a prompt with one or all of its responses in any order. So a row
+with only a prompt matches all rows with this prompt. A row with a completion also matches the pairs
+with this response. A pair matches this pair, and the rows with its chosen response.
 """
 
 import json

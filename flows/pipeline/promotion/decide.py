@@ -54,8 +54,8 @@ def decide_promotion(
         # If an earlier attempt of this step has decided, its decision is no history.
         before = Champions(state.decisions[: earlier.number - 1]) if earlier else state
         limits = limits_now(settings.promotion, before.decisions)
-        judged_by = replace(settings, promotion=limits)
-        evaluated = partial(_evaluated, judged_by, first, folder, validation.judge)
+        with_limits = replace(settings, promotion=limits)
+        evaluated = partial(_evaluated, with_limits, first, folder, validation.judge)
         if earlier:
             return earlier, evaluated(before.champion)
         if state.champion == version:

@@ -182,9 +182,9 @@ def _guard(name: str, result: GuardResult, champion: int | None) -> str:
     difference, interval = as_points(result)
     return (
         f"Guard {name}: {scores}. The difference is {difference}, 95 % interval {interval}, on "
-        f"{result.n} prompts: it is worse, and not shown to be worse by at most "
-        f"{as_margin(result)}. Read the answers with a low score in guards.jsonl, or change "
-        "[promotion.guards] if this loss is wanted."
+        f"{result.n} prompts: the policy is worse, and a loss of more than "
+        f"{as_margin(result)} is not ruled out. Read the answers with a low score in "
+        "guards.jsonl, or change [promotion.guards] if this loss is wanted."
     )
 
 

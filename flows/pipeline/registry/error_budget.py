@@ -11,7 +11,7 @@ EQUAL_SHARES = 52
 
 
 def limits_now(limits: PromotionConfig, decisions: Sequence[Decision]) -> PromotionConfig:
-    """Return the limits of the decision that follows `decisions`.
+    """Return the limits of the decision that follows `decisions`, with a fixed `alpha`.
 
     If `false_promotion_rate` is set, e-LOND (arXiv:2311.06412) replaces `alpha` at decision t by
 
@@ -26,7 +26,7 @@ def limits_now(limits: PromotionConfig, decisions: Sequence[Decision]) -> Promot
     of_runs = [one for one in decisions if one.is_of_run]
     promotions = sum(one.action == "promoted" for one in of_runs)
     alpha = limits.false_promotion_rate * share_of(len(of_runs) + 1) * (1 + promotions)
-    return replace(limits, alpha=alpha)
+    return replace(limits, alpha=alpha, false_promotion_rate=None)
 
 
 def share_of(number: int) -> float:

@@ -115,7 +115,9 @@ def _figures(
 def _people(found: PeopleAndJudge | None) -> str:
     if found is None:
         return "too few: a bias of the judge is not measured"
-    adds = "the judge adds little" if found.weight < LITTLE else f"worth {found.worth:.0f} alone"
+    adds = "the judge adds little"
+    if found.weight >= LITTLE:
+        adds = f"worth {found.worth:.0f} labels without a judge"
     return f"{found.labels}, {adds}; win rate {as_percent(found.rate)}, {as_interval(found)}"
 
 
@@ -124,7 +126,7 @@ def _guard(name: str, guard: GuardResult) -> tuple[str, str, str]:
     return (
         f"Guard {guard_title(name)}",
         f"{as_percent(guard.policy)}, {difference}, {interval}",
-        f"not worse, or by at most {as_margin(guard)}",
+        f"no shown loss, or a loss of at most {as_margin(guard)}",
     )
 
 

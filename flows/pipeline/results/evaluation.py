@@ -348,8 +348,8 @@ class GuardResult:
     """Loss against the rival that is harmless."""
 
     passed: bool
-    """Whether the policy is not shown to be worse than the rival, or shown to be worse by at most
-    `margin`."""
+    """False if the policy is shown to be worse than the rival, and a loss of more than `margin` is
+    not ruled out."""
 
     source: str
     """`built-in`, or the function with the digest of its file."""

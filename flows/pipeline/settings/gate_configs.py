@@ -102,8 +102,8 @@ class GuardsConfig:
 
     margin: ShareAbove0 = 0.05
     """Largest loss against the champion (SFT if there is no champion) that is harmless, as a
-    fraction of the answers. A policy is refused if it is shown to be worse than the champion, and
-    not shown to be worse by at most this margin."""
+    fraction of the answers. A policy is refused if it is shown to be worse than the champion, and a
+    larger loss than this margin is not ruled out."""
 
     margins: dict[str, float] = field(default_factory=dict)
     """Margins of single guards, by name, which replace `margin`."""
@@ -173,6 +173,9 @@ def _require_known(setting: str, given: Iterable[str], known: Collection[str]) -
             )
 
 
+ALPHA = 0.001
+"""Default of `alpha`."""
+
 GAIN = 0.05
 """Difference between the win rate to exceed and the default of `min_gain`."""
 
@@ -194,14 +197,14 @@ class PromotionConfig:
     min_reference_win_rate: ShareBelow1 = 0.5
     """Win rate against the references that the policy must exceed."""
 
-    alpha: ErrorRate = 0.001
+    alpha: ErrorRate = ALPHA
     """Largest probability of promoting a policy that does not exceed `min_win_rate`. The judge is
     asked until this is shown, until a rate of `min_gain` is implausible, or for all prompts."""
 
     false_promotion_rate: ErrorRate | None = None
     """Largest expected fraction of false promotions among all promotions of the registered model.
     If set, the alpha of each decision follows from the number of earlier decisions and promotions,
-    and `alpha` does not apply."""
+    and `alpha` must be left out."""
 
     min_gain: ShareBelow1 | None = None
     """Win rate that is worth a promotion: once the rate is shown to be lower, the judge is asked no
@@ -224,8 +227,13 @@ class PromotionConfig:
     """Properties of the answers that the policy must not lose."""
 
     def __post_init__(self) -> None:
-        """Raise if a value is out of range, or `min_gain` is not above what must be exceeded."""
+        """Raise if a value is out of range, or contradicts another value."""
         check_fields(self)
+        if self.false_promotion_rate is not None and self.alpha != ALPHA:
+            raise ConfigError(
+                f"alpha={self.alpha:g} would be ignored, because the alpha of each decision "
+                f"follows from false_promotion_rate={self.false_promotion_rate:g}. Remove either."
+            )
         for name in ("min_win_rate", "min_reference_win_rate"):
             least = getattr(self, name)
             if self.min_gain is not None and self.min_gain <= least:

@@ -59,8 +59,8 @@ def compare_model(
         )
     if config.rotate:
         raise ConfigError(
-            f"rotate={config.rotate:g} draws prompts for each champion, and here is none. Leave it "
-            "out."
+            f"rotate={config.rotate:g} draws prompts for each champion, and this command knows "
+            "none. Leave rotate out."
         )
     output = Path(arguments.output_dir)
     check_outputs(arguments.output_dir, arguments.summary_json)

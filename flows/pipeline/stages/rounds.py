@@ -168,12 +168,12 @@ class Rounds:
         fetch = self.run.workspace.fetch_files
         rows = self.data.all_fresh_pairs(fetch(pairs).path)
         before, after = (
-            score_texts_of(self.data, fetch(each).path, rows) for each in (old.model, model)
+            _score_texts(self.data, fetch(each).path, rows) for each in (old.model, model)
         )
         return rescaled(old, model, before, after)
 
 
-def score_texts_of(data: RunData, model: str, rows: Rows) -> Array:
+def _score_texts(data: RunData, model: str, rows: Rows) -> Array:
     """Return the scores of both answers of each pair."""
     scorer = TextScorer(
         load_reward_model(
@@ -202,7 +202,7 @@ def rescaled(old: ScaledReward, model: PreparedModel, before: Array, after: Arra
     """
     spread, new_spread = float(before.std()), float(after.std())
     if not (spread and new_spread):
-        # One of the models tells no sample from another, so its spread is no scale.
+        # One of the models gives all samples the same score, so its spread is no scale.
         spread = new_spread = 1.0
     gain = old.gain * spread / new_spread
     bias = float(after.mean()) - old.gain / gain * (float(before.mean()) - old.bias)

@@ -43,7 +43,6 @@ POLICY = "policy"
 """Name of the training, first part of the name of its folder in the cache, and name of the policy's
 folder in the folder of the run."""
 
-
 EARLIER = "earlier-policies"
 """Name of the policies before the end of PPO, first part of the name of their folder in the
 cache."""

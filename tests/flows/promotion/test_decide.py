@@ -26,7 +26,7 @@ from pipeline.registry.decisions import Decision
 from pipeline.results.evaluation import TrainedJudge
 from pipeline.results.step_records import EvaluatedPolicy, ValidatedReward
 from pipeline.settings.decoding import Decoding
-from pipeline.settings.gate_configs import GuardsConfig
+from pipeline.settings.gate_configs import ALPHA, GuardsConfig
 from pipeline.stages.evaluation import fetch_again
 from pipeline.tracking.mlflow_client import connect
 from ppo_core.errors import DataError, ModelError
@@ -173,7 +173,7 @@ def test_a_policy_that_wins_and_breaks_a_guard_is_refused_by_its_name(
 def test_alpha_follows_from_the_history(world, name, tmp_path: Path, rate: float, action: str):
     evaluation = world.evaluate(world.named(name), "good", tmp_path)
     version = world.add_version(name, "good")
-    limits = replace(world.settings.promotion, false_promotion_rate=rate)
+    limits = replace(world.settings.promotion, alpha=ALPHA, false_promotion_rate=rate)
     made, _ = decide(world, name, version, evaluation, tmp_path, promotion=limits)
     assert made.action == action
     if action == "refused":

@@ -267,9 +267,9 @@ def test_a_guard_that_did_not_pass_refuses_by_name():
     assert reason == (
         "Guard language: 70.0% of its answers have the language of the prompt, and 99.0% of those "
         "of the champion, version 2. The difference is -29.0 points, 95 % interval -35.0 .. -20.0, "
-        "on 200 prompts: it is worse, and not shown to be worse by at most 5 points. Read the "
-        "answers with a low score in guards.jsonl, or change [promotion.guards] if this loss is "
-        "wanted."
+        "on 200 prompts: the policy is worse, and a loss of more than 5 points is not ruled out. "
+        "Read the answers with a low score in guards.jsonl, or change [promotion.guards] if this "
+        "loss is wanted."
     )
     (reason,) = guarded(polite=lost)
     assert reason.startswith("Guard polite: its answers score 70.0% on average, and those of the")

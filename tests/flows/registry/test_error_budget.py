@@ -7,6 +7,7 @@ import pytest
 from pipeline.registry.decisions import Action, Decision
 from pipeline.registry.error_budget import limits_now, share_of
 from pipeline.settings.gate_configs import PromotionConfig
+from ppo_core.errors import ConfigError
 
 
 def decision(action: Action, by: str = "run RLHF/1") -> Decision:
@@ -53,3 +54,8 @@ def test_what_people_decide_is_no_test(by_hand: Decision):
 def test_without_the_setting_alpha_is_fixed():
     limits = PromotionConfig(alpha=0.01)
     assert limits_now(limits, [PROMOTED] * 60 + [REFUSED] * 60) == limits
+
+
+def test_a_fixed_alpha_beside_it_is_refused():
+    with pytest.raises(ConfigError, match=r"alpha=0\.01 would be ignored"):
+        PromotionConfig(alpha=0.01, false_promotion_rate=0.05)

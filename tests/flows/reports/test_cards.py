@@ -594,7 +594,7 @@ def test_the_card_of_a_decision_has_every_figure_beside_its_limit(rematch: Evalu
         return f"{of.rate:.1%}, {of.low:.1%} .. {of.high:.1%}, evidence {as_evidence(of)}"
 
     limit = "above 50.0%, by evidence of 1,000 : 1"
-    guard = ("99.0%, +1.0 points, -2.0 .. +4.0", "not worse, or by at most 5 points")
+    guard = ("99.0%, +1.0 points, -2.0 .. +4.0", "no shown loss, or a loss of at most 5 points")
     assert rows == {
         "PPO against the champion": (shown(rate), limit),
         "PPO against the references": (shown(references), limit),

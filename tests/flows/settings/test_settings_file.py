@@ -38,6 +38,8 @@ EXCLUDED = {
     # Labels go with the labeller `people` alone, given pairs with no given reward model, and rounds
     # with many pairs and one machine.
     "fresh_pairs": {"labels", "given_weight", "rounds"},
+    # It replaces alpha.
+    "promotion": {"false_promotion_rate"},
     # A choice needs answers that are plain samples.
     "selection": {"method"},
 }
@@ -178,7 +180,6 @@ def changed(kind: Any, default: Any) -> Any:
 
 
 IN_RANGE = {
-    "false_promotion_rate": 0.1,
     "min_gain": 0.8,
     "guards": GuardsConfig(
         margin=0.1,

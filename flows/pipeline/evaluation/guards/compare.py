@@ -70,7 +70,7 @@ def compare_scores(
     The policy is refused if both hold for the 95 % interval of the mean difference:
 
         high < 0            it is shown to be worse
-        low < -margin       it is not shown to be worse by at most the margin
+        low < -margin       a loss of more than the margin is not ruled out
 
     An equal policy is refused with a probability of at most 2.5 %, whatever the scores are, since
     `high` is below the true difference with that probability.

@@ -6,6 +6,7 @@ from pipeline.evaluation.rates import Array
 from pipeline.evaluation.sequential.until_decided import Rule
 
 WEEKS = 10_000
+"""Number of resampled weeks."""
 
 
 def promoted_share(values: Array, rule: Rule, *, weeks: int = WEEKS, seed: int) -> float:

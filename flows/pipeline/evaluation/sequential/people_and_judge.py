@@ -18,9 +18,10 @@ from pipeline.results.evaluation import PeopleAndJudge
 from ppo_core.data.rows.dialogues import shown_prompt
 
 Pair = tuple[str, str, str]
+"""Prompt, candidate's answer and opponent's answer."""
 
 LEAST_LABELS = 30
-"""Number of labeled prompts from which on people's labels decide together with the judge."""
+"""Smallest number of labeled prompts with which people's labels decide together with the judge."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Labels:
     """People's labels of some of the pairs that a judge compares."""
 
     points: Mapping[Pair, float]
-    """Mean points of the candidate by pair: prompt, candidate's answer, opponent's answer."""
+    """Mean points of the candidate by pair."""
 
     share: float
     """Fraction of all prompts of the contest that have a label."""
@@ -66,9 +67,12 @@ class Labels:
         """Return the corrected values of the judged prompts, in the order of the comparison."""
         return corrected_values(*self._by_prompt(comparison), self.share)
 
-    def rate(self, comparison: Comparison) -> PeopleAndJudge:
-        """Return the win rate of the judged prompts."""
-        return people_and_judge(*self._by_prompt(comparison), self.values(comparison))
+    def rate(self, comparison: Comparison) -> PeopleAndJudge | None:
+        """Return the win rate of the judged prompts; None if no label is of a valid pair."""
+        judged, people = self._by_prompt(comparison)
+        if np.isnan(people).all():
+            return None
+        return people_and_judge(judged, people, corrected_values(judged, people, self.share))
 
     def _by_prompt(self, comparison: Comparison) -> tuple[Array, Array]:
         """Return the judge's and people's mean points (N,) of each prompt with a valid pair."""
@@ -102,7 +106,7 @@ def corrected_values(judged: Array, people: Array, share: float) -> Values:
     """
     labeled = ~np.isnan(people)
     f, y = judged - 0.5, np.where(labeled, people, 0.5) - 0.5
-    # A prior of one pair in which people say "tie": without labels, the judge counts nothing.
+    # A prior of one pair that people call a tie: before the first label, the judge has no weight.
     products = np.cumsum(labeled * f * y) - labeled * f * y
     squares = np.cumsum(labeled * f * f) - labeled * f * f + 0.25
     guess = 0.5 + np.clip(products / squares, 0, 1) * f

@@ -141,19 +141,15 @@ def compare_until_decided(
     for batch in _batches(prompts, [seed] if labels is None else [seed, 1]):
         judged.append(compare_at(batch, judge, prompts, candidates, opponents))
         order += batch
-        comparison = joined(judged, order)
-        in_order_of_asking = joined(judged, range(len(order)))
-        if labels is None:
-            values = Values(values_of_prompts(in_order_of_asking))
-        else:
-            values = labels.values(in_order_of_asking)
-        if rule.decide(values) != "undecided" and is_conclusive(comparison):
+        asked = joined(judged, range(len(order)))
+        values = Values(values_of_prompts(asked)) if labels is None else labels.values(asked)
+        if rule.decide(values) != "undecided" and is_conclusive(asked):
             break
     return DecidedComparison(
-        comparison=comparison,
+        comparison=joined(judged, order),
         positions=sorted(order),
         test=rule.test(values, asked=len(order), available=len(prompts)),
-        people=None if labels is None else labels.rate(in_order_of_asking),
+        people=None if labels is None else labels.rate(asked),
     )
 
 

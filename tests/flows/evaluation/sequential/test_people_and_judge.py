@@ -183,6 +183,23 @@ def test_labels_of_the_pairs_that_an_earlier_run_asked_first_are_spread_over_the
     assert sum(prompt in labeled for prompt in repeated.asked[:60]) < 20
 
 
+def test_labels_of_pairs_without_a_verdict_give_no_rate():
+    pairs = contest(60)
+    labels = Labels.of([row(n, "first") for n in range(30)], *pairs)
+    assert labels is not None
+    prompts, candidates, opponents = map(tuple, pairs)
+    verdicts = tuple(Verdict("invalid" if n < 30 else "first") for n in range(60))
+    judged = Comparison(
+        prompts=prompts,
+        candidates=candidates,
+        opponents=opponents,
+        straight=verdicts,
+        swapped=verdicts,
+        judge="any",
+    )
+    assert labels.rate(judged) is None
+
+
 def test_values_follow_the_order_of_asking():
     """The weight of the judge depends on earlier prompts alone."""
     rows = [row(n, "first" if n % 3 else "second") for n in range(60)]
