@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -72,14 +73,22 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def imported(path: Path) -> Iterator[str]:
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
+def imported(path: Path) -> frozenset[str]:
     """Full names of all modules and names that a file imports, wherever in it."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    names: set[str] = set()
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            yield node.module or ""
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names.add(node.module or "")
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return frozenset(names)
 
 
 def libraries(path: Path) -> set[str]:
@@ -125,7 +134,7 @@ def test_the_formulas_import_torch_and_themselves_only(path: Path):
 @pytest.mark.parametrize("phase", ["rollout/generate", "ppo/scoring", "ppo/update"])
 def test_the_phases_do_not_import_each_other(phase: str):
     others = {"rollout.generate", "ppo.scoring", "ppo.update", "training.trainer"}
-    found = set(imported(ROOT / "ppo_core" / f"{phase}.py"))
+    found = imported(ROOT / "ppo_core" / f"{phase}.py")
     assert not found & {f"ppo_core.{name}" for name in others - {phase.replace("/", ".")}}
 
 
@@ -229,14 +238,14 @@ def changed_containers(tree: ast.Module) -> set[str]:
 
 @pytest.mark.parametrize("path", [*CORE, *FLOWS], ids=name_of)
 def test_an_import_changes_nothing_of_the_process(path: Path):
-    found = executed_by_import(ast.parse(path.read_text()).body)
+    found = executed_by_import(parsed(path).body)
     effects = [ast.unparse(node) for node in found if changes_the_process(node)]
     assert not effects or name_of(path) in CHANGE_THE_PROCESS
 
 
 @pytest.mark.parametrize("path", [*CORE, *FLOWS], ids=name_of)
 def test_no_module_keeps_a_registry(path: Path):
-    found = changed_containers(ast.parse(path.read_text()))
+    found = changed_containers(parsed(path))
     assert {f"{name_of(path)}: {name}" for name in found} <= REGISTRIES
 
 
@@ -244,7 +253,7 @@ def test_no_module_keeps_a_registry(path: Path):
 def test_no_public_class_or_function_has_the_name_of_another(folder: str):
     homes = defaultdict(list)
     for path in (ROOT / folder).rglob("*.py"):
-        for node in ast.parse(path.read_text()).body:
+        for node in parsed(path).body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
                 homes[node.name].append(name_of(path))
     # A command has a `main` each.

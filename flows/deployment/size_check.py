@@ -76,8 +76,8 @@ def check_sizes(files: DeploymentFiles) -> list[str]:
         except PPOError as error:
             return [
                 "sizes: not compared with the machines, because a model could not be read: "
-                f"{error} `flows/rlhf.py --config settings FILE run --check` computes them where "
-                "it can be."
+                f"{error} To compute the sizes, run `flows/rlhf.py --config settings FILE run "
+                "--check` on a machine that can read the model."
             ]
         planned = list(_planned(deployment, settings, lines))
     for one in planned:
@@ -101,7 +101,9 @@ def _read_with_models(path: Path, folder: Path) -> Settings:
     for name in MODELS:
         place = str(table.get(name) or "")
         if place.startswith(REGISTRY):
-            raise ModelError(f"{name}={place!r} is a version of a registry, which is not asked.")
+            raise ModelError(
+                f"{name}={place!r} is a version of a registry, which this check does not read."
+            )
         if place:
             table[name] = workspace.fetch(place, weights=False)
     return make_settings(table, {}, parameters=count_parameters(table["policy"]))
@@ -143,7 +145,10 @@ def _planned(
         processes = Processes(number=number, machines=settings.num_nodes, on_gpus=True)
         size = _size_of(name, settings, processes)
         if size is None:
-            lines.append(f"sizes: {name} is not compared with steps.{step}, because it offloads.")
+            lines.append(
+                f"sizes: {name} is not compared with steps.{step}, because it offloads or has "
+                "DeepSpeed settings of its own."
+            )
             continue
         adapter = size.adapter or adapter_parameters(settings, rank or RANK)
         training = Training(name=name, section=section, size=size, adapter=adapter)
@@ -165,7 +170,10 @@ def _size_of(name: str, settings: Settings, processes: Processes) -> TrainingSiz
 
 
 def _schedule(settings: Settings, processes: int) -> Schedule:
-    """Return the batches of PPO. Prompts are not read; their number affects only the epochs."""
+    """Return the schedule of PPO as if there were one prompt.
+
+    The number of prompts matters only if num_train_epochs sets the length of PPO.
+    """
     return make_schedule(settings.ppo, num_prompts=1, num_processes=processes)
 
 
@@ -213,7 +221,7 @@ def _check_memory(planned: PlannedTraining) -> list[str]:
         "or larger GPUs."
     )
     if needed > gpu.memory:
-        raise ConfigError(f"{needs}: it would end without memory. {instead}")
+        raise ConfigError(f"{needs}: it would run out of GPU memory. {instead}")
     return [f"warning: {needs}. {instead}"]
 
 
@@ -222,8 +230,8 @@ def _check_main_memory(planned: PlannedTraining, size: PPOSize) -> list[str]:
     if needed > given:
         raise ConfigError(
             f"{planned.place}.memory_gib={given:g}, and PPO needs about {needed:.0f} GiB of main "
-            "memory per machine, whose processes read all models before they are on the GPUs: the "
-            f"step would be killed. Set it to at least {ceil(needed)}."
+            "memory per machine, because its processes load all models there before they move them "
+            f"to the GPUs. The step would be killed. Set it to at least {ceil(needed)}."
         )
     return []
 
@@ -251,8 +259,9 @@ def _check_time(
     )
     if hours > limit:
         raise ConfigError(
-            f"{setting} stops it after {limit:.1f} h, and {takes}. Set it to at least {enough}, "
-            "or use faster GPUs, a larger local_rollout_forward_batch_size, or fewer episodes."
+            f"{setting} stops the step after {limit:.1f} h, and {takes}. Set it to at least "
+            f"{enough}, or use faster GPUs, a larger local_rollout_forward_batch_size, or fewer "
+            "episodes."
         )
     lines = [f"{planned.place}: {takes}; an attempt is stopped after {limit:.1f} h."]
     budget, used = deployment.alarms.gpu_hours, hours * size.processes

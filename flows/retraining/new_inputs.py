@@ -31,13 +31,13 @@ class NewInputs:
     """The inputs that a run would have today, and how they differ from the champion's."""
 
     settings: Settings
-    """Settings of the run; inputs have the names that the user gave."""
+    """Settings of the run. Its inputs are the names that the user gave, not the fetched copies."""
 
     lineage: dict[str, str]
     """Lineage tags of the run: digests of the inputs and settings, and the commit."""
 
     compared: dict[str, str]
-    """The lineage tags that are compared: if one of them has changed, something is new."""
+    """Lineage tags that are compared with those of the champion and of decided runs."""
 
     new: list[str]
     """What is new, as parts of a sentence; empty if a run has already decided on equal inputs."""

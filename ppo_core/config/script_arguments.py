@@ -58,7 +58,7 @@ class ScriptArguments(DatasetArguments):
     or are too long. If more rows are left out, the command stops. 0 allows none."""
 
     rewards: list[str] | None = None
-    """Rewards whose sum, by reward_weights, trains the policy: `reward-model` (the one of
+    """Rewards whose sum, weighted by reward_weights, trains the policy: `reward-model` (the one of
     reward_model_path), `reward-model:PATH` or `python:FILE_OR_MODULE:FUNCTION`, each with or
     without `NAME=` before it. None: the reward model alone."""
 

@@ -44,7 +44,10 @@ class FSDPEngine(Engine):
         return module
 
     def prepare_frozen(self, model: Model) -> Model:
-        """Freeze a model and shard it in place; its backbone may be called without the root."""
+        """Freeze a model and shard it in place.
+
+        A hook gathers the root's parameters when a caller calls the backbone without the root.
+        """
         super().prepare_frozen(model)
         _shard(model, self.device, offload=self.offloads)
         root: Any = model

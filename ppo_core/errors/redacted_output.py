@@ -88,7 +88,7 @@ class RedactedStream:
             self.write(line)
 
     def flush(self) -> None:
-        """Write the held text, except the beginning of a known secret, and flush."""
+        """Write the held text and flush, except 4 or more characters that may begin a secret."""
         with self._lock:
             cut = _end_before_secret(self._held, least=4)
             ready, self._held = self._held[:cut], self._held[cut:]

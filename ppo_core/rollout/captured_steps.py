@@ -107,7 +107,11 @@ class FixedStep:
 
 
 class _FixedNextTokens:
-    """Context of a decoding step that reads the number of the next column on the device."""
+    """Attention context of one decoding step.
+
+    The number of the next column is a tensor on the device, so a captured graph can be replayed for
+    every column.
+    """
 
     is_causal = False
 
@@ -174,7 +178,8 @@ class _Graph:
             try:
                 self._states = self._computed()
             finally:
-                # End the capture even after an error, such as full memory: no other work could run.
+                # End the capture even after an error, such as full memory: otherwise no other work
+                # could run on the GPU.
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         return graph

@@ -40,7 +40,7 @@ class PolicyExporter(RunContext):
             self._write_policy(folder)
 
     def save_earlier(self, due: Collection[int]) -> None:
-        """Save the policy as an earlier policy of the run if the last update is one of `due`.
+        """Save the policy as an earlier policy of the run if the number of updates is in `due`.
 
         Raises:
             TrainingError: see `save_policy`.
@@ -49,7 +49,7 @@ class PolicyExporter(RunContext):
             self.save_policy(self._earlier(self.run.updates))
 
     def require_earlier(self, due: Collection[int]) -> None:
-        """Raise if a resumed run lacks an earlier policy that is not to be trained again.
+        """Raise if a resumed run lacks an earlier policy from an update that it does not repeat.
 
         Raises:
             TrainingError: the folder of a policy is missing; raised in all processes.
@@ -59,8 +59,8 @@ class PolicyExporter(RunContext):
         if self.engine.any(self.engine.is_main and bool(missing)):
             raise TrainingError(
                 f"save_policies={self.config.save_policies} saves the policies after the updates "
-                f"{', '.join(map(str, due))}, but '{self._earlier(0).parent}' lacks some of those "
-                f"before update {self.run.updates}, from which the run continues. Copy them there, "
+                f"{', '.join(map(str, due))}, but '{self._earlier(0).parent}' lacks policies up "
+                f"to update {self.run.updates}, after which the run continues. Copy them there, "
                 "resume with save_policies=0, or start a new run."
             )
 

@@ -37,7 +37,8 @@ def write_model_card(
 ) -> Path:
     """Write README.md into the folder of a saved policy; return its path.
 
-    `base_model` and `dataset_name` are hub ids or paths; only the last part of a path is written.
+    `base_model` and `dataset_name` are hub ids or paths; of an absolute path, or one that begins
+    with `~`, only the last part is written.
     All settings except the hub token are written. `model_name` defaults to hub_model_id, or else
     the folder's name. `metrics` are from the last update. The first three `samples` are written.
     """
@@ -126,9 +127,12 @@ def _purpose(config: PPOConfig, base_model: str | None, dataset_name: str | None
     text = (
         f"{base}, trained with proximal policy optimization (PPO, "
         "[arXiv:1707.06347](https://arxiv.org/abs/1707.06347)) to write responses that a reward "
-        "model scores higher. A KL term kept it near its initial model."
+        "model scores higher."
     )
-    # A script that passes its own reward model leaves the default in the settings.
+    if config.kl_coef > 0:
+        text += " A KL term kept it near its initial model."
+    # If a script passes its own reward model, the setting still has its default, which would name
+    # the wrong model.
     if config.reward_model_path not in (None, type(config).reward_model_path):
         text += f" The reward model: {as_markdown(without_folders(config.reward_model_path))}."
     if dataset_name:

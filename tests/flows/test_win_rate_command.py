@@ -42,7 +42,7 @@ def test_the_rate_is_printed_with_its_interval_size_and_judge(capsys):
     # No answer of 6 words has the 9 that the reference has; The bets exclude 52.4 % and more.
     assert line[1] == "0.00% (95% CI 0.0-52.4, n=8, judge python:counts.py:judge)"
     assert (
-        "Won 0, lost 8, tied 0, no verdict 0; the judge followed the order of answers in 0.0%"
+        "Won 0, lost 8, tied 0, no verdict 0; the judge chose the same position in both orders "
         in told
     )
 

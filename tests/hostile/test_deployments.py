@@ -26,17 +26,17 @@ CASES: dict[str, Case] = {
     "a time limit of ten hours": (
         {},
         {"train_policy": {"timeout_minutes": 600}},
-        "timeout_minutes=600 stops it after 10.0 h, and PPO takes roughly 13.1 h on 1 x l4",
+        "timeout_minutes=600 stops the step after 10.0 h, and PPO takes roughly 13.1 h on 1 x l4",
     ),
     "the day of the example, for a policy of 7B": (
         OF_7B,
         {"train_policy": {"memory_gib": 64}},
-        "timeout_minutes=1440 stops it after 24.0 h, and PPO takes roughly 7",
+        "timeout_minutes=1440 stops the step after 24.0 h, and PPO takes roughly 7",
     ),
     "twice the episodes": (
         {"ppo": {"total_episodes": 120_000}},
         {},
-        "timeout_minutes=1440 stops it after 24.0 h, and PPO takes roughly 26.2 h",
+        "timeout_minutes=1440 stops the step after 24.0 h, and PPO takes roughly 26.2 h",
     ),
     "few responses sampled together": (
         {"ppo": {"local_rollout_forward_batch_size": 4}},
@@ -46,7 +46,7 @@ CASES: dict[str, Case] = {
     "no recomputed activations": (
         {"ppo": {"gradient_checkpointing": False, "shared_critic": False}},
         {},
-        "which 19.8 are usable: it would end without memory. These settings fit:\n[ppo]",
+        "which 19.8 are usable: it would run out of GPU memory. These settings fit:\n[ppo]",
     ),
     "more rows in a pass than fit": (
         {"ppo": {"per_device_train_batch_size": 64}},

@@ -71,7 +71,7 @@ def describe_memory_of(works: Sequence[TrainingCost], settings: Settings) -> lis
     if gpu and isinstance(ppo := trainings[-1].size, PPOSize):
         lines.append(
             f"main memory: about {host_memory(ppo) / 2**30:.0f} GiB per machine for PPO, whose "
-            "processes read all models before they are on the GPUs"
+            "processes load all models there before they move them to the GPUs"
         )
     title = f"Memory per {device} in GiB, {usable / 2**30:.1f} usable; * as set, ! does not fit"
     lines.append(render_table(trainings, usable, on_gpus=gpu is not None, title=title))

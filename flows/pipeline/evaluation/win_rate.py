@@ -21,8 +21,8 @@ def measure_win_rate(
 ) -> WinRate:
     """Return the candidate's win rate against the opponent, with a 95 % interval.
 
-    The rate is the mean over prompts of the points of their pairs. The interval is a confidence
-    sequence (`mean_interval`): it holds whenever the judge stops.
+    The rate is the mean over prompts of the mean points of their valid pairs. The interval is a
+    confidence sequence (`mean_interval`): it holds whenever the judge stops.
 
     Args:
         comparison: pairs judged in both orders.
@@ -97,7 +97,7 @@ def compare_policies(one: Comparison, other: Comparison) -> PairedDifference:
         if getattr(one, name) != getattr(other, name):
             raise DataError(
                 f"The two comparisons differ in {name}, so the difference of their win rates "
-                f"would not show the policies alone. Use the same {name} in both comparisons."
+                f"would not come from the policies alone. Use the same {name} in both comparisons."
             )
     valid = sorted({*valid_pairs(one)} & {*valid_pairs(other)})
     if not valid:

@@ -31,14 +31,16 @@ BESIDE_CHECKPOINT = (METRICS_FILE, SELF_CHECK_FILE, RATE_FILE)
 def mirrored(workspace: Workspace, folder: Path, here: Machines = ONE_MACHINE) -> Iterator[None]:
     """Keep a copy of the newest checkpoint, and of the policies before it, in S3.
 
-    If the folder on this machine is missing or empty, the copy is fetched into it first. A finished
-    checkpoint is copied in the background. At the end of the context, the newest checkpoint is
-    copied if it was not, so nothing is lost if the training ends early. If the workspace has no
-    copy in S3, nothing is copied.
+    On one machine, a missing or empty folder is first filled from the copy; with several machines,
+    the folder is always replaced by their newest common checkpoint. A finished checkpoint is copied
+    in the background. At the end of the context, the newest checkpoint is copied unless it has been
+    copied already, so no finished checkpoint is lost. If the workspace has no copy in S3, nothing
+    is copied.
 
     With several machines, each machine copies the files of its own processes, and prefers a
     checkpoint that another machine has copied. The training continues from the newest checkpoint
-    that all machines have copied. Each machine keeps this one beside the last one that it copied.
+    that all machines have copied. In S3, each machine keeps this common checkpoint and the newest
+    checkpoint that it copied itself.
 
     Args:
         workspace: the workspace of the run.
@@ -112,7 +114,10 @@ class _Mirror:
                 print(f"The checkpoint was not copied: {error}", flush=True)
 
     def _next(self) -> Path | None:
-        """Return the checkpoint to copy: the newest that another machine has, or else the newest.
+        """Return the checkpoint to copy.
+
+        This is the newest checkpoint that another machine has copied after our last copy; without
+        such a checkpoint, it is the newest one in the folder.
 
         Otherwise a slow machine would never copy a checkpoint that the others also have.
         """

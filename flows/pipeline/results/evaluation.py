@@ -17,10 +17,11 @@ class SequentialTest:
     """Win rate that the candidate must exceed."""
 
     alpha: float
-    """Largest probability of finding a candidate better that is not."""
+    """Largest probability that a candidate is found better although it is not."""
 
     evidence: float
-    """Capital of bets on the candidate, in multiples of the stake; 1 / alpha decides for it."""
+    """Capital of bets on the candidate, in multiples of the stake. The candidate is found better as
+    soon as this reaches 1 / alpha."""
 
     decided: Decided
 
@@ -33,7 +34,7 @@ class SequentialTest:
 
 @dataclass(frozen=True, kw_only=True)
 class PeopleAndJudge:
-    """A win rate by people's labels of some pairs and the judge's verdicts on all of them."""
+    """A win rate from people's labels of some judged pairs and the judge's verdicts on all."""
 
     rate: float
     """Win rate by PPI++ (arXiv:2311.01453)."""
@@ -265,7 +266,7 @@ class TrainedJudge:
     FILE_FIELDS: ClassVar = ("path",)
 
     path: str
-    """Place of the model."""
+    """Folder of the model, or its address in S3."""
 
     accuracy: float
     """Fraction of the held-out pairs in which the preferred response scores higher."""
@@ -315,8 +316,8 @@ class ModelWinRate(JudgedContests):
     settings: dict[str, Any]
 
     promoted_share: float | None
-    """Share of resampled weeks in which the gate promotes an equal policy; None unless the model is
-    compared with itself."""
+    """Share of simulated evaluations, with prompts drawn again with replacement, in which the gate
+    promotes an equal policy; None unless the model is compared with itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -345,7 +346,7 @@ class GuardResult:
     """Number of different prompts."""
 
     margin: float
-    """Loss against the rival that is harmless."""
+    """Largest harmless loss against the rival, as a difference of mean scores."""
 
     passed: bool
     """False if the policy is shown to be worse than the rival, and a loss of more than `margin` is

@@ -47,7 +47,7 @@ NOT_OF_THE_FLOW = {
     "logging_steps": "every update is logged",
     "max_steps": "set total_episodes, the responses of PPO",
     "mini_batch_size": "set num_mini_batches",
-    "num_sample_generations": "the flow keeps answers to the evaluation prompts, see samples.json",
+    "num_sample_generations": "the flow keeps answers to the evaluation prompts, see samples.jsonl",
     "save_strategy": "a retried PPO step resumes from its checkpoints",
     "eval_strategy": "the flow judges the policy after training, see [evaluation]",
     "push_to_hub": "the policy goes to MLflow, as registered_model",
@@ -56,7 +56,7 @@ NOT_OF_THE_FLOW = {
     "ptx_coef": "the flow has no pretraining texts",
     "model_adapter_name": "the flow makes the adapter itself, see [lora]",
     "ref_adapter_name": "the reference is the policy before PPO",
-    "warn_kl_note": "the flow's warning says what promotion.max_kl does",
+    "warn_kl_note": "the flow writes this note itself, with promotion.max_kl",
 }
 """PPO settings that the flow refuses, because it decides them itself. The value is the reason, or
 the setting to use instead."""
@@ -91,10 +91,11 @@ class Settings:
     reward model is trained from the policy."""
 
     rewards: list[str] = field(default_factory=list)
-    """Rewards whose sum, by `ppo.reward_weights`, trains the policy: `reward-model` (the one above,
-    or the one that the run trains), `reward-model:PATH` or `python:FILE_OR_MODULE:FUNCTION`, each
-    with or without `NAME=` before it. Empty: the reward model alone. The reward model is validated
-    also where the list leaves it out or its weight is 0, but then its faults do not end the run."""
+    """Rewards whose sum, weighted by `ppo.reward_weights`, trains the policy: `reward-model` (the
+    one above, or the one that the run trains), `reward-model:PATH` or
+    `python:FILE_OR_MODULE:FUNCTION`, each with or without `NAME=` before it. Empty: the reward
+    model alone. The reward model is validated even if the list leaves it out or its weight is 0; in
+    these cases a failed validation does not end the run."""
 
     model_types: list[str] = field(default_factory=list)
     """Model types of transformers that `policy`, `reward_model` and judges may have, as in
@@ -110,8 +111,8 @@ class Settings:
     `preferences` is held out."""
 
     held_out_share: Annotated[float, Field(gt=0, lt=1, description="between 0 and 1")] = 0.1
-    """Fraction of the last rows to hold out: of `preferences` if `preferences_test` is empty, and
-    of `prompts` if `eval_prompts` is empty."""
+    """Fraction of the rows to hold out, taken from the end: of `preferences` if `preferences_test`
+    is empty, and of `prompts` if `eval_prompts` is empty."""
 
     prompts: str = ""
     """Rows with prompt and optionally reference, on whose prompts PPO trains."""
@@ -124,11 +125,13 @@ class Settings:
     max_overlap: Share = 0.5
     """A prompt of the evaluation is left out if more than this fraction of its 3-grams of words is
     in one training text, or if it is equal to a training text without case and punctuation. N-grams
-    of templates do not count; see docs/trusting-a-result.md. 1 leaves no prompt out."""
+    of templates do not count. Short prompts are kept; see docs/trusting-a-result.md for the numbers
+    of words. 1 leaves no prompt out."""
 
     erase: str = ""
-    """Rows that are removed from all data sets, each with the columns of its data set, or with a
-    prompt alone, which removes all rows with this prompt. If empty, no row is removed."""
+    """Data set of the rows to remove from all data sets. Each row has the columns of the row to
+    remove; a row with only a prompt removes all rows with that prompt. If empty, no row is
+    removed."""
 
     prompt_format: PromptFormat = "auto"
     """Format in which the policy reads prompts in every step: `chat` applies the tokenizer's chat
@@ -191,9 +194,9 @@ class Settings:
     in fp32."""
 
     stall_minutes: Positive = 30.0
-    """Number of minutes without progress (a step, an answer, a verdict) after which a training or a
-    step of the flow is ended; 20 times the median wait if that is longer. The training is retried
-    from its last checkpoint."""
+    """Number of minutes without progress (an optimizer step, an answer, a verdict) after which a
+    training or a step of the flow is ended; 20 times the median wait if that is longer. The
+    training is retried from its last checkpoint."""
 
     step_minutes: NotNegative = 0.0
     """Time limit in minutes of each step except `start`; 0 for no limit."""
@@ -255,7 +258,7 @@ class Settings:
 
     @property
     def uses_reward_model(self) -> bool:
-        """Whether PPO learns from the reward model of the run: it is a reward, with a weight."""
+        """Whether the reward model of the run is among `rewards` with a weight other than 0."""
         named = read_rewards(self.rewards or [OWN])
         weights = self.ppo.reward_weights or [1.0] * len(named)
         return any(one.is_own and weight for one, weight in zip(named, weights, strict=True))
@@ -408,8 +411,8 @@ _INSTEAD_OF = {
         "save_steps": "save_total_limit",
     },
 }
-"""Section -> setting -> other setting whose default is dropped if the first is given, because both
-determine the same size."""
+"""Section -> setting -> other setting whose default is dropped if the first is given. Both
+determine the same size, or the default fits only the flow's own value of the first."""
 
 
 def names_by_section(kind: Any, section: str = "") -> dict[str, list[str]]:

@@ -13,8 +13,8 @@ COMMENT = """\
 #     python flows/rlhf.py --config settings FILE run
 #
 # FILE is this file. Flags override this file; a section without a seed uses --seed. Paths are
-# unchanged, so start the run in a folder in which the relative paths are valid. A missing setting
-# is None.
+# unchanged, so start the run in a folder in which the relative paths are valid. A setting
+# that is missing here is None, except the seed of a section.
 
 """
 

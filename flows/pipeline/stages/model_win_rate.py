@@ -144,14 +144,14 @@ def describe_result(result: ModelWinRate) -> str:
         f"Model win rate: {describe(rate)}",
         f"Evidence that the model is better: {as_evidence(rate)}.",
         f"Won {rate.wins}, lost {rate.losses}, tied {rate.ties}, no verdict {rate.invalid}; the "
-        f"judge followed the order of answers in {rate.flip_rate:.1%}.",
+        f"judge chose the same position in both orders in {rate.flip_rate:.1%}.",
         f"Length-controlled win rate: {as_equal_length_rate(rate)}.",
     ]
     if labeled := rate.people:
         lines.append(
-            f"With {labeled.labels} labels of people: {labeled.rate:.2%} (95% CI "
-            f"{100 * labeled.low:.1f}-{100 * labeled.high:.1f}), worth {labeled.worth:.0f} labels "
-            "without the judge."
+            f"By {labeled.labels} labels of people and the judge together: {labeled.rate:.2%} (95% "
+            f"CI {100 * labeled.low:.1f}-{100 * labeled.high:.1f}), as precise as "
+            f"{labeled.worth:.0f} labels alone."
         )
     if people := result.people:
         lines.append(
@@ -161,7 +161,7 @@ def describe_result(result: ModelWinRate) -> str:
     if (share := result.promoted_share) is not None:
         alpha = result.settings["alpha"]
         lines.append(
-            f"The gate promotes an equal policy in {share:.2%} of {WEEKS:,} resampled weeks; "
+            f"In {WEEKS:,} simulated evaluations of equal policies, the gate promotes {share:.2%}; "
             f"alpha={alpha:g} allows {alpha:.2%}."
         )
     lines += [f"Inconclusive: {reason}" for reason in result.reasons]

@@ -60,7 +60,7 @@ CLASSIC_NO_EFFECT = CLASSIC_INSTEAD.keys() - {
     "forward_batch_size",
     "push_to_hub_if_best_kwargs",
 }
-"""Settings that change no result, whatever their value; any value causes one log line."""
+"""Settings that change no result. A value that is not accepted is dropped with a warning."""
 
 
 @partial(refusing_unsupported, instead=CLASSIC_INSTEAD, no_effect=CLASSIC_NO_EFFECT)

@@ -63,7 +63,7 @@ def test_metaflows_default_is_the_limit_of_a_step_without_one(tmp_path: Path):
 def test_the_limit_of_a_run_is_compared_with_ppo_too(tmp_path: Path):
     files = written(tmp_path, train_policy={"timeout_minutes": 0})
     limited = replace(files, deployment=replace(files.deployment, timeout_hours=12.0))
-    message = r"timeout_hours=12 stops it after 12\.0 h, .* 13\.1 h .*at least 16"
+    message = r"timeout_hours=12 stops the step after 12\.0 h, .* 13\.1 h .*at least 16"
     with pytest.raises(ConfigError, match=message):
         check_sizes(limited)
 
@@ -114,7 +114,7 @@ def test_models_that_cannot_be_read_here_are_said(policy: str, tmp_path: Path, m
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (line,) = check_sizes(write_deployment(tmp_path, "argo", {}, {"policy": policy}))
     assert line.startswith("sizes: not compared with the machines, because a model could not be")
-    assert line.endswith("run --check` computes them where it can be.")
+    assert line.endswith("run --check` on a machine that can read the model.")
 
 
 def test_a_built_in_task_has_no_policy_to_read(tmp_path: Path):

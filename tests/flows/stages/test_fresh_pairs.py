@@ -117,6 +117,7 @@ def test_the_better_reward_model_on_held_out_pairs_of_samples_is_used(
     assert Path(model.path).name.startswith(f"{FRESH}-")
 
 
+@pytest.mark.slow
 def test_given_pairs_count_by_weight_beside_pairs_of_samples(tmp_path: Path, start):
     found, run = [], start(make_settings(contradicting(tmp_path), {}))
     for weight in (0.001, 1.0):

@@ -87,6 +87,7 @@ def curve(client, run: FlowRun, metric: str) -> list[tuple[int, float]]:
     return [(point.step, point.value) for point in history]
 
 
+@pytest.mark.slow
 def test_a_pause_without_new_pairs_changes_no_weight_and_no_metric(tmp_path: Path, begin, capsys):
     settings = make_settings(table_of(tmp_path / "two", "undecided"), {})
     run, given = begin(settings)

@@ -152,6 +152,7 @@ def test_earlier_policies_are_made_once_and_leave_the_folder_of_the_run(
     assert len(jobs) == 1
 
 
+@pytest.mark.slow
 def test_earlier_policies_of_a_cached_policy_are_trained_and_paid_for(
     settings, keeping, models, monkeypatch, mlflow_client
 ):
@@ -170,7 +171,7 @@ class KilledError(Exception):
     """Stands for a kill of the process."""
 
 
-@pytest.mark.parametrize("place", ["before", "while"])
+@pytest.mark.parametrize("place", ["before", pytest.param("while", marks=pytest.mark.slow)])
 def test_a_run_that_is_killed_after_its_ppo_has_all_earlier_policies(
     place: str, keeping, models, monkeypatch
 ):
@@ -192,6 +193,7 @@ def test_a_run_that_is_killed_after_its_ppo_has_all_earlier_policies(
     assert not (run.folder / "ppo" / "policies").exists()
 
 
+@pytest.mark.slow
 def test_earlier_policies_go_to_machines_that_share_nothing(
     keeping, models, store, tmp_path, monkeypatch
 ):
