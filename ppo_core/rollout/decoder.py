@@ -14,9 +14,9 @@ from ppo_core.models.backbones import DecoderBackbone, Decoding
 from ppo_core.models.kernels.decoder_families import fast_path
 from ppo_core.models.kernels.packed_linear import packed
 from ppo_core.models.policy import LanguageModel
-from ppo_core.rollout.alignment import AlignedSequences
 from ppo_core.rollout.fast_decoder import FastBackend
 from ppo_core.rollout.kv_cache import KVCache, SelectableCache, empty_cache, keeps_all_positions
+from ppo_core.rollout.left_padding import AlignedSequences
 from ppo_core.rollout.transformers_decoder import TransformersBackend
 from ppo_core.rollout.whole_cache_decoder import WholeCacheBackend
 

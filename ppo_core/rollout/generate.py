@@ -17,7 +17,7 @@ from ppo_core.rollout.continuous_batching import ActiveSequences, PromptQueue
 from ppo_core.rollout.decoder import can_add_prompts, new_decoder
 from ppo_core.rollout.decoding_check import OwnForward, choose_backend
 from ppo_core.rollout.response_buffer import ResponseBuffer
-from ppo_core.rollout.sampler import SamplingSettings, sample_tokens
+from ppo_core.rollout.token_sampling import SamplingSettings, sample_tokens
 
 MAX_KEPT_SHARE = 0.75
 """Largest fraction of active sequences at which finished responses are removed from the cache.

@@ -6,7 +6,7 @@ from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ppo_core.errors import ModelError
-from ppo_core.rollout.alignment import AlignedSequences
+from ppo_core.rollout.left_padding import AlignedSequences
 
 Index = tuple[Tensor, slice, Tensor | slice]
 """Index of sequences, all heads and columns in a tensor (max_sequences, G, columns, E)."""

@@ -29,7 +29,7 @@ from ppo_core.data.prompts import Tokens
 from ppo_core.errors import ConfigError, ModelError, TrainingError
 from ppo_core.errors.redaction import redact
 from ppo_core.io.http_client import make_client
-from ppo_core.rollout.sampler import NO_STOP_TOKEN, SamplingSettings
+from ppo_core.rollout.token_sampling import NO_STOP_TOKEN, SamplingSettings
 
 CONNECT_SECONDS = 10.0
 """Timeout for opening a connection, in seconds."""

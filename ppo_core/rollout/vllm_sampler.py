@@ -22,7 +22,7 @@ from ppo_core.distributed.engine import Engine
 from ppo_core.distributed.saving import gather_weights, save_plain
 from ppo_core.errors import TrainingError
 from ppo_core.models.policy import LanguageModel
-from ppo_core.rollout.sampler import SamplingSettings, ServerSettings
+from ppo_core.rollout.token_sampling import SamplingSettings, ServerSettings
 from ppo_core.rollout.vllm_client import Choice, VLLMServer
 
 if TYPE_CHECKING:

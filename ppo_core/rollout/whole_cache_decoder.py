@@ -11,8 +11,8 @@ from ppo_core.data.prompts import Tokens
 from ppo_core.data.text_config import text_config
 from ppo_core.models.backbones import DecoderBackbone, Decoding
 from ppo_core.models.policy import LanguageModel
-from ppo_core.rollout.alignment import AlignedSequences
 from ppo_core.rollout.kv_cache import empty_cache
+from ppo_core.rollout.left_padding import AlignedSequences
 
 
 class WholeCacheBackend:

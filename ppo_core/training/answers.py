@@ -28,7 +28,7 @@ from ppo_core.errors.redacted_output import install_redaction
 from ppo_core.io.atomic_files import write_atomically
 from ppo_core.io.progress_bar import ProgressFile, listening
 from ppo_core.models.loading import load_policy, load_tokenizer
-from ppo_core.rollout.sampler import ServerSettings, own_stop_token
+from ppo_core.rollout.token_sampling import ServerSettings, own_stop_token
 from ppo_core.training.evaluation import Answers, answer_prompts
 
 

@@ -45,7 +45,7 @@ from ppo_core.reporting.metrics import (
     update_metrics,
 )
 from ppo_core.reporting.sample_table import Completions, log_table, print_table
-from ppo_core.rollout.sampler import SamplingSettings, stop_token
+from ppo_core.rollout.token_sampling import SamplingSettings, stop_token
 from ppo_core.training.evaluation import greedy_completions
 from ppo_core.training.export import PolicyExporter
 from ppo_core.training.preflight import check_models

@@ -12,8 +12,8 @@ from pipeline.evaluation.sequential.people_and_judge import corrected_values
 from pipeline.evaluation.sequential.until_decided import PAIRS_AT_ONCE, Rule
 from pipeline.evaluation.win_rate import values_of_prompts
 from pipeline.judges.verdict import Verdict
+from pipeline.registry.alpha_spending import limits_now
 from pipeline.registry.decisions import Action, Decision
-from pipeline.registry.error_budget import limits_now
 from pipeline.settings.evaluation_config import EvaluationConfig
 from pipeline.settings.gate_configs import PromotionConfig
 from tests.benchmarks.tables import make_table

@@ -157,7 +157,7 @@ def test_a_model_against_itself_tests_judge_and_gate_without_references(tmp_path
     assert rate["low"] < 0.5 < rate["high"]
     assert rate["n"] == 40
     assert figures["promoted_share"] < 0.001
-    assert "The gate promotes an equal policy in 0.0" in told
+    assert "In 10,000 simulated evaluations of equal policies, the gate promotes 0.0" in told
     kept = [json.loads(line) for line in (tmp_path / "outputs/judgements.jsonl").open()]
     assert sum(row["candidate"] != row["opponent"] for row in kept) > 20
 

@@ -10,7 +10,7 @@ from ppo_core.data.types import Rollout
 from ppo_core.models.policy import LanguageModel
 from ppo_core.rollout import fast_decoder
 from ppo_core.rollout.generate import sample_responses
-from ppo_core.rollout.sampler import SamplingSettings
+from ppo_core.rollout.token_sampling import SamplingSettings
 from tests.helpers.models.tiny import EOS, make_policy, make_prompts
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")

@@ -22,7 +22,7 @@ from pipeline.cost.training_sizes import (
 )
 from pipeline.evaluation.comparison import contests_between
 from pipeline.inputs.data_sets import RunData, references_of
-from pipeline.registry.error_budget import limits_now
+from pipeline.registry.alpha_spending import limits_now
 from pipeline.settings.gate_configs import PromotionConfig, RewardGateConfig
 from pipeline.settings.selection_config import MOST_TRIES
 from pipeline.settings.settings import Settings

@@ -27,7 +27,7 @@ from pipeline.settings.gate_configs import GuardsConfig, PromotionConfig
 from pipeline.settings.settings import Settings
 from ppo_core.algorithm.repetition import repeated_ngrams
 from ppo_core.models.loading import is_same_architecture
-from ppo_core.rollout.sampler import server_of
+from ppo_core.rollout.token_sampling import server_of
 from ppo_core.training.answers import AnswerJob
 from ppo_core.training.evaluation import Answers
 

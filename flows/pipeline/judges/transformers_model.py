@@ -20,7 +20,7 @@ from ppo_core.io.folder_cache import digest_of
 from ppo_core.models.loading import load_config, load_policy, load_tokenizer
 from ppo_core.models.policy import LanguageModel
 from ppo_core.rollout.generate import sample_responses
-from ppo_core.rollout.sampler import SamplingSettings, stop_token
+from ppo_core.rollout.token_sampling import SamplingSettings, stop_token
 
 SHORTEST_QUESTION: Question = [
     {"role": "system", "content": "system"},

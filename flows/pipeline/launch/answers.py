@@ -8,7 +8,7 @@ from pipeline.launch.commands import gpus
 from pipeline.launch.launcher import train
 from pipeline.settings.settings import Settings
 from ppo_core.data.chat_template import Messages
-from ppo_core.rollout.sampler import server_of
+from ppo_core.rollout.token_sampling import server_of
 from ppo_core.training.answers import AnswerJob, read_answers, run_answer_job, write_answer_job
 from ppo_core.training.evaluation import Answers
 

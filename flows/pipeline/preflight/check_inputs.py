@@ -43,7 +43,7 @@ from ppo_core.models.loading import (
     load_tokenizer,
 )
 from ppo_core.reporting.callbacks import check_integrations
-from ppo_core.rollout.sampler import stop_token
+from ppo_core.rollout.token_sampling import stop_token
 from ppo_core.supervised.examples.encoded_rows import TrainingKind
 from ppo_core.supervised.learning_rate import refuse_sharded_search
 from ppo_core.supervised.training import refuse_other_settings

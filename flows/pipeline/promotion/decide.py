@@ -8,9 +8,9 @@ from pipeline.promotion.fetch_champion import fetch_version
 from pipeline.promotion.gate import reasons_to_promote, reasons_to_refuse
 from pipeline.registry import change_champion
 from pipeline.registry.alias_sync import settle
+from pipeline.registry.alpha_spending import limits_now
 from pipeline.registry.champion_history import Champions
 from pipeline.registry.decisions import Decision
-from pipeline.registry.error_budget import limits_now
 from pipeline.results.evaluation import TrainedJudge
 from pipeline.results.report_files import as_json
 from pipeline.results.step_records import EvaluatedPolicy, ValidatedReward

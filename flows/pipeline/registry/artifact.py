@@ -21,7 +21,7 @@ from pipeline.settings.decoding import Decoding
 from ppo_core.data.chat_template import Messages
 from ppo_core.errors import ModelError
 from ppo_core.models.loading import load_policy, load_tokenizer
-from ppo_core.rollout.sampler import NO_STOP_TOKEN, stop_token
+from ppo_core.rollout.token_sampling import NO_STOP_TOKEN, stop_token
 from serving.manifest import CARD, write_manifest
 
 REQUIREMENTS = ("torch", "transformers", "accelerate")

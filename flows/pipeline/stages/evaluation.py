@@ -11,7 +11,7 @@ from pipeline.inputs.flow_run import FlowRun
 from pipeline.inputs.model_digests import require_unchanged
 from pipeline.judges.judge_budget import Budget
 from pipeline.judges.make_judge import make_judge_of_run
-from pipeline.registry.error_budget import limits_now
+from pipeline.registry.alpha_spending import limits_now
 from pipeline.reports.log_reports import log_evaluation
 from pipeline.results.evaluation import TrainedJudge
 from pipeline.results.selection import Selection

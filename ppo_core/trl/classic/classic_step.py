@@ -22,7 +22,7 @@ from ppo_core.ppo.schedule import make_schedule
 from ppo_core.ppo.scoring import response_logprobs, score, truncated_logprobs
 from ppo_core.ppo.update import TrainState, UpdateProgress, update_policy
 from ppo_core.reporting.metrics import Metrics, PhaseTimer, update_metrics
-from ppo_core.rollout.sampler import NO_STOP_TOKEN, SamplingSettings
+from ppo_core.rollout.token_sampling import NO_STOP_TOKEN, SamplingSettings
 from ppo_core.trl.classic.classic_config import ClassicPPOConfig
 from ppo_core.trl.classic.step_inputs import Masks, check_scores, make_rollout
 from ppo_core.trl.classic.step_stats import Stats, step_stats

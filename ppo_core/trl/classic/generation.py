@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ppo_core.algorithm.masking import length_mask
 from ppo_core.data.batching import pad_rows
 from ppo_core.errors import ConfigError
-from ppo_core.rollout.sampler import NO_STOP_TOKEN, SamplingSettings
+from ppo_core.rollout.token_sampling import NO_STOP_TOKEN, SamplingSettings
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "do_sample": (True,),

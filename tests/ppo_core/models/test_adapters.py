@@ -27,7 +27,7 @@ from ppo_core.models.policy import LanguageModel
 from ppo_core.models.reward_adapter import AdapterClassifier, load_reward_adapter
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.rollout.generate import sample_responses
-from ppo_core.rollout.sampler import SamplingSettings
+from ppo_core.rollout.token_sampling import SamplingSettings
 from tests.helpers.models.tiny import CONFIGS, EOS, make_policy, make_prompts, make_tokenizer
 from tests.helpers.paths import ROOT
 

@@ -28,7 +28,7 @@ from ppo_core.models.policy import LanguageModel
 from ppo_core.rollout.decoder import can_add_prompts
 from ppo_core.rollout.generate import SamplingCallbacks, sample_responses
 from ppo_core.rollout.kv_cache import TransformersView
-from ppo_core.rollout.sampler import (
+from ppo_core.rollout.token_sampling import (
     BLOCK,
     NO_STOP_TOKEN,
     SamplingSettings,

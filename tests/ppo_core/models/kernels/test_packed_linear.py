@@ -14,7 +14,7 @@ from ppo_core.models.kernels import packed_linear
 from ppo_core.models.kernels.packed_linear import packed
 from ppo_core.models.policy import LanguageModel
 from ppo_core.rollout.generate import sample_responses
-from ppo_core.rollout.sampler import SamplingSettings
+from ppo_core.rollout.token_sampling import SamplingSettings
 from tests.helpers.models.tiny import EOS, make_policy, make_prompts
 
 pytestmark = pytest.mark.skipif(

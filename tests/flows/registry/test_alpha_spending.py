@@ -4,8 +4,8 @@ from itertools import pairwise
 
 import pytest
 
+from pipeline.registry.alpha_spending import limits_now, share_of
 from pipeline.registry.decisions import Action, Decision
-from pipeline.registry.error_budget import limits_now, share_of
 from pipeline.settings.gate_configs import PromotionConfig
 from ppo_core.errors import ConfigError
 
