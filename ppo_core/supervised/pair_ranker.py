@@ -64,16 +64,29 @@ class PairRanker(nn.Module):
         nn.init.normal_(head.weight, std=1 / math.sqrt(head.in_features + 1))
 
     def forward(
-        self, input_ids: Tensor, lengths: Tensor, margins: Tensor, weights: Tensor
+        self,
+        input_ids: Tensor,
+        lengths: Tensor,
+        margins: Tensor,
+        weights: Tensor,
+        given: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the loss () of B pairs, and the sums of `metrics` (2,) without a gradient.
 
         The loss is a weighted sum over the pairs; the metrics are sums over the pairs whose weight
         is above 0. The shapes are input_ids (B, 2, S), lengths (B, 2), margins (B,) and weights
         (B,). In dimension 1, index 0 is the chosen response and index 1 the rejected response.
+
+        `given` (N,) has the numbers, in `input_ids.flatten(0, 1)`, of the sequences that exist; the
+        score of a missing response is 0. If None, all sequences exist.
         """
-        scores = self.score(input_ids.flatten(0, 1), lengths.flatten()).view(-1, 2)
-        chosen, rejected = at_least_fp32(scores).unbind(1)
+        sequences, tokens = input_ids.flatten(0, 1), lengths.flatten()
+        if given is None:
+            scores = at_least_fp32(self.score(sequences, tokens))
+        else:
+            existing = at_least_fp32(self.score(sequences[given], tokens[given]))
+            scores = existing.new_zeros(len(tokens)).index_copy(0, given, existing)
+        chosen, rejected = scores.view(-1, 2).unbind(1)
         losses = preference_losses(chosen, rejected, margins)
         losses = losses + self._centering * centering_losses(chosen, rejected)
         differences, counted = (chosen - rejected).detach(), (weights > 0).float()

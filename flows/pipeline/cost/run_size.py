@@ -352,7 +352,10 @@ def _sft_rows(data: RunData) -> SupervisedRows | None:
 
 
 def _pair_rows(data: RunData) -> SupervisedRows | None:
-    return None if data.settings.reward_model else _pairs(data.encoded_pairs(), data.settings)
+    if data.settings.reward_model:
+        return None
+    pairs = data.encoded("pairs", data.reward_training_pairs(), data.settings.reward_model_training)
+    return _pairs(pairs, data.settings)
 
 
 def _judge_rows(data: RunData) -> SupervisedRows | None:

@@ -14,6 +14,7 @@ from pipeline.inputs.preference_pairs import (
     LabeledPair,
     decided_pairs,
     join_by_weight,
+    pairs_of_feedback,
     pairs_of_votes,
     split_off_judge_pairs,
     training_pairs_of,
@@ -88,6 +89,24 @@ class RunData:
         rows = self._training_pairs_of_both()
         return rows if self.settings.judge else split_off_judge_pairs(rows)[0]
 
+    def reward_training_pairs(self) -> Rows:
+        """Return the rows that train the reward model: the given pairs, and `feedback`."""
+        return join_by_weight([(self.training_pairs(), 1.0), *self._weighted_feedback()])
+
+    def feedback(self) -> Rows | None:
+        """Read the feedback of users as training pairs, see `pairs_of_feedback`.
+
+        Pairs that are also in the validation set are left out.
+        """
+        if not self.settings.feedback:
+            return None
+        rows = self._read(self.settings.feedback, "feedback")
+        return pairs_of_feedback(rows, self._validation_pairs())
+
+    def _weighted_feedback(self) -> list[tuple[Rows, float]]:
+        rows = self.feedback()
+        return [] if rows is None else [(rows, self.settings.feedback_weight)]
+
     def judge_pairs(self) -> Rows:
         """Read the preferences for training the judge.
 
@@ -111,6 +130,11 @@ class RunData:
     def encoded_pairs(self) -> Rows:
         """Return the preferences as token ids for the training of the reward model."""
         return self.encoded("pairs", self.training_pairs(), self.settings.reward_model_training)
+
+    def encoded_feedback(self) -> Rows | None:
+        """Return the feedback as token ids; None if there is none."""
+        rows = self.feedback()
+        return rows and self.encoded("pairs", rows, self.settings.reward_model_training)
 
     def encoded_judge_pairs(self) -> Rows:
         """Return the preferences as token ids for the training of the judge."""
@@ -187,7 +211,7 @@ class RunData:
         return [
             self.training_prompts(),
             *([self.sft_rows()] if settings.sft_data else []),
-            *([labels] if (labels := self.fresh_labels()) else []),
+            *(rows for rows in (self.fresh_labels(), self.feedback()) if rows),
             # With a given reward model and a named judge, preferences only test.
             *([] if settings.reward_model and settings.judge else [self._training_pairs_of_both()]),
         ]
@@ -254,6 +278,7 @@ class RunData:
         return {
             **({"sft": self.encoded_demonstrations()} if self.settings.sft_data else {}),
             **({} if self.settings.reward_model else {"preferences": self.encoded_pairs()}),
+            **({"feedback": feedback} if (feedback := self.encoded_feedback()) else {}),
             **({} if self.settings.judge else {"judge-preferences": self.encoded_judge_pairs()}),
             "preferences-test": self.test_pairs(),
             "prompts": self.training_prompts(),
@@ -272,6 +297,7 @@ class RunData:
             "preferences": (settings.preferences, "pairs"),
             "judge-preferences": (settings.preferences, "pairs"),
             "preferences-test": (test, "pairs"),
+            "feedback": (settings.feedback, "feedback"),
             "prompts": (settings.prompts, "prompts"),
             "eval-prompts": (settings.eval_prompts or settings.prompts, "prompts"),
         }
@@ -336,11 +362,14 @@ class RunData:
         return self._read(str(Path(folder) / PAIRS_FILE), "pairs")
 
     def fresh_training_pairs(self, folders: Sequence[str]) -> Rows:
-        """Return the training pairs of several rounds and, with `given_weight`, the given pairs."""
+        """Return the training pairs of several rounds, the feedback, and the given pairs.
+
+        The given pairs have the weight `given_weight`; with 0, they are left out.
+        """
         parts = [(self.fresh_pairs(folder)[0], 1.0) for folder in folders]
         if weight := self.settings.fresh_pairs.given_weight:
             parts.append((self.training_pairs(), weight))
-        return join_by_weight(parts)
+        return join_by_weight([*parts, *self._weighted_feedback()])
 
     def voted_pairs(self, fresh: str | None = None) -> list[LabeledPair]:
         """Return pairs of answers that people labeled, and that trained no reward model of the run.

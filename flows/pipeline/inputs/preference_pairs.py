@@ -1,6 +1,7 @@
 """Merge preference rows into labeled pairs, each with all votes on the pair."""
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -10,16 +11,17 @@ import pyarrow
 from datasets import concatenate_datasets
 
 from ppo_core.data.chat_template import Messages
-from ppo_core.data.rows.forms import Row
+from ppo_core.data.rows.forms import WEIGHT, Row
 from ppo_core.data.rows.reader import Rows, derive, each
 from ppo_core.errors import DataError
 from ppo_core.io.folder_cache import digest_of, digest_of_code
-from ppo_core.supervised.examples.reward_pairs import WEIGHT
 
 JUDGE_PART = 3
 """If no judge is named, one of every `JUDGE_PART` different pairs trains the judge."""
 
 _TRAINED = ("prompt", "chosen", "rejected")
+
+_MARGIN = "margin"
 
 _Key = tuple[str, frozenset[str]]
 
@@ -141,6 +143,36 @@ def pairs_of_votes(votes: Rows) -> Rows:
     return derive(votes, "voted-pairs", {"code": digest_of_code(__name__)}, each(convert), schema)
 
 
+def pairs_of_feedback(feedback: Rows, others: Rows) -> Rows:
+    """Return feedback as training pairs; a judgment of one response lacks the other response.
+
+    Pairs that are in `others` are left out.
+
+    A missing response has a score of 0. So the loss of a judgment is the binary cross-entropy of
+    sigmoid(score + c), with c the log odds of a positive judgment in these rows, by weight: an
+    answer of score 0 is liked as often as the average answer. c is 0 if all judgments are equal.
+    """
+    liked = disliked = 0.0
+    for row in feedback:
+        liked += row[WEIGHT] * (row["rejected"] is None)
+        disliked += row[WEIGHT] * (row["chosen"] is None)
+    log_odds = math.log(liked / disliked) if liked and disliked else 0.0
+
+    taken = {_key(row) for row in others}
+
+    def convert(row: Row) -> Row | None:
+        if _key(row) in taken:
+            return None
+        margin = log_odds * ((row["chosen"] is None) - (row["rejected"] is None))
+        return {name: row[name] for name in (*_TRAINED, WEIGHT)} | {_MARGIN: margin}
+
+    types = feedback.table.features.arrow_schema
+    fields = [types.field(name) for name in (*_TRAINED, WEIGHT)]
+    schema = pyarrow.schema([*fields, pyarrow.field(_MARGIN, pyarrow.float64())])
+    inputs = {"others": others.digest, "code": digest_of_code(__name__)}
+    return derive(feedback, "pairs-of-feedback", inputs, each(convert), schema)
+
+
 def decided_pairs(pairs: Iterable[Row], trained: Sequence[Rows]) -> list[LabeledPair]:
     """Return the pairs of which people prefer one answer, without the pairs of `trained`."""
     taken = {_key(row) for rows in trained for row in rows}
@@ -168,13 +200,18 @@ def join_by_weight(parts: Sequence[tuple[Rows, float]]) -> Rows:
 
 
 def _with_weight(rows: Rows, weight: float) -> Rows:
+    """Return the rows with `weight` times their own weight; only weighted rows keep a margin."""
+    is_weighted = WEIGHT in rows.table.column_names
+
     def convert(row: Row) -> Row:
-        return {name: row[name] for name in _TRAINED} | {WEIGHT: weight}
+        margin, factor = (row[_MARGIN], row[WEIGHT]) if is_weighted else (0.0, 1.0)
+        return {name: row[name] for name in _TRAINED} | {_MARGIN: margin, WEIGHT: weight * factor}
 
     types = rows.table.features.arrow_schema
-    fields = [*(types.field(name) for name in _TRAINED), pyarrow.field(WEIGHT, pyarrow.float64())]
+    numbers = [pyarrow.field(name, pyarrow.float64()) for name in (_MARGIN, WEIGHT)]
+    schema = pyarrow.schema([*(types.field(name) for name in _TRAINED), *numbers])
     inputs = {"weight": weight, "code": digest_of_code(__name__)}
-    return derive(rows, "weighted-pairs", inputs, each(convert), pyarrow.schema(fields))
+    return derive(rows, "weighted-pairs", inputs, each(convert), schema)
 
 
 def _part(rows: Rows, name: str) -> Rows:

@@ -77,6 +77,7 @@ def check_inputs(settings: Settings) -> None:
     _check_fresh_pairs(data)
     # Other training data are checked first, because prompts of the evaluation are compared with it.
     _check_pairs(data)
+    _check_feedback(data)
     if settings.sft_data:
         _check_demonstrations(data)
     _check_prompts(data)
@@ -222,6 +223,13 @@ def _check_pairs(data: RunData) -> None:
         if not settings.judge:
             _report(data.encoded_judge_pairs(), "judge-preferences", settings)
             data.judge_test_pairs()
+
+
+def _check_feedback(data: RunData) -> None:
+    with named_data("feedback"):
+        if rows := data.encoded_feedback():
+            _report(rows, "feedback", data.settings)
+            _show("feedback", data, rows.table[0]["chosen"] or rows.table[0]["rejected"])
 
 
 def _check_fresh_pairs(data: RunData) -> None:

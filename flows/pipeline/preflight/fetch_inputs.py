@@ -34,7 +34,10 @@ from ppo_core.errors import ModelError, library_errors
 from ppo_core.io.atomic_files import explained_writes
 from ppo_core.models.loading import commit_of
 
-DATA = ("sft_data", "preferences", "preferences_test", "prompts", "eval_prompts", "erase")
+DATA = (
+    *("sft_data", "preferences", "preferences_test", "feedback"),
+    *("prompts", "eval_prompts", "erase"),
+)
 MODEL_JUDGES = ("reward-model", "transformers")
 
 MODEL_FILES = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.txt")

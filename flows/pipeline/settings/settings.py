@@ -110,6 +110,15 @@ class Settings:
     """Preferences to validate the reward model on; if empty, the fraction `held_out_share` of
     `preferences` is held out."""
 
+    feedback: str = ""
+    """Rows with prompt, and a response that users liked (chosen), that they disliked (rejected), or
+    both, as `flows/feedback.py collect` writes them. They train the reward model beside
+    `preferences`; a row with one response is a judgment of this response alone."""
+
+    feedback_weight: Annotated[float, Field(gt=0, description="above 0")] = 1.0
+    """Weight of a row of `feedback` in the loss of the reward model, if a pair of `preferences` has
+    weight 1. It is multiplied by the column `weight` of the row, if there is one."""
+
     held_out_share: Annotated[float, Field(gt=0, lt=1, description="between 0 and 1")] = 0.1
     """Fraction of the rows to hold out, taken from the end: of `preferences` if `preferences_test`
     is empty, and of `prompts` if `eval_prompts` is empty."""
@@ -251,6 +260,7 @@ class Settings:
         self._refuse_a_choice_without_divergence()
         self._check_rewards()
         self._check_fresh_pairs()
+        self._refuse_feedback_without_training()
         if self.task:
             self._refuse_inputs_of_a_task()
         else:
@@ -362,6 +372,13 @@ class Settings:
                 f"num_nodes={self.num_nodes}. Set rounds=1 or num_nodes=1."
             )
 
+    def _refuse_feedback_without_training(self) -> None:
+        if self.feedback and self.reward_model:
+            raise ConfigError(
+                f"feedback={self.feedback!r} would be ignored, because reward_model="
+                f"{self.reward_model!r} is not trained. Remove either setting."
+            )
+
     def _refuse_inputs_of_a_task(self) -> None:
         named = [name for name in INPUTS if getattr(self, name)]
         if named:
@@ -395,6 +412,7 @@ INPUTS = (
     "reward_model",
     "preferences",
     "preferences_test",
+    "feedback",
     "prompts",
     "eval_prompts",
     "erase",

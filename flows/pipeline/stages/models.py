@@ -150,7 +150,7 @@ def _policy_training(settings: Settings, run: FlowRun) -> _Training:
 @with_files("settings", "sft")
 def _reward_training(settings: Settings, sft: PreparedModel, run: FlowRun) -> _Training:
     data, section = RunData(settings), settings.reward_model_training
-    rows = data.training_pairs()
+    rows = data.reward_training_pairs()
     return _Training(name=REWARD_MODEL, model=sft.path, rows=rows, section=section, data=data)
 
 

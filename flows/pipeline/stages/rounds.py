@@ -48,12 +48,13 @@ def decides_the_rounds(data: RunData, fresh: FreshPairs | None) -> dict[str, Any
     if settings.fresh_pairs.rounds == 1:
         return {}
     assert fresh is not None
-    weight = settings.fresh_pairs.given_weight
+    weight, feedback = settings.fresh_pairs.given_weight, data.feedback()
     return {
         "rounds": settings.fresh_pairs.rounds,
         # This name has a digest of the pairs and of the labeler.
         "pairs": fresh.path.rpartition("/")[2],
         "given": [weight, data.training_pairs().digest] if weight else [],
+        "feedback": [settings.feedback_weight, feedback.digest] if feedback else [],
         "held_out_share": settings.held_out_share,
         "overlong": settings.overlong,
         "reward_training": settings.reward_model_training.settings_of_result(),

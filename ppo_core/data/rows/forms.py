@@ -31,9 +31,9 @@ from ppo_core.data.rows.row_error import RowError
 from ppo_core.data.sources.raw_row import RawRow
 from ppo_core.errors import DataError
 
-Kind: TypeAlias = Literal["prompts", "pairs", "demonstrations", "votes"]
-"""Use of a data set: prompts with an optional reference, preferences, examples for fine-tuning, or
-pairs of answers that people judged."""
+Kind: TypeAlias = Literal["prompts", "pairs", "demonstrations", "votes", "feedback"]
+"""Use of a data set: prompts with an optional reference, preferences, examples for fine-tuning,
+pairs of answers that people judged, or feedback of users on single answers or pairs."""
 
 _CONVERSATIONS = ("messages", "conversations")
 """Columns of a conversation, whose last message may be the answer; ShareGPT has the second."""
@@ -46,6 +46,9 @@ _COMPLETION_COLUMNS = ("completion", "output", "answer", "response", "reference_
 
 _REFERENCE_COLUMNS = ("reference", *_COMPLETION_COLUMNS)
 """Names of columns that may hold the response that a policy's answer is compared with."""
+
+WEIGHT = "weight"
+"""Optional column of feedback, of pairs and of encoded pairs: the weight of the row in the loss."""
 
 _RANKING_COLUMNS = {
     "responses": ("responses", "completions"),
@@ -114,7 +117,13 @@ def find_form(
     """
     known = {field: name for field, name in (renamed or {}).items() if name in columns}
     names = {*columns, *known}
-    finders = {"prompts": _prompts, "pairs": _pairs, "demonstrations": _examples, "votes": _votes}
+    finders = {
+        "prompts": _prompts,
+        "pairs": _pairs,
+        "demonstrations": _examples,
+        "votes": _votes,
+        "feedback": _feedback,
+    }
     if kind == "prompts" and takes_token_ids and "input_ids" in names and "prompt" not in known:
         return _token_ids(names)
     form = finders[kind](names, is_chat)
@@ -284,6 +293,40 @@ def _votes(columns: Collection[str], is_chat: bool) -> Form:
     return Form(reading, _schema(is_chat, *VOTE_FIELDS), convert)
 
 
+def _feedback(columns: Collection[str], is_chat: bool) -> Form:
+    """Return the form of feedback: users liked the response in chosen, and not that in rejected.
+
+    One of both may be missing. Single judgments may also be as in `_judgements`.
+    """
+    found = _find_prompt(columns)
+    is_judged = _are_judgements(columns)
+    if found is None or not (is_judged or {"chosen", "rejected"} & set(columns)):
+        raise _no_columns([*([] if found else ["prompt"]), "chosen", "rejected"], columns)
+    described, read = found
+
+    def convert(row: RawRow) -> Row:
+        if is_judged:
+            if (is_liked := _truth(row.get("label"), "label")) is None:
+                raise RowError("without true or false in label")
+            row = {**row, "chosen" if is_liked else "rejected": row.get("completion")}
+        answers = {
+            name: None if (value := _value(row, name)) is None else as_response(value, name)
+            for name in ("chosen", "rejected")
+        }
+        if all(answer is None for answer in answers.values()):
+            raise RowError("without a response in chosen or rejected")
+        weight = _number(row.get(WEIGHT), WEIGHT)
+        if weight is not None and weight < 0:
+            raise RowError("with a weight below 0")
+        prompt = as_prompt(read(row), is_chat=is_chat)
+        return {"prompt": prompt, **answers, WEIGHT: 1.0 if weight is None else weight}
+
+    used = ("completion", "label") if is_judged else ("chosen", "rejected", WEIGHT)
+    reading = {"prompt": described} | {name: name for name in used if name in columns}
+    schema = _schema(is_chat, "chosen", "rejected").append(pyarrow.field(WEIGHT, pyarrow.float64()))
+    return Form(reading, schema, convert)
+
+
 # --- Fields ------------------------------------------------------------------------
 
 
@@ -421,13 +464,13 @@ def _labels(row: RawRow) -> Row:
         RowError: a label has the wrong type. Numbers and booleans may be texts, as in CSV.
     """
     return {
-        "margin": _number(row.get("margin")),
+        "margin": _number(row.get("margin"), "margin"),
         "tie": _truth(row.get("tie"), "tie"),
         **{name: _name(row.get(name), name) for name in ("category", "source", "annotator")},
     }
 
 
-def _number(value: Any) -> float | None:
+def _number(value: Any, column: str) -> float | None:
     if value is None or value == "":
         return None
     try:
@@ -435,7 +478,7 @@ def _number(value: Any) -> float | None:
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        raise RowError("without a finite number in margin")
+        raise RowError(f"without a finite number in {column}")
     return number
 
 

@@ -1,4 +1,7 @@
-"""Encode preferences as pairs of token sequences, and batch the pairs."""
+"""Encode preferences as pairs of token sequences, and batch the pairs.
+
+A judgment of a single response is a pair without the other response, whose score is then 0.
+"""
 
 from collections.abc import Sequence
 from typing import NotRequired, TypedDict
@@ -11,14 +14,17 @@ from transformers import PreTrainedTokenizerBase
 from ppo_core.data.batching import pad_rows
 from ppo_core.data.prompts import dialogue_segments
 from ppo_core.data.rows.encoding import Encoding
-from ppo_core.data.rows.forms import Row
+from ppo_core.data.rows.forms import WEIGHT, Row
 from ppo_core.data.rows.row_error import RowError
 from ppo_core.data.segments import EncodedSegment, Segment, joined
 from ppo_core.supervised.supervised_config import SupervisedConfig
 
 
 class RewardPair(TypedDict):
-    """Token ids of a prompt with the chosen response, and with the rejected response."""
+    """Token ids of a prompt with the chosen response, and with the rejected response.
+
+    A missing response has no token ids.
+    """
 
     chosen: list[int]
     rejected: list[int]
@@ -38,9 +44,6 @@ PAIR_SCHEMA = pyarrow.schema(
 )
 """Types of an encoded pair on disk; `length` counts the tokens of the longer sequence."""
 
-WEIGHT = "weight"
-"""Optional column of pairs, also of encoded pairs: the weight of the pair in the loss."""
-
 
 def pair_encoding(
     tokenizer: PreTrainedTokenizerBase, config: SupervisedConfig
@@ -48,13 +51,15 @@ def pair_encoding(
     """Return the encoding of rows as token ids of the prompt with each response, and the margin.
 
     Texts are encoded as by `encode_dialogue`, which also encodes the texts that the trained model
-    scores. The margin is 0 if the row has none, and a weight is kept. A row cannot be used if the
-    prompt with a response has no token.
+    scores. The margin is 0 if the row has none, and a weight is kept. One of the two responses may
+    be None. A row cannot be used if the prompt with a response has no token.
     """
 
     def sequences(row: Row) -> list[list[Segment]]:
         return [
             dialogue_segments(tokenizer, row["prompt"], row[side], end=config.end_of_text)
+            if row[side] is not None
+            else []
             for side in ("chosen", "rejected")
         ]
 
@@ -63,7 +68,7 @@ def pair_encoding(
 
 def _pair(row: Row, sequences: Sequence[list[EncodedSegment]]) -> RewardPair:
     chosen, rejected = map(joined, sequences)
-    if not (chosen and rejected):
+    if not (chosen or row["chosen"] is None) or not (rejected or row["rejected"] is None):
         raise RowError("without tokens", "Remove these rows, or set end_of_text to true.")
     pair: RewardPair = {
         "chosen": chosen,
@@ -84,7 +89,8 @@ def collate_pairs(pairs: Sequence[RewardPair]) -> dict[str, Tensor]:
     """Return a right-padded batch: input_ids (B, 2, S), lengths (B, 2), margins (B,).
 
     In dimension 1, index 0 is the chosen response and index 1 the rejected response. If the pairs
-    have weights, the batch has them too, as weights (B,).
+    have weights, the batch has them too, as weights (B,). If a response is missing, the batch has
+    given (N,), the numbers of the other sequences, counted over both dimensions.
     """
     input_ids, lengths = pad_rows(
         [ids for pair in pairs for ids in (pair["chosen"], pair["rejected"])]
@@ -96,4 +102,6 @@ def collate_pairs(pairs: Sequence[RewardPair]) -> dict[str, Tensor]:
     }
     if WEIGHT in pairs[0]:
         batch["weights"] = torch.tensor([pair["weight"] for pair in pairs])
+    if not lengths.all():
+        batch["given"] = lengths.nonzero().squeeze(1)
     return batch

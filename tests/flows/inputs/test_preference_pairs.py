@@ -1,4 +1,5 @@
 from itertools import permutations
+from math import log
 
 import pytest
 
@@ -6,6 +7,7 @@ from pipeline.inputs.preference_pairs import (
     LabeledPair,
     join_by_weight,
     label_pairs,
+    pairs_of_feedback,
     split_off_judge_pairs,
     training_pairs_of,
 )
@@ -163,9 +165,41 @@ def test_pairs_of_two_data_sets_have_the_weights_of_their_data_sets():
     given = rows_of("pairs", [{"prompt": "w3", "chosen": "w4", "rejected": "w5"}])
     together = join_by_weight([(fresh, 1.0), (given, 0.25)])
     assert plain(together) == [
-        {"prompt": "w0", "chosen": "w1", "rejected": "w2", "weight": 1.0},
-        {"prompt": "w3", "chosen": "w4", "rejected": "w5", "weight": 0.25},
+        {"prompt": "w0", "chosen": "w1", "rejected": "w2", "margin": 0.0, "weight": 1.0},
+        {"prompt": "w3", "chosen": "w4", "rejected": "w5", "margin": 0.0, "weight": 0.25},
     ]
     assert join_by_weight([(fresh, 1.0)]) is fresh
     digests = {join_by_weight([(fresh, 1.0), (given, each)]).digest for each in (0.25, 0.5)}
     assert len(digests | {fresh.digest, given.digest}) == 4
+
+
+def test_a_judgment_is_a_pair_with_a_missing_response_and_the_log_odds_of_all_judgments():
+    rows = [
+        {"prompt": "w0", "chosen": "w1", "rejected": None},
+        {"prompt": "w0", "chosen": None, "rejected": "w2", "weight": 0.5},
+        {"prompt": "w0", "chosen": "w3", "rejected": None, "weight": 2},
+        {"prompt": "w0", "chosen": "w4", "rejected": "w5"},
+        {"prompt": "w6", "chosen": "w7", "rejected": "w8"},
+    ]
+    held_out = rows_of("pairs", [{"prompt": "w6", "chosen": "w8", "rejected": "w7"}])
+    pairs = plain(pairs_of_feedback(rows_of("feedback", rows), held_out))
+    # Weight 3 is liked and 0.5 disliked. The pair of w6 is held out.
+    assert [pair["margin"] for pair in pairs] == [-log(6), log(6), -log(6), 0.0]
+    assert [pair["weight"] for pair in pairs] == [1.0, 0.5, 2.0, 1.0]
+    only_liked = pairs_of_feedback(rows_of("feedback", rows[:1]), held_out)
+    assert plain(only_liked)[0]["margin"] == 0.0
+
+
+def test_feedback_keeps_its_margin_and_its_weight_beside_given_pairs():
+    held_out = rows_of("pairs", [{"prompt": "p", "chosen": "a", "rejected": "b"}])
+    given = rows_of("pairs", [{"prompt": "w0", "chosen": "w1", "rejected": "w2", "margin": 2}])
+    rows = [
+        {"prompt": "w3", "chosen": "w4", "weight": 0.5},
+        {"prompt": "w3", "rejected": "w5", "weight": 0.25},
+    ]
+    feedback = pairs_of_feedback(rows_of("feedback", rows), held_out)
+    assert plain(join_by_weight([(given, 1.0), (feedback, 2.0)])) == [
+        {"prompt": "w0", "chosen": "w1", "rejected": "w2", "margin": 0.0, "weight": 1.0},
+        {"prompt": "w3", "chosen": "w4", "margin": -log(2), "weight": 1.0},
+        {"prompt": "w3", "rejected": "w5", "margin": log(2), "weight": 0.5},
+    ]

@@ -90,6 +90,35 @@ def test_a_pair_counts_by_its_weight():
     assert ranker.units(batch).item() == 2
 
 
+def test_a_judgment_of_one_response_has_the_loss_of_its_cross_entropy():
+    # With the log odds ln 3 of a positive judgment, a score s is liked with sigmoid(s + ln 3).
+    ranker, odds = PairRanker(make_classifier()).double().eval(), math.log(3)
+    rows = [
+        {"chosen": [3, 4, 1], "rejected": [], "margin": -odds, "weight": 1.0},
+        {"chosen": [], "rejected": [6, 7, 8, 1], "margin": odds, "weight": 0.5},
+        {"chosen": [6, 1], "rejected": [6, 7, 1], "margin": 0.0, "weight": 1.0},
+    ]
+    texts = [rows[0]["chosen"], rows[1]["rejected"], rows[2]["chosen"], rows[2]["rejected"]]
+    liked, disliked, chosen, rejected = (
+        ranker.classifier(torch.tensor([text])).logits.item() for text in texts
+    )
+    expected = (
+        -math.log(1 / (1 + math.exp(-liked - odds)))
+        - 0.5 * math.log(1 / (1 + math.exp(disliked + odds)))
+        - math.log(1 / (1 + math.exp(rejected - chosen)))
+    )
+    batch = collate_pairs(rows)
+    assert batch["given"].tolist() == [0, 3, 4, 5]
+    loss, sums = ranker(**batch)
+    assert loss.item() == pytest.approx(expected, abs=1e-6)
+    assert sums[1].item() == pytest.approx(liked - disliked + chosen - rejected, abs=1e-6)
+    # An average answer of score 0 is liked in 3 of 4 judgments.
+    with torch.no_grad():
+        ranker.classifier.score.weight.zero_()
+    loss, _ = ranker(**collate_pairs(rows[:1]))
+    assert loss.item() == pytest.approx(math.log(4 / 3), abs=1e-6)
+
+
 def test_the_sums_of_a_batch_are_exact_under_bf16(monkeypatch):
     ranker = PairRanker(make_classifier()).eval()
     # The model's own products round differently by the size of the batch.
