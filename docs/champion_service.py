@@ -4,6 +4,13 @@
     curl localhost:8000/generate -d '{"prompt": "Hello"}' -H 'content-type: application/json'
     curl localhost:8000/health
 
+With --record, each answer is an MLflow trace, its id is in the reply, and users can judge it:
+
+    curl localhost:8000/feedback -d '{"answer": "tr-...", "user": "ann", "liked": true}' \
+        -H 'content-type: application/json'
+
+`python flows/feedback.py collect rlhf-policy` makes training data of the feedback.
+
 A new champion is fetched, verified and loaded, and must answer one question before it takes over.
 Until then, and if one of these steps fails, the old champion serves. A request that has started is
 answered by the same model to its end.
@@ -15,8 +22,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +36,7 @@ from starlette.background import BackgroundTask
 from transformers import TextIteratorStreamer
 
 from flows.champion import Champion, champion_version, load_champion
+from flows.serving.answer_traces import begin_answer, record_opinion, record_to
 from ppo_core.data.prompts import check_prompt_sizes, encode_prompt
 from ppo_core.errors import DataError, ModelError
 
@@ -45,6 +54,15 @@ class Question(BaseModel):
     max_new_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0)  # 0: greedy decoding
     stream: bool = False
+
+
+class Opinion(BaseModel):
+    """What a user thinks of an answer."""
+
+    answer: str = Field(max_length=200)  # id of the answer, as in its reply
+    user: str = Field(min_length=1, max_length=200)
+    liked: bool | None = None
+    correction: str | None = Field(None, max_length=100_000)  # a better answer
 
 
 class Follower:
@@ -128,8 +146,37 @@ def stream(
     work.result()  # an error closes the connection: a partial answer never looks complete
 
 
-def make_app(follower: Follower) -> FastAPI:
-    """Return the app with the routes /generate and /health."""
+End = Callable[[str], None]  # records the complete text of an answer
+
+
+@dataclass(frozen=True)
+class Recorder:
+    """Records answers as traces of MLflow; does nothing unless it is on."""
+
+    name: str
+    is_on: bool
+
+    def begin(self, question: Question, version: str) -> tuple[dict[str, str], End]:
+        """Return a header with the answer's id, and the function that records the text."""
+        if not self.is_on:
+            return {}, lambda text: None
+        prompt = {"prompt": question.prompt, "messages": question.messages}
+        inputs = {name: given for name, given in prompt.items() if given is not None}
+        span = begin_answer(self.name, version, inputs)
+        return {"X-Answer-Id": span.trace_id}, lambda text: span.end(outputs={"text": text})
+
+
+def recorded(pieces: Iterator[str], end: End) -> Iterator[str]:
+    """Yield the pieces of an answer; record the whole answer when it is complete."""
+    texts = []
+    for piece in pieces:
+        texts.append(piece)
+        yield piece
+    end("".join(texts))
+
+
+def make_app(follower: Follower, recorder: Recorder) -> FastAPI:
+    """Return the app with the routes /generate, /health and, if answers are recorded, /feedback."""
     app = FastAPI(title=follower.name)
 
     @app.post("/generate")
@@ -140,16 +187,32 @@ def make_app(follower: Follower) -> FastAPI:
             ids = encode(champion, question)
         except DataError as error:
             raise HTTPException(422, str(error), headers) from error
+        more, end = recorder.begin(question, champion.version)
+        headers |= more
         if question.stream:
             gone = threading.Event()
             return StreamingResponse(
-                stream(champion, ids, question, gone),
+                recorded(stream(champion, ids, question, gone), end),
                 headers=headers,
                 media_type="text/plain",
                 background=BackgroundTask(gone.set),  # also if the client disconnects early
             )
         text = generations.submit(generate, champion, ids, question).result()
-        return JSONResponse({"version": champion.version, "text": text}, headers=headers)
+        end(text)
+        reply = {"version": champion.version, "text": text}
+        reply |= {"answer": answer_id} if (answer_id := headers.get("X-Answer-Id")) else {}
+        return JSONResponse(reply, headers=headers)
+
+    if recorder.is_on:
+
+        @app.post("/feedback")
+        def judge(opinion: Opinion) -> dict[str, str]:
+            given = opinion.model_dump()
+            try:
+                record_opinion(follower.name, given.pop("answer"), **given)
+            except DataError as error:
+                raise HTTPException(422, str(error)) from error
+            return {"answer": opinion.answer}
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -165,6 +228,9 @@ def main() -> int:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--poll-seconds", type=float, default=5, help="between reads of the alias")
+    parser.add_argument(
+        "--record", action="store_true", help="record prompts and answers in MLflow, take feedback"
+    )
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
     logging.getLogger("urllib3").setLevel(logging.ERROR)  # the follower logs a failure once
@@ -174,7 +240,10 @@ def main() -> int:
     except ModelError as error:
         print(f"champion_service: {error}", file=sys.stderr)
         return 1
-    uvicorn.run(make_app(follower), host=given.host, port=given.port)
+    if given.record:
+        record_to(given.name)
+    recorder = Recorder(given.name, is_on=given.record)
+    uvicorn.run(make_app(follower, recorder), host=given.host, port=given.port)
     return 0
 
 

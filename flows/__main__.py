@@ -10,7 +10,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 
-COMMANDS = ("deploy", "registry", "retrain", "rlhf", "win_rate")
+COMMANDS = ("deploy", "feedback", "registry", "retrain", "rlhf", "win_rate")
 
 
 def main(argv: Sequence[str]) -> None:

@@ -65,6 +65,7 @@ SUPPLY = ROOT / "docs" / "supply-chain.md"
 COST = ROOT / "docs" / "cost.md"
 RETRAINING = ROOT / "docs" / "retraining.md"
 RUNBOOK = ROOT / "docs" / "runbook.md"
+FEEDBACK = ROOT / "docs" / "feedback.md"
 EXAMPLES = ROOT / "docs" / "examples" / "README.md"
 PAGES = [
     README,
@@ -79,6 +80,7 @@ PAGES = [
     COST,
     RETRAINING,
     RUNBOOK,
+    FEEDBACK,
     EXAMPLES,
 ]
 
@@ -331,7 +333,7 @@ def test_the_flags_that_a_page_names_exist(page):
     flags |= {*PPO_ALIASES, *SUPERVISED_ALIASES}
     both = "".join((ROOT / "flows" / name).read_text() for name in ("rlhf.py", "retrain.py"))
     flow = re.findall(r'Parameter\(\s*"([\w-]+)"', both)
-    commands = [ROOT / "flows" / name for name in ("registry.py", "deploy.py")]
+    commands = [ROOT / "flows" / name for name in ("registry.py", "deploy.py", "feedback.py")]
     scripts = (*commands, ROOT / "docs" / "champion_service.py")
     others = {flag for path in scripts for flag in re.findall(r'"--([\w-]+)"', path.read_text())}
     known = {name.replace("_", "-") for name in {*flags, *flow, *others, *OTHERS_FLAGS, "help"}}

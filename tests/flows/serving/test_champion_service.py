@@ -1,5 +1,6 @@
 """The example service, as a process: it follows the alias, and no request notices."""
 
+import json
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import torch
 from mlflow import MlflowClient
 from transformers import AutoModelForCausalLM
 
+import feedback
 from serving.manifest import write_manifest
 from tests.flows.serving.test_champion import change_a_byte
 from tests.helpers.models.tiny import make_policy, make_tokenizer
@@ -134,7 +136,7 @@ def service(
     home = tmp_path_factory.mktemp("service")
     port, log = free_port(), home / "log"
     process = subprocess.Popen(
-        [*command(NAME), "--port", str(port), "--poll-seconds", "0.1"],
+        [*command(NAME), "--port", str(port), "--poll-seconds", "0.1", "--record"],
         env=environment(registry, home),
         stdout=log.open("wb"),
         stderr=subprocess.STDOUT,
@@ -176,8 +178,8 @@ def test_greedy_answers_are_those_of_the_model_loaded_by_hand(serving_one, versi
     for prompt in PROMPTS:
         expected = direct_answer(versions["1"], prompt, 8)
         plain = serving_one.ask(prompt)
-        assert plain.json() == {"version": "1", "text": expected}
-        assert serving_one.ask(prompt, temperature=0).json() == plain.json()
+        assert (plain.json()["version"], plain.json()["text"]) == ("1", expected)
+        assert serving_one.ask(prompt, temperature=0).json()["text"] == expected
         streamed = serving_one.ask(prompt, stream=True)
         assert (streamed.status_code, streamed.text) == (200, expected)
         assert plain.headers["X-Model-Version"] == streamed.headers["X-Model-Version"] == "1"
@@ -377,3 +379,33 @@ def test_without_a_champion_it_does_not_start(there_is, registry, versions, tmp_
     assert ended.returncode == 1
     assert said in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+# --- Feedback ----------------------------------------------------------------------
+
+
+def test_users_judge_recorded_answers_and_the_feedback_becomes_training_data(
+    serving_one, tmp_path: Path
+):
+    def judge(**opinion) -> requests.Response:
+        return requests.post(f"{serving_one.url}/feedback", json=opinion, timeout=60)
+
+    plain = serving_one.ask("w1 w2")
+    streamed = serving_one.ask("w3", stream=True)
+    chat = serving_one.ask(None, messages=[{"role": "user", "content": "w4"}])
+    ids = [reply.headers["X-Answer-Id"] for reply in (plain, streamed, chat)]
+    assert ids[0] == plain.json()["answer"]
+    # Traces are sent in the background.
+    serving_one.wait_until(lambda: judge(answer=ids[0], user="ann", liked=True).ok)
+    serving_one.wait_until(lambda: judge(answer=ids[1], user="bob", correction="w5 w6").ok)
+    serving_one.wait_until(lambda: judge(answer=ids[2], user="bob", liked=False).ok)
+    refused = [judge(answer="tr-0", user="ann", liked=True), judge(answer=ids[0], user="ann")]
+    refused.append(judge(answer=ids[0], user="", liked=True))
+    assert [reply.status_code for reply in refused] == [422] * 3
+    assert feedback.main(["collect", NAME, "--output-dir", str(tmp_path)]) == 0
+    rows = map(json.loads, (tmp_path / "feedback.jsonl").read_text().splitlines())
+    assert [(row["prompt"], row["chosen"], row["rejected"], row["version"]) for row in rows] == [
+        ("w1 w2", plain.json()["text"], None, "1"),
+        ("w3", "w5 w6", streamed.text, "1"),
+        ([{"role": "user", "content": "w4"}], None, chat.json()["text"], "1"),
+    ]

@@ -1,0 +1,1 @@
+"""Feedback of users: read from traces and files, checked, and written as training data."""

@@ -1,0 +1,121 @@
+"""Collect the feedback of users into a data set that trains reward models."""
+
+import json
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from human_feedback.opinions import LeftOut, Opinion
+from human_feedback.same_answers import count_contradictions, without_repetitions
+from human_feedback.users import ImplausibleUser, find_implausible
+from ppo_core.errors.redaction import mask_secrets
+from ppo_core.io.atomic_files import explained_writes, require_writable, write_atomically
+
+FEEDBACK, LEFT_OUT = "feedback.jsonl", "left-out.jsonl"
+"""Files with the opinions that are used, and with those that are left out."""
+
+SECONDS_OF_A_DAY = 86_400
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collected:
+    """Collected feedback."""
+
+    opinions: list[Opinion]
+    """The opinions that are used, oldest first."""
+
+    left_out: list[LeftOut]
+
+    contradictions: int
+    """Number of answers, or pairs of answers, on which users disagree. All opinions are used."""
+
+    implausible: list[ImplausibleUser]
+    """Users to look at. Their opinions are used unless `without` names them."""
+
+
+def collect(
+    opinions: Sequence[Opinion], left_out: Sequence[LeftOut], without: Collection[str]
+) -> Collected:
+    """Leave out repetitions and the users in `without`; look for contradictions and bad users."""
+    gone = [
+        LeftOut(one.source, "opinions of this user are not wanted", one.user)
+        for one in opinions
+        if one.user in without
+    ]
+    kept, repeated = without_repetitions([one for one in opinions if one.user not in without])
+    return Collected(
+        opinions=kept,
+        left_out=[*left_out, *gone, *repeated],
+        contradictions=count_contradictions(kept),
+        implausible=find_implausible(kept),
+    )
+
+
+def write_feedback(found: Collected, folder: Path, half_life_days: float | None) -> Path:
+    """Write both files completely or not at all; return the path of the feedback.
+
+    The weight of a row is 1. With a half-life, it is 1 for the newest row and halves with each
+    half-life of age; a row without a time has the weight of the oldest one.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+        TrainingError: a file cannot be written, for example because the disk is full.
+    """
+    require_writable(folder, "output_dir")
+    weights = weights_of([one.time for one in found.opinions], half_life_days)
+    rows = [
+        {
+            "prompt": one.prompt,
+            "chosen": one.liked,
+            "rejected": one.disliked,
+            "weight": weight,
+            "annotator": one.user,
+            "version": one.version,
+            "time": one.time.isoformat() if one.time else None,
+            "source": one.source,
+        }
+        for one, weight in zip(found.opinions, weights, strict=True)
+    ]
+    with explained_writes(folder):
+        write_atomically(folder / LEFT_OUT, _lines(map(asdict, found.left_out)))
+        write_atomically(folder / FEEDBACK, _lines(rows))
+    return folder / FEEDBACK
+
+
+def weights_of(times: Sequence[datetime | None], half_life_days: float | None) -> list[float]:
+    """Return the weight of each time, see `write_feedback`."""
+    known = [time for time in times if time is not None]
+    if half_life_days is None or not known:
+        return [1.0] * len(times)
+    newest, oldest = max(known), min(known)
+    ages = [(newest - (time or oldest)).total_seconds() / SECONDS_OF_A_DAY for time in times]
+    return [0.5 ** (age / half_life_days) for age in ages]
+
+
+def describe_feedback(found: Collected, silent: int) -> list[str]:
+    """Return lines on what was collected and what was left out."""
+    liked = sum(one.disliked is None for one in found.opinions)
+    disliked = sum(one.liked is None for one in found.opinions)
+    pairs = len(found.opinions) - liked - disliked
+    versions = sorted({one.version for one in found.opinions if one.version})
+    users = {one.user for one in found.opinions if one.user}
+    lines = [
+        f"{len(found.opinions)} opinions of {len(users)} known users: {liked} answers liked, "
+        f"{disliked} disliked, {pairs} preferred to another answer.",
+        f"Versions: {', '.join(versions) or 'unknown'}. {silent} answers have no feedback.",
+        f"Users disagree on {found.contradictions} answers; all of these opinions are used.",
+    ]
+    for reason, count in Counter(one.reason for one in found.left_out).most_common():
+        lines.append(f"Left out: {count}, {reason}.")
+    for one in found.implausible:
+        lines.append(
+            f"User {one.user} {one.reason}. --without-user {one.user} leaves this user out."
+        )
+    return lines
+
+
+def _lines(rows: Iterable[Mapping[str, Any]]) -> str:
+    return "".join(mask_secrets(json.dumps(row, ensure_ascii=False)) + "\n" for row in rows)

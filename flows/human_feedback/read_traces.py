@@ -1,0 +1,191 @@
+"""Read the opinions of users from the MLflow traces of served answers."""
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from typing import Any, TypeAlias, TypeGuard
+
+from mlflow import MlflowClient
+from mlflow.entities import Assessment, Expectation, Feedback, Trace
+
+from human_feedback.opinions import LeftOut, Opinion, size_fault, time_of
+from pipeline.tracking.mlflow_client import connect, explained
+from ppo_core.data.chat_template import is_messages
+from ppo_core.errors import DataError
+from serving.answer_traces import CORRECTION, MODEL_TAG, PEOPLE, VERSION_TAG, served_experiment
+
+TRACES_AT_ONCE = 100
+
+Said: TypeAlias = Feedback | Expectation
+"""What a person attached to a trace."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """How a number becomes a judgment: from `liked` on it is positive, up to `disliked` negative.
+
+    With None, numbers are left out.
+    """
+
+    liked: float | None = None
+    disliked: float | None = None
+
+
+@dataclass
+class FoundOpinions:
+    """The opinions that were found, and those that are left out."""
+
+    opinions: list[Opinion] = field(default_factory=list)
+    left_out: list[LeftOut] = field(default_factory=list)
+    silent: int = 0
+    """Number of answers on which no user has an opinion."""
+
+
+def read_traces(
+    name: str, scale: Scale, *, experiment: str = "", since: datetime | None = None
+) -> FoundOpinions:
+    """Read the opinions on the answers of a registered model.
+
+    Only feedback and expectations of people are read. If a user judged an answer several times, the
+    last judgment counts.
+
+    Args:
+        name: name of the registered model.
+        scale: how numbers become judgments.
+        experiment: MLflow experiment of the traces; if empty, `served_experiment`.
+        since: answers before this time are not read.
+
+    Raises:
+        DataError: there is no such experiment.
+        ModelError: MLflow does not answer.
+    """
+    client, title = connect(), experiment or served_experiment(name)
+    with explained():
+        found = client.get_experiment_by_name(title)
+        if found is None:
+            raise DataError(
+                f"MLflow has no experiment '{title}', so no served answers are recorded there. "
+                "Start the service with --record, or name the experiment with --experiment."
+            )
+        versions = {str(one.version) for one in client.search_model_versions(f"name='{name}'")}
+        result = FoundOpinions()
+        for trace in _traces(client, found.experiment_id, name, since):
+            _read(trace, versions, scale, result)
+    return result
+
+
+def _traces(
+    client: MlflowClient, experiment: str, name: str, since: datetime | None
+) -> Iterator[Trace]:
+    conditions = [f"tag.{MODEL_TAG} = '{name}'"]
+    if since is not None:
+        conditions.append(f"timestamp_ms >= {int(since.timestamp() * 1000)}")
+    token = None
+    while True:
+        page = client.search_traces(
+            locations=[experiment],
+            filter_string=" AND ".join(conditions),
+            max_results=TRACES_AT_ONCE,
+            order_by=["timestamp_ms ASC"],
+            page_token=token,
+        )
+        yield from page
+        if not (token := page.token):
+            return
+
+
+def _read(trace: Trace, versions: Collection[str], scale: Scale, result: FoundOpinions) -> None:
+    said = [one for one in trace.info.assessments or () if _is_of_a_person(one)]
+    if not said:
+        result.silent += 1
+        return
+    source = f"trace {trace.info.trace_id}"
+    answer = _answer(trace, source)
+    version = answer.version if isinstance(answer, Opinion) else ""
+    if version and version not in versions:
+        answer = f"of version {version}, which the registry does not have"
+    elif not version and isinstance(answer, Opinion):
+        answer = "its answer has no version"
+    if isinstance(answer, str):
+        result.left_out.append(LeftOut(source, answer))
+        return
+    last: dict[tuple[str, str], Said] = {}
+    for one in sorted(said, key=lambda one: one.last_update_time_ms or 0):
+        key = (_user(one), one.name)
+        if key in last:
+            reason = "the same user judged this answer again later"
+            result.left_out.append(LeftOut(source, reason, key[0]))
+        last[key] = one
+    for one in last.values():
+        opinion = _opinion(answer, one, scale)
+        if isinstance(opinion, LeftOut):
+            result.left_out.append(opinion)
+        else:
+            result.opinions.append(opinion)
+
+
+def _answer(trace: Trace, source: str) -> Opinion | str:
+    """Return the answer as an opinion that likes it, or the reason why it cannot be used."""
+    root = next((span for span in trace.data.spans if span.parent_id is None), None)
+    inputs: Any = getattr(root, "inputs", None)
+    outputs: Any = getattr(root, "outputs", None)
+    prompt = (inputs.get("messages") or inputs.get("prompt")) if isinstance(inputs, dict) else None
+    text = outputs.get("text") if isinstance(outputs, dict) else outputs
+    if not (isinstance(prompt, str) or is_messages(prompt)):
+        return "its answer has no prompt or messages"
+    if not isinstance(text, str):
+        return "its answer has no text"
+    if fault := size_fault(prompt, text):
+        return fault
+    return Opinion(
+        prompt=prompt,
+        liked=text,
+        disliked=None,
+        user="",
+        version=str(trace.info.tags.get(VERSION_TAG, "")),
+        time=None,
+        source=source,
+    )
+
+
+def _is_of_a_person(one: Assessment) -> TypeGuard[Said]:
+    return (
+        isinstance(one, Said)
+        and one.source is not None
+        and one.source.source_type == PEOPLE
+        and one.valid is not False
+    )
+
+
+def _user(one: Said) -> str:
+    # MLflow writes "default" for a source without an id.
+    name = str(one.source.source_id or "") if one.source else ""
+    return "" if name == "default" else name
+
+
+def _opinion(answer: Opinion, one: Said, scale: Scale) -> Opinion | LeftOut:
+    """Return a user's opinion on an answer."""
+    user, value, text = _user(one), one.value, answer.liked
+    known = replace(answer, user=user, time=time_of(one.last_update_time_ms))
+    if isinstance(one, Expectation):
+        if one.name != CORRECTION or not isinstance(value, str):
+            reason = f"the expectation {one.name!r:.60} is no text named {CORRECTION}"
+            return LeftOut(answer.source, reason, user)
+        if fault := size_fault(value):
+            return LeftOut(answer.source, fault, user)
+        if value == text:
+            return LeftOut(answer.source, "the correction is the answer itself", user)
+        return replace(known, liked=value, disliked=text)
+    is_liked = _as_judgment(value, scale)
+    if is_liked is None:
+        reason = f"the feedback {one.name!r:.60} has the value {value!r:.60}, which is no judgment"
+        return LeftOut(answer.source, reason, user)
+    return known if is_liked else replace(known, liked=None, disliked=text)
+
+
+def _as_judgment(value: object, scale: Scale) -> bool | None:
+    if isinstance(value, bool):
+        return value
+    if not isinstance(value, int | float) or scale.liked is None or scale.disliked is None:
+        return None
+    return True if value >= scale.liked else False if value <= scale.disliked else None

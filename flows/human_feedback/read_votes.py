@@ -1,0 +1,90 @@
+"""Read the opinions of users from a file of votes or judgments."""
+
+from datetime import UTC, datetime
+
+from human_feedback.opinions import LeftOut, Opinion, size_fault, time_of
+from ppo_core.config.row_settings import VOTE_FIELDS
+from ppo_core.data.chat_template import is_messages
+from ppo_core.data.rows.forms import Form, Kind, Row, find_form
+from ppo_core.data.rows.messages import plain_messages
+from ppo_core.data.rows.row_error import RowError, attempt
+from ppo_core.data.sources.raw_row import RawRow
+from ppo_core.data.sources.source import named_data, open_source
+
+
+def read_votes(source: str) -> tuple[list[Opinion], list[LeftOut]]:
+    """Read the rows of a file.
+
+    A row has `prompt` and either `first`, `second` and `label` (first, second or tie), or
+    `completion` and `label` (true or false), or `chosen` and `rejected`, of which one may be
+    missing; and optionally `annotator`, `version` and `time` (ISO 8601, or seconds since 1970).
+
+    Raises:
+        DataError: the file cannot be read, or a column is missing.
+    """
+    rows = list(open_source(source).rows())
+    with named_data(source):
+        columns = dict.fromkeys(name for row in rows for name in row)
+        kind: Kind = "votes" if set(VOTE_FIELDS) <= set(columns) else "feedback"
+        form = find_form(kind, columns, is_chat=any(map(_has_messages, rows)))
+    opinions, left_out = [], []
+    for number, row in enumerate(rows):
+        place = f"{source}, row {number}"
+        one = _opinion(row, form, place)
+        if isinstance(one, LeftOut):
+            left_out.append(one)
+        else:
+            opinions.append(one)
+    return opinions, left_out
+
+
+def _opinion(raw: RawRow, form: Form, place: str) -> Opinion | LeftOut:
+    user = str(raw.get("annotator") or "")
+    row = attempt(form.convert, raw)
+    if isinstance(row, RowError):
+        return LeftOut(place, str(row), user)
+    if isinstance(row, list):
+        return LeftOut(place, "a ranked list is no opinion of one user", user)
+    answers = _answers(row)
+    if answers is None:
+        return LeftOut(place, "a tie, or a label that is not first, second or tie", user)
+    if fault := size_fault(row["prompt"], *answers):
+        return LeftOut(place, fault, user)
+    try:
+        time = _time(raw.get("time"))
+    except (ValueError, OverflowError, OSError):
+        return LeftOut(place, f"the time {raw.get('time')!r:.60} is not ISO 8601 or seconds", user)
+    return Opinion(
+        prompt=row["prompt"],
+        liked=answers[0],
+        disliked=answers[1],
+        user=user,
+        version=str(raw.get("version") or ""),
+        time=time,
+        source=place,
+    )
+
+
+def _has_messages(row: RawRow) -> bool:
+    return any(is_messages(plain_messages(value)) for value in row.values())
+
+
+def _answers(row: Row) -> tuple[str | None, str | None] | None:
+    """Return the preferred and the other answer of a row; None if none is preferred."""
+    if "label" not in row:
+        return row["chosen"], row["rejected"]
+    if row["label"] == "first":
+        return row["first"], row["second"]
+    return (row["second"], row["first"]) if row["label"] == "second" else None
+
+
+def _time(value: object) -> datetime | None:
+    if value is None or value == "":
+        return None
+    if isinstance(value, datetime):
+        found = value
+    elif isinstance(value, int | float):
+        return time_of(int(value * 1000))
+    else:
+        found = datetime.fromisoformat(str(value))
+    return found if found.tzinfo else found.replace(tzinfo=UTC)
