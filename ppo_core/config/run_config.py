@@ -18,11 +18,11 @@ from ppo_core.io.validation import (
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """The settings of `transformers.TrainingArguments` that PPO supports, under the same names.
+    """Settings that are not specific to PPO, most with their names in `TrainingArguments`.
 
-    All other `TrainingArguments` are rejected; the error names an alternative
-    (`ppo_core.config.unsupported_settings`). `logging_steps`, `eval_steps` and `save_steps` count
-    PPO updates.
+    Commands and scripts refuse unsupported values of other `transformers.TrainingArguments`, and
+    the error names an alternative (`ppo_core.config.unsupported_settings`). `logging_steps`,
+    `eval_steps` and `save_steps` count PPO updates.
     """
 
     output_dir: str = "trainer_output"
@@ -38,8 +38,8 @@ class RunConfig:
     """Random seed of prompt order, sampling and minibatch order."""
 
     per_device_train_batch_size: Count = 8
-    """Responses of maximum length in one forward and backward pass of one process; batches of
-    shorter responses are larger. Memory grows with this number."""
+    """Sequences (prompt and response) of the greatest length in one forward and backward pass of
+    one process; a pass takes more sequences if they are shorter. Memory grows with this number."""
 
     per_device_eval_batch_size: Count = 8
     """Evaluation prompts answered in one batch per process."""

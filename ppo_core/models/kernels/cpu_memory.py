@@ -1,6 +1,6 @@
 """Memory settings of a process that computes on the CPU.
 
-They affect the full process, so only commands make them, never a constructor or an import. This
+They affect the full process, so only commands change them, never a constructor or an import. This
 file does not import torch, so that a command can call it before torch is loaded.
 """
 
