@@ -37,8 +37,8 @@ def returns_to_go(rewards: Tensor, *, gamma: float) -> Tensor:
         R[t] = rewards[t] + gamma * R[t+1]
 
     rewards are (B, T), and the caller has set them to 0 after each response's last token. Returns
-    (B, T). REINFORCE++ (arXiv:2501.03262) standardizes these returns over the batch, which takes
-    the place of a critic.
+    (B, T). Instead of training a critic, REINFORCE++ (arXiv:2501.03262) standardizes these returns
+    over the batch.
     """
     return gae_advantages(rewards, torch.zeros_like(rewards), gamma=gamma, gae_lambda=1.0)
 

@@ -13,7 +13,7 @@ of runs of 30 updates."""
 
 
 class AdaptiveKL:
-    """Raises kl_coef while the expected divergence is above the target, and lowers it while below.
+    """Raises kl_coef if the expected divergence is above the target, lowers kl_coef if it is below.
 
         mean    = mean + min(1, episodes / window) * (kl - mean)
         ahead   = mean + (change of the mean per episode) * lookahead

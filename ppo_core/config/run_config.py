@@ -20,9 +20,10 @@ from ppo_core.io.validation import (
 class RunConfig:
     """Settings that are not specific to PPO, most with their names in `TrainingArguments`.
 
-    Commands and scripts refuse unsupported values of other `transformers.TrainingArguments`, and
-    the error names an alternative (`ppo_core.config.unsupported_settings`). `logging_steps`,
-    `eval_steps` and `save_steps` count PPO updates.
+    Commands and scripts accept another argument of `transformers.TrainingArguments` only if its
+    value changes no result. Otherwise the error names an alternative
+    (`ppo_core.config.unsupported_settings`). `logging_steps`, `eval_steps` and `save_steps` count
+    PPO updates.
     """
 
     output_dir: str = "trainer_output"
@@ -90,9 +91,10 @@ class RunConfig:
     """Maximum norm of the joint gradient of policy and critic; larger gradients are clipped."""
 
     bf16: bool | None = None
-    """Sample, score and train under bfloat16 autocast, with fp32 master weights. None: True on
-    hardware where bfloat16 is usually faster: a GPU, or a CPU with avx512_bf16 or AMX if the
-    hidden size is at least 192. `PPOTrainer.args` and checkpoints hold the chosen value."""
+    """Sample, score and train under bfloat16 autocast, with fp32 master weights. None: True if all
+    weights are fp32 and bfloat16 is usually faster: on a GPU that supports it, or on a CPU with
+    avx512_bf16 or AMX if the hidden size is at least 192. `PPOTrainer.args` and checkpoints contain
+    the chosen value."""
 
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass, which saves memory and takes about a third more
@@ -129,7 +131,7 @@ class RunConfig:
     """Seconds to wait for a reply of the vLLM server, or for the server to become reachable."""
 
     dataset_num_proc: Count | None = None
-    """Number of processes that tokenize the prompts; None: only the main process."""
+    """Number of additional processes that tokenize the prompts; None or 1: none."""
 
     disable_tqdm: bool = False
     """Show no progress bar."""

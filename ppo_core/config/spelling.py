@@ -66,7 +66,7 @@ def same_setting(name: str, known: Collection[str]) -> str | None:
 
 
 def nearest_name(name: str, known: Collection[str]) -> str | None:
-    """Return the setting in `known` that a wrong name most likely means; None if none is near."""
+    """Return the setting in `known` that a wrong name most likely means; None if there is none."""
     near = get_close_matches(_plain(name), known, n=1)
     return same_setting(name, known) or next(iter(near), None)
 

@@ -44,7 +44,7 @@ def install_redaction() -> None:
 
 
 class RedactedStream:
-    """A text stream that redacts and escapes text, and writes it to another stream.
+    """A text stream that redacts and escapes text, and writes it to an underlying stream.
 
     Text is written at once, except the last characters of a line that may begin a secret. These
     characters are held until later text completes or rules out the secret, or until `flush` or
@@ -61,12 +61,12 @@ class RedactedStream:
         os.register_at_fork(after_in_child=self._renew_lock)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the other stream, such as `encoding` or `isatty`."""
+        """Return an attribute of the underlying stream, such as `encoding` or `isatty`."""
         return getattr(self._stream, name)
 
     @property
     def buffer(self) -> "_RedactedBuffer":
-        """The binary buffer of the other stream; bytes that are written to it are redacted."""
+        """The binary buffer of the underlying stream; bytes that are written to it are redacted."""
         return _RedactedBuffer(self)
 
     def write(self, text: str) -> int:

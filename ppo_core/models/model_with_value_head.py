@@ -105,7 +105,7 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
         quantization_config, device_map and revision, are passed to transformers.
 
         Raises:
-            ModelError: model or value head cannot be loaded without a pickle or remote code.
+            ModelError: model or value head cannot be loaded, or need a pickle or remote code.
             ConfigError: arguments contradict each other.
         """
         head_settings = {name: kwargs.pop(name) for name in _HEAD_SETTINGS if name in kwargs}

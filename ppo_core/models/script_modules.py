@@ -109,7 +109,7 @@ class ModuleBackbone:
     def __init__(
         self, module: nn.Module, read: Callable[[nn.Module, Tensor, Tensor], Tensor]
     ) -> None:
-        """Take a module, and a function that reads its states (B, S, D) of token ids and a mask.
+        """Take a module, and a function from module, token ids and mask to states (B, S, D).
 
         The function is `hidden_states`, `token_values` or `token_scores`.
         """

@@ -316,7 +316,7 @@ def _accepted(row: RawRow, name: str) -> Any:
 
 
 def _common_prompt(columns: Collection[str]) -> _Field:
-    """Return how to read the prompt of preferences if there is no column for the prompt."""
+    """Return the field of a prompt that is the common part of chosen and rejected."""
     if not {"chosen", "rejected"} <= set(columns):
         raise _no_columns(["prompt"], columns)
 

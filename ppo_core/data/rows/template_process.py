@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 MAX_BYTES = 1 << 30
-"""Memory in bytes that the process may take in addition to its memory at the start; on Linux."""
+"""Bytes that the process may take in addition to its memory at the start; limited on Linux only."""
 
 MAX_GROWTH, MAX_OWN_CHARACTERS = 8, 1_000_000
 """Maximum characters of a rendered text: 8 for each byte of the request, plus 1,000,000."""
