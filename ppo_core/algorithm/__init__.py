@@ -1,1 +1,1 @@
-"""The formulas of PPO: functions of floats and tensors that import only torch."""
+"""The formulas of PPO on floats and tensors; they need only torch and the standard library."""

@@ -16,9 +16,9 @@ def gae_advantages(rewards: Tensor, values: Tensor, *, gamma: float, gae_lambda:
     Decoupled GAE (arXiv:2503.01491) takes two calls: the policy's lambda gives the advantages of
     the policy loss, and the critic's lambda gives the returns A + values.
 
-    A token that is not counted (`ppo_core.algorithm.masking`), inside a response, is a step with
-    reward 0 and value 0. The token before that step therefore sees later values only through
-    A[t+1], discounted by gamma * gae_lambda.
+    The caller removes tokens that are not counted (`ppo_core.algorithm.masking`) from inside a
+    response. As a step with reward 0 and value 0, such a token would hide the next value from the
+    token before it.
     """
     if rewards.shape != values.shape:
         raise ValueError(f"rewards {tuple(rewards.shape)} and values {tuple(values.shape)} differ.")
@@ -37,8 +37,8 @@ def returns_to_go(rewards: Tensor, *, gamma: float) -> Tensor:
         R[t] = rewards[t] + gamma * R[t+1]
 
     rewards are (B, T), and the caller has set them to 0 after each response's last token. Returns
-    (B, T). REINFORCE++ (arXiv:2501.03262) standardizes these returns over the batch, which takes
-    the place of a critic.
+    (B, T). Instead of training a critic, REINFORCE++ (arXiv:2501.03262) standardizes these returns
+    over the batch.
     """
     return gae_advantages(rewards, torch.zeros_like(rewards), gamma=gamma, gae_lambda=1.0)
 

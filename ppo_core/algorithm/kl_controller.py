@@ -13,16 +13,16 @@ of runs of 30 updates."""
 
 
 class AdaptiveKL:
-    """Raises kl_coef while the divergence is above its target, and lowers kl_coef otherwise.
+    """Raises kl_coef if the expected divergence is above the target, lowers kl_coef if it is below.
 
         mean    = mean + min(1, episodes / window) * (kl - mean)
         ahead   = mean + (change of the mean per episode) * lookahead
         error   = clip(ahead / target - 1, -0.2, 0.2)
         kl_coef = kl_coef * (1 + error * episodes / horizon)
 
-    Without window and lookahead, ahead = kl, and this is the proportional controller of
-    log(kl_coef) of arXiv:1909.08593, section 2.2. It changes kl_coef by at most about 20% over
-    `horizon` episodes.
+    The expected divergence is `ahead`. Without window and lookahead, ahead = kl, and this is the
+    proportional controller of log(kl_coef) of arXiv:1909.08593, section 2.2. The controller changes
+    kl_coef by at most about 20% over `horizon` episodes.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class AdaptiveKL:
 
     @classmethod
     def landing(cls, kl_coef: float, target: float, *, episodes: int, batch: int) -> "AdaptiveKL":
-        """Return a controller that reaches the target at the end of a run of `episodes`.
+        """Return a controller that aims to reach the target at the end of a run of `episodes`.
 
         The controller uses a moving average of the divergence over the last batches, and the trend
         of this average. It can change kl_coef by a factor of about 100 in a run of 24 updates or

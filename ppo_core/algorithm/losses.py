@@ -19,9 +19,9 @@ def policy_loss(
         loss  = max(-A * ratio, -A * clip(ratio, 1 - cliprange, 1 + cliprange_high))
         loss  = min(loss, -dual_clip * A)  where A < 0
 
-    cliprange_high defaults to cliprange; a larger value lets unlikely tokens become likelier
-    (arXiv:2503.14476, eq. 10). dual_clip, above 1, bounds the loss of a token with negative
-    advantage that became likelier (arXiv:1912.09729, eq. 5); None sets no bound.
+    cliprange_high defaults to cliprange. With a larger value, the probability of unlikely tokens
+    can rise further (arXiv:2503.14476, eq. 10). dual_clip, above 1, bounds the loss of a token with
+    negative advantage that became likelier (arXiv:1912.09729, eq. 5); None sets no bound.
 
     All tensors have equal shapes. Returns the loss, and a mask that is True where clipping or the
     dual_clip bound makes the gradient 0.
@@ -44,7 +44,7 @@ def importance_weights(logprobs: Tensor, behavior_logprobs: Tensor, *, cap: floa
         weight = min(exp(logprobs - behavior_logprobs), cap)
 
     logprobs are log-probabilities under the policy at sampling time. behavior_logprobs are
-    log-probabilities under the distribution that the tokens were sampled from. This is either
+    log-probabilities under the distribution that the tokens were sampled from, which is either
 
     - the policy truncated by top_k and top_p; weights are then at most 1 (arXiv:2110.00641, eq. 5);
     - or the policy in an inference engine with equal weights but different rounding (Yao et al.

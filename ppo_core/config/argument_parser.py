@@ -162,7 +162,10 @@ class DocumentedParser(HfArgumentParser):
 
 
 def field_docs(kind: type) -> dict[str, str]:
-    """Return name -> one-line docstring of each field of a dataclass, inherited fields first."""
+    """Return name -> docstring, on one line, of a dataclass's fields, inherited fields first.
+
+    A field without a docstring is left out.
+    """
     docs: dict[str, str] = {}
     for owner in reversed([each for each in kind.__mro__ if is_dataclass(each)]):
         definition = ast.parse(inspect.getsource(owner)).body[0]

@@ -134,8 +134,9 @@ def refuse_secrets(
 ) -> None:
     """Raise if a value, also in nested tables and lists, contains a password, key or token.
 
-    A value also counts as secret if it has the name of a secret, for example api_key. Settings are
-    stored with models, checkpoints and runs, and are visible to everyone who reads them.
+    The text of a setting also counts as secret if the setting has the name of a secret, for example
+    api_key. Settings are stored with models, checkpoints and runs, and are visible to everyone who
+    reads them.
 
     Args:
         values: name of a setting, as the user gave it -> value.
@@ -143,7 +144,7 @@ def refuse_secrets(
         instead: advice for the message: what to do with the secret instead.
 
     Raises:
-        ConfigError: a value contains a secret; the message names the setting and hides the secret.
+        ConfigError: a value or a name contains a secret; the message does not show the secret.
     """
     for name, value in values.items():
         if name in allowed:

@@ -44,8 +44,7 @@ def placement_for_reading(precision: Precision = "fp32") -> Placement:
     """Return the placement of a model that only answers or scores.
 
     The device is a GPU if there is one. Each of several processes on a machine uses its own GPU.
-    The default is float32, because a reward model's scores in bfloat16 depend on the batch; PPO
-    scores in float32 too.
+    The default is float32, because a reward model's scores in bfloat16 depend on the batch.
     """
     # Imported here, because modules that only use `Precision` need no torch.
     import torch

@@ -25,7 +25,7 @@ _NOT_OF_THE_RESULT = re.compile(
     "output_dir|exp_name|run_name|report_to|disable_tqdm|dataset_num_proc|num_sample_generations|"
     "local_rollout_forward_batch_size|per_device_eval_batch_size|(logging|eval|save|hub|warn)_.*|"
     "push_to_hub|.*_model_path|max_skipped_steps|max_steps|async_save|vllm_(server|weights)_.*|"
-    # It follows from batch_size and num_mini_batches.
+    # Its effect, the number of minibatches, is part of the `Schedule` (steps_per_update).
     "mini_batch_size|"
     # The number of processes and the sharding change results by rounding only.
     "gradient_accumulation_steps|sharding|offload|deepspeed|ds3_gather_for_generation|ddp_timeout"
@@ -163,8 +163,8 @@ class PPOConfig(RunConfig):
 
     kl_horizon: Count | None = None
     """Episodes over which an adaptive kl_coef changes by at most about 20% (arXiv:1909.08593,
-    section 2.2). None: 1/24 of the run; kl_coef then follows the moving average and the trend of
-    the divergence instead of the last batch (`AdaptiveKL.landing`)."""
+    section 2.2). None: 1/24 of the run, at least one batch; kl_coef then follows the moving average
+    and the trend of the divergence instead of the last batch (`AdaptiveKL.landing`)."""
 
     reference_refresh_updates: Natural = 0
     """Number of updates after which the policy is copied into the reference; 0: never."""
@@ -286,7 +286,8 @@ class PPOConfig(RunConfig):
     not remove them."""
 
     num_sample_generations: Natural = 10
-    """Number of times per run that responses to the evaluation prompts are printed as a table."""
+    """Maximum number of times per run that responses to the evaluation prompts are printed as a
+    table: after the first update, and then at equal intervals."""
 
     sft_model_path: str | None = None
     """Folder or hub id of the initial policy; a hub id may name a revision, as in

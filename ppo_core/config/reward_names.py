@@ -25,7 +25,7 @@ GRAMMAR = (
 )
 
 MOST_CHARACTERS = 100
-"""Most characters of a name that is taken from a source."""
+"""Maximum number of characters of a name that is derived from a source."""
 
 _NAMED = re.compile(r"([\w.-]+)=(.*)", re.DOTALL | re.ASCII)
 _NOT_IN_A_NAME = re.compile(r"[^\w.-]+", re.ASCII)
@@ -56,7 +56,7 @@ class NamedReward:
 
 
 def read_rewards(specs: Sequence[str]) -> list[NamedReward]:
-    """Return the rewards that a list names.
+    """Return the rewards that the entries of the setting `rewards` describe.
 
     Raises:
         ConfigError: an entry is unknown or named twice, or two rewards have one name.

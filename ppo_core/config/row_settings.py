@@ -11,7 +11,7 @@ them as text, and "auto" is "chat" if the tokenizer has a template."""
 
 Overlong: TypeAlias = Literal["error", "drop", "truncate"]
 """What happens to a row that is too long for the model: "error" stops with an error, "drop" leaves
-the row out, and "truncate" removes the start of its prompt."""
+the row out, and "truncate" removes the start of the prompt."""
 
 MAX_LEFT_OUT = 0.01
 """Default of `max_left_out`, the maximum fraction of a data set's rows that may be left out."""

@@ -18,9 +18,10 @@ from ppo_core.io.validation import (
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """The settings of `transformers.TrainingArguments` that PPO supports, under the same names.
+    """Settings that are not specific to PPO, most with their names in `TrainingArguments`.
 
-    All other `TrainingArguments` are rejected; the error names an alternative
+    Commands and scripts accept another argument of `transformers.TrainingArguments` only if its
+    value changes no result. Otherwise the error names an alternative
     (`ppo_core.config.unsupported_settings`). `logging_steps`, `eval_steps` and `save_steps` count
     PPO updates.
     """
@@ -38,8 +39,8 @@ class RunConfig:
     """Random seed of prompt order, sampling and minibatch order."""
 
     per_device_train_batch_size: Count = 8
-    """Responses of maximum length in one forward and backward pass of one process; batches of
-    shorter responses are larger. Memory grows with this number."""
+    """Sequences (prompt and response) of the greatest length in one forward and backward pass of
+    one process; a pass takes more sequences if they are shorter. Memory grows with this number."""
 
     per_device_eval_batch_size: Count = 8
     """Evaluation prompts answered in one batch per process."""
@@ -90,9 +91,10 @@ class RunConfig:
     """Maximum norm of the joint gradient of policy and critic; larger gradients are clipped."""
 
     bf16: bool | None = None
-    """Sample, score and train under bfloat16 autocast, with fp32 master weights. None: True on
-    hardware where bfloat16 is usually faster: a GPU, or a CPU with avx512_bf16 or AMX if the
-    hidden size is at least 192. `PPOTrainer.args` and checkpoints hold the chosen value."""
+    """Sample, score and train under bfloat16 autocast, with fp32 master weights. None: True if all
+    weights are fp32 and bfloat16 is usually faster: on a GPU that supports it, or on a CPU with
+    avx512_bf16 or AMX if the hidden size is at least 192. `PPOTrainer.args` and checkpoints contain
+    the chosen value."""
 
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass, which saves memory and takes about a third more
@@ -129,7 +131,7 @@ class RunConfig:
     """Seconds to wait for a reply of the vLLM server, or for the server to become reachable."""
 
     dataset_num_proc: Count | None = None
-    """Number of processes that tokenize the prompts; None: only the main process."""
+    """Number of additional processes that tokenize the prompts; None or 1: none."""
 
     disable_tqdm: bool = False
     """Show no progress bar."""

@@ -50,8 +50,8 @@ class ScriptArguments(DatasetArguments):
     takes them as text, and `auto` is `chat` if the tokenizer has a template."""
 
     overlong: Overlong = "drop"
-    """What happens to a prompt that leaves no room for a response: `error`, `drop` (see
-    `max_left_out`), or `truncate`, which removes its start."""
+    """What happens to a prompt that leaves no room for a response: `error` stops, `drop` leaves the
+    row out (see `max_left_out`), and `truncate` removes the start of the prompt."""
 
     max_left_out: ShareBelow1 = MAX_LEFT_OUT
     """Maximum fraction of the rows of a data set that may be left out, because they cannot be used

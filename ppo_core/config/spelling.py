@@ -4,7 +4,7 @@ from collections.abc import Collection
 from difflib import get_close_matches
 
 OLD_NAMES = {"centre_rewards_coefficient": "center_rewards_coefficient"}
-"""Name of a setting in version 0.1, which is accepted -> its name."""
+"""Name of a setting in version 0.1 -> its current name; the old name is still accepted."""
 
 OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "lr": ("learning_rate",),
@@ -57,16 +57,16 @@ short forms, and names in other commands and libraries."""
 
 
 def same_setting(name: str, known: Collection[str]) -> str | None:
-    """Return the setting in `known` that has this name or this other name; None if there is none.
+    """Return the setting in `known` with this name, or else one that `OTHER_NAMES` lists for it.
 
-    A hyphen counts as an underscore, and case is ignored.
+    None means that there is no such setting. A hyphen counts as an underscore, and case is ignored.
     """
     plain = _plain(name)
     return next((meant for meant in (plain, *OTHER_NAMES.get(plain, ())) if meant in known), None)
 
 
 def nearest_name(name: str, known: Collection[str]) -> str | None:
-    """Return the setting in `known` that a wrong name most likely means, or None."""
+    """Return the setting in `known` that a wrong name most likely means; None if there is none."""
     near = get_close_matches(_plain(name), known, n=1)
     return same_setting(name, known) or next(iter(near), None)
 

@@ -240,7 +240,7 @@ def refuse_unsupported(
 ) -> dict[str, Any]:
     """Return the settings of `given` whose names are in `supported`.
 
-    Settings listed in `instead` are dropped if they have an accepted value. Settings named in
+    Settings listed in `instead` are dropped if they have an accepted value. Those also named in
     `no_effect` are dropped with any value, and a value that is not accepted is logged. `prefix`
     precedes the names in messages: `--` for flags.
 

@@ -1,1 +1,1 @@
-"""Prompts, batches, and the records that are passed between the phases of a PPO step."""
+"""Data sets, prompts, batches, and the records passed between the phases of a PPO step."""

@@ -11,7 +11,8 @@ PASS_COST = 128
 """Fixed cost of a forward pass, in tokens; a larger value gives fewer batches, more padding."""
 
 GPU_PASS_COST = 1024
-"""`PASS_COST` on a GPU, where launching a pass's kernels takes as long as this many tokens."""
+"""`PASS_COST` on a GPU: launching the kernels of a pass takes as long as computing this many
+tokens."""
 
 
 def pad_rows(rows: Sequence[Sequence[int]], *, side: str = "right") -> tuple[Tensor, Tensor]:

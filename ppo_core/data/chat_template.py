@@ -65,7 +65,10 @@ def set_prompt_format(tokenizer: PreTrainedTokenizerBase, prompt_format: PromptF
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the special token that the template writes after an answer; None if it writes none."""
+    """Return the id of the special token that the template writes directly after an answer.
+
+    None means that there is no such token, or that the template rejects the sample conversation.
+    """
     answer = "an answer"
     turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": answer}]
     try:
@@ -88,8 +91,8 @@ def render_chat(
     """Return the text of a conversation; `answer_follows` appends the start of an assistant turn.
 
     Raises:
-        DataError: the tokenizer has no chat template, the template rejects the conversation, or
-            the role or content of a message is not text.
+        DataError: the tokenizer has no chat template, the template rejects the conversation or
+            needs too much time or memory, or the role or content of a message is not text.
     """
     if tokenizer.chat_template is None:
         raise DataError(
@@ -115,8 +118,10 @@ def encode_with_mask(
 ) -> tuple[list[int], list[int]]:
     """Return the token ids of a conversation, and a mask with 1 for each token of the assistant.
 
+    The tokens of the assistant are those that the template marks (`has_generation_mask`).
+
     Raises:
-        DataError: see `render_chat`.
+        DataError: the template rejects the conversation, or needs too much time or memory.
     """
     text, spans = _render(tokenizer, messages, marks_answers=True)
     encoded = tokenizer(text, add_special_tokens=False)
@@ -176,7 +181,7 @@ def _without_none(messages: Messages) -> list[dict[str, Any]]:
 
 
 def missing_end(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Return [id of the end-of-sequence token], or [] if a rendered text already ends in it.
+    """Return [id of the end-of-sequence token], or [] if a rendered text ends with this token.
 
     Whitespace after the token is ignored, because many templates end a turn with the token and a
     line break.

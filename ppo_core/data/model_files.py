@@ -1,4 +1,4 @@
-"""Write the files of a model and its tokenizer completely, or not at all."""
+"""Write the files of a model and its tokenizer; replace old files only when all are written."""
 
 import shutil
 from collections.abc import Iterator

@@ -48,11 +48,11 @@ class PromptSet:
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     def columns_at(self, rows: Sequence[int]) -> dict[str, list[Any]]:
-        """Return the columns of some rows."""
+        """Return the columns of the given rows."""
         return {name: [values[row] for row in rows] for name, values in self.columns.items()}
 
     def first(self, count: int) -> "PromptSet":
-        """Return the first prompts."""
+        """Return the set of the first `count` prompts."""
         columns = {name: values[:count] for name, values in self.columns.items()}
         return PromptSet(self.prompts[:count], self.tokens[:count], columns)
 
@@ -110,16 +110,16 @@ def make_prompt_set(
     """Return the prompts of a data set, after checking that the policy `model` can answer them.
 
     A `collator` is called with one row at a time. It returns "input_ids" and optionally an
-    "attention_mask", which marks padding with 0. Of other columns, only those `asked` for are kept.
+    "attention_mask", which marks padding with 0. `asked` describes the other columns to keep.
 
     Raises:
         ConfigError: no prompt has a column that a reward function requires.
-        DataError: there is no prompt, a prompt is too long to leave context for a response, or a
-            prompt has a token without an embedding in the model.
+        DataError: there is no prompt, or a prompt is empty or malformed, is too long to leave
+            context for a response, or has a token without an embedding in the model.
     """
     rows = dataset
     if collator is not None:
-        # One row at a time needs little padding, which `prompts_of` removes by the mask.
+        # A single row needs little padding, and `prompts_of` removes it by the mask.
         rows = [dataset[number] for number in range(len(dataset))]
         dataset = [_collated(collator, row) for row in rows]
     elif asked and not isinstance(dataset, str | Mapping):

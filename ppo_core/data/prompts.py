@@ -21,7 +21,7 @@ Prompt: TypeAlias = str | Messages | Sequence[int]
 """Text, chat messages, or token ids of the policy's tokenizer (as list, array or tensor)."""
 
 CHARACTERS_PER_TOKEN = 128
-"""Maximum characters of a token. No published tokenizer has longer ones, except runs of spaces."""
+"""Maximum characters of a token. In published tokenizers, only runs of spaces are longer."""
 
 MIN_CHARACTERS = 100_000
 """A text of up to this many characters is always encoded, whatever the limit on its tokens is."""
@@ -43,7 +43,8 @@ def prompts_of(dataset: Iterable[Any]) -> list[Prompt]:
     "attention_mask" is 0. In "messages", a final message of the assistant is removed.
 
     Raises:
-        DataError: the data set is a text or a mapping, or a row has none of `PROMPT_COLUMNS`.
+        DataError: the data set is a text or a mapping; or a row has no value in `PROMPT_COLUMNS`,
+            has an empty prompt, or has an "attention_mask" of another length than "input_ids".
     """
     if isinstance(dataset, Mapping):
         raise DataError(
@@ -62,11 +63,11 @@ def prompts_of(dataset: Iterable[Any]) -> list[Prompt]:
 
 
 def rows_of(dataset: Any) -> Iterable[Any]:
-    """Return the rows of a data set, or its prompts."""
+    """Return the items of a data set, which are rows or prompts."""
     if hasattr(dataset, "__iter__"):
         rows: Iterable[Any] = dataset
         return rows
-    # A data set of torch has a length, and may return a row for every number.
+    # A data set of torch may return a row for any index, so iteration would not end by itself.
     return (dataset[row] for row in range(len(dataset)))
 
 
@@ -160,7 +161,8 @@ def encode_prompts(
     """Return the token ids of many prompts, encoded by `num_proc` processes.
 
     Raises:
-        DataError: `encode_prompt` fails for a prompt; the message names the row.
+        DataError: a prompt cannot be encoded, see `encode_prompt`; the message names the row,
+            unless the tokenizer itself fails.
     """
     if num_proc is None or num_proc == 1:
         encoded: list[Tokens] = []
@@ -315,7 +317,10 @@ def context_length(config: Any) -> int | None:
 
 
 def max_characters(limit: int | None) -> int:
-    """Return the maximum characters of a text to encode; longer ones exceed `limit` tokens."""
+    """Return the maximum characters of a text to encode; a longer text has over `limit` tokens.
+
+    If `limit` is None, the maximum is `MAX_CHARACTERS`.
+    """
     return MAX_CHARACTERS if limit is None else max(MIN_CHARACTERS, CHARACTERS_PER_TOKEN * limit)
 
 

@@ -1,4 +1,4 @@
-"""The columns of a data set beside those that its form reads."""
+"""Combine converted prompts with the original columns of their data set."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,9 +10,9 @@ from ppo_core.data.sources.source import Source
 
 
 def rows_with_columns(rows: Iterable[Row], source: Source) -> list[dict[str, Any]]:
-    """Return rows of prompts as they were read, each with the other columns of its row in `source`.
+    """Return each converted row of prompts, with the other columns of the same row in `source`.
 
-    The prompt is the one that was read, under the name `prompt`.
+    The converted prompt has the name `prompt`, and replaces the prompt columns of `source`.
     """
     read = list(rows)
     numbers = {row[ROW] for row in read}

@@ -28,13 +28,13 @@ class AskedColumns:
     """Parameters without a default."""
 
     optional: tuple[str, ...] = ()
-    """Parameters with a default, which they keep where no row has the column."""
+    """Parameters with a default, which is used if no row has a value of the column."""
 
     others: bool = False
     """Whether the function takes all other columns too, as `**columns`."""
 
     taken: tuple[str, ...] = ()
-    """Names of the parameters for prompts and responses, which no column can have."""
+    """Names of the parameters for prompts and responses; a column of such a name is not passed."""
 
     @property
     def is_empty(self) -> bool:
@@ -47,14 +47,14 @@ class AskedColumns:
         return named or (self.others and column not in self.taken)
 
     def select(self, columns: Columns) -> dict[str, list[Any]]:
-        """Return the columns that the function takes, as lists of its own."""
+        """Return the columns that the function takes, as new lists."""
         return {name: list(values) for name, values in columns.items() if self.takes(name)}
 
     def require(self, known: Collection[str]) -> None:
-        """Raise if a required column is not among those that there are.
+        """Raise if a required column is not in `known`.
 
         Raises:
-            ConfigError: see above; the message proposes the nearest name.
+            ConfigError: a required column is missing; the message proposes the nearest name.
         """
         for name in self.required:
             if name in known:
@@ -101,7 +101,8 @@ def asked_columns(name: str, function: Callable[..., Any]) -> AskedColumns:
 def columns_of(rows: Iterable[Any], asked: Sequence[AskedColumns]) -> dict[str, list[Any]]:
     """Return the columns that reward functions take; a row without a value has None.
 
-    A row that is no mapping is a prompt alone. A name that is no text is no keyword.
+    A row that is not a mapping is a prompt without columns. A column whose name is not a text is
+    ignored, because it cannot be passed by keyword.
 
     Raises:
         ConfigError: a function requires a column of which no row has a value.

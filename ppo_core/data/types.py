@@ -119,7 +119,7 @@ class Scores:
     """(B,) total score of each response."""
 
     parts: dict[str, Tensor] = field(default_factory=dict)
-    """Name of each reward function -> its scores (B,) before weighting; may be empty."""
+    """Name of each reward -> its scores (B,) before weighting; may be empty."""
 
     full_kl: Tensor | None = None
     """(B, T) exact KL divergence at each counted token; None unless `kl_estimator` is full."""
@@ -150,8 +150,9 @@ class Experience:
 class TokenSums:
     """Sums over the counted tokens of an update; division by `tokens` gives means.
 
-    `ratio_error` sums ratio - 1, and `ratio_error_squared` sums (ratio - 1)^2. Subtracting 1
-    reduces the rounding error of the ratio's variance.
+    `first_ratio_error` is divided by `first_tokens` instead. `ratio_error` sums ratio - 1, and
+    `ratio_error_squared` sums (ratio - 1)^2. Subtracting 1 reduces the rounding error of the
+    ratio's variance.
     """
 
     tokens: float = 0.0

@@ -36,7 +36,8 @@ def make_accelerator(
         timeout: seconds that a process waits for other processes.
 
     Raises:
-        ConfigError: DeepSpeed's settings and the launcher's settings contradict each other.
+        ConfigError: settings or options of the launcher contradict each other, or are not
+            supported.
         TrainingError: the launcher started several processes, but accelerate does not connect them.
     """
     on_cpu = use_cpu or not torch.cuda.is_available()

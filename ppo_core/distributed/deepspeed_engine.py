@@ -35,7 +35,10 @@ class DeepSpeedEngine(Engine):
         return self._trained
 
     def prepare_frozen(self, model: Model) -> Model:
-        """Freeze a model, shard it under zero3 or move it to the device; return the same object."""
+        """Freeze a model; shard it under zero3, or else move it to the device.
+
+        Return the same object.
+        """
         super().prepare_frozen(model)
         if self.sharding == "zero3":
             self._frozen[model] = _initialize_frozen(model, self._plugin, self.device)

@@ -91,7 +91,9 @@ def _read(path: str) -> Settings:
 
 
 def fill_settings(settings: Settings, source: str) -> None:
-    """Check DeepSpeed's settings from `source`, and add the trainer's settings in place.
+    """Check DeepSpeed's settings, and add the trainer's settings in place.
+
+    `source` describes in error messages where the settings come from.
 
     Raises:
         ConfigError: the trainer does not support a setting; the message names the setting.
@@ -99,7 +101,8 @@ def fill_settings(settings: Settings, source: str) -> None:
     for key, instead in _REFUSED.items():
         if (value := _lookup(settings, key)) not in (None, False, 0, "auto"):
             raise ConfigError(f"{key}={value!r} in {source} is not supported: {instead}.")
-    # The engine itself marks the last microbatch of a step, because their number can vary.
+    # The engine itself marks the last microbatch of a step, because steps differ in the number of
+    # microbatches.
     ours = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -132,8 +135,8 @@ def _drop_automatic(settings: Settings) -> None:
 def disable_compiled_collectives() -> None:
     """Make processes on the CPU communicate by gloo, not by collectives that DeepSpeed compiles.
 
-    The compilation needs a C++ compiler and up to two minutes. If it is killed, later runs wait
-    forever. DeepSpeed has no setting that disables it.
+    The compilation needs a C++ compiler and up to two minutes. If the compilation is killed, later
+    runs wait forever. DeepSpeed has no setting that disables these collectives.
     """
     from deepspeed import ops
 

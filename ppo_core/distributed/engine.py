@@ -68,7 +68,8 @@ class Engine:
             timeout: seconds that a process waits for other processes.
 
         Raises:
-            ConfigError: the settings of DeepSpeed and of the launcher contradict each other.
+            ConfigError: settings or options of the launcher contradict each other, or are not
+                supported.
             TrainingError: the launcher started several processes, but accelerate does not connect
                 them.
         """
@@ -150,8 +151,9 @@ class Engine:
     def prepare(self, module: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         """Return the module and its optimizer, ready for training in all processes.
 
-        In one unsharded process both are returned unchanged. The optimizer keeps its parameter
-        groups, so an existing learning-rate schedule stays valid. Prepare each module only once.
+        In one unsharded process the same two objects are returned. The optimizer keeps its
+        parameter groups, so an existing learning-rate schedule stays valid. Prepare each module
+        only once.
         """
         self.place(module)
         if self._bf16:
@@ -188,10 +190,11 @@ class Engine:
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of a loss; training minimizes its sum over processes and microbatches.
+        """Add the gradients of one microbatch's loss.
 
-        The loss is multiplied by the number of processes, because data parallel engines average
-        the gradients over the processes.
+        Training minimizes the sum of the losses of all processes and microbatches. The loss is
+        multiplied by the number of processes, because data parallel engines average the gradients
+        over the processes.
         """
         (loss * self.num_processes).backward()
 
@@ -237,7 +240,7 @@ class Engine:
         return self.shards_weights and not self.gathers_layers
 
     def full_state_dict(self, module: nn.Module) -> dict[str, Tensor] | None:
-        """Copy all parameters and buffers, unsharded, to the CPU of the main process.
+        """Copy the state dict of a module, unsharded, to the CPU of the main process.
 
         The other processes return None. `module` is a prepared module or a submodule of one. Tied
         tensors (embeddings) stay tied in the copy.
@@ -272,7 +275,7 @@ class Engine:
 
     @torch.no_grad()
     def copy_weights(self, source: nn.Module, target: nn.Module) -> None:
-        """Copy each parameter of `source` into the parameter of the same name in a frozen `target`.
+        """Set each parameter of a frozen `target` to the parameter of the same name in `source`.
 
         `source` and `target` are prepared modules or their submodules, with equal shapes.
         """

@@ -72,10 +72,11 @@ class ProcessGroup:
     def together(self, work: Callable[[], Result]) -> list[Result]:
         """Run `work` in every process; return the results of all processes in rank order.
 
-        An error in one process is raised in all processes, so no process waits for a failed one.
+        If `work` raises a PPOError, OSError, SafetensorError or ValueError in one process, all
+        processes raise an error, so no process waits for a failed one.
 
         Raises:
-            TrainingError: `work` failed in another process.
+            TrainingError: `work` failed in another process, and not in this one.
         """
         try:
             result, failure = work(), None

@@ -37,7 +37,8 @@ def save_plain(
 ) -> None:
     """Write a model with the weights of `gather_weights`; merge an adapter into a copy first.
 
-    Without an adapter the weights are written as `dtype`; if it is None, as the model's dtype.
+    Without an adapter the weights are written as `dtype`, or if `dtype` is None, as the model's
+    dtype.
     """
     if adapted is not None:
         merged_copy(adapted, weights=weights).save_pretrained(folder)

@@ -1,7 +1,8 @@
 """Convert ZeRO's shards of fp32 weights and optimizer states to unsharded tensors and back.
 
 DeepSpeed flattens the parameters of a group and gives each process one slice, its partition. The
-partition is a flat fp32 tensor. The optimizer updates it and keeps moments of the same shape.
+partition is a flat fp32 tensor. The optimizer updates the partition, and keeps moments of the same
+shape.
 """
 
 from collections.abc import Callable, Iterator

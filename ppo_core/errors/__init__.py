@@ -83,7 +83,7 @@ def library_errors(kind: type[PPOError], failure: str, next_move: str) -> Iterat
     except PPOError:
         raise
     # The parsers raise DatasetsError, ArrowException, HfHubHTTPError, and KeyError, TypeError or
-    # RecursionError for damaged input. These have no other base class.
+    # RecursionError for damaged input. Exception is the only base class of all of them.
     except Exception as error:
         raise kind(f"{failure}: {reason_of(error)}. {next_move}") from error
     # A Rust library, such as tokenizers, raises a panic as a BaseException whose class cannot be

@@ -26,7 +26,7 @@ class BatchSize:
     def run(self, work: Callable[[int], _Result]) -> _Result:
         """Return `work(size)`; whenever memory is full, halve the size and repeat.
 
-        A size that was too large is not tried again, and is logged once.
+        A size that was too large is not tried again. Each new size is logged.
 
         Raises:
             TrainingError: the memory is too small for a single row.

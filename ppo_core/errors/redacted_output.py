@@ -16,7 +16,7 @@ from ppo_core.errors.control_characters import escape_bytes, escape_output
 from ppo_core.errors.redaction import known_secrets, mask_secrets, redact
 
 MAX_LINE_CHARACTERS = 10_000
-"""Longer lines of output are treated as data, not as messages: URLs in them keep their query."""
+"""Longer lines of output are treated as data, not as messages: URLs in them keep user and query."""
 
 _UNFINISHED = re.compile(
     r"(?:(?<!\w)\w+://\S*|(?:hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox|A[KS]IA|eyJ)\S*)$"
@@ -44,11 +44,12 @@ def install_redaction() -> None:
 
 
 class RedactedStream:
-    """A text stream that redacts and escapes text, and writes it to another stream.
+    """A text stream that redacts and escapes text, and writes it to an underlying stream.
 
     Text is written at once, except the last characters of a line that may begin a secret. These
-    characters are held until the next write or `flush`. Therefore a secret that is split between
-    two writes is found, and progress bars work as usual.
+    characters are held until later text completes or rules out the secret, or until `flush` or
+    `release`. Therefore a secret that is split between two writes is found, and progress bars work
+    as usual.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -60,12 +61,12 @@ class RedactedStream:
         os.register_at_fork(after_in_child=self._renew_lock)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the other stream, such as `encoding` or `isatty`."""
+        """Return an attribute of the underlying stream, such as `encoding` or `isatty`."""
         return getattr(self._stream, name)
 
     @property
     def buffer(self) -> "_RedactedBuffer":
-        """The binary buffer of the other stream; bytes that are written to it are redacted."""
+        """The binary buffer of the underlying stream; bytes that are written to it are redacted."""
         return _RedactedBuffer(self)
 
     def write(self, text: str) -> int:
@@ -88,7 +89,7 @@ class RedactedStream:
             self.write(line)
 
     def flush(self) -> None:
-        """Write the held text and flush, except 4 or more characters that may begin a secret."""
+        """Write the held text and flush; keep 4 or more characters that begin a known secret."""
         with self._lock:
             cut = _end_before_secret(self._held, least=4)
             ready, self._held = self._held[:cut], self._held[cut:]
@@ -154,7 +155,7 @@ def _end_of_finished(text: str) -> int:
 def _end_before_secret(text: str, *, least: int) -> int:
     """Return the length of `text` without its last characters that begin a known secret.
 
-    These characters count only if there are at least `least`.
+    Fewer than `least` such characters are not removed.
     """
     longest = 0
     for secret in known_secrets():

@@ -106,9 +106,10 @@ def _without_user(found: re.Match[str]) -> str:
 
 
 def mask_secrets(text: str) -> str:
-    """Return `text` with secrets masked; URLs without a secret keep user and query.
+    """Return `text` with known secrets, tokens, keys and authorizations masked.
 
-    Use this for documents that quote models and data sets, in which a URL's query is not secret.
+    Unlike `redact`, keep the other parts of URLs: user, password and query. Use this for documents
+    that quote models and data sets, in which a URL's query is not secret.
     """
     for secret in known_secrets():
         text = text.replace(secret, MASK)
@@ -197,7 +198,7 @@ def _secrets_in(name: str, value: str) -> Iterator[str]:
     yield from filter(_is_basic, _BASIC.findall(value))
     headers = filter(_is_value, _AUTHORIZATION.finditer(value))
     yield from (found[2] or found[4] for found in headers)
-    # The user may stand between a driver and the password: `mysql+pymysql:user:password@host`.
+    # After a driver, the match contains user and password: `mysql+pymysql:user:password@host`.
     yield from (found.partition(":")[2] for found in _PASSWORD_WITHOUT_SCHEME.findall(value))
     yield from _secrets_in_pairs(value)
 

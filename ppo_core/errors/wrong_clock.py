@@ -7,7 +7,10 @@ TOLERANCE = timedelta(minutes=5)
 
 
 def describe_future(time: str, now: datetime | None = None) -> str:
-    """Return words to append to an ISO 8601 time that lies in the future; else an empty text."""
+    """Return words to append to an ISO 8601 time that lies in the future; else an empty text.
+
+    The text is also empty for a time that is at most `TOLERANCE` ahead or cannot be read.
+    """
     now = now or datetime.now(UTC)
     try:
         ahead = datetime.fromisoformat(time) - now

@@ -1,1 +1,1 @@
-"""Files and progress for all packages: atomic writes, folder cache, strict JSON, progress bars."""
+"""What all packages use: files, a folder cache, validation, HTTP clients, progress bars."""

@@ -129,7 +129,7 @@ def digest_of_code(*modules: str) -> str:
 
 
 def digest_of_folder(folder: Path) -> str:
-    """Return a short digest of the names and contents of the files in a folder."""
+    """Return a short digest of the names and contents of a folder's files except `MADE_FILE`."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.name != MADE_FILE:

@@ -21,16 +21,17 @@ class LoadedFunction:
     function: Callable[..., Any]
 
     version: str
-    """Digest of the file that defines it."""
+    """Digest of the file or module that the user named."""
 
 
 def load_function(place: str, takes: str) -> LoadedFunction:
     """Return the function `FILE_OR_MODULE:FUNCTION`; a name that ends in `.py` is a file.
 
-    `takes` says in an error what the function takes.
+    `takes` describes, for an error message, the arguments that the function takes.
 
     Raises:
-        ConfigError: the file, module or function does not exist, or cannot be imported.
+        ConfigError: the file, module or function does not exist or cannot be imported, or the
+            module has no source file.
     """
     where, _, name = place.rpartition(":")
     if not where or not name:

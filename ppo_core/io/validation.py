@@ -33,10 +33,10 @@ def _check_steps(value: float) -> float:
 
 
 Steps = Annotated[float, Field(ge=0), AfterValidator(_check_steps)]
-"""A number of steps, or below 1 a fraction of all steps."""
+"""A number of steps, or a fraction of all steps if it is below 1."""
 
 Interval = Annotated[float, Field(gt=0), AfterValidator(_check_steps)]
-"""A number of steps above 0, or below 1 a fraction of all steps."""
+"""A number of steps, at least 1, or a fraction of all steps, above 0 and below 1."""
 
 _FAULTS = {
     "int_type": "must be a whole number",

@@ -53,7 +53,7 @@ class Critic(nn.Module):
         """Return a critic that trains a `...ForSequenceClassification` in place; value = score.
 
         Raises:
-            ModelError: the model scores only full texts, or has several labels.
+            ModelError: the model has no linear layer `score` with a single output.
         """
         score = getattr(model, "score", None)
         if not isinstance(score, nn.Linear) or score.out_features != 1:
@@ -73,7 +73,7 @@ class Critic(nn.Module):
         or a module that returns one value for each token.
 
         Raises:
-            ModelError: see `from_classifier`.
+            ModelError: see `from_classifier`; or an adapter of the model is not supported.
         """
         if is_peft(model):
             return cls._from_adapted(model)
@@ -110,7 +110,10 @@ class Critic(nn.Module):
 
     @classmethod
     def from_reward_model(cls, reward_model: RewardModel) -> "Critic":
-        """Return a copy of the reward model; its initial values are the scores of the prefixes."""
+        """Return a critic that begins as a copy of the reward model.
+
+        The initial value of a state is the reward model's score of the text up to that state.
+        """
         critic = cls.from_classifier(copy.deepcopy(reward_model.model).requires_grad_(True))
         score = cast(nn.Linear, critic.head)
         critic.head = head = nn.Linear(score.in_features, 1).to(score.weight)
@@ -124,7 +127,7 @@ class Critic(nn.Module):
 
     @classmethod
     def from_policy(cls, policy: PreTrainedModel) -> "Critic":
-        """Return a copy of the policy's backbone with a zero head: its initial value is 0."""
+        """Return a critic on a copy of the policy's backbone; a zero head makes all values 0."""
         if policy.base_model is policy:
             copied = copy.deepcopy(policy).requires_grad_(True)
             copied.get_output_embeddings().requires_grad_(False)
@@ -163,7 +166,7 @@ class Critic(nn.Module):
 
 
 def _own_adapter(model: nn.Module) -> Within:
-    """Return the context in which a model's forward passes use its active adapter, if any."""
+    """Return a function whose contexts make a model use its active adapter, if it has one."""
     return partial(using_adapter, model, model.active_adapter) if is_peft(model) else nullcontext
 
 

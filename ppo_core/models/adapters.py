@@ -99,7 +99,8 @@ def add_adapter(model: nn.Module, peft_config: "PeftConfig", name: str = "defaul
 
     Raises:
         ModelError: peft is not installed; the model is not a transformers model, or has an
-            adapter; `peft_config` is not a PeftConfig; or PPO or the model does not support it.
+            adapter; `peft_config` is not a PeftConfig; or PPO or the model does not support the
+            adapter.
     """
     peft = load_peft()
     if is_peft(model) or getattr(model, "peft_config", None):
@@ -242,7 +243,7 @@ def add_beside(model: "PeftModel", config: "PeftConfig", name: str) -> None:
     """Add a frozen, inactive adapter to a PeftModel, in the model's training or evaluation mode.
 
     Raises:
-        ModelError: PPO or the model does not support it, or another adapter has this name.
+        ModelError: PPO or the model does not support the adapter, or another adapter has this name.
     """
     _check_method(config)
     try:

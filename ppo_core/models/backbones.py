@@ -29,14 +29,15 @@ class Decoding(Enum):
     PADDED = "transformers' cache with padding"
     BY_LENGTH = "the model's own cache, prompts of one length at a time"
     COUNTING = "the model's own cache and positions, prompts of one length at a time"
-    """Needed by RoBERTa: its positions do not begin at 0, as `generate` assumes."""
+    """Needed by RoBERTa: its positions do not begin at 0, although `generate` assumes so."""
 
 
 class DecoderBackbone:
     """Backbone of a decoder-only model."""
 
     fastest = Decoding.FAST
-    """Fastest way to decode that no check has rejected. FAST also applies to `states_at`."""
+    """Fastest way to decode that no check has rejected. If it is FAST, `states_at` also uses the
+    fast path."""
 
     is_checked = False
     """Whether a check chose `fastest`."""
@@ -101,7 +102,7 @@ class DecoderBackbone:
         return self.hidden_states(ids).shape[-1]
 
     def fast_layers(self) -> DecoderLayers | None:
-        """Return the modules that the fast path computes, or None where it is not used."""
+        """Return the modules that the fast path computes, or None if it is not used."""
         return fast_path(self.module) if self.fastest is Decoding.FAST else None
 
     @property
@@ -180,7 +181,7 @@ class EncoderDecoderBackbone:
         """Wrap a `...ForConditionalGeneration`; forward passes run in the context `within()`.
 
         Raises:
-            ModelError: the configuration lacks a field that T5's and BART's have.
+            ModelError: the configuration lacks `decoder_start_token_id` or `d_model`.
         """
         self.module = model
         self._within = within

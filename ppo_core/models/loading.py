@@ -1,9 +1,9 @@
 """Load and check policies, reward models and tokenizers from a folder or the hub.
 
-All loads go through this module: no code of a checkpoint is run, no pickle is read, and a
-checkpoint whose tensors do not fit its configuration is refused. A hub id may name a revision, as
-in `org/name@REVISION`. Classes that load weights are imported only where they are used: checking
-a configuration or a tokenizer does not need them.
+All models and tokenizers are loaded here, except adapters and value heads. No code of a checkpoint
+is run, no pickle is read, and a checkpoint whose tensors do not fit its configuration is refused. A
+hub id may name a revision, as in `org/name@REVISION`. Classes that load weights are imported only
+where they are used, because checking a configuration or a tokenizer does not need them.
 """
 
 import logging
@@ -178,8 +178,8 @@ def load_policy(
 
     Raises:
         ConfigError: both `path` and `revision` name a revision.
-        ModelError: the folder or hub id has no causal language model, it is not decoder-only, or
-            a file is refused.
+        ModelError: the folder or hub id has no causal language model, the model is not
+            decoder-only, or a file is refused.
     """
     # Imported here, because it imports torch.
     from ppo_core.models.quantization import is_quantized, keep_differentiable
@@ -352,7 +352,7 @@ def check_vocabulary(config: Any, tokenizer: PreTrainedTokenizerBase, path: str 
 
 
 def reading(what: str, path: str | Path) -> AbstractContextManager[None]:
-    """Return a context that turns every error into a ModelError that names folder or hub id."""
+    """Return a context that turns every error into a ModelError that names the folder or hub id."""
     is_local = Path(path).is_dir()
     missing = f"There is no folder '{Path(path).absolute()!s:.300}', and so it is a hub id. "
     return library_errors(

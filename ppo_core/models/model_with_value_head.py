@@ -61,7 +61,8 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
 
         Raises:
             ModelError: this class does not support the model.
-            ConfigError: settings of the value head contradict each other.
+            ConfigError: a setting of the value head is invalid, or two of them contradict each
+                other.
         """
         super().__init__()
         policy = plain_model(pretrained_model)
@@ -104,7 +105,7 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
         quantization_config, device_map and revision, are passed to transformers.
 
         Raises:
-            ModelError: model or value head cannot be loaded without a pickle or remote code.
+            ModelError: model or value head cannot be loaded, or need a pickle or remote code.
             ConfigError: arguments contradict each other.
         """
         head_settings = {name: kwargs.pop(name) for name in _HEAD_SETTINGS if name in kwargs}
@@ -239,9 +240,10 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
 
         transformers (or peft, for an adapter) loads the folder as the policy. `from_pretrained` of
         this class also loads the value head. The weights are written in `saved_dtype`, the
-        precision of the loaded files, or in the precision of training if that is None. If this
-        model's weights are sharded, pass its unsharded `state_dict`. Other arguments, such as
-        `max_shard_size`, are passed to the policy; an adapter is always one file.
+        precision of the loaded files. An adapter, or a model whose `saved_dtype` is None, is
+        written in the precision of training. If this model's weights are sharded, pass its
+        unsharded `state_dict`. Other arguments, such as `max_shard_size`, are passed to the policy;
+        an adapter is always one file.
 
         Raises:
             ConfigError: `safe_serialization=False` or `push_to_hub=True` is given.

@@ -150,8 +150,8 @@ class LanguageModel(nn.Module):
     def _head_difference(self) -> float:
         """Return the largest difference between `logits` and the model's own logits.
 
-        The difference is measured on four tokens, relative to the largest logit. It is infinite if
-        the vocabularies differ.
+        The difference is measured on four tokens, relative to the largest logit, or to 1 if all
+        logits are smaller. It is infinite if the vocabularies differ.
         """
         ids = torch.arange(2, 6, device=self.device)[None]
         two = torch.tensor([2], device=self.device)
@@ -266,10 +266,11 @@ class LanguageModel(nn.Module):
 
 
 def require_causal_lm(model: nn.Module, part: str) -> PreTrainedModel:
-    """Return the model if transformers can compute logits with it.
+    """Return the model if it is a language model that can be the policy or the reference.
 
     Raises:
-        ModelError: the model has no LM head, or is no model of transformers.
+        ModelError: the model has no LM head, is no model of transformers, or is of a type in
+            `UNTRAINABLE`.
     """
     if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
         raise ModelError(

@@ -109,7 +109,10 @@ class ModuleBackbone:
     def __init__(
         self, module: nn.Module, read: Callable[[nn.Module, Tensor, Tensor], Tensor]
     ) -> None:
-        """Take a module, and `hidden_states` or `token_values` to read its states (B, S, D)."""
+        """Take a module, and a function from module, token ids and mask to states (B, S, D).
+
+        The function is `hidden_states`, `token_values` or `token_scores`.
+        """
         self.module = module
         self._read = read
 

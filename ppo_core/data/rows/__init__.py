@@ -1,1 +1,1 @@
-"""Rows of prompts, preferences and demonstrations, converted from all known columns to one form."""
+"""Read the rows of data sets, and convert all known forms of columns to one form."""

@@ -10,7 +10,7 @@ from ppo_core.errors import ConfigError
 from ppo_core.errors.control_characters import escape_controls
 
 MAX_SHOWN = 500
-"""Maximum number of characters of a row that is shown."""
+"""Maximum number of characters of a row that a message shows."""
 
 
 def describe_reading(rows: Rows) -> str:

@@ -26,8 +26,8 @@ def as_prompt(value: Any, *, is_chat: bool) -> str | Turns:
     turn.
 
     Raises:
-        RowError: the prompt is empty, is neither text nor messages, ends in an answer of the
-            assistant, or consists of messages although the policy reads text.
+        RowError: the prompt is empty or malformed, is neither text nor messages, ends in an answer
+            of the assistant, or consists of messages although the policy reads text.
     """
     if is_messages(value):
         if not is_chat:
@@ -80,7 +80,7 @@ def last_answer(messages: Messages) -> tuple[Turns, str]:
     """Split a conversation into the earlier messages, and the text of the assistant's last message.
 
     Raises:
-        RowError: the last message is not the assistant's.
+        RowError: the last message is not the assistant's, or a message is malformed.
     """
     *earlier, last = as_turns(messages)
     if last["role"] != "assistant":
@@ -98,8 +98,8 @@ def split_pair(
 ) -> tuple[str | Turns, str, str]:
     """Return the prompt and two responses that do not repeat the prompt.
 
-    If `prompt` is None or empty, the prompt is the common part of two conversations. If the
-    responses are not conversations either, they are returned whole, with an empty prompt; for a
+    If `prompt` is None or empty, and `chosen` and `rejected` are conversations, the prompt is their
+    common part. If they are plain texts, they are returned unchanged with an empty prompt; for a
     chat, this is an error.
 
     Raises:
@@ -192,7 +192,7 @@ def in_format_of(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages) -> 
     """Return a prompt as messages if a tokenizer has a chat template, else as text.
 
     Raises:
-        RowError: a text of HH does not end in a turn of the human.
+        RowError: the tokenizer has a chat template, and the prompt is not valid (see `as_prompt`).
     """
     if tokenizer.chat_template is None:
         return shown_prompt(prompt)

@@ -26,7 +26,8 @@ def fit_prompts(
 ) -> Rows:
     """Return the rows whose prompts leave `response_length` tokens of a model's context.
 
-    If `context` is None, there is no limit.
+    With overlong="truncate", prompts that are too long are shortened. If `context` is None, there
+    is no limit.
 
     Raises:
         DataError: a prompt is too long and `overlong` is "error", or more than `rows.max_left_out`
@@ -53,6 +54,9 @@ def fit_pairs(
     end_of_text: bool,
 ) -> Rows:
     """Return the preferences whose two texts have 1 to `limit` tokens for a reward model.
+
+    With overlong="truncate", prompts that are too long are shortened. If `limit` is None, there is
+    no maximum.
 
     Raises:
         DataError: see `fit_prompts`.

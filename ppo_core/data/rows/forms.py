@@ -36,7 +36,7 @@ Kind: TypeAlias = Literal["prompts", "pairs", "demonstrations", "votes", "feedba
 pairs of answers that people judged, or feedback of users on single answers or pairs."""
 
 _CONVERSATIONS = ("messages", "conversations")
-"""Columns of a conversation, whose last message may be the answer; ShareGPT has the second."""
+"""Columns of a conversation, whose last message may be the answer; ShareGPT uses the second."""
 
 _PROMPT_COLUMNS = ("prompt", "query", "question", "instruction", *_CONVERSATIONS)
 """Names of columns that may hold the prompt; the first column that exists is read."""
@@ -69,7 +69,7 @@ _LABELS = {
 """Types of the optional fields of preferences."""
 
 Row: TypeAlias = Mapping[str, Any]
-"""A converted row: values by the names of the fields of its `Kind`."""
+"""A converted row: field -> value."""
 
 
 @dataclass(frozen=True)
@@ -359,7 +359,7 @@ def _accepted(row: RawRow, name: str) -> Any:
 
 
 def _common_prompt(columns: Collection[str]) -> _Field:
-    """Return how to read the prompt of preferences if there is no column for the prompt."""
+    """Return the field of a prompt that is the common part of chosen and rejected."""
     if not {"chosen", "rejected"} <= set(columns):
         raise _no_columns(["prompt"], columns)
 
@@ -394,7 +394,8 @@ def _nothing(row: RawRow) -> None:
 def _messages_beside_answers(column: str) -> Callable[[RawRow], Any]:
     """Return a function that reads the messages before the answer from a column.
 
-    The function returns None if `chosen` is a whole conversation, which includes these messages.
+    The function returns None if the column has no messages, or if `chosen` is a whole conversation,
+    which includes the messages before the answer.
     """
 
     def read(row: RawRow) -> Any:

@@ -28,7 +28,7 @@ def fit_rows(
 ) -> Iterator[tuple[Row, Encoded] | RowError]:
     """Yield each row and its encoded form; with overlong="truncate" the prompt may be shortened.
 
-    For a row that cannot be encoded, or is too long, yield a RowError instead.
+    For a row that cannot be encoded, or is still too long, yield a RowError instead.
 
     Args:
         tokenizer: the tokenizer.
@@ -84,9 +84,9 @@ def _largest(row: Row) -> int:
 def _shortened(row: Row, limit: int | None, most: int, fits: Callable[[Row], bool]) -> Row | None:
     """Return the row with its prompt cut to the longest end that fits, or None if no end fits.
 
-    The limits are `limit` tokens and `most` characters. From messages, the oldest turns are
-    removed; a system message and the last message stay. A text of HH is cut at the start of a turn,
-    any other text between two words.
+    The limits are `limit` tokens and `most` characters. Of messages, a system message at the start
+    is kept, and the rest is cut before a message of the user. A text of HH is cut before a turn of
+    the human, any other text between two words.
     """
     field = "messages" if "messages" in row else "prompt"
     prompt = row.get(field)
@@ -98,7 +98,7 @@ def _shortened(row: Row, limit: int | None, most: int, fits: Callable[[Row], boo
 
     if isinstance(prompt, str):
         start = re.escape(HUMAN) if is_hh(prompt) else r"(?<!\S)\S"
-        # The search begins one character earlier, because there may be the space before a word.
+        # The search begins one character earlier, because the space before a word may be there.
         first = max(0, len(prompt) - most - 1)
         starts = [found.start() for found in re.compile(start).finditer(prompt, first)]
         return _first_that_fits(
@@ -122,7 +122,7 @@ def _ends_of_messages(prompt: Messages) -> list[Messages]:
 def _first_that_fits(
     count: int, candidate: Callable[[int], Row], fits: Callable[[Row], bool]
 ) -> Row | None:
-    """Return the longest of `count` candidates that fits; each is longer than the next."""
+    """Return the longest of `count` candidates that fits, or None; each is longer than the next."""
     low, high = 0, count
     while low < high:
         middle = (low + high) // 2

@@ -17,7 +17,7 @@ MAX_RANKED = 16
 the square of this number, so a prompt with many responses would outweigh the others."""
 
 MAX_PAIRS = MAX_RANKED * (MAX_RANKED - 1) // 2
-"""Maximum number of pairs of a prompt with single judgments, as many as from a ranked list."""
+"""Maximum number of pairs of a prompt with single judgments: as many as a ranked list gives."""
 
 _Ranked: TypeAlias = tuple[float, str]
 """Quality of a response (a larger number is better), and the response."""
@@ -26,7 +26,9 @@ _Ranked: TypeAlias = tuple[float, str]
 def pairs_of_ranking(
     responses: Any, ranks: Any = None, scores: Any = None
 ) -> Iterator[tuple[str, str, bool]]:
-    """Yield each pair of responses, the better response first, and whether both are equally good.
+    """Yield each pair of responses, the better response first, and whether the pair is a tie.
+
+    In a tie, the responses are equally good or have the same text.
 
     Of more than `MAX_RANKED` responses, only the best, the worst, and responses at equal steps
     between these are paired.
@@ -110,7 +112,7 @@ def pairing(
 
     Args:
         judgements: rows with `prompt`, `completion`, `label`, and optionally category and source.
-        take: function that returns the judgement at a position.
+        take: function that returns the judgment at a position.
     """
     judged: dict[bytes, _Judged] = {}
     done = set()
@@ -130,7 +132,7 @@ def pairing(
     def convert(
         batch: Sequence[Mapping[str, Any]],
     ) -> Iterator[list[dict[str, Any]] | RowError | None]:
-        # Only here, because this function is not called if the pairs are in the cache.
+        # Read the judgments only here: `convert` is not called if the pairs are in the cache.
         if not judged:
             judged.update(_by_prompt(judgements))
         for row in batch:

@@ -134,14 +134,14 @@ def read_rows(
         kind: use of the data set.
         is_chat: whether prompts become messages.
         split: name of a split, or a slice of a split.
-        config_name: configuration of a hub data set.
+        config_name: name of a configuration, see `open_source`.
         renamed: field -> column, see `find_form`.
         allow_urls: whether `source` may be an address.
         takes_token_ids: whether prompts may be token ids.
         max_left_out: maximum fraction of the rows that may be left out, here and in `derive`.
 
     Raises:
-        ConfigError: a configuration is given for local data.
+        ConfigError: a local file or folder has no such configuration.
         DataError: the data set or a column is missing or unreadable, there is no row, or too many
             rows cannot be used.
     """
@@ -219,7 +219,8 @@ def derive(
 ) -> Rows:
     """Return converted rows; a second call with the same rows and inputs takes the cached rows.
 
-    Within `folder_cache.sharing`, rows that another machine has converted are also reused.
+    Within `folder_cache.sharing`, rows that another machine has converted are also reused, if
+    `rows` has at least `LEAST_SHARED` rows.
 
     Args:
         rows: rows to convert.

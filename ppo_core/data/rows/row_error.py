@@ -10,7 +10,7 @@ class RowError(ValueError):
     """A row cannot be used; the message completes "12 rows ...", as in "with an empty prompt"."""
 
     def __init__(self, reason: str, move: str = "Correct or remove these rows.") -> None:
-        """Take the reason, by whose text rows are counted, and the next move."""
+        """Take the reason and the advice for the user; rows are counted by their reason."""
         super().__init__(reason)
         self.move = move
 

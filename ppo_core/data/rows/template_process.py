@@ -2,8 +2,8 @@
 
 A template is code that the author of a model wrote. The sandbox of jinja2 limits neither memory nor
 time, and Python cannot interrupt one large operation, such as `'x' * 10**10`. Therefore a separate
-process renders, and the operating system enforces its limits. The process runs this file, so this
-file imports nothing of the project. The process ends after its parent.
+process renders, under limits that the operating system enforces. The process runs this file, so
+this file imports nothing of the project. The process ends when its parent has ended.
 """
 
 import atexit
@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 MAX_BYTES = 1 << 30
-"""Memory that the process may take to render, in bytes."""
+"""Bytes that the process may take in addition to its memory at the start; limited on Linux only."""
 
 MAX_GROWTH, MAX_OWN_CHARACTERS = 8, 1_000_000
-"""Limits of a rendered text: 8 times the characters of the request plus 1,000,000."""
+"""Maximum characters of a rendered text: 8 for each byte of the request, plus 1,000,000."""
 
 
 class Rendered(NamedTuple):

@@ -33,8 +33,9 @@ def _read(path: Path, delimiter: str, name: str, separators: str) -> Iterator[Ra
     """Yield the rows of a file whose values are separated by a delimiter.
 
     Raises:
-        DataError: the file cannot be read or is not UTF-8, a value has more than 128 KiB, two
-            columns have the same name, or a row has more or fewer values than the header.
+        DataError: the file cannot be read or is not UTF-8, a value has more than 131,072
+            characters, two columns have the same name, or a row has more or fewer values than the
+            header.
     """
     move = (
         "Write the header on the first line and one row on each further line, in UTF-8, with "

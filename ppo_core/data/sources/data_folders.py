@@ -38,13 +38,14 @@ def files_by_split(
 
     A file belongs to a split if its path below the folder contains a word of that split
     (`SPLIT_WORDS`), or if its name is SPLIT-00000-of-00001. Files that belong to no split are
-    ignored; if no file belongs to a split, all files are `train`. Hidden files and folders are
-    ignored. If README.md lists the files of each split, as on the hub, only that list is used.
+    ignored; if no file belongs to a split, all files are `train`. Files and folders whose name
+    begins with `.` or `__` are ignored. If README.md lists the files of each split, as on the hub,
+    only that list is used.
 
     Args:
         folder: the folder.
         suffixes: endings of data files.
-        config: name of a configuration in README.md; None takes the default one.
+        config: name of a configuration in README.md; None takes the default or only configuration.
 
     Raises:
         ConfigError: README.md has no such configuration, or several configurations and no default.

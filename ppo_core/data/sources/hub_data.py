@@ -36,7 +36,7 @@ class HubData:
         """Download the split, unless it is in the cache, and return it as a `datasets.Dataset`.
 
         Raises:
-            DataError: the hub has no such data set, configuration or split.
+            DataError: the hub has no such data set, configuration or split, or cannot be reached.
         """
         with self._explained():
             return datasets.load_dataset(
@@ -44,13 +44,13 @@ class HubData:
             )
 
     def pinned(self) -> str:
-        """Return the name with the current commit of the data set as the revision.
+        """Return the name with the current commit of its revision in the place of the revision.
 
-        Offline, the name is returned unchanged, because `datasets` reads its cache, which does not
-        change.
+        A name that already has a commit is returned unchanged. Offline, every name is returned
+        unchanged, because `datasets` then reads only its cache, which does not change.
 
         Raises:
-            DataError: the hub has no such data set.
+            DataError: the hub has no such data set, or cannot be reached.
         """
         if datasets.config.HF_HUB_OFFLINE or _COMMIT.fullmatch(self.revision or ""):
             return self.given

@@ -13,7 +13,7 @@ from ppo_core.errors import DataError, library_errors, reason_of
 from ppo_core.io.text_files import parse_strict_json
 
 MAX_LINE_BYTES = 1 << 26
-"""Maximum length of a line, which is one row."""
+"""A line, which is one row, must have fewer bytes than this."""
 
 MAX_LIST_BYTES = 1 << 30
 """Maximum size of a file that is one list of rows, because it is read as a whole."""
@@ -34,8 +34,9 @@ def read_json_rows(path: Path) -> Iterator[RawRow]:
     A byte-order mark and empty lines are ignored. Rows may have different keys.
 
     Raises:
-        DataError: the file cannot be read, is not UTF-8, or a row is not a JSON object; the message
-            names the row, counted from 0, and the line, counted from 1.
+        DataError: the file cannot be read, is not UTF-8, or a row is not a JSON object. For a
+            wrong row, the message names its number, counted from 0, and in a file with one object
+            on each line also its line, counted from 1.
     """
     failure, move = f"'{path}' cannot be read", "Name a file of rows that you may read."
     with library_errors(DataError, failure, move), open_data_file(path) as file:

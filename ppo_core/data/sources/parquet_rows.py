@@ -21,7 +21,8 @@ def read_parquet_rows(path: Path) -> Iterator[RawRow]:
     `datasets` load other files and addresses.
 
     Raises:
-        DataError: the file cannot be read, is damaged, or holds text that is not UTF-8.
+        DataError: the file cannot be read, is damaged, contains text that is not UTF-8, or has two
+            columns with the same name.
     """
     move = "Write the file again, or name another."
     with (

@@ -21,7 +21,7 @@ def check_saved_folder(path: Path) -> None:
     Otherwise, the folder could name any file of this machine, and `datasets` would read that file.
 
     Raises:
-        DataError: a file is refused; the message names the file.
+        DataError: a file is refused or missing; the message names the file.
         ValueError: a file is not of the form that `save_to_disk` writes.
         OSError: a file cannot be read.
     """

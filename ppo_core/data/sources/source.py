@@ -67,7 +67,7 @@ class Source:
     """One split of a data set, or a slice of a split."""
 
     name: str
-    """The name that a user gave."""
+    """Name of the data set for messages: path, address without secrets, or hub id."""
 
     digest: str
     """Digest of the content."""
@@ -98,9 +98,10 @@ def open_source(
     Args:
         name: a .jsonl, .json, .csv, .tsv or .parquet file (also .jsonl.gz, .json.gz, .csv.gz,
             .tsv.gz and .pq), a folder of such files, a folder written by `save_to_disk`, an address
-            of such a file, or a hub id. Without `split`, a folder and a hub id may be followed by
-            `:SPLIT`, and a hub id by `@REVISION` and `:CONFIG/SPLIT`.
-        split: name of a split, or a slice such as `train[:100]`; a file has only `train`.
+            of such a file, or a hub id, which `@REVISION` may follow. If `split` is None, `:SPLIT`
+            or `:CONFIG/SPLIT` may follow a folder or a hub id.
+        split: name of a split, or a slice such as `train[:100]`; a file has only `train`. If None,
+            the split in `name`, or else `train`.
         config: configuration name, for a hub data set with several configurations, or for a folder
             whose README.md has several.
         allow_urls: whether `name` may be an address.

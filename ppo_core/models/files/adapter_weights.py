@@ -89,7 +89,7 @@ def _dequantized(model: "PeftModel") -> dict[str, Tensor]:
 
 
 def _plain_or_wrapped(key: str, weights: Mapping[str, Tensor]) -> Tensor:
-    """Return the weight `key`; if another adapter wraps the layer, its name has `base_layer`."""
+    """Return the weight `key`, named LAYER.base_layer.NAME if another adapter wraps the layer."""
     layer, _, name = key.rpartition(".")
     return weights[key] if key in weights else weights[f"{layer}.base_layer.{name}"]
 

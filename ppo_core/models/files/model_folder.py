@@ -37,9 +37,10 @@ QUANTIZATION_METHODS = frozenset({"bitsandbytes"})
 
 
 def check_plain_files(path: str | Path) -> None:
-    """Raise if a local folder has links that lead out of it, or JSON files that cannot be read.
+    """Raise if a local folder has a file that transformers must not open or cannot parse.
 
-    The files of a hub id are not checked.
+    Such files are links out of the folder, broken links, pipes, devices, and configuration files
+    that are not JSON. The files of a hub id are not checked.
 
     Raises:
         ModelError: a file is refused, or the path is neither a folder nor possibly a hub id; the

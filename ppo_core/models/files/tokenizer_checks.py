@@ -121,7 +121,7 @@ def _growth(rule: Mapping[str, Any]) -> float:
         new = len(str(rule.get("content", "")))
         pattern = rule.get("pattern")
         old = pattern.get("String") if isinstance(pattern, Mapping) else None
-        # A regular expression may match the empty text before a character, and adds to it then.
+        # A regular expression may match the empty text before a character, and then add a text.
         return max(1.0, new / len(old)) if isinstance(old, str) and old else 1.0 + new
     if rule["type"] == "Precompiled":
         return float(_longest_replacement(str(rule.get("precompiled_charsmap") or "")))

@@ -57,8 +57,9 @@ def load_with_head(
     """Return the policy of a folder or hub id, its value head, and the half precision of its files.
 
     The head is None if no head was saved. If the path has an adapter, the policy is a PeftModel and
-    the precision is None. It is also None if the files are not in half precision. `arguments` are
-    arguments of transformers' `from_pretrained`, and also `load_in_4bit` and `load_in_8bit`.
+    the precision is None. The precision is also None if the files are not in half precision.
+    `arguments` are arguments of transformers' `from_pretrained`, and also `load_in_4bit` and
+    `load_in_8bit`.
 
     Raises:
         ModelError: the model cannot be loaded, or loading it needs a pickle or remote code.

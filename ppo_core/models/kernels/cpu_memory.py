@@ -1,6 +1,6 @@
 """Memory settings of a process that computes on the CPU.
 
-They affect the full process, so only commands make them, never a constructor or an import. This
+They affect the full process, so only commands change them, never a constructor or an import. This
 file does not import torch, so that a command can call it before torch is loaded.
 """
 
@@ -42,8 +42,8 @@ def keep_freed_memory(*, below: int = _ONE_GIB) -> None:
     - In a process that trains an adapter, activations take most of the memory, and their sizes
       change with the rows.
 
-    Other C libraries are not changed. glibc before 2.35 is not changed either: it refuses an mmap
-    threshold above 32 MiB, and setting only the trim threshold would stop glibc from adapting both.
+    Other C libraries are not changed. glibc before 2.35 refuses an mmap threshold above 32 MiB, and
+    then nothing is changed: setting only the trim threshold would stop glibc from adapting both.
     """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)

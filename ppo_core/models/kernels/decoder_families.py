@@ -63,7 +63,7 @@ class DecoderLayers:
     """Maps token ids (B, S) to embeddings (B, S, D)."""
 
     position_embedding: nn.Module | None = None
-    """Maps positions (B or 1, S) to embeddings, which are added to the tokens'; None if unused."""
+    """Maps positions (B or 1, S) to embeddings, added to the token embeddings; None if unused."""
 
     rotary: nn.Module | None = None
     """Maps states and positions to cosine and sine (B or 1, S, R) of angles; None if unused."""
@@ -83,7 +83,8 @@ def fast_path(backbone: nn.Module) -> DecoderLayers | None:
       so rounding could lead to other tokens than those of the library that serves the model;
     - attention is not transformers' default: another `attn_implementation` was chosen, or
       another function was registered under the default's name;
-    - a module has a hook or a replaced `forward`, by which FSDP2 and ZeRO-3 gather weights.
+    - a module has a hook or a replaced `forward`, as under FSDP2 and ZeRO-3, which gather weights
+      by hooks.
     """
     family = _FAMILIES.get(type(backbone))
     if family is None or backbone.training or next(backbone.parameters()).dtype.itemsize < 4:

@@ -1,7 +1,8 @@
 """The forward pass of the decoders of `fast_path`, for training, prefill and decoding.
 
-The hidden states equal those of transformers' forward pass, but take less time: no padding mask is
-needed, all heads share a matmul, and the last layer is computed only at the positions to be read.
+The hidden states equal those of transformers' forward pass up to rounding, but take less time: no
+padding mask is needed, on a CPU the query heads that read the same keys share a matmul, and the
+last layer is computed only at the positions to be read.
 """
 
 from dataclasses import dataclass

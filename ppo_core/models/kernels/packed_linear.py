@@ -51,7 +51,10 @@ def _packed(module: nn.Module, rows: int) -> nn.Module:
 
 
 def _children(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the children by name; {} for an adapter layer, which may change a child's weights."""
+    """Return the children by name; {} for modules of other libraries than torch and transformers.
+
+    A module of another library, such as an adapter layer, may change a child's weights.
+    """
     is_known = type(module).__module__.startswith(("torch.nn.", "transformers."))
     return dict(module.named_children()) if is_known else {}
 
