@@ -23,8 +23,8 @@ from ppo_core.models.kernels.cpu_memory import prepare_cpu_process
 def main(argv: Sequence[str]) -> int:
     """Train with the settings given as flags; return the exit code.
 
-    The exit code is 0 on success, 1 after an error, which is printed, and 75 after SIGTERM. After
-    SIGTERM, the run can resume from its checkpoint.
+    The exit code is 0 on success, 1 after an error, which is printed, and 75 after SIGTERM. A run
+    that saves checkpoints can resume after SIGTERM.
     """
     try:
         with reported_errors(), explained_full_disk():

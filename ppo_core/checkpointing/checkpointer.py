@@ -77,6 +77,7 @@ class Checkpointer:
         """Acquire the lease of `output_dir`, and restore a checkpoint if `resume` asks for one.
 
         Only the process with the lease may write checkpoints, see `ppo_core.checkpointing.lease`.
+        A run that saves no checkpoints acquires no lease.
 
         Args:
             resume: the folder of a checkpoint; True for the newest undamaged checkpoint, if
@@ -84,15 +85,17 @@ class Checkpointer:
             anyway: accept a checkpoint of another run, and log the differences as a warning.
 
         Raises:
-            ConfigError: `output_dir` cannot be created, or holds checkpoints of an earlier run
-                although `resume` is off.
-            TrainingError: the checkpoint is damaged, or belongs to another run.
+            ConfigError: `output_dir` cannot be created; or the run saves checkpoints, `resume` is
+                off, and `output_dir` contains checkpoints of an earlier run.
+            TrainingError: the checkpoint is damaged, or belongs to another run; or the lease cannot
+                be acquired.
         """
         if not resume and self._contents.step:
             return  # this trainer continues its own run
         patience = self._plan.timeout
         self._peers = ProcessGroup.meet(patience)
-        # The writing thread needs its own group, so that its messages do not mix with others.
+        # The writing thread needs its own group, so that its messages do not mix with the messages
+        # of the training.
         self._writers = ProcessGroup.meet(patience) if self._plan.in_background else self._peers
         if not resume and self._plan.saves:
             self._peers.together(lambda: refuse_earlier_run(self._plan.folder))
@@ -122,7 +125,7 @@ class Checkpointer:
     def save(self) -> None:
         """Write everything that the next step depends on to `output_dir/checkpoint-<step>`.
 
-        With `in_background` the contents are copied now and written while training continues.
+        With `in_background`, the contents are copied now and written while training continues.
 
         Raises:
             TrainingError: the checkpoint (with `in_background`, the previous checkpoint) could not

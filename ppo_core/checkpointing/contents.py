@@ -69,7 +69,10 @@ class CheckpointContents(RunContext):
         )
 
     def _full_weights(self) -> dict[str, Mapping[str, Tensor]]:
-        """Return the weights of critic, refreshed reference and average, in the main process."""
+        """Return the weights of critic, refreshed reference and average.
+
+        They are complete only in the main process.
+        """
         engine, reference = self.engine, self.models.reference
         weights: dict[str, Mapping[str, Tensor]] = {}
         if self.models.critic is not None:

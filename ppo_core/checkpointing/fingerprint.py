@@ -15,7 +15,7 @@ SAMPLED = 4096
 """Maximum number of a tensor's elements in the digest; the elements are evenly spaced."""
 
 Layout = dict[str, str]
-"""Descriptions of a model's parameters, and of a reward model's score settings, by name."""
+"""Descriptions by name, for example of a model's parameters or a reward model's score settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ def layout(model: nn.Module) -> Layout:
 def fingerprint(model: nn.Module) -> Layout:
     """Return dtype, shape and a digest of sampled elements of each parameter, by name.
 
-    The trained parameters of an adapter are left out, because a checkpoint holds them.
+    The trained parameters of a PeftModel are left out, because a checkpoint contains them.
     """
     skip_trained = is_peft(model)
     return {

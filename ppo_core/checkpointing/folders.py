@@ -14,7 +14,7 @@ FOLDER_NAME = re.compile(r"checkpoint-(\d+)(\.old)?")
 
 
 def finished_checkpoints(output_dir: str | Path) -> dict[int, Path]:
-    """Return finished checkpoints by step; take a `.old` folder only if the step has no other."""
+    """Return finished checkpoints by step; a `.old` folder only if the step has no other folder."""
     found: dict[int, Path] = {}
     for path in sorted(Path(output_dir).glob("checkpoint-*"), reverse=True):
         match = FOLDER_NAME.fullmatch(path.name)
@@ -30,6 +30,6 @@ def newest_checkpoint(output_dir: str | Path) -> Path | None:
 
 
 def saved_policies(folder: Path) -> dict[int, Path]:
-    """Return the policies in a folder POLICIES by update, the first one first."""
+    """Return the policies in a folder POLICIES by update, in ascending order."""
     found = {int(path.name): path for path in folder.glob("*") if path.name.isdecimal()}
     return dict(sorted(found.items()))

@@ -31,7 +31,7 @@ LEASE = "lease.json"
 LOCK = ".lease.lock"
 
 TIMEOUT = 60.0
-"""Seconds to wait for the lock, which is held only to rename and remove folders."""
+"""Seconds to wait for the lock, which is held only to claim, rename and remove folders."""
 
 
 @dataclass(frozen=True, kw_only=True)

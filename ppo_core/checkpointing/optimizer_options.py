@@ -54,12 +54,12 @@ def check_optimizer_fits(optimizer: Optimizer, saved: JSON) -> None:
 
 
 def restore_schedule(scheduler: LRScheduler, saved: JSON) -> None:
-    """Restore the state of a learning-rate schedule, which JSON has stored."""
+    """Restore a learning-rate schedule from its state, which was stored as JSON."""
     scheduler.load_state_dict(_with_numbers_as_keys(saved, scheduler.state_dict()))
 
 
 def _with_numbers_as_keys(saved: Any, own: Any) -> Any:
-    """Return a stored value whose dicts have whole numbers as keys where those of `own` have them.
+    """Return `saved` with whole numbers as keys in each dict whose counterpart in `own` has them.
 
     JSON turns these keys into texts; with texts, MultiStepLR would find none of its milestones.
     """

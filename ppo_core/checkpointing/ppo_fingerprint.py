@@ -31,11 +31,12 @@ def given_models(
     *,
     adds_adapter: bool,
 ) -> dict[str, Layout]:
-    """Return fingerprints, with digests of weights, of the models that a checkpoint does not hold.
+    """Return fingerprints, with digests of weights, of models that a checkpoint does not contain.
 
     The fingerprint of a reward model includes its bias, gain and end_of_text. The policy is
-    included if the reference is a copy of the policy, or if the policy is the frozen base of an
-    adapter. Call this before the models are prepared, when each process still holds full weights.
+    included if no reference is given, because the reference is then made from the policy, or if the
+    policy has or gets an adapter, because its base is then frozen. Call this before the models are
+    prepared, when each process still has the full weights.
     """
     given: dict[str, nn.Module] = {}
     plain = _without_value_head(model)

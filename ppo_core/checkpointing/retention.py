@@ -22,9 +22,10 @@ def rename_superseded(newest: Path) -> None:
 
 
 def remove_old(newest: Path, keep: int | None) -> None:
-    """Remove all but the `keep` newest checkpoints, and the unfinished folders of killed runs.
+    """Remove all but the `keep` newest checkpoints, and what killed runs have left behind.
 
-    Keep folders that are named like a checkpoint but have no manifest.
+    These leftovers are unfinished folders, and `.old` folders that a newer checkpoint has replaced.
+    Folders `checkpoint-<step>` without a manifest are kept.
     """
     found = finished_checkpoints(newest.parent)
     replaced = [

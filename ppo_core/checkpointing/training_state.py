@@ -86,7 +86,7 @@ class TrainingState:
     # --- Resuming: call in this order, and load the weights after `begin_restoring` ---
 
     def begin_restoring(self, checkpoint: Checkpoint, *, anyway: bool) -> bool:
-        """Check that a checkpoint fits the run; return whether both have the same settings.
+        """Check that a checkpoint fits the run; return whether both have the same fingerprint.
 
         Raises:
             TrainingError: the optimizer differs, or settings, data or models differ and `anyway` is

@@ -91,7 +91,7 @@ def save_checkpoint(
 
 
 def _write_part(folder: Path, part: Part) -> dict[str, dict[str, int | str]]:
-    """Write a process's files to the disk; return their digests by path in the folder."""
+    """Write a process's files to the disk; return their manifest entries by path in the folder."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     part.write_policy(folder)

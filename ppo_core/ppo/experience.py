@@ -70,7 +70,7 @@ def make_experience(
 ) -> Experience:
     """Compute advantages and returns from the scores and the KL divergence `kl` (B, T).
 
-    `kl_coef` is the weight of the KL divergence in the token rewards, or with `kl_in_loss` in the
+    `kl_coef` is the weight of the KL divergence in the token rewards or, with `kl_in_loss`, in the
     loss.
     """
     whiten = partial(masked_whiten, mask=rollout.response_mask)
@@ -113,7 +113,7 @@ def _over_critic(
 
 
 def _over_other_samples(rewards: Tensor, rollout: Rollout, config: PPOConfig) -> Tensor:
-    """Return the advantage of each response relative to all responses to the same prompt.
+    """Return the advantage of each response over the responses to the same prompt.
 
     The result is (B, T), with the same advantage at all counted tokens of a response.
     """

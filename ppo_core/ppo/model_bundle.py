@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelBundle:
-    """The models of a run, in evaluation mode and on the device."""
+    """The models of a run, in evaluation mode; on the device unless the engine shards weights."""
 
     policy: LanguageModel
     """Policy, which is trained in place."""

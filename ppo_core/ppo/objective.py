@@ -46,7 +46,7 @@ class CountedTokens:
     """Target of the critic; None without a critic."""
 
     kl_coef: float
-    """Weight of the KL divergence in the loss."""
+    """Weight of the KL divergence in the loss; 0 without `kl_in_loss`."""
 
     @classmethod
     def of(
@@ -54,8 +54,8 @@ class CountedTokens:
     ) -> Self:
         """Return the counted tokens of n sequences of the full batch.
 
-        `sequences` (n,) has their numbers in the batch, `rows` their token ids, and `weights` (n,)
-        the weight in the loss of each counted token of a sequence.
+        `sequences` (n,) are the numbers of these sequences in the batch, and `rows` contains their
+        token ids. `weights` (n,) are the loss weights of each counted token of a sequence.
         """
         rollout = experience.rollout
         t = rows.state + 1 - rows.prompt_lengths[rows.row]
@@ -98,7 +98,7 @@ class Objective:
             dual_clip=config.dual_clip,
         )
         if tokens.behavior_logprobs is not None:
-            # Correct the losses, because another distribution than the policy was sampled.
+            # Correct the losses, because the tokens were not sampled from exactly the policy.
             behavior, cap = tokens.behavior_logprobs[part], config.vllm_importance_sampling_cap
             losses = losses * importance_weights(old_logprobs, behavior, cap=cap)
         computed = {"policy_loss": losses.detach(), "clipped": clipped}
@@ -110,14 +110,14 @@ class Objective:
         return tokens.weights[part] * losses
 
     def of_predictions(self, predicted: Predictions) -> Tensor:
-        """Return the policy's summed loss (), plus the exact KL divergence if it was computed."""
+        """Return the policy's summed loss (), plus the exact KL term if it was computed."""
         if predicted.full_kl is None:
             return predicted.loss
         divergence = (self._tokens.weights * predicted.full_kl).sum()
         return predicted.loss + self._tokens.kl_coef * divergence
 
     def of_critic(self, values: Tensor) -> Tensor:
-        """Return the summed loss () of the critic's values (N,), times `vf_coef`."""
+        """Return `vf_coef` times the weighted sum () of the losses of the critic's values (N,)."""
         config, tokens = self._config, self._tokens
         assert tokens.old_values is not None
         assert tokens.returns is not None
@@ -135,8 +135,8 @@ class Objective:
     def sums(self, predicted: Predictions) -> Tensor:
         """Return the sums over the N tokens (len(SUMS),), in the order of SUMS, in float64.
 
-        Call this method after `of_policy` and `of_critic`. The sums stay on the device: reading a
-        sum on the host would wait for the device.
+        Call this method after `of_policy` and `of_critic`. The sums stay on the device, because a
+        copy to the host would wait for the device.
         """
         moved = predicted.logprobs - self._tokens.old_logprobs
         ratio_error = torch.expm1(moved)

@@ -30,11 +30,11 @@ def make_train_state(
 ) -> TrainState:
     """Prepare policy and critic for training with an optimizer and a scheduler.
 
-    If None, the optimizer is AdamW, and the scheduler follows the settings.
+    If `optimizer` is None, AdamW is used. If `scheduler` is None, it is made from the settings.
 
     Raises:
-        ConfigError: the given optimizer leaves parameters out, the given scheduler is for another
-            optimizer or contradicts a setting, or a setting does not work with sharded weights.
+        ConfigError: the given optimizer leaves parameters out; the given scheduler is for another
+            optimizer or contradicts a setting; see also `make_scheduler` and `check_sharding`.
     """
     if optimizer is None:
         optimizer = torch.optim.AdamW(

@@ -34,10 +34,10 @@ class Microbatch:
     """The sequences of one forward and backward pass of this process."""
 
     sequences: Tensor
-    """(n,) numbers of the sequences in the full batch; empty if only other processes have some."""
+    """(n,) numbers of the sequences in the full batch; empty if only other processes have any."""
 
     token_weights: Tensor
-    """(n,) weight of each counted token of a sequence in the loss."""
+    """(n,) loss weight of each counted token of a sequence."""
 
     is_last: bool
     """Whether this is the last microbatch of the minibatch."""

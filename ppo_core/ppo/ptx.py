@@ -43,7 +43,7 @@ class PretrainingTexts:
         self._start_pass()
 
     def next_texts(self, n: int) -> list[Tokens]:
-        """Return the next n texts, as token ids; they may span two epochs."""
+        """Return the next n texts, as token ids; they may span several epochs."""
         return [self._texts[self._next_number()] for _ in range(n)]
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The state of a run between updates, without models and optimizer."""
+"""The state of a run except its models and its optimizer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -39,7 +39,7 @@ class PromptBatch:
     """The prompts of an update to which this process samples responses."""
 
     rows: list[int]
-    """Row numbers of the prompts of all processes in the prompt set."""
+    """Row numbers, in the prompt set, of the prompts of all processes."""
 
     prompts: list[Prompt]
     """Prompts of this process, as text or messages."""
@@ -48,7 +48,7 @@ class PromptBatch:
     """Token ids of `prompts`."""
 
     columns: Columns
-    """Columns of the rows of `prompts` that reward functions take."""
+    """Columns that reward functions take, from the rows of `prompts`."""
 
     uniforms: Tensor
     """Random numbers in [0, 1), shape (B, T), one for each token that may be sampled."""

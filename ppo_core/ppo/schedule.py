@@ -39,7 +39,7 @@ class Schedule:
         return self.num_updates * self.steps_per_update
 
     def between(self, number: int) -> list[int]:
-        """Return `number` updates at equal distances between the start and the end of the run."""
+        """Return `number` update numbers that split the run into nearly equal parts."""
         return [(1 + n) * self.num_updates // (1 + number) for n in range(number)]
 
 
@@ -132,8 +132,8 @@ def make_scheduler(optimizer: Optimizer, config: PPOConfig, schedule: Schedule) 
     During the critic's warmup the policy's rate is 0, so AdamW leaves the policy unchanged.
 
     Raises:
-        ConfigError: `critic_warmup_updates` is set, and the optimizer has no separate parameter
-            groups for policy and critic.
+        ConfigError: `critic_warmup_updates` is set, and a parameter group of the optimizer does not
+            have the name of the policy's or the critic's group.
     """
     steps = schedule.num_optimizer_steps
     is_share = config.warmup_steps < 1

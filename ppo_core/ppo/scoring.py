@@ -31,8 +31,8 @@ def score(
     """Return the outputs of rewards, reference and critic for a rollout.
 
     The scores are neither scaled nor clipped. `module` is the prepared module with policy and
-    critic. `columns` are those of the prompts' rows. Sharded models are gathered only while they
-    are used.
+    critic. `columns` are the columns of the prompts' rows. Sharded models are gathered only while
+    they are used.
     """
     size, equal_passes = config.local_rollout_forward_batch_size, engine.requires_equal_passes()
     divergences = None

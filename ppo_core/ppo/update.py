@@ -75,7 +75,7 @@ class TrainState:
 
 @dataclass(kw_only=True)
 class UpdateProgress:
-    """How far the update of a batch has come; stored in a checkpoint that is saved meanwhile."""
+    """How far the update of a batch has come; part of a checkpoint written during the update."""
 
     order: Tensor
     """(epochs, B) numbers of the full batch's sequences, in the order of each epoch."""

@@ -51,7 +51,7 @@ def training_arguments(config: PPOConfig, num_updates: int) -> PPOArguments:
     Call this function after the process group exists, so that transformers uses the group.
 
     Raises:
-        ConfigError: transformers rejects a value; the message has transformers' reason.
+        ConfigError: transformers rejects a value; the message contains transformers' reason.
     """
     settings = asdict(config)
     del settings["hub_token"]
@@ -231,7 +231,7 @@ class Reporter:
             self._restore(name, stored if isinstance(stored, list) else [stored])
 
     def _logged_updates(self) -> dict[int, Metrics]:
-        """Return the metrics of each update in the log history, which also has evaluations."""
+        """Return the metrics of each update in the log history, without the evaluations."""
         return {
             int(entry["step"]): {
                 name: value for name, value in entry.items() if name not in ("step", "epoch")

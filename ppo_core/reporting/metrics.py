@@ -47,9 +47,10 @@ class PhaseTimer:
 
 
 def objective_metrics(rollout: Rollout, scores: Scores, kl: Tensor, *, kl_coef: float) -> Metrics:
-    """Return means per response of score, KL, entropy, length and others.
+    """Return metrics of a scored batch: mostly means over the responses, such as score and KL.
 
-    kl (B, T) must be 0 at tokens that are not counted.
+    `val/num_eos_tokens` is a number of responses. kl (B, T) must be 0 at tokens that are not
+    counted.
     """
     response_kl = kl.sum(dim=1)
     sums = {
@@ -157,7 +158,10 @@ def explained_variance(experience: Experience) -> float:
 
 
 def update_metrics(sums: TokenSums, *, has_critic: bool = True) -> Metrics:
-    """Return means over the counted tokens of all optimizer steps of one update."""
+    """Return means (and the ratio's variance) over the counted tokens of one update's steps.
+
+    `val/first_ratio_error` is a mean over the first optimizer step only.
+    """
     tokens = sums.tokens
     ratio_error = sums.ratio_error / tokens
     means = {

@@ -79,7 +79,7 @@ class MetricsFile:
             logger.warning("'%s' was cut back to update %d. %s.", self.path, updates, made)
 
     def append(self, update: int, metrics: Mapping[str, float]) -> None:
-        """Append the line of an update, and sync the file to disk before a checkpoint is saved.
+        """Append the line of an update, and sync the file, so no checkpoint is ahead of the file.
 
         Raises:
             TrainingError: the line cannot be written. A partial line is ignored by readers.

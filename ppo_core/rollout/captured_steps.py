@@ -52,7 +52,7 @@ class CapturedSteps:
             self._place = _Place()
 
     def decode(self, tokens: Tensor) -> Tensor:
-        """Read the next token (B,) of each sequence; return its last hidden states (B, D).
+        """Read each sequence's next token (B,); return the tokens' last hidden states (B, D).
 
         The states are valid until the next call.
         """
@@ -93,7 +93,7 @@ class FixedStep:
         self._column = torch.zeros(1, dtype=torch.long, device=device)
 
     def take(self, tokens: Tensor) -> None:
-        """Write the next token (B,) of each sequence, its position and column to the inputs."""
+        """Write the next tokens (B,), their positions and their common column to the inputs."""
         sequences = len(tokens)
         self._tokens[:sequences, 0] = tokens
         self._lengths[:sequences] = self._cache.lengths
@@ -152,7 +152,7 @@ class _Graph:
         """Return the last hidden states (R, D) of the next tokens (B,)."""
         self._step.take(tokens)
         if not self._is_warm:
-            # The first pass is not captured: in it, libraries make their plans for a new shape.
+            # The first pass is not captured, because libraries then make plans for a new shape.
             self._is_warm = True
             return self._computed()
         if self._graph is None:

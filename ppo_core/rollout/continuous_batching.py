@@ -77,7 +77,7 @@ class ActiveSequences:
         return ActiveSequences(self.response, position, is_active)
 
     def count(self, max_new_tokens: int) -> tuple[int, int]:
-        """Return the numbers of active responses, and of sequences with the maximum length."""
+        """Return the number of active responses, and of responses with the maximum length."""
         # Stacked into one transfer, because each transfer to the CPU waits for the device.
         active, full = torch.stack(
             [self.is_active.sum(), (self.position == max_new_tokens).sum()]

@@ -26,7 +26,7 @@ class Backend(Protocol):
 
     @property
     def cache(self) -> AlignedSequences:
-        """Lengths of all sequences, and for most backends their keys and values."""
+        """Lengths of all sequences; in most backends also their keys and values."""
 
     @property
     def drops_sequences(self) -> bool:
@@ -40,7 +40,7 @@ class Backend(Protocol):
         """Read prompts into rows `sequences` (b,) of the cache; return their last states (b, D)."""
 
     def decode(self, tokens: Tensor) -> Tensor:
-        """Read the next token (B,) of each sequence; return its last hidden states (B, D)."""
+        """Read each sequence's next token (B,); return the tokens' last hidden states (B, D)."""
 
 
 class Decoder:
@@ -111,7 +111,8 @@ def new_decoder(
     lengths may be read in several passes.
 
     Raises:
-        ModelError: the model's cache cannot drop sequences.
+        ModelError: the model's cache cannot drop sequences, or transformers cannot make a cache for
+            the model type.
     """
     size = max(map(len, prompts)), max_new_tokens, policy.device
     if not backbone.pads_prompts:

@@ -20,7 +20,7 @@ from ppo_core.rollout.decoder import Decoder, can_add_prompts, new_decoder
 from ppo_core.rollout.kv_cache import own_windows
 
 CHECKED_LENGTHS = (6, 13, 9)
-"""Number of tokens of each sequence that is compared."""
+"""Number of tokens of each compared sequence, if no window needs more."""
 
 SAMPLED = 4
 """Number of last tokens of each sequence that are decoded one by one, if no window needs more."""
@@ -54,7 +54,7 @@ class DecodingCheck:
 
 @dataclass(frozen=True)
 class OwnForward:
-    """Log-probabilities of a few sequences by the policy's own forward pass, without a batch."""
+    """Log-probabilities by the policy's own forward pass, one sequence at a time."""
 
     sequences: list[Tokens]
     logprobs: list[Tensor]
@@ -67,8 +67,8 @@ class OwnForward:
     def of(cls, policy: LanguageModel, prompts: Sequence[Tokens]) -> "OwnForward":
         """Return the log-probabilities of three sequences of different lengths.
 
-        Their tokens are from the prompts. One sequence also has the pad token, if there is one,
-        because some models derive positions from pad tokens.
+        The tokens are taken from the prompts. If the policy has a pad token, one sequence contains
+        this token, because some models derive positions from pad tokens.
         """
         sampled = _tokens_to_decode(policy.model.config)
         sequences = sequences_of(prompts, policy.model.config, further=sampled - SAMPLED)
@@ -80,8 +80,8 @@ class OwnForward:
 def choose_backend(policy: LanguageModel, own: OwnForward) -> DecodingCheck:
     """Choose the fastest backend that reproduces the log-probabilities of the own forward pass.
 
-    The sequences of `own` are decoded together. The choice is stored in the policy's backbone, and
-    logged.
+    A backend that pads prompts decodes the sequences of `own` together. The choice is stored in the
+    policy's backbone, and logged.
 
     Raises:
         ModelError: no backend reproduces the model's own log-probabilities.
@@ -141,8 +141,8 @@ def sequences_of(
     """Return sequences of `CHECKED_LENGTHS` + `further` tokens, taken from the prompts.
 
     If the prompts have too few tokens, the tokens are repeated. No sequence is longer than the
-    context of a model with one of the `configs`. With a `vocabulary`, only token ids below this
-    number are taken; if there are none, the ids 0 and 1.
+    shortest context of the models with these `configs`. With a `vocabulary`, only token ids below
+    this number are taken; if there are none, the ids 0 and 1.
     """
     size = sum(CHECKED_LENGTHS)
     tokens = list(itertools.islice(itertools.chain.from_iterable(prompts), size))
@@ -164,9 +164,10 @@ def has_low_precision(model: nn.Module) -> bool:
 
 
 def difference_of(model: nn.Module, differences: Tensor) -> float:
-    """Return the largest absolute difference of `differences` (N,), or the mean in half precision.
+    """Return the largest absolute value of `differences` (N,), or the mean for low precision.
 
-    The mean is used because half precision rounds single logits by more than 0.1.
+    The mean is used if the model `has_low_precision`, because half precision rounds single logits
+    by more than 0.1.
     """
     differences = differences.float().abs()
     return (differences.mean() if has_low_precision(model) else differences.max()).item()
@@ -208,7 +209,7 @@ def _candidates(backbone: DecoderBackbone) -> Iterator[Decoding]:
 
 
 def _decoded_difference(policy: LanguageModel, backbone: DecoderBackbone, own: OwnForward) -> float:
-    """Return the difference when the last tokens of each sequence are decoded."""
+    """Decode the last tokens of each sequence; return the difference from `own`."""
     if backbone.pads_prompts:
         differences = _decode(policy, backbone, own)
     else:
@@ -233,7 +234,7 @@ def _decode(policy: LanguageModel, backbone: DecoderBackbone, own: OwnForward) -
         active.step()
         if step == 1 and decoder.drops_sequences:
             active.drop_first()
-        # A token is decoded after the added prompt: its position must follow the prompt's last.
+        # One more step follows, which decodes a token at the position after the added prompt.
         if step == own.sampled - 2 and can_add_prompts(policy, backbone):
             active.add_first(prompts)
         differences.append(active.difference())

@@ -51,7 +51,7 @@ class FastBackend:
             return forward(self._layers, ids, context, last)
 
     def decode(self, tokens: Tensor) -> Tensor:
-        """Read the next token (B,) of each sequence; return its last hidden states (B, D)."""
+        """Read each sequence's next token (B,); return the tokens' last hidden states (B, D)."""
         if self._captured is not None:
             return self._captured.decode(tokens)
         with self._within():

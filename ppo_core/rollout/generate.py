@@ -72,8 +72,8 @@ def sample_responses(
     `uniforms` (B, T) has one number in [0, 1) for each token that may be drawn. At most
     `batch_size` prompts are sampled at a time, the longest first, with a KV cache. Finished
     responses are replaced by further prompts (continuous batching), unless `any_active` is set or
-    the model cannot add prompts. On CPU and in fp32 the recorded log-probabilities equal those of
-    a training forward pass to about 1e-6.
+    the model cannot add prompts. In fp32 on a CPU, the recorded log-probabilities differ from a
+    training forward pass by about 1e-6.
 
     Raises:
         ModelError: the policy has an encoder, no backend reproduces the policy's own
@@ -148,7 +148,7 @@ def _batches(
 def _batches_of_one_length(
     lengths: Tensor, batch_size: int, callbacks: SamplingCallbacks
 ) -> Iterator[Tensor]:
-    """Yield the indices of prompts of equal length.
+    """Yield batches of indices of prompts with equal length.
 
     A process with few different lengths has fewer batches than other processes, but all processes
     must make equally many passes. Such a process therefore yields one prompt again and again until

@@ -9,7 +9,8 @@ from ppo_core.errors import ModelError
 from ppo_core.rollout.left_padding import AlignedSequences
 
 Index = tuple[Tensor, slice, Tensor | slice]
-"""Index of sequences, all heads and columns in a tensor (max_sequences, G, columns, E)."""
+"""Index (sequences, all heads, columns) of a tensor (max_sequences, G, columns, E), which has G
+heads of size E."""
 
 
 class KVCache(AlignedSequences):
@@ -33,7 +34,7 @@ class KVCache(AlignedSequences):
         super().add(lengths)
 
     def keep(self, kept: Tensor) -> None:
-        """Drop all sequences but `kept` (b,), and move their keys and values to the first rows."""
+        """Keep only the sequences `kept` (b,); move their keys and values to the first rows."""
         old_end = self.end
         self._select(kept)
         # Prompts that are added later must end in the same column. No further columns are left free
@@ -45,7 +46,7 @@ class KVCache(AlignedSequences):
             part[: len(kept), :, new] = part[kept, :, old]
 
     def write(self, layer: int, index: Index, keys: Tensor, values: Tensor) -> None:
-        """Store the keys of prompts, which are already rotated, and the values."""
+        """Store the already rotated keys, and the values, of prompts."""
         if len(self._layers) == layer:
             self._layers.append((self._reserve(keys), self._reserve(values)))
         for part, new in zip(self._layers[layer], (keys, values), strict=True):
@@ -56,7 +57,7 @@ class KVCache(AlignedSequences):
         return self._columns(layer, self.end, self.end + 1)
 
     def up_to_next(self, layer: int, first: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values (B, G, S, E) from column `first` to the next token's."""
+        """Return keys and values (B, G, S, E) from column `first` to the next token's column."""
         return self._columns(layer, first, self.end + 1)
 
     def block(self, layer: int, sequences: int, columns: int) -> tuple[Tensor, Tensor]:
@@ -134,7 +135,7 @@ def empty_cache(config: PreTrainedConfig) -> DynamicCache:
 
 
 def own_windows(config: PreTrainedConfig) -> list[int]:
-    """Return the window sizes of those cache layers that the model type itself defines."""
+    """Return the window sizes of the cache layers whose class the model type itself defines."""
     layers = empty_cache(config).layers
     own = [layer for layer in layers if type(layer).__module__ != DynamicLayer.__module__]
     return [layer.sliding_window for layer in own if isinstance(layer, DynamicSlidingWindowLayer)]

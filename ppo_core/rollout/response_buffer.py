@@ -10,7 +10,7 @@ from ppo_core.rollout.continuous_batching import ActiveSequences
 
 @dataclass(frozen=True)
 class ResponseBuffer:
-    """The responses that are being sampled; each tensor corresponds to one of `Rollout`."""
+    """The responses that are being sampled; each tensor corresponds to a tensor of `Rollout`."""
 
     ids: Tensor
     logprobs: Tensor

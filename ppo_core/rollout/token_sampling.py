@@ -29,7 +29,7 @@ class SamplingSettings:
 
     stop_token_id: int
     temperature: float
-    """Sampling temperature. 0 chooses the most likely token; log-probabilities are those at 1."""
+    """Sampling temperature. 0 chooses the most likely token, with log-probabilities as at 1."""
     top_k: int = 0
     top_p: float = 1.0
 
@@ -87,7 +87,7 @@ def stop_token(
 
 
 def own_stop_token(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> int | None:
-    """Return the stop token of a model's generation_config, which servers use; None without one.
+    """Return the stop token in a model's generation_config, as a server does; None without one.
 
     If the model has several stop tokens, prefer the tokenizer's end-of-sequence token.
     """
@@ -103,14 +103,15 @@ def sample_tokens(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Draw one token per sequence from softmax(logits / temperature), cut to top_k and top_p.
 
-    For each sequence `uniforms` (B,) has a number in [0, 1). The sequence's token is the first
-    whose cumulative probability exceeds the number, so it does not depend on other sequences, the
-    batch size or the number of processes. The logits (B, V) may be overwritten. If a logit is NaN,
-    the log-probabilities of its sequence are NaN.
+    `uniforms` (B,) has a number in [0, 1) for each sequence. The drawn token is the first token
+    whose cumulative probability exceeds this number. It therefore does not depend on other
+    sequences, the batch size or the number of processes. Temperature 0 chooses the most likely
+    token. The logits (B, V) may be overwritten. If a logit is NaN, the log-probabilities of its
+    sequence are NaN.
 
     Returns token ids (B,), their log-probabilities (B,) under the full policy, and their
-    log-probabilities (B,) under the truncated distribution. Both log-probabilities
-    are the same tensor if nothing is truncated.
+    log-probabilities (B,) under the truncated distribution. If nothing is truncated, both
+    log-probabilities are the same tensor.
     """
     if settings.temperature == 0:
         logprobs = torch.log_softmax(at_least_fp32(logits), dim=-1)

@@ -23,7 +23,7 @@ from ppo_core.rollout.kv_cache import (
 
 
 class TransformersBackend:
-    """Backend that computes any decoder-only model by transformers."""
+    """Backend that runs any decoder-only model by the forward pass of transformers."""
 
     drops_sequences = True
 
@@ -70,7 +70,7 @@ class TransformersBackend:
         return states[:, -1]
 
     def decode(self, tokens: Tensor) -> Tensor:
-        """Read the next token (B,) of each sequence; return its last hidden states (B, D)."""
+        """Read each sequence's next token (B,); return the tokens' last hidden states (B, D)."""
         is_visible = self.cache.mask[:, 0, : self.cache.end + 1] == 0
         states = self._backbone.hidden_states(
             tokens[:, None],

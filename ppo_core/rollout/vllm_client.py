@@ -103,8 +103,8 @@ class VLLMServer:
 
         Raises:
             ModelError: the context of the server's model is shorter than `longest`.
-            ConfigError: the server serves no model, or its log-probabilities are not those of the
-                sampling distribution.
+            ConfigError: the server serves no model, or returns log-probabilities that ignore
+                temperature, top_k and top_p.
             TrainingError: the server cannot be reached, or refuses a request.
         """
         context = self._model.max_model_len
@@ -146,7 +146,7 @@ class VLLMServer:
         salt: str,
         on_finished: Callable[[int], object],
     ) -> list[Choice]:
-        """Sample one response to each prompt, with the seed of that prompt.
+        """Sample one response to each prompt; `seeds` has one seed for each prompt.
 
         Each prompt is sent as a separate request, because a request has only one seed. Only prompts
         with the same `salt` share cached prefixes. `on_finished` is as in `VLLMSampler.sample`.

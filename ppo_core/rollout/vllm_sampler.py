@@ -51,7 +51,8 @@ class VLLMSampler:
         with the adapter merged. `response_length` is the largest number of tokens of a response.
 
         Raises:
-            ConfigError: the server's log-probabilities do not fit the sampling distribution.
+            ConfigError: the server serves no model, or its log-probabilities do not fit the
+                sampling distribution.
             ModelError: the context of the server's model is too short.
             TrainingError: the server cannot be reached, or refuses a request.
         """

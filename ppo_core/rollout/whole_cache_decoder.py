@@ -29,7 +29,7 @@ class WholeCacheBackend:
     def __init__(
         self, policy: LanguageModel, backbone: DecoderBackbone, cache: AlignedSequences
     ) -> None:
-        """Take a `cache` without sequences, only to count lengths; the model makes its own."""
+        """Take an empty `cache`, which only counts lengths; the model stores keys and values."""
         self.cache = cache
         # The steps of `generate` are methods of every model that has `generate`.
         self._model: Any = policy.model
@@ -46,7 +46,7 @@ class WholeCacheBackend:
         return self._read(is_first_iteration=True)
 
     def decode(self, tokens: Tensor) -> Tensor:
-        """Read the next token (B,) of each sequence; return its last hidden states (B, D)."""
+        """Read each sequence's next token (B,); return the tokens' last hidden states (B, D)."""
         self._ids = torch.cat([self._ids, tokens[:, None]], dim=1)
         pad = self._pad_token
         if self._counts_positions and pad is not None and bool((self._ids == pad).any()):

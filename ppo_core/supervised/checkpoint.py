@@ -53,7 +53,7 @@ class SupervisedContents:
         return Part(groups=groups, documents=documents)
 
     def _trained(self) -> dict[str, nn.Parameter]:
-        """Return the parameters that are trained: all of them, or an adapter's."""
+        """Return the trained parameters by name."""
         named = self.training.engine.unwrap(self.training.module).named_parameters()
         return {name: parameter for name, parameter in named if parameter.requires_grad}
 

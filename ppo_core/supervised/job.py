@@ -69,7 +69,7 @@ def run_job(file: Path, prepare: Callable[..., None]) -> dict[str, float]:
     `prepare` sets up the process; it is called with the sharding, and with `trains_adapter`.
 
     Raises:
-        ConfigError: the file cannot be read.
+        ConfigError: the file cannot be read or is no valid job, or a setting cannot be used.
         DataError: there are no rows, or too many of them cannot be used or are too long.
         ModelError: the model or its tokenizer cannot be loaded or used.
         RunInterruptedError: SIGTERM stopped the training.

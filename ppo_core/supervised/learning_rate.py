@@ -34,7 +34,7 @@ SHARE = 0.05
 """Fraction of the pairs that a search trains on."""
 
 LEAST_PAIRS = 1_000
-"""Minimum number of pairs that a search trains on, if there are enough.
+"""Minimum number of pairs that a search trains on, but at most 80 % of all pairs.
 
 With fewer pairs, the accuracy may stay at chance with all three rates."""
 
@@ -59,10 +59,15 @@ def find_learning_rate(
 ) -> tuple[float, dict[str, float]]:
     """Return the best of three learning rates for a reward model, and the loss with each.
 
-    The result is written to `file`. If the file `earlier` has a result for the same settings, pairs
-    and model, that result is returned without a search, because a resumed training needs the rate
-    of its checkpoints. `model` describes the model to train. For the other arguments and the errors
+    The result of a search is written to `file`. If the file `earlier` has a result for the same
+    settings, pairs and model, that result is returned without a search, because a resumed training
+    needs the rate of its checkpoints. `model` describes the model to train. For the other arguments
     see `search_learning_rate`.
+
+    Raises:
+        ConfigError: see `refuse_sharded_search`.
+        DataError: see `search_learning_rate`.
+        TrainingError: see `search_learning_rate`; or the file `earlier` is damaged.
     """
     refuse_sharded_search(engine.sharding)
     inputs = identity_of(config, pairs) | {"middle": middle, "model": dict(model)}
@@ -118,13 +123,14 @@ def search_learning_rate(
 ) -> tuple[float, dict[str, float]]:
     """Return the best of three learning rates for a reward model, and the loss with each.
 
-    A new model is trained with each rate for one epoch on `SHARE` of the pairs, and its loss is
-    measured on other pairs. A rate whose training diverges has an infinite loss.
+    A new model is trained with each rate for one epoch on some of the pairs (see `SHARE` and
+    `LEAST_PAIRS`), and its loss is measured on other pairs. A rate whose training diverges has an
+    infinite loss.
 
     Args:
-        make_ranker: function that returns the same model each time.
+        make_ranker: function that returns an equal, untrained model each time.
         pairs: encoded pairs, with the types of `PAIR_SCHEMA`.
-        config: settings of the training; their learning rate is ignored.
+        config: settings of the training; their learning rate and number of epochs are ignored.
         middle: the middle rate, which is the default for the model's size.
         engine: connection to the other processes.
 
@@ -185,7 +191,7 @@ def _loss_after(
 
 @torch.no_grad()
 def _mean_loss(ranker: PairRanker, pairs: Dataset, batch_size: int) -> float:
-    """Return the weighted sum of the pairs' losses, divided by the number of pairs."""
+    """Return the weighted sum of losses, divided by the number of pairs with a weight above 0."""
     ranker.eval()
     device = next(ranker.parameters()).device
     total = units = 0.0

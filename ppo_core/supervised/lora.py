@@ -57,8 +57,9 @@ def keep_frozen_in_bf16(adapted: "PeftModel", engine: Engine) -> None:
 
     Losses and gradients stay the same, bit for bit, and the matrices need half the memory.
     `exact_weights` returns the unrounded matrices. The matrices stay in fp32 in three cases: passes
-    compute in fp32; the matrices are sharded, because all shards have the same precision; or the
-    adapter is not plain LoRA, because other adapters may read or copy the matrices.
+    compute in fp32; weights or optimizer states are sharded, because all shards have the same
+    precision; or the adapter is not plain LoRA, because other adapters may read or copy the
+    matrices.
     """
     config: Any = adapted.peft_config[adapted.active_adapter]
     is_lora = config.peft_type == "LORA" and not (config.use_dora or config.layer_replication)
@@ -67,7 +68,8 @@ def keep_frozen_in_bf16(adapted: "PeftModel", engine: Engine) -> None:
             weight.data = weight.data.bfloat16()
         for parameter in adapted.parameters():
             if parameter.dtype != torch.bfloat16:
-                # While a tensor uses the memory-mapped weights file, all its pages stay in memory.
+                # While one tensor uses the memory-mapped weights file, the whole file stays in
+                # memory.
                 parameter.data = parameter.data.clone()
 
 

@@ -18,7 +18,8 @@ def make_classifier(policy: PreTrainedModel, pad_token_id: int | None) -> PreTra
 
     The backbone is not copied, because two models may not fit into memory.
     `AutoModelForSequenceClassification.from_pretrained` is not used: if a checkpoint stores tied
-    embeddings under the name of the LM head, it would use random embeddings and only log a message.
+    embeddings under the name of the LM head, that method uses random embeddings and only logs a
+    message.
 
     Raises:
         ModelError: the classifier of this model type has another backbone.
@@ -49,10 +50,13 @@ class PairRanker(nn.Module):
     def __init__(
         self, classifier: PreTrainedModel, *, center_rewards_coefficient: float = 0.0
     ) -> None:
-        """Initialize the head of the classifier, which is trained in place.
+        """Initialize the classifier's head; the classifier is trained in place.
 
         The head's weights are drawn from N(0, 1 / (d + 1)) for a hidden size of d, so that the
         initial scores are near 0 (arXiv:2403.17031).
+
+        Raises:
+            ModelError: the classifier has no linear layer `score` on a backbone.
         """
         super().__init__()
         self.metrics = "accuracy", "margin"
@@ -98,7 +102,7 @@ class PairRanker(nn.Module):
         """Return the number () of pairs of a batch whose weight is above 0.
 
         The loss of a step is divided by this number, not by the sum of weights: rows of similar
-        length share a step, so all pairs of a step may come from the data set of low weight.
+        length share a step, so all pairs of a step may come from a data set with a low weight.
         """
         return (batch["weights"] > 0).sum()
 

@@ -43,7 +43,7 @@ class StepOrder:
         return self.epochs * len(self.lengths)
 
     def rows_of_steps(self, steps: int) -> int:
-        """Return the number of rows of the first steps."""
+        """Return the number of rows in the first `steps` steps."""
         epochs, further = divmod(steps, self.steps_per_epoch)
         return epochs * len(self.lengths) + further * self.rows_per_step
 

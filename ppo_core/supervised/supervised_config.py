@@ -36,7 +36,8 @@ class SupervisedConfig:
     learning_rate: float | str | None = None
     """Peak learning rate of AdamW; after the warmup the rate falls linearly to 0. None chooses a
     rate for the size of the model, see `ppo_core.config.sized_defaults`. `auto`, for a reward model
-    only, tries three rates around this default on 5 % of the pairs, and chooses the best."""
+    only, tries three rates around this default on 5 % of the pairs (at least 1,000 if there are
+    enough), and chooses the best."""
 
     num_epochs: Count = 1
     """Number of passes over the data."""
@@ -58,7 +59,7 @@ class SupervisedConfig:
     """Weight decay coefficient of AdamW; norms and biases have no weight decay."""
 
     seed: Seed = 1
-    """Seed of the order of the examples and of the reward head's initial weights."""
+    """Seed of the order of the examples, of new weights (reward head, adapters) and of dropout."""
 
     end_of_text: bool = True
     """Append the end-of-sequence token to every response."""

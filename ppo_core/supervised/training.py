@@ -61,7 +61,7 @@ def train_sft(
 ) -> dict[str, float]:
     """Fine-tune a causal language model on demonstrations.
 
-    The loss is the mean over all tokens of an optimizer step whose label is not ignored. The
+    The loss of an optimizer step is the mean over all its tokens whose labels are not ignored. The
     trained model and its tokenizer are saved. Call this function in every process of torchrun or
     `accelerate launch`.
 
@@ -84,7 +84,8 @@ def train_sft(
         "seconds" and "learning_rate".
 
     Raises:
-        ConfigError: a setting is for reward models, or the peft_config cannot be used.
+        ConfigError: a setting is for reward models, the peft_config cannot be used, or output_dir
+            has checkpoints of an earlier training although `resume` is off.
         DataError: there are no rows, or too many of them cannot be used or are too long.
         ModelError: the model cannot be loaded, or already has adapters.
         RunInterruptedError: SIGTERM stopped the training; it can resume from its checkpoint.
@@ -152,8 +153,11 @@ def train_reward_model(
         for each rate, named for example "loss_at_1.0e-05".
 
     Raises:
-        ConfigError: a setting is for SFT, or the peft_config cannot be used.
-        DataError: there are no rows, or too many of them cannot be used or are too long.
+        ConfigError: a setting is for SFT, the peft_config cannot be used, output_dir has
+            checkpoints of an earlier training although `resume` is off, or the learning rate would
+            be searched with sharded states.
+        DataError: there are no rows, too many of them cannot be used or are too long, or there are
+            too few to search the learning rate.
         ModelError: the model cannot be loaded, already has adapters, or its architecture has no
             last-token classifier.
         RunInterruptedError: SIGTERM stopped the training; it can resume from its checkpoint.
@@ -263,10 +267,10 @@ def _save(
     *,
     start: str | Path,
 ) -> None:
-    """Write the trained model and its tokenizer completely or not at all; all processes must call.
+    """Write the trained model and its tokenizer completely or not at all.
 
-    An adapter is saved separately, and also merged into the written model. `start` is the folder or
-    hub id of the model before its training.
+    All processes must call this function. An adapter is saved separately, and also merged into the
+    written model. `start` is the folder or hub id of the model before its training.
 
     Raises:
         ModelError: an adapter cannot be merged, because the files of `start` have changed.

@@ -42,8 +42,8 @@ MAX_GRAD_NORM = 1.0
 MOST_LINES = 500
 """Maximum number of lines in the metrics file.
 
-In a longer training, a line has the means over several steps, and `grad_norm` and `lr` of the last
-of these steps."""
+In a longer training, a line has the means over several steps, `grad_norm` of the last of these
+steps, and `lr` of the next step."""
 
 TIMEOUT = 1800
 """Seconds that a process waits for the other processes."""
@@ -57,9 +57,10 @@ LESS_MEMORY = (
 """Advice in the error of a training that ran out of memory."""
 
 TOKENS_ON_CPU = 1024
-"""Maximum number of tokens of a pass on a CPU: larger passes need more memory and are no faster.
+"""Maximum number of tokens of a pass in one process on a CPU.
 
-If a row is longer, the maximum is its length."""
+Larger passes need more memory and are no faster. If a row has more tokens, the maximum is the
+number of tokens of this row."""
 
 Batch = dict[str, Tensor]
 
@@ -83,7 +84,7 @@ class TrainingData:
     """Encoded rows, and how they become batches."""
 
     rows: Dataset
-    """Encoded rows, with the number of tokens of the longest text in the column `length`."""
+    """Encoded rows; the column `length` has the number of tokens of a row's longest text."""
 
     digest: str
     """Digest of the rows."""
@@ -126,7 +127,8 @@ class TrainingLoop:
         self._objective: SummedLoss = module
         self._data, self._config, self._description = data, config, description
         self._engine, self._output_dir = engine, output_dir
-        # The slice reads the column at once; else each number would be read from disk on its own.
+        # The slice reads the column at once. Without the slice, each number would be read from disk
+        # on its own.
         self._order = StepOrder.of(data.rows["length"][:], config)
         start = Fingerprint(
             settings=identity_of(config, data) | {"steps": self._order.steps},
@@ -175,9 +177,10 @@ class TrainingLoop:
             steps), "seconds" (of this process) and "learning_rate".
 
         Raises:
-            ConfigError: output_dir holds checkpoints of an earlier training, and `resume` is off.
-            RunInterruptedError: the process received SIGTERM; a checkpoint was written if
-                checkpoints are on.
+            ConfigError: output_dir cannot be created; or the training saves checkpoints, `resume`
+                is off, and output_dir contains checkpoints of an earlier training.
+            RunInterruptedError: a process received SIGTERM; a checkpoint was written if the
+                training saves checkpoints.
             TrainingError: the loss is not finite, memory is full, or the checkpoint does not fit.
         """
         started = time.monotonic()
@@ -259,10 +262,10 @@ class TrainingLoop:
         return batches
 
     def _parts(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Return the numbers of the rows of each pass, from the lengths of this process's rows.
+        """Split this process's rows into passes; return the row numbers of each pass.
 
-        Several processes make equally many passes. In one process on a CPU, `TOKENS_ON_CPU` limits
-        the tokens of a pass.
+        `lengths` are the lengths of the rows. Several processes make equally many passes. In one
+        process on a CPU, `TOKENS_ON_CPU` limits the tokens of a pass.
         """
         size, engine = self._config.batch_size, self._engine
         if engine.device.type != "cpu" or engine.num_processes > 1:
@@ -340,7 +343,10 @@ class TrainingLoop:
 
 
 def identity_of(config: SupervisedConfig, data: TrainingData) -> dict[str, Any]:
-    """Return the settings and the digest of the data, which a resumed training must share."""
+    """Return the settings that change the result, and a digest of the rows.
+
+    A resumed training must share both.
+    """
     return config.settings_of_result() | {"rows": data.digest}
 
 

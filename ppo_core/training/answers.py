@@ -66,7 +66,7 @@ class AnswerJob:
     response has the full length."""
 
     stop_token_id: int | None = None
-    """Id of the stop token, which replaces `stop`."""
+    """Id of the stop token, used instead of `stop`; ignored if `stop` is `own`."""
 
     seed: int
     """Seed of the random numbers."""
@@ -91,7 +91,8 @@ def run_answer_job(job: AnswerJob, *, rank: int = 0, processes: int = 1) -> Answ
     The number of processes changes an answer only by rounding, which depends on the batch.
 
     Raises:
-        ModelError: a model cannot be loaded, or has no stop token.
+        ModelError: a model cannot be loaded; see also `answer_prompts`.
+        TrainingError: see `answer_prompts`.
     """
     placement = placement_for_reading(job.precision)
     model = load_policy(job.policy, placement=placement)

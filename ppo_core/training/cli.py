@@ -38,7 +38,7 @@ from ppo_core.training.rewards import load_functions, named_in_errors, reward_pr
 from ppo_core.training.trainer import Trainer
 
 MANY_PROMPTS, HELD_OUT = 1000, 100
-"""If there are more than MANY_PROMPTS prompts, the last HELD_OUT are held out to show samples."""
+"""With more than MANY_PROMPTS prompts, the last HELD_OUT can be held out, see `load_prompts`."""
 
 
 def train_ppo(config: PPOConfig, script: ScriptArguments, model: ModelArguments) -> None:
@@ -99,7 +99,7 @@ def _make_trainer(
     asked = models.rewards.asked_columns()
     if asked:
         train_rows = _with_columns(train_rows, script.dataset_train_split, script)
-        # Without a split of its own, the last prompts of the training split are held out.
+        # Without a test split, `eval_rows` are held-out rows of the training split.
         is_test = config.eval_strategy == "steps"
         split = script.dataset_test_split if is_test else script.dataset_train_split
         eval_rows = eval_rows and _with_columns(eval_rows, split, script)
@@ -112,7 +112,7 @@ def _make_trainer(
 def _load_rewards(
     config: PPOConfig, script: ScriptArguments, start: str, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Any, dict[str, Layout]]:
-    """Return the rewards of the run, and the fingerprints of those that are functions."""
+    """Return the rewards of the run, and their fingerprints if `rewards` names them."""
     prompt_format: PromptFormat = "text" if tokenizer.chat_template is None else "auto"
     end_of_text, path = script.reward_end_of_text, config.reward_model_path
     rewards = read_rewards(script.rewards or [OWN])
@@ -141,7 +141,7 @@ def _load_rewards(
                 loaded[one.name] = load_reward_model(
                     one.source, end_of_text=end_of_text, prompt_format=prompt_format
                 )
-    # Alone, the reward model keeps the name that its metric always had.
+    # Without the setting `rewards`, the metric keeps its old name: the class of the reward model.
     given = loaded if script.rewards else loaded[OWN]
     return given, reward_prints(rewards, functions) if script.rewards else {}
 
@@ -161,8 +161,8 @@ def load_prompts(
 ) -> tuple[Dataset, Dataset | None]:
     """Return the training prompts, and the prompts for evaluation or samples, if there are any.
 
-    Prompts are held out only if the settings ask for samples. `context` is the policy's context
-    length; None means no limit.
+    Without a test split, the last prompts are held out if there are many and the settings ask for
+    samples. `context` is the policy's context length; None means no limit.
 
     Raises:
         ConfigError: no data set is named.

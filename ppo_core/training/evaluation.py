@@ -77,8 +77,10 @@ def answer_prompts(
     computed, after the last use of the model.
 
     Raises:
-        ModelError: there is no stop token, or the context of the server's model is too short.
-        TrainingError: the server cannot be reached, or samples from another distribution.
+        ModelError: the tokenizer has no stop token, the model cannot be sampled from, or the
+            context of the server's model is too short.
+        TrainingError: the server cannot be reached or samples from another distribution, or the
+            memory is too small for a single prompt.
     """
     numbers = range(len(prompts)) if numbers is None else numbers
     if not numbers:

@@ -49,7 +49,7 @@ class PolicyExporter(RunContext):
             self.save_policy(self._earlier(self.run.updates))
 
     def require_earlier(self, due: Collection[int]) -> None:
-        """Raise if a resumed run lacks an earlier policy from an update that it does not repeat.
+        """Raise if an earlier policy is missing from an update that a resumed run does not repeat.
 
         Raises:
             TrainingError: the folder of a policy is missing; raised in all processes.

@@ -37,10 +37,10 @@ def write_model_card(
 ) -> Path:
     """Write README.md into the folder of a saved policy; return its path.
 
-    `base_model` and `dataset_name` are hub ids or paths; of an absolute path, or one that begins
-    with `~`, only the last part is written.
-    All settings except the hub token are written. `model_name` defaults to hub_model_id, or else
-    the folder's name. `metrics` are from the last update. The first three `samples` are written.
+    All settings except the hub token are written. `base_model` and `dataset_name` are hub ids or
+    paths. If a path is absolute or begins with `~`, only its last part is written. `model_name`
+    defaults to hub_model_id, or else to the folder's name. `metrics` are the metrics of the last
+    update. The first three `samples` are written.
     """
     folder = Path(folder)
     name = without_folders(model_name or config.hub_model_id or folder.resolve().name)

@@ -53,19 +53,21 @@ class ScriptModels:
     """A causal language model, one with a value head, or a PeftModel."""
 
     reference: nn.Module | None
-    """The reference; None: a copy of the policy, or a PeftModel with its adapter off."""
+    """The reference. If None, the policy is copied; for a policy with an adapter, the reference is
+    its base model with the adapter `ref_adapter_name`, or without an adapter."""
 
     critic: nn.Module | None
-    """The critic; None: the policy's own value head if it has one, or a new head on the policy with
-    `shared_critic`; else a copy of the reward model if the reward model reads the policy's tokens;
-    else a copy of the policy."""
+    """The critic. If None, it is the policy's own value head if there is one; with `shared_critic`,
+    a new head on the policy; else a copy of a reward model that reads the policy's tokens; and if
+    there is no such reward model, a copy of the policy. If the advantages need no critic, there is
+    none."""
 
     rewards: RewardMix
     peft_config: Any = None
     """The adapter to add to the policy, if any."""
 
     def fingerprints(self) -> dict[str, Layout]:
-        """Return the fingerprints of the weights that checkpoints do not hold."""
+        """Return the fingerprints of the weights that checkpoints do not contain."""
         return given_models(
             self.policy,
             self.reference,
@@ -220,7 +222,7 @@ def _without_adapter(model: nn.Module) -> nn.Module:
     if not is_peft(model):
         return model
     merged = merged_copy(model)
-    # Else the new adapter's files would name the base without the merged adapter (TRL #4713).
+    # Otherwise the new adapter's files would name the base without the merged adapter (TRL #4713).
     merged.name_or_path = ""
     logger.warning(
         "The policy's adapter is merged into a copy of its base, and the adapter of peft_config is "
@@ -261,7 +263,7 @@ def require_loaded(model: object, **others: object) -> None:
     """Raise if an argument is not a loaded model; arguments in `others` may be None.
 
     Raises:
-        ModelError: one of them is something else, such as the name of a model.
+        ModelError: an argument is something else, such as the name of a model.
     """
     given = {"model": model, **{name: one for name, one in others.items() if one is not None}}
     for name, one in given.items():
@@ -316,7 +318,7 @@ def require_equal_models(prints: dict[str, Layout], engine: Engine) -> None:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout to 0: the update must train the policy that was sampled (detail 8)."""
+    """Set every dropout to 0, because the update must train the policy that was sampled."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -330,9 +332,10 @@ def disable_dropout(model: nn.Module) -> None:
 
 
 def _train_in_fp32(model: nn.Module, critic: Critic | None) -> None:
-    """Cast trained weights to at least fp32: half precision rounds most steps away.
+    """Cast models with trained weights in half precision to fp32.
 
-    The base of an adapter keeps its precision.
+    Half precision would round most optimizer steps away. The base of an adapter keeps its
+    precision.
     """
     wholes = [] if is_peft(model) else [model]
     if critic is not None:
@@ -419,7 +422,7 @@ def _activate(model: "PeftModel", name: str) -> None:
 
 
 def _check_refresh(config: PPOConfig, policy: LanguageModel, reference: LanguageModel) -> None:
-    """Raise if the reference cannot take copies of the policy's weights."""
+    """Raise if the settings refresh the reference, but it cannot take the policy's weights."""
     if not config.reference_refresh_updates:
         return
     shapes = [

@@ -24,8 +24,8 @@ def check_models(
     Raises:
         ModelError: the policy cannot be sampled from or saved, `stop_token_id` is not in its
             vocabulary, or another model lacks embeddings for the policy's tokens.
-        DataError: a prompt is too long for a model, or prompts are chats and a reward model has no
-            chat template.
+        DataError: a prompt with its response is too long for a model, or prompts are chats and a
+            reward model has no chat template.
     """
     _check_policy(models)
     require_stop_token(_config(models.policy.model), config.stop_token_id)

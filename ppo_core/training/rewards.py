@@ -13,7 +13,7 @@ from ppo_core.io.user_code import LoadedFunction, load_function
 
 
 def load_functions(rewards: Sequence[NamedReward]) -> dict[str, LoadedFunction]:
-    """Return the functions among some rewards by the name of the reward.
+    """Load the rewards that are functions; return them by the name of the reward.
 
     Raises:
         ConfigError: a function does not exist, cannot be imported, or takes other arguments.
@@ -31,9 +31,10 @@ def load_functions(rewards: Sequence[NamedReward]) -> dict[str, LoadedFunction]:
 def reward_prints(
     rewards: Sequence[NamedReward], functions: dict[str, LoadedFunction]
 ) -> dict[str, Layout]:
-    """Return what a resumed run must share with the run that it resumes, see `Fingerprint`.
+    """Return the fingerprint of each reward, which a resumed run must share (`Fingerprint`).
 
-    The order decides which weight a reward has. The weights of models are elsewhere.
+    It contains the reward's number, because the number decides which of `reward_weights` is used.
+    It does not contain the model weights, which `ScriptModels.fingerprints` covers.
     """
     prints = {}
     for number, one in enumerate(rewards):
@@ -59,7 +60,7 @@ def named_in_errors(reward: NamedReward) -> Iterator[None]:
 def _require_two_arguments(function: Callable[..., Any], asked: AskedColumns) -> None:
     try:
         signature = inspect.signature(function)
-    # A function of C may have no signature; the first call will tell.
+    # A function written in C may have no signature; the first call then shows whether it fits.
     except (TypeError, ValueError):
         return
     try:

@@ -42,7 +42,7 @@ class SelfCheck:
     """The backend that decodes the policy; None if a server samples."""
 
     padded: dict[str, float]
-    """Model -> difference between its padded pass and its own forward of each sequence alone."""
+    """Model -> difference between its padded pass and its forward pass of each sequence alone."""
 
     def as_record(self) -> dict[str, str | float]:
         """Return the result as text and numbers, for a file."""
@@ -56,11 +56,12 @@ class SelfCheck:
 def check_numbers(
     models: ModelBundle, prompts: Sequence[Tokens], engine: Engine, *, samples_here: bool
 ) -> SelfCheck:
-    """Choose how the policy decodes, and compare each model's padded pass with its own forward.
+    """Choose how the policy decodes, and compare each model's padded pass with single sequences.
 
     Scoring and the update make the same padded pass. The compared sequences have different lengths
-    and consist of tokens from the prompts. `samples_here` is False if another process samples the
-    responses. Call this function before the engine prepares policy and critic.
+    and consist of tokens from the prompts. `samples_here` is False if a server samples the
+    responses; no backend is then chosen. Call this function before the engine prepares policy and
+    critic.
 
     Raises:
         ModelError: a model computes other numbers for a padded batch than for each sequence alone,
@@ -183,7 +184,7 @@ def _own_score(scorer: RewardModel, ids: Tensor) -> Tensor:
 
 
 def _relative(actual: Tensor, expected: Tensor) -> Tensor:
-    """Return differences, relative to the largest expected number if that is above 1."""
+    """Return the differences, divided by the largest absolute `expected` number if it exceeds 1."""
     return ((actual - expected).float() / expected.float().abs().max().clamp(min=1)).flatten()
 
 
@@ -193,10 +194,12 @@ def _check_padding(
     backbone: object,
     difference: Callable[[], float],
 ) -> float:
-    """Return the difference of a padded pass; leave the backbone in the first way that works.
+    """Return the difference of a padded pass, made in the first way that is accurate enough.
+
+    The backbone keeps this way.
 
     Raises:
-        ModelError: the difference is too large in all ways, even with a mask.
+        ModelError: the difference is too large in every way, even with a mask.
     """
     limit, found = limit_of(model), []
     for _ in _ways(backbone):
@@ -212,7 +215,7 @@ def _check_padding(
 
 
 def _ways(backbone: object) -> Iterator[None]:
-    """Set a backbone to one way after the other to make a padded pass, the fastest first."""
+    """Set a backbone to each way of making a padded pass in turn, the fastest first."""
     yield
     if isinstance(backbone, DecoderBackbone):
         if backbone.fastest is Decoding.FAST:

@@ -92,8 +92,8 @@ class Trainer:
         """Run one PPO update, or the rest of an interrupted update; return the update's metrics.
 
         Raises:
-            RunInterruptedError: the process received SIGTERM. Call step() again to continue this
-                update.
+            RunInterruptedError: a process received SIGTERM; raised in all processes. Call step()
+                again to continue this update.
             TrainingError: too many consecutive optimizer steps were skipped.
         """
         run = self._run
@@ -196,7 +196,7 @@ class Trainer:
 
     @contextmanager
     def _undone_if_interrupted(self) -> Iterator[None]:
-        """On SIGTERM, restore counters and random states; a resumed run then draws this batch."""
+        """On SIGTERM, restore counters and random states, so a resumed run draws the same batch."""
         before, randomness = self._run.as_checkpoint(), global_rng_state()
         try:
             yield
@@ -235,16 +235,18 @@ class Trainer:
     ) -> list[Metrics]:
         """Run all remaining updates; return the metrics of each update.
 
-        With `stop_after_updates`, the run pauses after this number of updates, counted from its
-        start, with a checkpoint. The learning rate follows the full run.
+        With `stop_after_updates`, the run saves a checkpoint and pauses after this number of
+        updates, counted from the start of the run. The learning-rate schedule is still the schedule
+        of the full run.
 
         `resume_from_checkpoint` is the folder of a checkpoint, or True for the newest undamaged
         checkpoint in `output_dir`. If `output_dir` has no checkpoint, True starts a new run. With
         `resume_anyway`, differences in settings or models only cause a warning.
 
         Raises:
-            ConfigError: the run would pause without a checkpoint.
-            RunInterruptedError: the process received SIGTERM. A checkpoint was written, unless
+            ConfigError: the run would pause without a checkpoint, or `output_dir` has checkpoints
+                of an earlier run although `resume_from_checkpoint` is not given.
+            RunInterruptedError: a process received SIGTERM. A checkpoint was written, unless
                 save_strategy is "no".
             TrainingError: too many consecutive steps were skipped, the run cannot resume from the
                 checkpoint, or memory is full.
@@ -323,7 +325,7 @@ class Trainer:
     def generate_completions(self, sampling: bool = False) -> Completions | None:
         """Decode responses to the evaluation prompts greedily, score them, and print a table.
 
-        With `sampling` only the first `per_device_eval_batch_size` prompts are used. Return None
+        With `sampling`, only the first `per_device_eval_batch_size` prompts are used. Return None
         if there are no evaluation prompts.
         """
         if self._prompts.evaluation is None:

@@ -43,10 +43,10 @@ class PPOTrainer(ScriptNames):
             messages), "messages" or "input_ids", and columns that reward functions take.
         value_model: the critic: a `...ForSequenceClassification`, a `Critic` or another module that
             returns a value for each token. It is trained in place. If None, the policy's value head
-            is used if there is one or with `shared_critic`; else the reward model is copied; if
-            that is impossible, the policy's backbone.
+            is used; if the policy has none, `shared_critic` adds one. Otherwise the reward model is
+            copied; if that is impossible, the policy's backbone.
         data_collator: function that returns the "input_ids" of a list of one row, for rows without
-            these columns.
+            the columns "prompt", "messages" and "input_ids".
         eval_dataset: prompts for sample completions and evaluations.
         optimizers: optimizer and learning-rate scheduler; (None, None) makes AdamW and the
             schedule of the settings.
@@ -168,6 +168,9 @@ class PPOTrainer(ScriptNames):
         self._files.write_card(model_name=model_name, dataset_name=dataset_name, tags=tags)
 
     def push_to_hub(self, commit_message: str = "PPO", **details: Any) -> str | None:
-        """Save and upload the policy with its model card; return the commit's URL."""
+        """Save and upload the policy with its model card.
+
+        Return the commit's URL in the main process, and None in other processes.
+        """
         self._files.save_policy(Path(self.args.output_dir))
         return self._files.push(commit_message, **details)

@@ -187,7 +187,7 @@ class ScriptNames(Trainer):
 
     @property
     def is_deepspeed_enabled(self) -> bool:
-        """Whether DeepSpeed shards the models."""
+        """Whether DeepSpeed trains the policy."""
         return self.engine.is_deepspeed
 
     @property

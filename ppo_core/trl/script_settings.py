@@ -1,4 +1,4 @@
-"""Settings of scripts, which may use names that are not supported, and may assign settings."""
+"""Settings that scripts create: refuse unsupported names, and allow assignments."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping

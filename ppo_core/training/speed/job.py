@@ -65,10 +65,11 @@ class PassSeconds:
 
     gathering: float
     """Seconds of an all-gather of sharded weights (zero3, fsdp2), or of the weights after an
-    optimizer step (zero1, zero2); 0 under ddp."""
+    optimizer step (zero1, zero2); 0 under ddp, or in one process."""
 
     exchange: float
-    """Seconds that the exchange of weights and gradients adds to a forward and backward pass."""
+    """Seconds that the exchange of weights and gradients adds to a forward and backward pass; 0 in
+    one process."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,7 +38,7 @@ ENOUGH_SECONDS = 5.0
 """Total seconds after which a pass is not measured again: the times of long passes vary little."""
 
 PASSES = 4
-"""Number of passes that are measured for each model, without the exchanges of several processes."""
+"""Number of passes that are measured for each model, not counting exchanges between processes."""
 
 MAX_GRAD_NORM = 1.0
 """Norm to which gradients are clipped. The learning rate is 0, so any value works."""
@@ -109,7 +109,7 @@ class _Clock:
         before: Callable[[], object] = lambda: None,
         after: Callable[[], object] = lambda: None,
     ) -> float:
-        """Return the slowest process's median seconds of `work` alone."""
+        """Return the slowest process's median seconds of `work`, without `before` and `after`."""
         measured: list[float] = []
         while len(measured) <= REPEATS:
             before()
@@ -202,7 +202,7 @@ def _exchange(trained: ActorCritic, clock: _Clock, adam: float) -> tuple[float, 
     """Return the seconds of `PassSeconds.gathering` and `PassSeconds.exchange`.
 
     A pass of two tokens computes next to nothing, so the exchange takes almost all of its time. The
-    time of the same pass without the engine is subtracted, because that pass exchanges nothing.
+    same pass without the engine exchanges nothing; its time is subtracted.
     """
     engine = clock.engine
     if engine.num_processes == 1:

@@ -75,7 +75,8 @@ class ClassicStep:
         """Take one PPO step; return its statistics.
 
         Raises:
-            DataError: the number of rows is not `batch_size`, or a row is invalid.
+            DataError: the number of rows is not `batch_size`, a row is invalid, or a score is not
+                finite.
             TrainingError: too many optimizer steps in a row were skipped.
         """
         config, run, timer = self._settings, self._run, self._timer

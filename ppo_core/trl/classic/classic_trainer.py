@@ -173,13 +173,15 @@ class ClassicPPOTrainer:
 
         For a single query (P,), returns the response as a tensor (1, L). For a list of queries,
         samples in batches of `batch_size` and returns a list of tensors (L,), each cut after the
-        first end-of-sequence token of the response. With `generate_ref_response`, returns a pair:
-        responses of the policy and of the reference. `length_sampler` draws max_new_tokens for
-        each batch. The next calls of `step` account for `temperature`, `top_k` and `top_p`; other
-        arguments that change the distribution cause a warning.
+        first end-of-sequence token of the response. With `return_prompt`, each response begins with
+        its query, except for an encoder-decoder model. With `generate_ref_response`, returns a
+        pair: responses of the policy and of the reference. `length_sampler` draws max_new_tokens
+        for each batch. The next calls of `step` account for `temperature`, `top_k` and `top_p`;
+        other arguments that change the distribution cause a warning.
 
         Raises:
-            ConfigError: an argument asks for several responses to a query.
+            ConfigError: an argument asks for a dict or for several responses to a query, or the
+                temperature is not above 0.
             DataError: a query is not a non-empty vector of token ids.
         """
         single = isinstance(query_tensor, Tensor)
@@ -229,7 +231,8 @@ class ClassicPPOTrainer:
         the output of a tool. Returns the statistics under the names of TRL 0.11.
 
         Raises:
-            DataError: the number of rows is not `batch_size`, or a row is invalid.
+            DataError: the number of rows is not `batch_size`, a row is invalid, or a score is not
+                finite.
             TrainingError: too many optimizer steps in a row were skipped.
         """
         stats = self._step.take(StepInputs(queries, responses, scores, response_masks))

@@ -79,8 +79,8 @@ class Generation:
         """Read the arguments of a script; `temperature` is the default temperature.
 
         Raises:
-            ConfigError: an argument asks for several sequences for a query, or the
-                temperature is 0.
+            ConfigError: an argument asks for a dict or for several sequences per query, or the
+                temperature is not above 0.
         """
         if (config := given.pop("generation_config", None)) is not None:
             given = {**config.to_diff_dict(), **given}

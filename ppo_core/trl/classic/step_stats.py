@@ -13,7 +13,7 @@ from ppo_core.reporting.metrics import Metrics, explained_variance, update_metri
 from ppo_core.reporting.sample_table import Completions
 
 Stats = dict[str, Any]
-"""Name -> a number, an array (B,) of numbers per response, or an array (B, T) of them per token."""
+"""Name -> a number, an array (B,) with one number per response, or (B, T) with one per token."""
 
 OF_UPDATE = {
     "ppo/loss/policy": "loss/policy_avg",
