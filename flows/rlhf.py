@@ -142,7 +142,7 @@ class RLHF(FlowSpec):
     @phase
     @step
     def load_policy(self) -> None:
-        """Load the policy or fine-tune it; label pairs of its samples if the settings require it."""
+        """Load the policy or fine-tune it; label pairs of its samples if the settings say so."""
         self.sft, self.fresh = stages.models.load_policy(self.settings, self.tracked)
         self.next(self.load_reward_model)
 
@@ -341,7 +341,7 @@ class SeveralMachines:
     @parallel
     @step
     def load_policy(self: Any) -> None:
-        """Load the policy or fine-tune it; label pairs of its samples if the settings require it."""
+        """Load the policy or fine-tune it; label pairs of its samples if the settings say so."""
         here, models = machines_of_step(), stages.models
         load = models.load_policy_as_worker if here.index else models.load_policy
         self.own_result = load(self.settings, self.tracked, here)

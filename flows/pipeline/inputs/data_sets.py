@@ -86,7 +86,8 @@ class RunData:
         """Read prompt, chosen and rejected of the preferences that train the reward model.
 
         Ties are left out. Pairs that are also in the validation set are left out, even if other
-        people labeled them there. If the run trains a judge, the pairs of the judge are left out too.
+        people labeled them there. If the run trains a judge, the pairs of the judge are left out
+        too.
         """
         rows = self._training_pairs_of_both()
         return rows if self.settings.judge else split_off_judge_pairs(rows)[0]
@@ -305,9 +306,9 @@ class RunData:
     def fresh_prompts(self, number: int = 1) -> list[str | Messages]:
         """Return the prompt of each pair of the policy's samples in the round `number`.
 
-        The first round has the number 1. The rounds share `fresh_pairs.count` pairs. The prompts are drawn at random from the prompts
-        of PPO. If there are fewer prompts than pairs, a prompt has several pairs, which are side by
-        side.
+        The first round has the number 1. The rounds share `fresh_pairs.count` pairs. The prompts
+        are drawn at random from the prompts of PPO. If there are fewer prompts than pairs, a prompt
+        has several pairs, which are side by side.
 
         Raises:
             DataError: there would be more than MOST_PAIRS_PER_PROMPT pairs of one prompt.

@@ -234,8 +234,8 @@ def _copies(size: PPOSize) -> int:
 def _gathered(size: PPOSize, weights: int) -> int:
     """Bytes of the gathered weights of a model that has `weights` bytes in full.
 
-    Without `gathers`, they are counted as two layers and the weights outside the layers of the
-    policy, in fp32.
+    Without `gathers`, these are at most two layers and the weights outside the layers, counted for
+    the policy in fp32.
     """
     if not size.shards_weights:
         return 0
