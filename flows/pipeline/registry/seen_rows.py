@@ -59,7 +59,8 @@ def require_rows_of(name: str, version: int) -> pyarrow.Table:
 def describe_versions_that_saw(name: str, rows: Sequence[Collection[bytes]]) -> list[str]:
     """Return a line for each version that was made from one of the rows, the oldest first.
 
-    If there is no such version, a line says so. The last line names the versions without digests.
+    If there is no such version, a line says so. If versions have no digests, the last line names
+    them.
 
     Args:
         name: name of the registered model, which may not exist yet.
