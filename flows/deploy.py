@@ -1,4 +1,6 @@
-"""Deploy the flows RLHF and Retrain to Argo Workflows or Step Functions, by a deployment file.
+"""Deploy the flows RLHF and Retrain, as a deployment file describes, to a scheduler.
+
+The scheduler is Argo Workflows or Step Functions.
 
     python flows/deploy.py DEPLOYMENT.toml --check
     python flows/deploy.py DEPLOYMENT.toml --create
@@ -8,7 +10,7 @@
 
 `--check` compiles both flows and deploys nothing; `--status` changes nothing. `--start` starts
 Retrain now; after a failed run, the new run reuses the models that were already trained. `--delete`
-does not delete runs, models and data. To change a deployment that somebody else created, add
+does not delete runs, models or data. To change a deployment that somebody else created, add
 `--authorize TOKEN`. infra/deployments has an example for each scheduler.
 """
 

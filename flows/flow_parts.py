@@ -43,7 +43,7 @@ def explained_errors() -> Iterator[None]:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Return the tables of a settings file, which Metaflow will store."""
+    """Return the tables of a settings file. Metaflow will store them, so secrets are refused."""
     with explained_errors():
         tables = _tables_of(text, "settings")
         refuse_secrets(tables)
@@ -51,7 +51,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def parse_deployment(text: str) -> dict[str, Any]:
-    """Return the tables of a deployment file, which Metaflow will store."""
+    """Return the tables of a deployment file, after a check; Metaflow will store the tables."""
     tables = _tables_of(text, "deployment")
     if tables:
         _deployment_of(tables)

@@ -222,7 +222,7 @@ def _version(version: int | None) -> str:
 
 
 def _print_block(head: str, *lines: str) -> None:
-    """Print lines below a heading, without control characters."""
+    """Print indented lines below a heading; replace characters that cannot be printed by spaces."""
     for line in (head, *(f"    {line}" for line in lines)):
         print("".join(c if c.isprintable() else " " for c in line))
     print()

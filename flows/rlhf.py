@@ -142,7 +142,7 @@ class RLHF(FlowSpec):
     @phase
     @step
     def load_policy(self) -> None:
-        """Load the policy, or fine-tune it first; label pairs of its samples if asked."""
+        """Load the policy or fine-tune it; label pairs of its samples if the settings say so."""
         self.sft, self.fresh = stages.models.load_policy(self.settings, self.tracked)
         self.next(self.load_reward_model)
 
@@ -169,7 +169,7 @@ class RLHF(FlowSpec):
     @phase
     @step
     def train_policy(self) -> None:
-        """Train the policy with PPO; resume from any last checkpoint."""
+        """Train the policy with PPO; resume from the last checkpoint if there is one."""
         self.trained = stages.training.train_policy(
             self.settings,
             self.sft,
@@ -341,7 +341,7 @@ class SeveralMachines:
     @parallel
     @step
     def load_policy(self: Any) -> None:
-        """Load the policy, or fine-tune it first; label pairs of its samples if asked."""
+        """Load the policy or fine-tune it; label pairs of its samples if the settings say so."""
         here, models = machines_of_step(), stages.models
         load = models.load_policy_as_worker if here.index else models.load_policy
         self.own_result = load(self.settings, self.tracked, here)
@@ -392,7 +392,7 @@ class SeveralMachines:
     @parallel
     @step
     def train_policy(self: Any) -> None:
-        """Train the policy with PPO; resume from any last checkpoint."""
+        """Train the policy with PPO; resume from the last checkpoint if there is one."""
         here, training = machines_of_step(), stages.training
         train = training.train_policy_as_worker if here.index else training.train_policy
         self.own_result = train(
@@ -409,7 +409,7 @@ class SeveralMachines:
 
 
 def machines_of_step() -> Any:
-    """Return the machines of this step, with a name of the attempt that all of them agree on."""
+    """Return the machines of this step; all of them use the same name for the attempt."""
     return stages.training.this_machine(current.parallel, f"{current.run_id}.{current.retry_count}")
 
 

@@ -28,11 +28,11 @@ older records."""
 def phase(step_name: str, flow: Any, inputs: Any = None, attributes: Any = None) -> Iterator[None]:
     """Measure and watch a step, and print an error of the project without a traceback.
 
-    On one machine, a step with `@retry` is retried only after errors that a second attempt can
-    avoid. Schedulers retry after every error: there, each attempt prints the error, and the last
-    attempt releases the lease.
+    Without a scheduler, a step with `@retry` is not retried after an error that a second attempt
+    would meet again. Schedulers retry after every error: there, each attempt prints the error, and
+    the last attempt releases the lease.
     """
-    # A join step has no artifacts before it merges those of its inputs.
+    # A join step has no artifacts before it merges the artifacts of its inputs.
     earlier = flow if inputs is None else next(iter(inputs))
     if step_name != "start" and getattr(earlier, "records", None) != RECORDS:
         raise RunStoppedError(
@@ -69,7 +69,8 @@ def phase(step_name: str, flow: Any, inputs: Any = None, attributes: Any = None)
 def with_next_move(error: PPOError) -> str:
     """Return the message of an error with the command that continues after a correction.
 
-    A message that already names a command, such as that of a refused reward model, is unchanged.
+    A message that already names a command, such as the message about a refused reward model, is
+    not changed.
     """
     if "resume" in str(error) or "python flows/rlhf.py" in str(error):
         return str(error)
@@ -89,7 +90,10 @@ def run_id() -> str:
 
 
 def alarms_of(flow: Any) -> Any:
-    """Return who receives alarms, from the deployment file; nobody without a deployment."""
+    """Return who receives alarms, and the budget, from the deployment file.
+
+    Without a deployment, nobody receives alarms.
+    """
     from deployment.deployment_file import read_deployment
 
     return read_deployment(flow.file_deployment or {}).alarms

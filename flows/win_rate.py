@@ -1,4 +1,4 @@
-"""Measure the win rate of a model against the references of a data set, by a judge.
+"""Measure, with a judge, the win rate of a model against the references of a data set.
 
     python flows/win_rate.py --model PATH_OR_URI --judge openai:MODEL --num-examples 1000
 

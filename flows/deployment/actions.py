@@ -37,7 +37,7 @@ def check_deployment(files: DeploymentFiles) -> None:
 
     settings = check_settings(files)
     sizes = check_sizes(files)
-    # Rendered before the flows are compiled, because this refuses a schedule without a next time.
+    # Rendered before the flows are compiled: rendering refuses a schedule without a next time.
     overview = render_deployment(files.deployment, tags_of(files), settings.num_nodes)
     for flow in FILES:
         compile_flow(files, flow)
@@ -124,8 +124,8 @@ def check_settings(files: DeploymentFiles) -> Settings:
     """Return the settings of the runs. The inputs are not read; the first step reads them.
 
     Raises:
-        ConfigError: a setting is wrong, or the judge needs a key and the judging step has no
-            secret.
+        ConfigError: a setting is wrong, or a judge of kind `openai` without a base URL has no key,
+            because the judging step has no secret.
     """
     try:
         settings = make_settings(read_toml_file(files.settings, ConfigError), {})

@@ -44,12 +44,15 @@ class DeployedFlow:
 
 
 def tags_of(files: DeploymentFiles) -> dict[str, str]:
-    """Return the tags of a deployed flow and its runs: commit, and digests of both files.
+    """Return the tags of a deployed flow and its runs.
+
+    They are the commit of the code, whether tracked files differ from it, and the digests of the
+    settings file and of the deployment file.
 
     The digests depend only on the values in the files, not on comments or the order of names.
 
     Raises:
-        ConfigError: the settings file cannot be read.
+        ConfigError: one of the two files cannot be read.
     """
     commit, changes = git_state(Path(__file__))
     return {

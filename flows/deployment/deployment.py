@@ -13,8 +13,8 @@ TOPIC = re.compile(r"arn:aws[a-z-]*:sns:[a-z0-9-]+:\d{12}:[\w-]+")
 """Pattern of the ARN of an SNS topic."""
 
 MAX_NAME_CHARACTERS = 45
-"""Maximum length of a flow's name that Metaflow does not shorten. It would replace the end of a
-longer name by a digest, and Retrain could not derive the name of the flow RLHF from its own."""
+"""Maximum length of a flow's name that Metaflow does not shorten. Metaflow would replace the end of
+a longer name by a digest. Retrain could then not derive the name of the flow RLHF from its own."""
 
 
 JUDGING_STEP = "evaluate_win_rate"
@@ -87,7 +87,7 @@ class Deployment:
     timeout_hours: NotNegative = 168.0
     """Time limit of a run of a flow in hours, including the time in queues; the scheduler then
     stops the run. 0 for no limit: a job that never starts would then keep a run of Step Functions
-    alive for a year, and no scheduled run could get the lease."""
+    alive for a year."""
 
     schedule: Schedule = field(default_factory=Schedule)
     """When the flow Retrain starts."""

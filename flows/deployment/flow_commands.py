@@ -29,7 +29,7 @@ ANOTHERS = "Try again with the correct production token."
 """Message with which Metaflow refuses to change a deployment of another user."""
 
 MAX_LINES = 12
-"""Number of final output lines of a failed command that the error message shows."""
+"""Maximum number of last stderr lines of a failed command that the error message shows."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def read_deployment_file(path: Path, authorize: str = "") -> DeploymentFiles:
     """Return the deployment that a file describes, with its path and the token.
 
     Raises:
-        ConfigError: the file cannot be read, is empty or no TOML, or is invalid (see
+        ConfigError: the file cannot be read, is empty, is not TOML, or is invalid (see
             `read_deployment`).
     """
     tables = read_toml_file(path, ConfigError)
@@ -66,7 +66,7 @@ def create_flow(files: DeploymentFiles, flow: str, *words: str) -> str:
     Args:
         files: the deployment and its files.
         flow: name of the flow.
-        words: further words of Metaflow's command `create`; `--only-json` compiles the flow.
+        words: further words of Metaflow's command `create`; `--only-json` only compiles the flow.
 
     Raises:
         ProcessError: Metaflow refuses the flow.
@@ -102,7 +102,7 @@ def compile_flow(files: DeploymentFiles, flow: str) -> dict[str, Any]:
 
     Raises:
         ConfigError: the definition contains a secret in clear text.
-        ProcessError: Metaflow refuses the flow.
+        ProcessError: Metaflow refuses the flow, or would let a shell execute its parameters.
     """
     text = create_flow(files, flow, "--only-json")
     compiled: dict[str, Any] = json.loads(text)

@@ -21,7 +21,7 @@ FACTS = ("name", "deployed", "token", "settings", "code", "next start", "last ru
 """Rows of the table that `--status` prints."""
 
 SHORT_DIGEST = 12
-"""Number of characters that are shown of a digest or a commit."""
+"""Number of characters that are shown of a commit, and of the digest of an image."""
 
 
 def render_deployment(deployment: Deployment, tags: Mapping[str, str], num_nodes: int) -> str:
@@ -31,6 +31,9 @@ def render_deployment(deployment: Deployment, tags: Mapping[str, str], num_nodes
         deployment: the deployment.
         tags: the result of `tags_of`.
         num_nodes: number of machines that share each training.
+
+    Raises:
+        ConfigError: the schedule has no next time.
     """
     table = Table(title=f"{deployment.scheduler}: {deployment.project}", title_justify="left")
     for column in ("step", "image", "cpu", "memory", "GPU", "rights", "secrets"):
@@ -113,7 +116,7 @@ def _code(tags: Mapping[str, str]) -> str:
 
 
 def _same(deployed: Mapping[str, str], now: Mapping[str, str], name: str) -> str:
-    """Return the tag `name` of a deployed flow, with the present value if that differs."""
+    """Return the deployed value of the tag `name`, with the present value if the two differ."""
     value = deployed.get(name, "unknown")
     return value if value == now[name] else f"{value}, the file has {now[name]}"
 

@@ -1,7 +1,7 @@
 """Compare memory and time of the trainings with the machines and time limits of a deployment.
 
 The data are not read: every prompt is assumed to have `PROMPT_TOKENS` tokens, and every response
-its full length. `flows/rlhf.py run --check` reads the data and computes with the actual lengths.
+the maximum length. `flows/rlhf.py run --check` reads the data and computes with the actual lengths.
 """
 
 from collections.abc import Iterator
@@ -64,8 +64,11 @@ class PlannedTraining:
 def check_sizes(files: DeploymentFiles) -> list[str]:
     """Return lines of text that compare each training with its machine and time limit.
 
+    If a model cannot be read here, the only line states the reason.
+
     Raises:
-        ConfigError: a training needs more than its machine has, or more time than its limit.
+        ConfigError: a training needs more GPUs or memory than its machine has, or more time than
+            its limit.
     """
     deployment = files.deployment
     lines: list[str] = []
@@ -93,7 +96,7 @@ def _read_with_models(path: Path, folder: Path) -> Settings:
     """Return the settings; download configurations and tokenizers of the models into `folder`.
 
     Raises:
-        PPOError: a model cannot be read here.
+        PPOError: a setting is wrong, or a model cannot be read here.
     """
     table, workspace = read_toml_file(path, ConfigError), Workspace(str(folder))
     if not table.get("policy"):
@@ -112,10 +115,11 @@ def _read_with_models(path: Path, folder: Path) -> Settings:
 def _planned(
     deployment: Deployment, settings: Settings, lines: list[str]
 ) -> Iterator[PlannedTraining]:
-    """Yield trainings that can be compared; append to `lines` why another is not compared.
+    """Yield the trainings that can be compared with their machines.
 
     A training can be compared if its step has GPUs of a known type and `_size_of` returns a size.
-    Trainings on CPUs are skipped.
+    For every other training on GPUs, the reason is appended to `lines`. Trainings on CPUs are
+    skipped.
     """
     trainings = {
         "load_policy": ("SFT", "sft", settings.sft.lora.r),
@@ -178,7 +182,10 @@ def _schedule(settings: Settings, processes: int) -> Schedule:
 
 
 def _gpu_of(resources: StepResources, settings: Settings) -> Gpu | None:
-    """Return the GPU by the step's `gpu_type`, or else by the settings; None if it is unknown."""
+    """Return the GPU of a step; None if it is unknown.
+
+    A `gpu_type` of the step takes precedence over the GPU that the settings name.
+    """
     table = read_gpus(settings.hardware).values()
     if resources.gpu_type:
         # The label of a node is CUDA's name of the GPU with hyphens instead of spaces.

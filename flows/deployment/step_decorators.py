@@ -79,13 +79,16 @@ def _add_to_step(step: Any, resources: StepResources, deployment: Deployment) ->
 
 
 def _judge_variable(resources: StepResources, deployment: Deployment) -> dict[str, str]:
-    """Return the variable that tells a step that only the judging step has the judge's key."""
+    """Return the variable that tells a step that only the judging step has the judge's key.
+
+    It is set if the judging step has a secret that this step lacks.
+    """
     judging = deployment.resources_of(JUDGING_STEP)
     return {JUDGED_ELSEWHERE: "1"} if {*judging.secrets} - {*resources.secrets} else {}
 
 
 def _kubernetes_attributes(resources: StepResources) -> dict[str, Any]:
-    """Return the attributes of @kubernetes; one without a value keeps Metaflow's default."""
+    """Return the attributes of @kubernetes that have a value; others keep Metaflow's defaults."""
     gpu_node = {GPU_LABEL: resources.gpu_type} if resources.gpu_type else {}
     efa = {EFA_RESOURCE: str(resources.efa)} if resources.efa else {}
     account = {ACCOUNT_LABEL: resources.service_account} if resources.service_account else {}
@@ -106,7 +109,7 @@ def _kubernetes_attributes(resources: StepResources) -> dict[str, Any]:
 
 
 def _batch_attributes(resources: StepResources) -> dict[str, Any]:
-    """Return the attributes of @batch; one without a value keeps Metaflow's default."""
+    """Return the attributes of @batch that have a value; others keep Metaflow's defaults."""
     given = {
         "efs_volumes": [f"{volume}:{folder}" for volume, folder in resources.mounts.items()],
         "gpu": resources.gpu,

@@ -36,7 +36,10 @@ class StepFunctionsDeployment:
         return f"{SFN_STATE_MACHINE_PREFIX}_{name}" if SFN_STATE_MACHINE_PREFIX else name
 
     def forbid_overlaps(self, flow: str) -> None:
-        """Do nothing: Step Functions has no such policy; the lease of the model replaces it."""
+        """Do nothing: Step Functions cannot forbid overlapping runs.
+
+        The lease of the registered model still prevents that two runs train at the same time.
+        """
 
     def find(self, flow: str) -> DeployedFlow | None:
         """Return the deployed flow; None if it is not deployed.
@@ -71,7 +74,10 @@ class StepFunctionsDeployment:
 
 
 def _cron_of(state_machine: str) -> str:
-    """Return the cron times at which EventBridge starts a state machine; empty for no schedule."""
+    """Return the cron times at which EventBridge starts a state machine.
+
+    The text is empty if the state machine has no schedule, or a disabled one.
+    """
     events: Any = get_aws_client("events")
     try:
         rule = events.describe_rule(Name=EventBridgeClient(state_machine).name)

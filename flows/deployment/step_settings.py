@@ -16,7 +16,7 @@ TAINT = re.compile(
 
 
 MAX_RETRIES = 4
-"""Number of retries that Metaflow allows."""
+"""Maximum number of retries of a step that Metaflow allows."""
 
 _Retries = Annotated[int, Field(ge=0, le=MAX_RETRIES, description=f"0 to {MAX_RETRIES}")]
 

@@ -24,7 +24,8 @@ def check_settings_file(argv: Sequence[str]) -> None:
     for the writer if the file is a pipe, and would end in a traceback if the file is not UTF-8.
 
     Raises:
-        ConfigError: the option has another form, or the file cannot be read.
+        ConfigError: the option has another form, a settings file follows `run` directly, or the
+            file cannot be read.
     """
     for word, following in pairwise(argv):
         if word == "run" and following.endswith(".toml"):
@@ -70,7 +71,7 @@ def prepare_resume(argv: Sequence[str], flow_name: str) -> None:
     """Make a `resume` the latest run; if no run is named, print which run it continues.
 
     Raises:
-        ConfigError: the working directory has no run.
+        ConfigError: no run is named, and the working directory has none.
     """
     options = {word.partition("=")[0] for word in argv}
     if "resume" not in argv or options & {"run", "--help"}:

@@ -39,7 +39,8 @@ def quote_parameters(names: Collection[str]) -> None:
     Metaflow has no hook here, so the function that completes the commands of a job is replaced.
 
     Args:
-        names: the parameters of the flow; an execution with an unknown parameter is refused.
+        names: the parameters of the flow; an execution of Step Functions with another parameter
+            is refused.
     """
     # Imported here, because only a deployment needs the clients of the schedulers.
     from metaflow.plugins.argo import argo_workflows
@@ -57,7 +58,9 @@ def quote_parameters(names: Collection[str]) -> None:
 
 
 def read_step_functions(names: Collection[str], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return the parameters of an execution of Step Functions; others have the flow's defaults.
+    """Return the parameters of an execution of Step Functions.
+
+    A parameter that the execution does not set has the default of the flow.
 
     Raises:
         ConfigError: the input is no JSON object, or has a parameter that the flow lacks.
@@ -95,7 +98,7 @@ def read_argo(words: Sequence[str]) -> dict[str, str | None]:
             parsed = json.loads(text)
         except ValueError:
             parsed = text
-        # `trigger` sends a text as a JSON string; other values stay in the form in which they came.
+        # `trigger` sends a text as a JSON string. The text of any other value is not changed.
         values[name] = parsed if isinstance(parsed, str) else text
         if text == "null" and is_none == "t":
             values[name] = None

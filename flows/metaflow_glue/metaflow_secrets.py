@@ -24,7 +24,7 @@ def keep_secrets_from_metaflow(argv: Sequence[str]) -> None:
     """Refuse secrets on the command line, and redact the data that Metaflow stores by itself.
 
     Metaflow stores the address of the git remote, which contains a token in many CI jobs, and the
-    traceback of a failed step. It has no setting that prevents this, so a function and a class of
+    traceback of a failed step. No setting of Metaflow prevents this, so a function and a class of
     Metaflow are replaced.
 
     Args:
@@ -64,7 +64,10 @@ def _redacted(read: Any) -> Any:
 
 
 def _named(argv: Sequence[str]) -> dict[str, str]:
-    """Return flag -> its values, joined by spaces; an argument before any flag has its position."""
+    """Return flag -> its values, joined by spaces.
+
+    The key of an argument before the first flag contains the position of the argument.
+    """
     values: dict[str, str] = {}
     flag = ""
     for place, word in enumerate(argv, start=1):

@@ -1,1 +1,1 @@
-"""What the steps of the flow call: plain values in, plain values out."""
+"""The functions that the steps of the flows call, and the records that they exchange."""

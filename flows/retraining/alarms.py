@@ -16,7 +16,8 @@ MAX_SUBJECT_CHARACTERS = 99
 """Maximum length of the subject of an SNS message."""
 
 REFUSED_IN_A_ROW = 2
-"""Number of refused policies in a row after which an alarm is sent, and for each further one."""
+"""Number of refused policies in a row after which an alarm is sent. Each further refused policy
+causes another alarm."""
 
 
 def alarm_refused_reward_model(
@@ -28,7 +29,7 @@ def alarm_refused_reward_model(
 
 
 def alarm_refused_policies(topic: str, settings: "Settings", run: str) -> None:
-    """Send an alarm if the last policies were refused, at least `REFUSED_IN_A_ROW` in a row."""
+    """Send an alarm if the last `REFUSED_IN_A_ROW` decisions all refused their policies."""
     if not topic:
         return
     # Imported here: it imports MLflow.

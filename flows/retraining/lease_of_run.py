@@ -50,7 +50,7 @@ class KeptLease:
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> None:
-        """Renew the lease now, and then every RENEWAL_SECONDS.
+        """Renew the lease now, and then every RENEWAL_SECONDS; do nothing if there is no lease.
 
         Raises:
             ConfigError: the lease is lost, or the run has no store.

@@ -31,10 +31,10 @@ class NewInputs:
     """The inputs that a run would have today, and how they differ from the champion's."""
 
     settings: Settings
-    """Settings of the run. Its inputs are the names that the user gave, not the fetched copies."""
+    """Settings of the run. They name the inputs as the user did, not the fetched copies."""
 
     lineage: dict[str, str]
-    """Lineage tags of the run: digests of the inputs and settings, and the commit."""
+    """Lineage tags of the run, such as the commit and the digests of the inputs and settings."""
 
     compared: dict[str, str]
     """Lineage tags that are compared with those of the champion and of decided runs."""

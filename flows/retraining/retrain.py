@@ -1,4 +1,4 @@
-"""Take the lease and start the flow RLHF if something is new, and record the outcome."""
+"""If something is new, take the lease (the right to train) and start the flow RLHF."""
 
 from collections.abc import Mapping
 from datetime import UTC, datetime

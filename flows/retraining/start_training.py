@@ -20,7 +20,7 @@ TEMPLATE = "ARGO_WORKFLOW_TEMPLATE"
 
 
 def start_training(from_file: Mapping[str, Any], lease: str) -> str:
-    """Start the flow RLHF with a lease; return which run was started.
+    """Start the flow RLHF with a lease; return a text that names the started run.
 
     On a scheduler, this function starts the deployed flow RLHF of the same project and branch, and
     does not wait for it. On this machine, it runs the flow to its end.

@@ -44,8 +44,8 @@ def open_store(found: ModelVersion, what: str, timeout: float) -> ArtifactReposi
     """Return the artifact store of a version; `what` names the version in error messages.
 
     Raises:
-        ModelError: MLflow does not name the store in `timeout` seconds, or the store cannot be
-            opened.
+        ModelError: MLflow does not name the store within `timeout` seconds, or the store cannot
+            be opened.
     """
 
     def find() -> ArtifactRepository:
@@ -105,7 +105,7 @@ def download_file(
     For the arguments see `download`. Return False if the manifest has no such file.
 
     Raises:
-        ModelError: the store cannot be read, or the manifest or the file was changed.
+        ModelError: the store cannot be read, or the manifest or the file is refused.
     """
     _fetch(store, MANIFEST, folder, what, timeout)
     files = read_manifest(folder, digest, what)
@@ -117,7 +117,7 @@ def download_file(
 
 
 def _walk(store: ArtifactRepository, what: str, timeout: float) -> Iterator[tuple[str, int]]:
-    """Yield path and size of all files in the store; raise at the first unsafe path."""
+    """Yield path and size of all files in the store; raise at the first path that is refused."""
     folders = [""]
     while folders:
         folder = folders.pop()

@@ -85,7 +85,7 @@ def champion_version(name: str, alias: str = "champion", *, timeout: float = ANS
     """Return the version that the alias points at, with a single request to the registry.
 
     Raises:
-        ModelError: the registry does not answer in `timeout` seconds, or has no such model or
+        ModelError: the registry does not answer within `timeout` seconds, or has no such model or
             alias.
     """
     return str(_find_version(name, alias, None, timeout).version)

@@ -43,7 +43,11 @@ def check_database(uri: str, *, must_exist: bool = False, is_written: bool = Fal
 
 
 def sqlite_file(uri: str) -> Path | None:
-    """Return the file of a sqlite address; None for other addresses and databases in memory."""
+    """Return the file of a sqlite address.
+
+    The result is None for any other address, for a database in memory, and for a name that begins
+    with `file:`.
+    """
     scheme, found, rest = uri.partition(":///")
     name = rest.partition("?")[0]
     if not found or not scheme.startswith("sqlite") or name in ("", ":memory:"):

@@ -58,7 +58,7 @@ def check_folder(folder: Path, manifest_digest: str) -> None:
     """Verify the manifest of a folder against its digest, and the files against the manifest.
 
     Raises:
-        ModelError: a file was changed or added, is missing, or could run code.
+        ModelError: a file was changed or added, is missing or malformed, or could run code.
     """
     what = str(folder)
     files = read_manifest(folder, manifest_digest, what)
@@ -84,7 +84,8 @@ def read_manifest(folder: Path, digest: str, what: str) -> dict[str, str]:
         what: name of the version in error messages.
 
     Raises:
-        ModelError: the manifest is missing or was changed, or it names a file that is refused.
+        ModelError: the manifest is missing, malformed or changed, or it names a file that is
+            refused.
     """
     manifest = folder / MANIFEST
     if manifest.is_symlink() or not manifest.is_file():
@@ -118,11 +119,10 @@ def check_list(listed: Iterable[str], files: Mapping[str, str], what: str) -> No
 
 
 def check_file(folder: Path, path: str, digest: str, what: str) -> None:
-    """Raise if a file was changed or could run code.
+    """Raise if a file was changed, could run code, or is malformed.
 
     Raises:
-        ModelError: the digest differs, or the first bytes or a JSON key show that the file could
-            run code.
+        ModelError: the digest differs, or `_check_content` refuses the file.
     """
     if (actual := _sha256(folder / path)) != digest:
         raise refusal(
@@ -155,7 +155,11 @@ def check_name(path: str, what: str) -> None:
 
 
 def _check_content(folder: Path, path: str, what: str) -> None:
-    """Raise if the first bytes of a file, or a key of a JSON file, show that it could run code."""
+    """Raise if a file could run code, or is malformed.
+
+    A JSON file must be readable and have no key in REMOTE_CODE. A safetensors file must begin with
+    a valid header. Any other file must not begin like a pickle or a zip file.
+    """
     if path.endswith(".json"):
         if key := _remote_code_key(_read_json(folder / path, path, what)):
             raise refusal(what, f"{path!r} has the key '{key}', which would run code")

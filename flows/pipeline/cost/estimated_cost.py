@@ -44,10 +44,10 @@ class TrainingCost:
 
     training: Training
     size_on: Callable[[Processes], TrainingSize | None]
-    """Size of the training with other processes."""
+    """Returns the size of the training on other processes; None if it cannot be computed."""
 
     seconds: Callable[[TrainingSize, Speed], float]
-    """Seconds of the training, from its size and the speed of its processes."""
+    """Returns the seconds of the training, from its size and the speed of its processes."""
 
 
 def describe_memory_of(works: Sequence[TrainingCost], settings: Settings) -> list[str]:
@@ -81,14 +81,15 @@ def describe_memory_of(works: Sequence[TrainingCost], settings: Settings) -> lis
 def describe_time_of(works: Sequence[TrainingCost], settings: Settings) -> list[str]:
     """Return lines of text: time, price, and the cheapest GPUs.
 
-    Without a GPU of known speed this machine is timed, for at most `MAX_SECONDS`.
+    If the settings name no GPU, and this machine has no GPU of known speed, this machine is timed
+    for at most `MAX_SECONDS`. Without a GPU, the text has no price and no cheapest GPUs.
 
     Args:
         works: the trainings of the run; PPO is the last one.
         settings: settings of the run.
 
     Raises:
-        ConfigError: see `find_gpu`.
+        ConfigError: see `find_gpu` and `measure_speed`.
     """
     gpu, usable = _device(works, settings)
     lines = [_time_and_price(works, settings, gpu, usable)]
@@ -125,7 +126,10 @@ def _recommendations(trainings: Sequence[Training], usable: int, *, on_gpus: boo
 def _time_and_price(
     works: Sequence[TrainingCost], settings: Settings, gpu: Gpu | None, usable: int
 ) -> str:
-    """Return the time of the trainings with the run's settings, and the price if it is known."""
+    """Return the time of the trainings with the run's settings, and the price if it is known.
+
+    If the time cannot be computed, return the reason.
+    """
     size = works[-1].training.size
     assert isinstance(size, PPOSize)
     missing = missing_speeds(gpu, size.processes, size.machines) if gpu else []
@@ -185,7 +189,7 @@ def _speeds_of(gpu: Gpu) -> SpeedOf:
 
 
 def _speeds_here(works: Sequence[TrainingCost], settings: Settings) -> SpeedOf:
-    """Return the speed of this machine, measured with the batches of PPO.
+    """Measure this machine with the batches of PPO; return a function that returns the speed.
 
     The speed is measured once for each precision and sharding among the trainings. All measurements
     together take at most `MAX_SECONDS`.

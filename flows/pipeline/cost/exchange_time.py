@@ -134,10 +134,11 @@ def _gathering_seconds(
 ) -> float:
     """Return the seconds to gather sharded weights for sampling and scoring in an update.
 
-    With `gathers`, the weights are gathered four times: policy and critic, which are one module,
-    for sampling and again for the critic's pass; the reward model; and the reference. The reference
-    of an adapter is in the module of policy and critic. Without `gathers`, each pass gathers
-    weights again: under fsdp2 the weights of the layers, under zero3 all weights.
+    Policy and critic are one module. With an adapter, this module also contains the reference. With
+    `gathers`, the module is gathered for sampling and again for the critic's pass, and the module
+    of the reference and each reward model are gathered once. Without `gathers`, each pass gathers
+    weights again: under zero3 all weights of its model, under fsdp2 the weights of the layers. The
+    weights outside the layers are then gathered only once under fsdp2.
     """
     policy, critic = module[0], module[-1]
     reference = module if size.adapter else [policy]

@@ -48,7 +48,7 @@ class Gpu:
     """Bandwidth between machines, one way, in bytes per second."""
 
     price: float | None = None
-    """US dollars per hour."""
+    """US dollars per GPU and hour."""
 
     @property
     def usable(self) -> int:
@@ -73,7 +73,9 @@ def read_gpus(config: HardwareConfig) -> dict[str, Gpu]:
 
 
 def find_gpu(config: HardwareConfig) -> Gpu | None:
-    """Return the GPU that the settings name, else this machine's GPU; None if it has none.
+    """Return the GPU that the settings name, or else the GPU of this machine.
+
+    Return None if the settings name no GPU and this machine has none.
 
     Raises:
         ConfigError: the settings name an unknown GPU; or see `read_gpus`.

@@ -17,7 +17,8 @@ def cost_of_run(
 ) -> RunCost:
     """Return the cost of a run.
 
-    A price is None if a table lacks it, or if a judge's server does not report tokens.
+    A price is None if the table of prices lacks it, or if the server of a judge does not report
+    tokens. The price of a judge that costs 0 is 0 in any case.
 
     Args:
         run: the run of the flow.
@@ -73,7 +74,10 @@ def _step(attempts: Sequence[Attempt], prices: Sequence[float | None]) -> StepCo
 
 
 def _gpu_price(attempt: Attempt, gpus: Mapping[str, Gpu], named: str) -> float | None:
-    """Return the price of an attempt; 0 without GPUs, because no table has prices of CPUs."""
+    """Return the price of an attempt; None if the price of its GPUs is unknown.
+
+    The price is 0 without GPUs, because no table has prices of CPUs.
+    """
     if not attempt.gpus:
         return 0.0
     per_hour = price_per_hour(FoundGpu(attempt.gpu, attempt.gpu_memory), gpus, named)

@@ -1,4 +1,7 @@
-"""Show the memory of each training by sharding, precision and method, and recommend one of them."""
+"""Show the memory of each training by sharding, precision and method, and recommend one choice.
+
+The method is to train all parameters or LoRA adapters.
+"""
 
 import io
 from collections.abc import Iterator, Sequence
@@ -99,10 +102,11 @@ def memory_of(size: TrainingSize) -> Memory:
 
 
 def choices(training: Training, *, on_gpus: bool) -> Iterator[Choice]:
-    """Yield the ways to run a training, all parameters before LoRA, and then the fastest first.
+    """Yield the ways to run a training, roughly the fastest first.
 
-    bfloat16 comes before fp32, and a sharding that sends less before one that sends more. On a CPU,
-    the precision is the one in the settings, or the trainer's default. A running average needs all
+    All parameters come before LoRA, bfloat16 before fp32, and the shardings in the order ddp,
+    zero1, zero2, zero3, fsdp2. On a CPU, the precision is the one in the settings, or the trainer's
+    default. A running average needs all
     weights in every process, so it excludes zero3 and fsdp2.
     """
     several: tuple[Sharding, ...] = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
@@ -117,7 +121,7 @@ def choices(training: Training, *, on_gpus: bool) -> Iterator[Choice]:
 
 
 def recommended(training: Training, usable: int, *, on_gpus: bool) -> Choice | None:
-    """Return the fastest way that fits; None if nothing fits.
+    """Return the first way in the order of `choices` that fits; None if nothing fits.
 
     The other method (all parameters or LoRA) is recommended only if nothing fits with the run's
     method. Within a method, a critic on the policy's backbone is recommended only if nothing fits

@@ -1,4 +1,4 @@
-"""Sizes of a run: rows, tokens, parameters, updates, optimizer steps, and the time of PPO."""
+"""Compute the sizes of a run before it starts; describe them with memory, time and price."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -67,7 +67,7 @@ class RunSize:
     """Number of parameters of the reward model that is given or will be trained."""
 
     sft: SupervisedRows | None
-    """Fine-tuning of the policy; None without it."""
+    """Fine-tuning of the policy; None if the policy is not fine-tuned."""
 
     reward_model: SupervisedRows | None
     """Training of the reward model; None if the settings name a reward model."""
@@ -100,8 +100,8 @@ class RunSize:
     """The trainings, for their memory, time and price; empty if these cannot be computed."""
 
     selection: str
-    """Numbers of answers and questions to choose the policy, and disk space of earlier policies, as
-    text; empty if the last policy is registered."""
+    """Numbers of prompts, policies and questions to choose the policy, and disk space of earlier
+    policies, as text; empty if the last policy is registered."""
 
     evaluation_prompts: int
     """Number of prompts that the policies answer."""
@@ -113,14 +113,14 @@ class RunSize:
     """Number of comparisons of two policies, or of a policy with references."""
 
     least_prompts: int
-    """Number of prompts, all won, with which a policy can be promoted."""
+    """Smallest number of prompts with which a policy can be promoted if it wins all of them."""
 
 
 def measure_run(settings: Settings, *, has_champion: bool) -> RunSize:
     """Return the sizes of a run whose inputs were checked; no weights are loaded.
 
     Raises:
-        ConfigError: the sizes of PPO contradict each other.
+        ConfigError: the sizes of PPO contradict each other; or see `find_gpu`.
         DataError: a row cannot be used.
         ModelError: a model cannot be read.
     """
@@ -179,15 +179,16 @@ def _least_prompts(limits: PromotionConfig, *, has_references: bool) -> int:
 
 
 def _sample_questions(gate: RewardGateConfig, prompts: int) -> int:
-    """Return the number of questions about all pairs of samples, in both orders."""
+    """Return the maximum number of questions about pairs of samples, each pair in both orders."""
     asked = min(max(gate.num_prompts, gate.max_prompts), prompts)
     return 2 * (gate.samples_per_prompt // 2) * asked
 
 
 def _selection(data: RunData, parameters: int) -> str:
-    """Return the maximum numbers of answers and questions to choose the policy, as text.
+    """Return the numbers of prompts, policies and questions to choose the policy, as text.
 
-    `parameters` is the number of parameters of the policy.
+    The text is empty if the last policy is registered. `parameters` is the number of parameters of
+    the policy.
     """
     choice, earlier = data.settings.selection, data.settings.ppo.save_policies
     if choice.method == "last":
@@ -259,7 +260,7 @@ def describe_time(size: RunSize, settings: Settings) -> str:
     """Return lines of text with time and price of the trainings; this machine may be timed.
 
     Raises:
-        ConfigError: see `find_gpu`.
+        ConfigError: see `describe_time_of`.
     """
     return "\n".join(describe_time_of(size.works, settings)) if size.works else ""
 

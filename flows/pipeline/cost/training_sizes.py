@@ -166,8 +166,8 @@ def _computes_in_bf16(
 ) -> bool:
     """Return whether the passes of a training compute in bfloat16 by autocast.
 
-    If the settings leave the precision open, the GPUs of another machine are assumed to use
-    bfloat16.
+    If the settings leave the precision open, a GPU that they name, or a GPU of another machine, is
+    assumed to use bfloat16.
     """
     if asked is not None:
         return asked
@@ -181,10 +181,10 @@ def _kind(sharding: Sharding | None, processes: Processes) -> Sharding:
 
 
 def _scorers(settings: Settings) -> tuple[list[ModelSize], ModelSize | None]:
-    """Return the sizes of all reward models, the run's own first; and of the critic.
+    """Return the sizes of all reward models, the run's own first, and the size of the critic.
 
-    The critic is a copy of the first reward model with a weight that reads the policy's tokens;
-    None if there is none.
+    The critic is a copy of the first reward model that has a weight other than 0 and reads the
+    policy's tokens. Its size is None if there is no such reward model.
     """
     data = RunData(settings)
     named = read_rewards(settings.rewards or [OWN])

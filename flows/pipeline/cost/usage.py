@@ -1,7 +1,7 @@
 """Measure the GPU and CPU seconds of each attempt of a step, and write them to the run's folder.
 
-The file of a running attempt is written again every WRITE_SECONDS seconds. For an attempt that was
-killed, it has the seconds until the last write.
+The file of a running attempt is written again every WRITE_SECONDS seconds. The file of a killed
+attempt has the seconds until the last write.
 """
 
 import json
@@ -57,7 +57,7 @@ class Attempt:
 
 @contextmanager
 def measured(step: str, run: FlowRun, machines: int) -> Iterator[None]:
-    """Measure an attempt of a step, and write it to a file; only the first machine does so.
+    """Measure an attempt of a step, and write it to a file; call this only on the first machine.
 
     Args:
         step: name of the step.

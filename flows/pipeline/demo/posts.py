@@ -134,9 +134,9 @@ class Writer:
     repeats: float = 0.0
     """Probability of stating each fact twice."""
     rambles: float = 0.0
-    """Probability of adding a phrase without facts at the end."""
+    """Probability of adding a phrase without facts after the statements."""
     quotes: float = 0.0
-    """Probability of copying a sentence of the post at the end."""
+    """Probability of ending the summary with a copied sentence of the post."""
 
 
 CAREFUL = Writer(forgets=0.15, mistakes=0.02, rambles=0.35)

@@ -1,10 +1,11 @@
-"""Leave out evaluation prompts that are copies of training texts, also with some changed words.
+"""Leave out evaluation prompts that are copies of training texts, even with changed words.
 
 Texts are compared as sequences of words, without case, punctuation, Unicode variants and system
-messages. A prompt of at least LEAST_WORDS words is a copy of a training text if both are equal. A
-prompt of at least LEAST_CHANGED words is also a copy if more than `max_overlap` of its n-grams (N
-words in sequence) are in one training text, and at least LEAST_SHARED of them. N-grams that are in
-more than TEMPLATE different texts are part of a template, and are not counted.
+messages. A prompt of at least LEAST_WORDS words is a copy of a training text if both have the same
+letters and digits. A prompt of at least LEAST_CHANGED words is also a copy if one training text has
+at least LEAST_SHARED of its n-grams (N words in sequence), and more than the fraction `max_overlap`
+of them. N-grams that are in more than TEMPLATE different texts are part of a template, and are not
+counted.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,7 +32,7 @@ N = 3
 but only 25 % of the 13-grams."""
 
 TEMPLATE = 10
-"""Largest number of different texts with an n-gram that is not part of a template."""
+"""An n-gram that is in more different texts than this number is part of a template."""
 
 LEAST_WORDS = 8
 """Smallest number of words of a prompt that can be a copy: shorter ones are equal by chance."""
@@ -41,7 +42,7 @@ LEAST_CHANGED = 13
 differ in one word, as in "Tom and Lily are brother and sister"."""
 
 LEAST_SHARED = 8
-"""Smallest number of n-grams of a prompt in a training text that is a copy without being equal."""
+"""Smallest number of n-grams that a copy with changed words shares with a training text."""
 
 COPIED = "whose text is also in the training data"
 """Reason for which a prompt is left out; the message adds the number of prompts."""
@@ -228,7 +229,11 @@ class _Found:
         return np.isin(self.evaluated.keys, np.array([*self._equal], np.uint64))
 
     def overlaps(self) -> tuple[Numbers, Numbers]:
-        """Return how many n-grams each prompt shares with one training text at most, and has."""
+        """Return two numbers for each prompt, without the n-grams of templates.
+
+        The first is the largest number of n-grams that the prompt shares with one training text.
+        The second is the number of n-grams of the prompt.
+        """
         self._drop_templates()
         counted = ~self._is_template[self._number]
         prompts = len(self.evaluated.counts)
@@ -244,7 +249,7 @@ class _Found:
         return shared, total
 
     def _drop_templates(self) -> None:
-        """Join the new hits with the others; drop those of n-grams that are in too many texts."""
+        """Join the new hits with the earlier ones, and drop the hits of n-grams of templates."""
         hits, keys = (
             np.concatenate(parts)
             for parts in zip((self._hits, self._keys), *self._pending, strict=True)

@@ -66,12 +66,15 @@ class RunData:
 
     @property
     def reward_format(self) -> PromptFormat:
-        """Prompt format of the reward model: its own chat template, or the policy's text."""
+        """Prompt format of the reward model.
+
+        `auto`, its own chat template, if the policy reads prompts as a chat; otherwise `text`.
+        """
         return "auto" if self.is_chat else "text"
 
     @cached_property
     def reward_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer of the reward model; a given reward model uses its own chat template."""
+        """The tokenizer of the given reward model, or of the policy if the run trains one."""
         if self.settings.reward_model:
             return load_tokenizer(self.settings.reward_model, self.reward_format)
         return self.policy_tokenizer
@@ -81,10 +84,11 @@ class RunData:
         return self._read(self.settings.sft_data, "demonstrations")
 
     def training_pairs(self) -> Rows:
-        """Read the preferences for training the reward model, without labels and without ties.
+        """Read prompt, chosen and rejected of the preferences that train the reward model.
 
-        Pairs that are also in the validation set are left out, even if other people labeled them
-        there. If the run trains a judge, the pairs of the judge are left out too.
+        Ties are left out. Pairs that are also in the validation set are left out, even if other
+        people labeled them there. If the run trains a judge, the pairs of the judge are left out
+        too.
         """
         rows = self._training_pairs_of_both()
         return rows if self.settings.judge else split_off_judge_pairs(rows)[0]
@@ -116,7 +120,7 @@ class RunData:
         return rows if self.settings.reward_model else split_off_judge_pairs(rows)[1]
 
     def _training_pairs_of_both(self) -> Rows:
-        """Read the preferences that are not for validation, without labels and without ties."""
+        """Read prompt, chosen and rejected of all preferences but validation pairs and ties."""
         rows = self._read(self.settings.preferences, "pairs")
         if not self.settings.preferences_test:
             rows = held_out(rows, self.settings.held_out_share)[0]
@@ -192,7 +196,8 @@ class RunData:
     def evaluation_rows(self) -> Rows:
         """Read the prompts to judge the policies on; all rows have a reference, or none has one.
 
-        Prompts on which the judge chooses the policy are left out, and copies of training texts.
+        Prompts on which the judge chooses the policy are left out, and so are copies of training
+        texts.
 
         Raises:
             DataError: some rows have no reference, or all prompts are copies of training texts.
@@ -212,7 +217,7 @@ class RunData:
             self.training_prompts(),
             *([self.sft_rows()] if settings.sft_data else []),
             *(rows for rows in (self.fresh_labels(), self.feedback()) if rows),
-            # With a given reward model and a named judge, preferences only test.
+            # With a given reward model and a named judge, the preferences train nothing.
             *([] if settings.reward_model and settings.judge else [self._training_pairs_of_both()]),
         ]
 
@@ -245,8 +250,8 @@ class RunData:
     def _unseen_prompts(self) -> tuple[Rows | None, Rows]:
         """Read the prompts that PPO does not train on.
 
-        Return those on which the judge chooses the policy (None if it does not choose), and those
-        of the evaluation.
+        Return the prompts on which the judge chooses the policy, and the prompts of the evaluation.
+        The former are None if the judge does not choose, or if there is only one prompt.
         """
         if self.settings.eval_prompts:
             rows = self._fitting(self._read(self.settings.eval_prompts, "prompts"))
@@ -325,11 +330,11 @@ class RunData:
         return self._labels("human_labels", self.settings.evaluation.human_labels)
 
     def fresh_prompts(self, number: int = 1) -> list[str | Messages]:
-        """Return the prompt of each pair of the policy's samples in a round, counted from 1.
+        """Return the prompt of each pair of the policy's samples in the round `number`.
 
-        The rounds share `fresh_pairs.count` pairs. The prompts are drawn at random from the prompts
-        of PPO. If there are fewer prompts than pairs, a prompt has several pairs, which are side by
-        side.
+        The first round has the number 1. The rounds share `fresh_pairs.count` pairs. The prompts
+        are drawn at random from the prompts of PPO. If there are fewer prompts than pairs, a prompt
+        has several pairs, which are side by side.
 
         Raises:
             DataError: there would be more than MOST_PAIRS_PER_PROMPT pairs of one prompt.
@@ -429,7 +434,8 @@ def held_out(rows: Rows, share: float, most: int | None = None) -> tuple[Rows, R
     """Split off the last fraction `share` of the rows; both results have at least one row.
 
     If `most` is given, at most this number of rows is split off. The pairs of one ranked list, or
-    of the judgments of one prompt, stay together.
+    of the judgments of one prompt, stay together; if the rows end with more than `most` such pairs,
+    all of these are split off.
 
     Raises:
         DataError: there are fewer than two rows, or all rows are pairs of one prompt.
@@ -442,12 +448,14 @@ def held_out(rows: Rows, share: float, most: int | None = None) -> tuple[Rows, R
     cut = _between_prompts(rows, cut)
     first = rows.part(0, cut, f"first {cut}")
     last = rows.part(cut, len(rows), f"last {len(rows) - cut}")
-    # Rows that were left out belong to the larger part.
+    # The rows that were left out are reported with the first part.
     return replace(first, left_out=rows.left_out, left_out_files=rows.left_out_files), last
 
 
 def _between_prompts(rows: Rows, cut: int) -> int:
-    """Return the first cut from `cut` on, or else before it, between two ranked lists or prompts.
+    """Return the first position from `cut` on that lies between two ranked lists or prompts.
+
+    If there is none, return the last such position before `cut`.
 
     Raises:
         DataError: all rows are pairs of one ranked list or prompt.

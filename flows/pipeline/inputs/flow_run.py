@@ -7,7 +7,7 @@ from pipeline.inputs.lineage import DataSet
 from pipeline.storage.workspace import Workspace
 
 SETTINGS_FILE = "settings.toml"
-"""Name of the file in the folder of a run with all settings of the run, to repeat it."""
+"""File in the folder of a run with all settings of the run. A new run can use it again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +15,7 @@ class FlowRun:
     """One run of the flow; a resumed run keeps the record of the original run."""
 
     id: str
-    """Id FLOW/NUMBER. Each id has one parent run in MLflow and registers one version."""
+    """Id FLOW/NUMBER. Each id has one parent run in MLflow and registers at most one version."""
 
     workspace: Workspace
     """Folder of the caches and of all runs, with an optional copy in S3."""

@@ -40,8 +40,9 @@ class LabeledPair:
     """The other response."""
 
     margin: float | None = None
-    """Mean over the rows of the chosen response's rating minus the other response's. It is negative
-    if a minority preferred the other response by a large margin."""
+    """Mean over the rows of the chosen response's rating minus the other response's rating; None if
+    no row has a margin. The mean is negative if a minority preferred the other response by a large
+    margin."""
 
     category: str | None = None
     """Column `category` of the first row, or column `source` if the category is empty."""
@@ -126,7 +127,7 @@ def split_off_judge_pairs(rows: Rows) -> tuple[Rows, Rows]:
 
 
 def pairs_of_votes(votes: Rows) -> Rows:
-    """Return votes on two answers, `first` and `second`, as pairs; a tie has `tie`."""
+    """Return votes on two answers, `first` and `second`, as pairs; the column `tie` marks ties."""
 
     def convert(vote: Row) -> Row:
         chosen, rejected = ("second", "first") if vote["label"] == "second" else ("first", "second")
@@ -174,7 +175,7 @@ def pairs_of_feedback(feedback: Rows, others: Rows) -> Rows:
 
 
 def decided_pairs(pairs: Iterable[Row], trained: Sequence[Rows]) -> list[LabeledPair]:
-    """Return the pairs of which people prefer one answer, without the pairs of `trained`."""
+    """Return the pairs in which people prefer one answer, without the pairs of `trained`."""
     taken = {_key(row) for rows in trained for row in rows}
     kept = label_pairs(row for row in pairs if _key(row) not in taken)
     return [pair for pair in kept if not pair.tie]

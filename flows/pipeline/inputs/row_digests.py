@@ -138,9 +138,10 @@ def write_digests(data: Mapping[str, tuple[Rows, Rows]], path: Path) -> None:
 
 
 def count_seen(table: pyarrow.Table, rows: Iterable[Collection[bytes]]) -> dict[str, int]:
-    """Return how many of the rows each data set of ROWS_FILE has; a row is given by its digests.
+    """Return how many of the rows are in each data set of `table`, the contents of a ROWS_FILE.
 
-    The key "" has the number of rows that any data set has. Data sets without a row are left out.
+    `rows` contains the digests of each row. The value of the key "" is the number of rows that are
+    in any data set. Data sets without such a row are left out.
     """
     asked = [(number, one) for number, digests in enumerate(rows) for one in digests]
     found = table.filter(

@@ -22,8 +22,8 @@ process."""
 def answer_processes(asked: int, prompts: int) -> int:
     """Return the number of processes that answer `prompts` prompts.
 
-    This is one per GPU, and at most `asked` unless `asked` is 0. On the CPU, one process answers
-    and uses all cores.
+    This is one per GPU, but at most `asked` unless `asked` is 0, and each process has at least
+    LEAST_PROMPTS prompts. On the CPU, one process answers and uses all cores.
     """
     found = gpus()
     wanted = min(asked or found, found)

@@ -21,14 +21,14 @@ class Pause:
     """The end of a part of the training, after which it continues with another reward model."""
 
     after_updates: int
-    """Number of updates after which the training pauses, counted from its start."""
+    """Number of updates after which the training pauses, counted from the first part."""
 
     has_new_reward: bool
-    """Whether this part starts from a checkpoint that another reward model led to."""
+    """Whether this part starts from a checkpoint that was trained with another reward model."""
 
 
 def ppo_config(settings: Settings) -> PPOConfig:
-    """Return the settings of PPO; their KL warning names the limit of the promotion gate."""
+    """Return the settings of PPO; if the promotion gate limits the KL, the KL warning names it."""
     max_kl = settings.promotion.max_kl
     if not math.isfinite(max_kl):
         return settings.ppo
@@ -37,7 +37,9 @@ def ppo_config(settings: Settings) -> PPOConfig:
 
 
 def updates_of_ppo(settings: Settings, num_prompts: int) -> int:
-    """Return the number of updates of PPO on this machine.
+    """Return the number of updates of PPO.
+
+    Without the setting `processes`, every machine is assumed to have the GPUs of this machine.
 
     Raises:
         ConfigError: see `make_schedule`.

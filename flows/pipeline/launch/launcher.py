@@ -46,7 +46,7 @@ LOOK_SECONDS = 1.0
 """Seconds between two checks for stopped processes."""
 
 SPOT_NOTICE = Path("/tmp/spot_termination_notice")
-"""File that Metaflow writes two minutes before AWS takes this machine; it sends no signal."""
+"""File that Metaflow writes two minutes before AWS takes this machine; no signal is sent."""
 
 OnMetrics = Callable[[int, Mapping[str, float]], None]
 
@@ -61,7 +61,7 @@ def train(
     on_metrics: OnMetrics = lambda update, metrics: None,
     on_wait: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run `python -m PROGRAM JOB` in several processes on this machine until they end.
+    """Run `python -m PROGRAM JOB` in one or several processes on this machine until they end.
 
     The processes resume from the last checkpoint of the job, if any. SIGTERM to this process is
     forwarded to the training processes, which save a checkpoint and end. The notice that AWS will
@@ -81,7 +81,7 @@ def train(
     Raises:
         RunInterruptedError: SIGTERM or a notice arrived, and a checkpoint was saved.
         ProcessError: a process died, failed unexpectedly, was frozen, or made no progress.
-        PPOError: a process failed with an error that a retry would not fix.
+        PPOError: a process failed with an error of the project; the same error is raised here.
     """
     if machines.index > 0 and machines.main_address == THIS_MACHINE:
         # Metaflow's first task starts the tasks of the other "machines", but never ends them.

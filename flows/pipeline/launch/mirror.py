@@ -29,13 +29,13 @@ BESIDE_CHECKPOINT = (METRICS_FILE, SELF_CHECK_FILE, RATE_FILE)
 
 @contextmanager
 def mirrored(workspace: Workspace, folder: Path, here: Machines = ONE_MACHINE) -> Iterator[None]:
-    """Keep a copy of the newest checkpoint, and of the policies before it, in S3.
+    """Keep a copy of the newest checkpoint, and of the policies saved before it, in S3.
 
     On one machine, a missing or empty folder is first filled from the copy; with several machines,
     the folder is always replaced by their newest common checkpoint. A finished checkpoint is copied
     in the background. At the end of the context, the newest checkpoint is copied unless it has been
-    copied already, so no finished checkpoint is lost. If the workspace has no copy in S3, nothing
-    is copied.
+    copied already, so the last finished checkpoint is not lost. If the workspace has no copy in S3,
+    nothing is copied.
 
     With several machines, each machine copies the files of its own processes, and prefers a
     checkpoint that another machine has copied. The training continues from the newest checkpoint
@@ -93,7 +93,7 @@ class _Mirror:
         self._copy(newest_checkpoint(self._folder))
 
     def _read_common(self) -> None:
-        """Fetch the newest checkpoint that all machines have copied, with the files of each one.
+        """Fetch the newest checkpoint that all machines have copied: the files of every machine.
 
         First remove the folder of an earlier attempt, which lacks the files of other machines.
         """
@@ -116,10 +116,11 @@ class _Mirror:
     def _next(self) -> Path | None:
         """Return the checkpoint to copy.
 
-        This is the newest checkpoint that another machine has copied after our last copy; without
-        such a checkpoint, it is the newest one in the folder.
+        This is the newest checkpoint that another machine has copied too, if it is newer than the
+        last copy of this machine. Without such a checkpoint, it is the newest one in the folder.
 
-        Otherwise a slow machine would never copy a checkpoint that the others also have.
+        If a slow machine always copied the newest one, it might never copy a checkpoint that the
+        others also have.
         """
         newest = newest_checkpoint(self._folder)
         if self._here.count == 1 or newest == self._copied:
@@ -185,5 +186,5 @@ def _newest_common(names: Sequence[Collection[str]]) -> str:
 
 
 def _of(folder: str, names: Collection[str]) -> set[str]:
-    """Return the names of the files of a checkpoint, or of all policies before the end of PPO."""
+    """Return the names of the files in `folder`, which is a checkpoint or POLICIES."""
     return {name for name in names if name.startswith(f"{folder}/")}

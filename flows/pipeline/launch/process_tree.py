@@ -62,7 +62,7 @@ def take_over(record: Path) -> None:
     """End the processes that an earlier attempt left on this machine, and record this attempt.
 
     If the scheduler of a flow is killed, a task may continue to train. Such a task gets SIGTERM
-    and saves a checkpoint; it is killed if it does not end in TIME_TO_SAVE seconds.
+    and saves a checkpoint; it is killed if it does not end within TIME_TO_SAVE seconds.
 
     Args:
         record: file with the process of the last attempt on this machine.

@@ -1,4 +1,4 @@
-"""End a phase that makes no progress: a training that hangs, or a judge that never replies."""
+"""Notice that a training hangs or a judge never replies, and end the process of the step."""
 
 import faulthandler
 import os

@@ -46,7 +46,7 @@ def train_supervised(
     Raises:
         RunInterruptedError: SIGTERM arrived, and a checkpoint was saved.
         ProcessError: a process died, failed unexpectedly, was frozen, or made no progress.
-        PPOError: a process failed with an error that a retry would not fix.
+        PPOError: a process failed with an error of the project; the same error is raised here.
     """
     write_rows(rows, folder)
     job = SupervisedJob(

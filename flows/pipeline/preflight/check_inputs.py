@@ -65,7 +65,7 @@ def check_inputs(settings: Settings) -> None:
         ModelError: a model cannot be used.
     """
     check_outputs(settings.output_dir, settings.summary_json)
-    # Otherwise the lists of an earlier run would seem to be those of this run.
+    # Otherwise the lists of an earlier run would seem to be lists of this run.
     shutil.rmtree(Path(settings.output_dir) / QUARANTINE, ignore_errors=True)
     _check_trainings(settings)
     check_integrations(settings.ppo.report_to)
@@ -75,7 +75,7 @@ def check_inputs(settings: Settings) -> None:
     # People's votes also test the reward model, so their texts must fit it.
     data.voted_pairs()
     _check_fresh_pairs(data)
-    # Other training data are checked first, because prompts of the evaluation are compared with it.
+    # Training texts are checked first, because prompts of the evaluation are compared with them.
     _check_pairs(data)
     _check_feedback(data)
     if settings.sft_data:
@@ -186,7 +186,7 @@ def _require_template(data: RunData, tokenizer: PreTrainedTokenizerBase, path: s
 
 
 def _check_prompts(data: RunData) -> None:
-    """Raise if prompts cannot be used, or if some rows of the evaluation have no reference."""
+    """Raise if prompts cannot be used, or if only some rows of the evaluation have a reference."""
     settings = data.settings
     stop_token(data.policy_tokenizer, settings.ppo.stop_token, settings.ppo.stop_token_id)
     require_stop_token(load_config(settings.policy), settings.ppo.stop_token_id)
@@ -233,7 +233,7 @@ def _check_feedback(data: RunData) -> None:
 
 
 def _check_fresh_pairs(data: RunData) -> None:
-    """Raise if there are too few prompts for the pairs of the policy's samples, or updates."""
+    """Raise if there are too few prompts for the pairs of samples, or too few updates of PPO."""
     settings, rounds = data.settings, data.settings.fresh_pairs.rounds
     if settings.fresh_pairs.count and not settings.fresh_pairs.labels:
         with named_data("prompts"):

@@ -47,6 +47,8 @@ MODEL_FILES = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.txt")
 def fetch_inputs(given: Settings) -> Settings:
     """Return the settings with every address replaced by a path on this machine.
 
+    Hub ids remain. If the steps share no disk, each hub id of a data set gets its present commit.
+
     Raises:
         ConfigError: an address is invalid, or S3 refuses the access.
         DataError: nothing is stored at an address, or the hub has no such data set.
@@ -150,7 +152,10 @@ def _renamed_judges(spec: str, model: Callable[[str], str], file: Callable[[str]
 def _renamed_source(
     kind: str, source: str, model: Callable[[str], str], file: Callable[[str], str]
 ) -> str:
-    """Return the changed source of a judge or a reward; only models and files have places."""
+    """Return the changed source of a judge or a reward.
+
+    The source of a kind without a model or a file is not changed.
+    """
     if source and kind in MODEL_JUDGES:
         return model(source)
     if source and kind == "python":

@@ -11,7 +11,8 @@ from ppo_core.data.rows.dialogues import shown_prompt
 def try_guards(data: RunData) -> None:
     """Call each function that the settings name as a guard, and print its scores of two responses.
 
-    The second response is empty, as one of the policy may be. A function that hangs ends the step.
+    The second response is empty, because the policy may give empty responses. A function that hangs
+    ends the step.
 
     Raises:
         ConfigError: a function does not exist, cannot be imported, or takes other arguments.
@@ -20,7 +21,7 @@ def try_guards(data: RunData) -> None:
     config = data.settings.promotion.guards
     if not config.functions:
         return
-    # The last row may be the first one.
+    # A single row is used twice.
     rows = data.examples()
     prompts = [shown_prompt(row["prompt"]) for row in (rows[0], rows[min(1, len(rows) - 1)])]
     responses = [label_pairs(data.test_pairs())[0].chosen, ""]

@@ -1,4 +1,7 @@
-"""Refuse models whose type was not checked by this project and is not in `model_types`."""
+"""Refuse models of a type that is not in the setting `model_types`.
+
+Without this setting, the types that this project has checked are allowed.
+"""
 
 from collections.abc import Collection, Iterator
 

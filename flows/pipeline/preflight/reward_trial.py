@@ -23,18 +23,19 @@ from ppo_core.training.rewards import named_in_errors
 
 
 def try_rewards(data: RunData) -> None:
-    """Check each reward that the settings name, and print what a function gives for two responses.
+    """Check each reward that the settings name; print two rewards that each function returns.
 
-    The second response is empty, as one of the policy may be. A function that hangs ends the step.
+    Each function scores two responses, of which the second is empty, because the policy may give
+    empty responses. A function that hangs ends the step.
 
     Raises:
-        ConfigError: a function does not exist, takes other arguments, or a column that no prompt
-            has.
+        ConfigError: a function does not exist, or it takes other arguments, or a column that no
+            prompt has.
         DataError: a column cannot be written as JSON.
         ModelError: a function fails, or returns no numbers; or a model cannot score.
     """
     rewards = RunRewards(data)
-    # Errors of these name a function, which may be any of the list.
+    # An error of `prompts` names its function by itself; the function may be any in the list.
     rows = rewards.prompts() if rewards.functions else []
     number, delay = len(rewards.named), SECONDS_BETWEEN_LINES
     with watched_trial(data.settings), progress(number, "trying", "reward", delay=delay) as bar:
@@ -52,7 +53,7 @@ def _try_function(
 ) -> None:
     tokenizer = rewards.data.policy_tokenizer
     function = FunctionReward(one.name, rewards.functions[one.name].function, tokenizer)
-    # The last row may be the first one.
+    # A single row is used twice.
     rows = [prompts[0], prompts[min(1, len(prompts) - 1)]]
     responses = [label_pairs(rewards.data.test_pairs())[0].chosen, ""]
     columns = {name: [row[name] for row in rows] for name in rows[0]}

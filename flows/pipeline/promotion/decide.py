@@ -51,7 +51,7 @@ def decide_promotion(
     while True:
         state = settle(name)
         earlier = state.decided(by, version)
-        # If an earlier attempt of this step has decided, its decision is no history.
+        # If an earlier attempt of this step has decided, its decision does not count as history.
         before = Champions(state.decisions[: earlier.number - 1]) if earlier else state
         limits = limits_now(settings.promotion, before.decisions)
         with_limits = replace(settings, promotion=limits)

@@ -61,7 +61,7 @@ def _check_champion(settings: Settings, champion: FetchedChampion) -> None:
     tokenizer = load_tokenizer(champion.tokenizer)
     data = RunData(settings)
     rows = data.evaluation_rows()
-    # A champion that comes during a run is judged on the rows of the champion before.
+    # A champion that is promoted during a run is judged on the rows drawn for the one before it.
     judged = list(rows) if settings.evaluation.rotate else data.examples()
     try:
         check_prompt_lengths(

@@ -22,19 +22,21 @@ def reasons_to_refuse(
 
     Without references, the limit on the win rate against references does not apply.
 
-    Each reason gives the measured value, its limit, and the risk of promoting anyway. A value that
-    is not finite violates its limit.
+    If a value violates its limit, the reason gives the value, the limit, and the risk of promoting
+    anyway. A value that is not finite violates its limit.
 
     Args:
         evaluation: evaluation report of the candidate against this champion.
         limits: limits of the measured values.
-        reward_model_fit: whether the reward model passed its validation gate.
+        reward_model_fit: whether the reward model passed its validation gate, or PPO does not learn
+            from it.
         candidate: version of the candidate.
         champion: version of the current champion; None if there is no champion.
         kl: KL divergence of the candidate from SFT, in nats per answer.
 
     Raises:
-        DataError: the evaluation compares the candidate with a different champion.
+        DataError: the evaluation compares the candidate with a different champion, or a win rate
+            was not tested against its limit.
     """
     if evaluation.champion != champion:
         raise DataError(

@@ -62,7 +62,7 @@ class Candidate:
 
     @property
     def rewards(self) -> dict[str, NamedModel]:
-        """Each reward of PPO beside the reward model of the run, and the models of later rounds."""
+        """Each reward of PPO but the run's own reward model, and the models of later rounds."""
         named = {
             f"reward {one.name}": _named(one.source, self.run.origin[f"reward/{one.name}"])
             for one in read_rewards(self.settings.rewards)
@@ -172,7 +172,7 @@ def _decoding(settings: Settings) -> Decoding:
 
 
 def _tags(candidate: Candidate, judge: JudgeIdentity) -> dict[str, str]:
-    """Return the version's lineage; `parent_champion` is the champion of the first evaluation."""
+    """Return the tags of the version; `parent_champion` is the champion of the first evaluation."""
     champion = candidate.evaluation.champion
     return {
         **candidate.run.origin,

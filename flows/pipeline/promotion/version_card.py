@@ -64,7 +64,7 @@ class VersionFacts:
     """Version number; None if the version is not registered yet."""
 
     models: dict[str, NamedModel]
-    """Models by their role in the run: base, SFT, reward model, policy and judge."""
+    """Models by their role in the run: base, SFT, reward model, policy, further rewards, judge."""
 
     data: list[DataSet]
     """Data sets that the run read."""

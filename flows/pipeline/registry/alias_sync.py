@@ -1,9 +1,9 @@
 """Set the aliases and tags of a registered model according to its ledger.
 
 The ledger, the history of decisions, is authoritative: each decision is first appended to the
-ledger, and then aliases and tags are set. If an alias differs from the ledger and nothing changes
-for TIMEOUT seconds, somebody moved the alias in MLflow. This move is appended to the ledger and
-never undone.
+ledger, and then aliases and tags are set. Suppose that the alias `champion` contradicts the ledger,
+nothing changes for TIMEOUT seconds, and no interrupted decision explains the difference. Then
+somebody moved the alias in MLflow. This move is appended to the ledger and never undone.
 
 MLflow has no compare-and-swap for aliases. Therefore a process that has set an alias reads the
 ledger again, and starts over if the ledger has grown. If a process was suspended and then sets an

@@ -15,12 +15,14 @@ from serving.artifact_store import download_file, open_store, prepare_mlflow
 from serving.manifest import MANIFEST_TAG
 
 ANSWER_SECONDS = 300
-"""Maximum seconds for each file of a version."""
+"""Maximum seconds for each answer of MLflow or of the artifact store."""
 
 
 @explained()
 def read_rows_of(name: str, version: int) -> pyarrow.Table | None:
-    """Return the digests of the rows of a version, see ROWS_FILE; None if it has no such file.
+    """Return the digests of the rows of a version, see ROWS_FILE.
+
+    Return None if the version has no such file, or no manifest that lists its files.
 
     Raises:
         ModelError: there is no such version, or its file cannot be read or was changed.
@@ -56,6 +58,9 @@ def require_rows_of(name: str, version: int) -> pyarrow.Table:
 
 def describe_versions_that_saw(name: str, rows: Sequence[Collection[bytes]]) -> list[str]:
     """Return a line for each version that was made from one of the rows, the oldest first.
+
+    If there is no such version, a line says so. If versions have no digests, the last line names
+    them.
 
     Args:
         name: name of the registered model, which may not exist yet.

@@ -136,7 +136,7 @@ def register_version(
 
 @explained()
 def decided_on(name: str, decisions: Sequence[Decision], tag: str, value: str) -> int:
-    """Return the number of versions with a tag among those that runs have decided about."""
+    """Return how many of the versions that runs have decided about have this value of the tag."""
     found = connect().search_model_versions(f"name = '{name}'")
     tagged = {int(one.version) for one in found if one.tags.get(tag) == value}
     return len(tagged & {one.version for one in decisions if one.is_of_run})

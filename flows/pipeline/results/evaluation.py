@@ -29,7 +29,7 @@ class SequentialTest:
     """Number of pairs that the judge compared."""
 
     available: int
-    """Number of pairs that it could have compared."""
+    """Number of pairs that the judge could have compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class PeopleAndJudge:
     """Win rate by PPI++ (arXiv:2311.01453)."""
 
     low: float
-    """Lower end of the 95 % interval, which holds whenever the judge stops."""
+    """Lower end of the 95 % interval. The interval is valid no matter when the judge stops."""
 
     high: float
     """Upper end of this interval."""
@@ -64,7 +64,7 @@ class WinRate:
     as half a win."""
 
     low: float
-    """Lower end of the 95 % interval, which holds whenever the judge stops."""
+    """Lower end of the 95 % interval. The interval is valid no matter when the judge stops."""
 
     high: float
     """Upper end of this interval."""
@@ -100,8 +100,8 @@ class WinRate:
     """How the rate was decided; None for a contest that decides nothing."""
 
     people: PeopleAndJudge | None = None
-    """The rate with people's labels, which then decide with the judge; None if too few of the
-    judged prompts have a label."""
+    """The win rate from people's labels and the judge's verdicts together, which `test` then also
+    uses; None if too few of the judged prompts have a label."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +177,7 @@ class ContestResult(WinRate):
     """Agreement of the judges of an ensemble; None for a single judge."""
 
     style_controlled: float | None = None
-    """Win rate at equal length and equal Markdown; None where it cannot be measured."""
+    """Win rate at equal length and equal Markdown; None if it cannot be measured."""
 
     equal_style_pairs: int = 0
     """Number of valid pairs of about equal length and with equal Markdown."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Record = TypeVar("Record")
 
 EVALUATION_FILE, REWARD_REPORT_FILE = "evaluation.json", "reward-model.json"
-"""Names of the report in an evaluation's folder, and of the reward model's in a run's folder."""
+"""Report in the folder of an evaluation, and report on the reward model in the folder of a run."""
 
 
 def as_json(record: "DataclassInstance") -> dict[str, Any]:

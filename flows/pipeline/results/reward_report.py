@@ -434,7 +434,7 @@ class RewardReport:
     """Comparison with the judge on the policy's own samples; None if no judge could be asked."""
 
     people: Rate | None = None
-    """How often the model orders pairs of answers as people do who labeled them, see
+    """How often the model prefers the answer that people preferred in a pair that they labeled, see
     `RunData.voted_pairs`; None without such pairs."""
 
     accepted_by_hand: bool = False

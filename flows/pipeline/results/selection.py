@@ -10,7 +10,8 @@ class TriedPolicy:
     """Measurements of a candidate: a policy between the start and the end of PPO."""
 
     weight: float
-    """Position of the policy: 0 is the start of PPO, and 1 is the end or an earlier policy."""
+    """Position of the policy: 0 is the start of PPO, and 1 is the end of PPO, or a policy that was
+    saved before the end."""
 
     kl: float
     """KL divergence of the policy's answers from the start of PPO, in nats per answer."""
@@ -19,7 +20,7 @@ class TriedPolicy:
     """Mean points against the start of PPO: win 1, tie 0.5, loss 0. None if no judge was asked."""
 
     update: int | None = None
-    """Update of PPO after which the policy was saved; None for the end."""
+    """Update of PPO after which the policy was saved; None if it was not saved before the end."""
 
     @property
     def name(self) -> str:

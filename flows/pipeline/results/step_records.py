@@ -56,13 +56,13 @@ class FreshPairs:
 
 @dataclass(frozen=True, kw_only=True)
 class FetchedChampion:
-    """The champion on this machine; its files were verified if it has a manifest."""
+    """The champion on this machine; its files were verified."""
 
     version: int
     model: str
-    """Folder or hub id of the model."""
+    """Folder of the model."""
     tokenizer: str
-    """Folder or hub id of the tokenizer."""
+    """Folder of the tokenizer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,12 +137,12 @@ class RewardRound:
 
 @dataclass(frozen=True, kw_only=True)
 class EarlierPolicies:
-    """Policies before the end of PPO, which `ppo.save_policies` asks for."""
+    """Policies that PPO saved before its end, because `ppo.save_policies` is set."""
 
     FILE_FIELDS: ClassVar = ("path",)
 
     path: str
-    """Place of the folder with a subfolder for each policy; its name is the policy's update."""
+    """Place of the folder. Each policy has a subfolder whose name is the update of the policy."""
 
     digest: str
     """Digest of the folder's files when they were written."""

@@ -23,8 +23,8 @@ class EvaluationConfig:
 
     rotate: ShareBelow1 = 0.0
     """Fraction of these rows that is drawn for each champion from all rows but the fixed ones, so
-    that the champions are not selected for the same prompts again and again. There must be twice as
-    many rows to draw from as are drawn."""
+    that the champions are not selected for the same prompts again and again. There must be at least
+    twice as many rows to draw from as are drawn."""
 
     temperature: NotNegative = 0.7
     """Temperature of the answers; 0 always takes the likeliest token."""
@@ -44,7 +44,8 @@ class EvaluationConfig:
 
     human_labels: str = ""
     """Rows with prompt, first, second and a person's label (first, second or tie). The judge
-    also labels these pairs, and its agreement with people is reported. If empty, it is not."""
+    also labels these pairs, and its agreement with people is reported. If empty, the agreement is
+    not measured."""
 
     min_kappa: Annotated[float, Field(ge=-1, le=1, description="between -1 and 1")] = 0.2
     """Minimum Cohen's kappa of the judge and `human_labels`; below it, the result is inconclusive.

@@ -39,10 +39,10 @@ class FreshPairsConfig:
 
     rounds: Count = 1
     """Number of times that pairs are labeled: first samples of the SFT policy, then samples of the
-    current policy, for which PPO pauses. Each time, a reward model is trained on all pairs so far,
-    and PPO continues with it if it orders the held-out pairs of the last round as well as before or
-    better. `labeller` must be a judge if there are several rounds; the limits of [judging] apply to
-    each round."""
+    current policy, for which PPO pauses. Each time, a reward model is trained on all pairs so far.
+    PPO continues with this model if it orders the held-out pairs of the last round at least as well
+    as the reward model before it. `labeller` must be a judge if there are several rounds; the
+    limits of [judging] apply to each round."""
 
     def __post_init__(self) -> None:
         """Raise if a value is out of range, or the labeler is missing."""

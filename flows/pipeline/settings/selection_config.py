@@ -1,4 +1,4 @@
-"""Settings for choosing a policy of PPO, or between its start and its end."""
+"""Settings for choosing the policy to register: a policy of PPO, or a mix of start and end."""
 
 from dataclasses import dataclass, field
 from typing import Literal

@@ -62,7 +62,7 @@ NOT_OF_THE_FLOW = {
 the setting to use instead."""
 
 NO_VALUE = "none"
-"""Text that means None in settings whose default is not None, because TOML has no null value."""
+"""Text that means None for a setting that may be None, because TOML has no null value."""
 
 PRESETS = Path(__file__).parents[2] / "presets"
 
@@ -92,13 +92,13 @@ class Settings:
 
     rewards: list[str] = field(default_factory=list)
     """Rewards whose sum, weighted by `ppo.reward_weights`, trains the policy: `reward-model` (the
-    one above, or the one that the run trains), `reward-model:PATH` or
-    `python:FILE_OR_MODULE:FUNCTION`, each with or without `NAME=` before it. Empty: the reward
-    model alone. The reward model is validated even if the list leaves it out or its weight is 0; in
-    these cases a failed validation does not end the run."""
+    setting `reward_model`, or the model that the run trains), `reward-model:PATH` or
+    `python:FILE_OR_MODULE:FUNCTION`, each with or without `NAME=` before it. If empty, the reward
+    model of the run is the only reward. This model is validated even if the list leaves it out or
+    its weight is 0; in these cases a failed validation does not end the run."""
 
     model_types: list[str] = field(default_factory=list)
-    """Model types of transformers that `policy`, `reward_model` and judges may have, as in
+    """Model types of transformers that `policy`, reward models and judges may have, as in
     `["llama", "deberta-v2"]`. If empty, the types that passed `make architectures` are allowed,
     and for reward models also encoders; see ppo_core/models/files/model_types.py."""
 
@@ -129,7 +129,8 @@ class Settings:
     eval_prompts: str = ""
     """Rows on whose prompts the policies are judged; all rows or no row may have a reference. If
     empty, the last rows of `prompts` are held out: the fraction `held_out_share`, but at most
-    `evaluation.num_examples` rows."""
+    `evaluation.num_examples` rows, and `selection.num_prompts` more if the judge chooses the
+    policy."""
 
     max_overlap: Share = 0.5
     """A prompt of the evaluation is left out if more than this fraction of its 3-grams of words is
@@ -166,8 +167,8 @@ class Settings:
     judge: str = ""
     """Judge that compares two answers: openai:MODEL, transformers:PATH, reward-model:PATH,
     python:FILE_OR_MODULE:FUNCTION or rule (the built-in task's judge). Several judges, joined by
-    commas, vote. If empty, the judge is a reward model that is trained on a third of `preferences`;
-    PPO never uses this third."""
+    commas, vote. If empty, the judge is a reward model that is trained on a third of `preferences`,
+    on which PPO's reward model is not trained; with a given `reward_model`, on all of them."""
 
     accept_reward_model: bool = False
     """Whether to train against a reward model that the gate refuses; the run records this."""
@@ -208,7 +209,8 @@ class Settings:
     training is retried from its last checkpoint."""
 
     step_minutes: NotNegative = 0.0
-    """Time limit in minutes of each step except `start`; 0 for no limit."""
+    """Time limit in minutes of each step; 0 for no limit. In the step `start`, it only limits the
+    trials of judges, rewards and guards."""
 
     sft: SupervisedSection = field(
         default_factory=lambda: SupervisedSection(**_defaults(UNKNOWN_SIZE)["sft"])
@@ -232,7 +234,7 @@ class Settings:
     """Labeled pairs of the policy's own samples, for the training of the reward model."""
 
     selection: SelectionConfig = field(default_factory=SelectionConfig)
-    """Choice of the policy, between the start and the end of PPO, to evaluate and register."""
+    """Choice of the policy to evaluate and register: the last one, an earlier one, or a mix."""
 
     reward_gate: RewardGateConfig = field(default_factory=RewardGateConfig)
     """Limits that a reward model must meet before PPO trains against it."""
@@ -429,8 +431,8 @@ _INSTEAD_OF = {
         "save_steps": "save_total_limit",
     },
 }
-"""Section -> setting -> other setting whose default is dropped if the first is given. Both
-determine the same size, or the default fits only the flow's own value of the first."""
+"""Section -> setting -> other setting, whose default is dropped if the former is given. Both
+determine the same size, or the default fits only the flow's own value of the former."""
 
 
 def names_by_section(kind: Any, section: str = "") -> dict[str, list[str]]:

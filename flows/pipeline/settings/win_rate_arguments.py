@@ -71,9 +71,9 @@ class WinRateArguments:
     """Seed of the sampled answers and of the order in which pairs are judged."""
 
     alpha: ErrorRate = 0.001
-    """The judge is asked until it is shown that the model wins more than half of the pairs, with
-    this probability of error, or for all pairs. A smaller value judges more pairs, and makes the
-    interval narrower."""
+    """The judge is asked until the pairs show that the model wins more than half of them, with at
+    most this probability of error, or until all pairs are judged. With a smaller value, more pairs
+    are judged, and the interval is narrower."""
 
     end_of_text: bool = True
     """Whether a reward model used as judge reads an end-of-sequence token after each answer."""

@@ -59,8 +59,9 @@ def fetch(address: S3Address, cache: LocalCache, *, weights: bool = True) -> Pat
 
     Raises:
         ConfigError: S3 refuses the access.
-        DataError: nothing is stored at the address, or the content does not match the digest.
-        StorageError: a file could not be transferred.
+        DataError: nothing is stored at the address, its manifest does not match the digest, or an
+            object was replaced or removed.
+        StorageError: a file could not be transferred, or its bytes do not match its digest.
     """
     manifest = published_manifest(address)
     if manifest is not None:
@@ -83,8 +84,8 @@ def fetch_into(folder: Path, address: S3Address, names: Collection[str]) -> None
     """Fetch some files of a published folder into a folder, and verify them.
 
     Raises:
-        DataError: a file differs from its entry in the manifest.
-        StorageError: a file could not be transferred.
+        DataError: a published file was removed; or see `published_manifest`.
+        StorageError: a file could not be transferred, or it differs from its entry in the manifest.
     """
     manifest = published_manifest(address) or Manifest(files={})
     files = {name: file for name, file in manifest.files.items() if name in names}
@@ -95,7 +96,7 @@ def published_manifest(address: S3Address) -> Manifest | None:
     """Return the manifest of a published file or folder; None if nothing was published.
 
     Raises:
-        DataError: the manifest is damaged, or does not match the digest of the address.
+        DataError: the address has a digest, and its manifest is missing, damaged, or another one.
         StorageError: S3 does not answer.
     """
     found = published_version(address)

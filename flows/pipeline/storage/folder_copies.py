@@ -10,7 +10,7 @@ from pipeline.storage.upload import publish
 
 
 class FolderCopies:
-    """Copies of cache folders by name; a name contains a digest of the inputs of the content."""
+    """Copies of cache folders by name; a name contains the digest of the content's inputs."""
 
     def __init__(self, place: S3Address) -> None:
         """Keep the copies below an address."""

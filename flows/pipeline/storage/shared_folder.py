@@ -31,8 +31,7 @@ class SharedFolder:
         """Fetch the newest files into the folder, unless it has files of an earlier attempt.
 
         Raises:
-            DataError: a file differs from its entry in the manifest.
-            StorageError: a file could not be transferred.
+            DataError, StorageError: see `fetch_into`.
         """
         names = self.look()
         is_new = not self._folder.exists() or not any(self._folder.iterdir())
@@ -47,7 +46,6 @@ class SharedFolder:
         """Return the names of the newest files; after this call, `write` may replace these files.
 
         Raises:
-            DataError: the manifest is damaged.
             StorageError: S3 does not answer.
         """
         found = published_version(self._address)

@@ -40,8 +40,8 @@ CONFIG = TransferConfig(
 class TransferClient:
     """The client of this process for the transfer manager.
 
-    It adds to the transfer manager: it repeats calls after waits, names the object in errors, and
-    detects slow connections and parts with too few bytes.
+    Unlike the plain client, it repeats calls after waits, names the object in errors, and detects
+    slow connections and parts with too few bytes.
     """
 
     def __init__(self) -> None:

@@ -124,7 +124,7 @@ def _upload(files: Mapping[str, Path], manifest: Manifest, address: S3Address) -
     described = {
         key_of(address, name, file): (files[name], file) for name, file in manifest.files.items()
     }
-    # Small files first: an error is noticed only after all files before it are finished.
+    # Small files first: the error of a file is noticed only after all earlier files are finished.
     missing = sorted(
         (key for key, (_, file) in described.items() if stored.get(key) != file.size),
         key=lambda key: described[key][1].size,

@@ -29,8 +29,8 @@ PAGE = 100
 def find_decided_run(lineage: Mapping[str, str]) -> str | None:
     """Return a sentence on what a run with this lineage decided; None if no run has decided.
 
-    A run has decided if its policy was promoted or refused, or its reward model was refused. A run
-    that failed has not.
+    A run has decided if its policy was promoted or refused, or its reward model was refused. A
+    failed run has not decided.
 
     Args:
         lineage: tags that the parent run must have.

@@ -141,7 +141,7 @@ class Journal:
             write_atomically(self._sent, f"{position}\n", durable=False)
 
     def unsent(self, limit: int | None = None) -> list[tuple[Entry, int]]:
-        """Return the next entries to send, each with the position for `mark_sent`."""
+        """Return at most `limit` entries to send next, each with the position for `mark_sent`."""
         with self.path.open("rb") as file:
             file.seek(self.sent())
             position = file.tell()
@@ -159,7 +159,7 @@ class Journal:
         return entry | {"path": str(self.folder / entry["path"])}
 
     def refuse(self, entry: Entry, reason: str) -> None:
-        """Move an entry that can never be sent to `journal.refused`."""
+        """Write an entry that MLflow will never accept to `journal.refused`."""
         with explained_writes(self.refused), self.refused.open("a", encoding="utf-8") as file:
             file.write(json.dumps({**entry, "refused": reason}) + "\n")
 

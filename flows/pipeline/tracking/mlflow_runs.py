@@ -144,7 +144,7 @@ def _children(
 
 
 def _all_tags(own: Mapping[str, str]) -> dict[str, str]:
-    """Return our tags and MLflow's tags without secrets; MLflow's may contain the git remote."""
+    """Return our tags and MLflow's tags without secrets, which a git remote may contain."""
     return {name: redact(value) for name, value in resolve_tags(own).items()}
 
 

@@ -81,7 +81,8 @@ class RunLog:
 def description(outcome: str, sentences: Sequence[str] = ()) -> str:
     """Return the description of a run in Markdown: its outcome, and a list of sentences.
 
-    Both are escaped. Sentences that exceed the maximum length of a tag are left out.
+    Both are escaped. The first sentence that would exceed the maximum length of a tag is left out,
+    and so are all sentences after it.
     """
     text = f"**{as_markdown(outcome)}**\n"
     for sentence in sentences:
@@ -93,7 +94,7 @@ def description(outcome: str, sentences: Sequence[str] = ()) -> str:
 
 
 def _logged_tables(tag: str | None) -> list[Any]:
-    """Return the artifacts in the tag; none if the tag is missing or damaged."""
+    """Return the artifacts in the tag; an empty list if the tag is missing or damaged."""
     try:
         tables = parse_strict_json(tag or "[]")
     except ValueError:

@@ -1,8 +1,8 @@
 """Record of the processes of a run of the flow, and the end of runs that are not finished.
 
 A killed process cannot end its MLflow runs, so they would stay RUNNING or SCHEDULED forever. The
-next run of the flow finds the record of the killed run, and ends its MLflow runs. A run that ends
-removes its record.
+next run of the flow finds the record of the killed run, and ends the MLflow runs of the killed run.
+A run that ends removes its record.
 """
 
 import json
@@ -29,7 +29,8 @@ ENDED_EARLY = "ended_early"
 """MLflow tag of a run that ended before its work was done; the value is the reason."""
 
 OUTCOME = "outcome"
-"""MLflow tag of a parent run that ended early: failed, refused or killed."""
+"""MLflow tag of a parent run that ended early (failed, refused or killed), and of each run of the
+flow Retrain."""
 
 RESUMED = "no: it was resumed"
 """Value of the tag ENDED_EARLY of a run that ended early and was resumed."""

@@ -55,9 +55,10 @@ class Sender:
         self._thread.start()
 
     def flush(self, seconds: float) -> bool:
-        """Wait until all entries written before this call are sent; return False after `seconds`.
+        """Wait until all entries written before this call are sent.
 
-        Sending begins at once, even if `patience` seconds have not passed.
+        Return False if this takes more than `seconds`, or if the thread has ended. Sending begins
+        at once, even if `patience` seconds have not passed.
         """
         end, deadline = self._journal.end(), time.monotonic() + seconds
         while self._journal.sent() < end:

@@ -26,7 +26,8 @@ FLUSH_SECONDS = 20.0
 """Maximum wait in seconds at the end of a step until all entries are sent."""
 
 FAILED_SECONDS = 60.0
-"""Maximum wait in seconds at the end of a failed step; perhaps no later step sends the entries."""
+"""Maximum wait in seconds at the end of a step that failed or refused the run. Perhaps no later
+step sends the entries."""
 
 SHORT_SECONDS = 30.0
 """A step that takes fewer seconds may leave its entries to the next step, because the import of

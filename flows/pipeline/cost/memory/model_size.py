@@ -32,9 +32,10 @@ def model_size(model: PreTrainedModel) -> ModelSize:
 def count_adapter_parameters(
     model: PreTrainedModel, rank: int, target_modules: Sequence[str]
 ) -> int:
-    """Return the number of parameters of LoRA adapters: rank x (inputs + outputs) of each layer.
+    """Return the number of parameters of LoRA adapters.
 
-    `target_modules` are names of linear layers, or `all-linear` for all but the output head.
+    Each adapted linear layer has rank x (inputs + outputs) of them. `target_modules` are names of
+    linear layers, or `all-linear` for all linear layers. The output head never has an adapter.
     """
     head = model.get_output_embeddings()
     return sum(

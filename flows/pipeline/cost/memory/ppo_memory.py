@@ -1,7 +1,8 @@
 """Compute the memory of PPO, from the sizes of models and batches.
 
 The arithmetic counts the tensors that `ppo_core` keeps in each phase of an update. On a GPU, CUDA's
-context and unused parts of allocated blocks come on top, so leave a tenth of its memory free.
+context and unused parts of allocated blocks are not counted, so leave a tenth of the GPU's memory
+free.
 """
 
 from dataclasses import dataclass
@@ -45,7 +46,8 @@ class PPOSize(Shards):
     """Bytes of a parameter of the frozen policy under an adapter."""
 
     gathers: bool = True
-    """Whether sampling gathers all sharded weights at once (`ds3_gather_for_generation`)."""
+    """Whether sampling and scoring gather all sharded weights of a model at once
+    (`ds3_gather_for_generation`)."""
 
     averages: bool = False
     """Whether a running average of the policy's trained weights is kept (`ema_decay`)."""
@@ -72,8 +74,8 @@ class PPOSize(Shards):
     """Tokens of prompts and responses in a forward and backward pass of a process."""
 
     on_cpu: bool = False
-    """Whether the processes compute on the CPU. Loading models and copying checkpoints then take
-    the same memory."""
+    """Whether the processes compute on the CPU. Loading models and copying checkpoints then use the
+    same memory as the passes."""
 
     @property
     def trained(self) -> int:
@@ -90,7 +92,8 @@ def peak_memory(size: PPOSize) -> Memory:
 def phases(size: PPOSize) -> list[Memory]:
     """Return the memory in each phase: sampling, scoring, update, and on a CPU loading and saving.
 
-    Gradients exist only in the update, and optimizer states in all phases but loading.
+    Gradients exist only in the update. Optimizer states and the buffers of DistributedDataParallel
+    exist in all phases but loading.
     """
     computed = [_sampling(size), _scoring(size), _updating(size)]
     return computed + ([_loading(size), _saving(size)] if size.on_cpu else [])
@@ -100,7 +103,7 @@ def host_memory(size: PPOSize) -> int:
     """Return the bytes of main memory that the processes of one machine with GPUs need.
 
     Each process reads the full models before it shards them or moves them to its GPU. The first
-    process also keeps the full copies for a checkpoint.
+    process also keeps its copies for a checkpoint.
     """
     loading = _full_weights(size) + PROCESS
     return size.processes_of_a_machine * loading + _copies(size)
@@ -229,7 +232,11 @@ def _copies(size: PPOSize) -> int:
 
 
 def _gathered(size: PPOSize, weights: int) -> int:
-    """Bytes of the gathered weights of a model that has `weights` bytes in full."""
+    """Bytes of the gathered weights of a model that has `weights` bytes in full.
+
+    Without `gathers`, these are at most two layers and the weights outside the layers, counted for
+    the policy in fp32.
+    """
     if not size.shards_weights:
         return 0
     if size.gathers:

@@ -147,13 +147,16 @@ class Shards:
         return size
 
     def send_buffers(self, trained: int) -> int:
-        """Return the bytes of the buffers that DistributedDataParallel allocates at its start."""
+        """Return the bytes of the buffers that DistributedDataParallel allocates at its start.
+
+        Other shardings have no such buffers.
+        """
         return FP32 * trained if self.sharding == "ddp" and self.processes > 1 else 0
 
     def optimizer(self, trained: int) -> int:
-        """Return the bytes of AdamW's moments, and under ZeRO-1 and -2 of a copy of some weights.
+        """Return the bytes of AdamW's moments in a process.
 
-        This copy is the process's share of the weights.
+        Under ZeRO-1 and ZeRO-2, a copy of the process's share of the weights is included.
         """
         numbers = 3 if self.sharding in ("zero1", "zero2") else 2
         shards = 1 if self.sharding in ("none", "ddp") else self.processes

@@ -38,8 +38,8 @@ class SupervisedSize(Shards):
     pair."""
 
     on_cpu: bool = False
-    """Whether the processes compute on the CPU. Loading models and copying checkpoints then take
-    the same memory."""
+    """Whether the processes compute on the CPU. Loading models and copying checkpoints then use the
+    same memory as the passes."""
 
     @property
     def trained(self) -> int:
