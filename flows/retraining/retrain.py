@@ -41,8 +41,11 @@ def retrain(found: NewInputs, from_file: Mapping[str, Any], run: str, *, take_ov
         print(f"{new} The flow RLHF starts.", flush=True)
         started = start_training(from_file, run)
     except PPOError as error:
-        lease.release()
-        record("failed", reason_of(error))
+        try:
+            lease.release()
+        finally:
+            # Recorded also if S3 fails, so that the first error is known.
+            record("failed", reason_of(error))
         raise
     return record("training", f"{new} Started {started}.")
 

@@ -42,11 +42,13 @@ def _named_models(settings: Settings) -> Iterator[tuple[str, str, Collection[str
     for one in read_rewards(settings.rewards):
         if one.kind == "reward-model" and not one.is_own:
             yield "rewards", one.source, EXACT | SCORING_ENCODERS
-    for part in read_judges(settings.judge) if settings.judge else ():
-        if part.kind == "reward-model":
-            yield f"judge={part.kind}", part.source, EXACT | SCORING_ENCODERS
-        elif part.kind == "transformers":
-            yield f"judge={part.kind}", part.source, EXACT
+    judges = {"judge": settings.judge, "fresh_pairs.labeller": settings.fresh_pairs.judge}
+    for name, spec in judges.items():
+        for part in read_judges(spec) if spec else ():
+            if part.kind == "reward-model":
+                yield f"{name}={part.kind}", part.source, EXACT | SCORING_ENCODERS
+            elif part.kind == "transformers":
+                yield f"{name}={part.kind}", part.source, EXACT
 
 
 def _reason(found: str, given: Collection[str]) -> str:

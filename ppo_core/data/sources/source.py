@@ -266,7 +266,7 @@ def _hub_data(given: str, place: str, split: str | None, config: str | None) -> 
 def _open_hub(data: HubData) -> Source:
     loaded = data.load()
     digest = digest_of([data.given, data.config, data.split, loaded._fingerprint])
-    return _of_data_set(data.given, digest, loaded)
+    return replace(_of_data_set(data.given, digest, loaded), split=data.split)
 
 
 def _of_data_set(name: str, digest: str, loaded: Any) -> Source:

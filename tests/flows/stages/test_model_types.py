@@ -59,11 +59,14 @@ def write_deberta(folder: Path) -> str:
         ("reward_model", "{}"),
         ("judge", "reward-model:{}"),
         ("judge", "transformers:{}"),
+        ("fresh_pairs.labeller", "transformers:{}"),
     ],
 )
 def test_an_unknown_type_is_refused_wherever_it_is_named(tmp_path: Path, setting: str, value: str):
     path = write_unread(tmp_path / "odd")
-    settings = given(tmp_path, **{setting: value.format(path)})
+    section, _, name = setting.rpartition(".")
+    changes = {name: value.format(path)}
+    settings = given(tmp_path, **({section: {"count": 20, **changes}} if section else changes))
     with pytest.raises(ModelError) as refusal:
         check_inputs(settings)
     message = str(refusal.value)
