@@ -1,22 +1,26 @@
-"""Collect what users say about served answers, as training data of the reward model.
+"""Collect what users say about served answers, and let people label pairs of answers.
 
     python flows/feedback.py collect NAME [--votes FILE] [--output-dir outputs/feedback]
+    python flows/feedback.py label to-label.jsonl [--output labeled.jsonl]
 
-NAME is the registered model whose answers `docs/champion_service.py NAME --record` serves. The
-command writes feedback.jsonl and left-out.jsonl anew each time, so nothing is counted twice.
+NAME is the registered model whose answers `docs/champion_service.py NAME --record` serves.
+`collect` writes feedback.jsonl and left-out.jsonl anew each time, so nothing is counted twice.
 `python flows/rlhf.py run --set feedback=outputs/feedback/feedback.jsonl` trains on the feedback.
+`label` opens a page on this machine, and saves each label at once.
 """
 
 import argparse
+import getpass
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
 from pipeline.settings.environment import prepare_environment
 from ppo_core.config.checks import refuse_secrets
 from ppo_core.errors import ConfigError, DataError, PPOError
-from ppo_core.io.atomic_files import explained_full_disk
+from ppo_core.io.atomic_files import explained_full_disk, require_writable
 
 
 def main(argv: Sequence[str]) -> int:
@@ -25,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         refuse_secrets(vars(arguments))
         with explained_full_disk():
-            _collect(arguments)
+            (_collect if arguments.command == "collect" else _label)(arguments)
     except PPOError as error:
         print(f"feedback: {error}", file=sys.stderr)
         return 1
@@ -66,6 +70,28 @@ def _collect(given: argparse.Namespace) -> None:
     print(f"Written to {path}. To train on it: --set feedback={path}")
 
 
+def _label(given: argparse.Namespace) -> None:
+    from human_feedback.label_server import label_server
+    from human_feedback.labeling import Labeling
+    from human_feedback.read_votes import read_pairs
+
+    rows = read_pairs(given.pairs)
+    file = Path(given.output or Path(given.pairs).with_name("labeled.jsonl"))
+    require_writable(file.parent, "output")
+    if file.exists() and file.samefile(given.pairs):
+        raise ConfigError(f"--output {file} is the file of the pairs. Name another file.")
+    labeling = Labeling.of(rows, given.annotator or getpass.getuser(), file)
+    try:
+        server, address = label_server(labeling, given.port)
+    except OSError as error:
+        raise ConfigError(f"--port {given.port} cannot be used: {error}. Name another.") from error
+    print(f"{labeling.done} of {len(rows)} pairs are labeled. Labels are saved in {file}")
+    print(f"Open {address} in a browser, and press Ctrl+C at the end.", flush=True)
+    with server, suppress(KeyboardInterrupt):
+        server.serve_forever()
+    print(f"\n{labeling.done} of {len(rows)} pairs are labeled, in {file}")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="feedback.py", description=(__doc__ or "").split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
@@ -91,6 +117,11 @@ def _parser() -> argparse.ArgumentParser:
         "--without-user", action="append", default=[], help="user to leave out; may be repeated"
     )
     add.add_argument("--output-dir", default="outputs/feedback", help="folder of the files")
+    add = commands.add_parser("label", help="label pairs of answers on a page of this machine")
+    add.add_argument("pairs", help="rows with prompt, first and second, such as to-label.jsonl")
+    add.add_argument("--output", default="", help="file of the labels (default: labeled.jsonl)")
+    add.add_argument("--annotator", default="", help="id of the person (default: the user's name)")
+    add.add_argument("--port", type=int, default=0, help="port of the page (default: a free one)")
     return parser
 
 

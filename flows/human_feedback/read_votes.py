@@ -7,6 +7,7 @@ from ppo_core.config.row_settings import VOTE_FIELDS
 from ppo_core.data.chat_template import is_messages
 from ppo_core.data.rows.forms import Form, Kind, Row, find_form
 from ppo_core.data.rows.messages import plain_messages
+from ppo_core.data.rows.reader import Rows, read_rows
 from ppo_core.data.rows.row_error import RowError, attempt
 from ppo_core.data.sources.raw_row import RawRow
 from ppo_core.data.sources.source import named_data, open_source
@@ -36,6 +37,16 @@ def read_votes(source: str) -> tuple[list[Opinion], list[LeftOut]]:
         else:
             opinions.append(one)
     return opinions, left_out
+
+
+def read_pairs(source: str) -> Rows:
+    """Read rows with `prompt`, `first`, `second` and a `label`, which may be empty.
+
+    Raises:
+        DataError: the file cannot be read, or a column is missing.
+    """
+    is_chat = any(map(_has_messages, open_source(source).rows()))
+    return read_rows(source, "votes", is_chat=is_chat)
 
 
 def _opinion(raw: RawRow, form: Form, place: str) -> Opinion | LeftOut:

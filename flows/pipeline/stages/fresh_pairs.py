@@ -234,7 +234,7 @@ def _ask_people(tracker: Tracker, pairs: SampledPairs, run: FlowRun) -> NoReturn
     raise DataError(
         f"People have to label {len(pairs.prompts)} pairs of the policy's samples before the "
         f"reward model is trained. {original_names(str(file))} has them, and so has the MLflow "
-        f"run, as {TO_LABEL}. Set `label` of each row to first, second or tie; rows without a "
-        "label are left out. Then start again with `--set fresh_pairs.labels=FILE`: the "
-        "fine-tuned policy is reused."
+        f"run, as {TO_LABEL}. Label them on a page with `python flows/feedback.py label FILE`, or "
+        "set `label` of each row to first, second or tie; rows without a label are left out. Then "
+        "start again with `--set fresh_pairs.labels=FILE`: the fine-tuned policy is reused."
     )

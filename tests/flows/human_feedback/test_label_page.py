@@ -1,0 +1,150 @@
+"""The page on which a person labels pairs, in a real browser and by plain requests."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import requests
+
+import feedback
+from human_feedback.label_server import label_server
+from human_feedback.labeling import Labeling
+from human_feedback.read_votes import read_pairs
+from ppo_core.data.rows.reader import read_rows
+from tests.helpers.inputs.pipeline_inputs import write_rows
+from tests.helpers.servers.browser import CHROMEDRIVER, CHROMIUM, Browser, chromium
+
+HOSTILE = "<img src=https://evil.example/x onerror=alert(1)><script>document.title='owned'</script>"
+
+
+def write_pairs(folder: Path, count: int = 20) -> str:
+    rows = [
+        {"prompt": f"prompt {n}", "first": f"good {n}", "second": f"bad {n}", "label": ""}
+        for n in range(count)
+    ]
+    rows[0]["prompt"] = HOSTILE
+    return write_rows(folder / "to-label.jsonl", rows)
+
+
+@contextmanager
+def served(pairs: str, file: Path, annotator: str = "ann") -> Iterator[str]:
+    server, address = label_server(Labeling.of(read_pairs(pairs), annotator, file), 0)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    try:
+        yield address
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def read(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def press(browser: Browser, key: str, until: str) -> None:
+    """Press a key, and wait until the page shows this count."""
+    browser.run(
+        "document.dispatchEvent(new KeyboardEvent('keydown', {key: arguments[0], bubbles: true}))",
+        key,
+    )
+    wait_for(browser, until)
+
+
+def wait_for(browser: Browser, count: str) -> None:
+    deadline = time.monotonic() + 20
+    while browser.run("return document.getElementById('count').textContent") != count:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.skipif(not (CHROMIUM and CHROMEDRIVER), reason="needs chromium and chromedriver")
+def test_twenty_pairs_are_labeled_by_keyboard_and_continued_after_closing(tmp_path: Path):
+    pairs, file = write_pairs(tmp_path), tmp_path / "labeled.jsonl"
+    sides = set()
+    with chromium(tmp_path) as browser:
+        for done in (range(12), range(12, 20)):
+            with served(pairs, file) as address:
+                browser.open(address)
+                wait_for(browser, f"{done[0]} of 20")
+                for number in done:
+                    left = browser.run("return document.getElementById('left').textContent")
+                    sides.add(left.split()[0])
+                    press(browser, "1" if left.startswith("good") else "2", f"{number + 1} of 20")
+                if done[0] == 0:
+                    press(browser, "u", "11 of 20")
+                    press(browser, "0", "12 of 20")
+        assert not browser.run("return document.getElementById('end').hidden")
+        assert browser.run("return document.title") == "Which answer is better?"
+        assert not [one for one in browser.asked if "evil" in one]
+    assert sides == {"good", "bad"}
+    rows = read(file)
+    assert [row["label"] for row in rows] == ["first"] * 11 + ["tie"] + ["first"] * 8
+    assert rows[0]["prompt"] == HOSTILE
+    # The labels are votes, and preferences.
+    assert len(read_rows(str(file), "votes")) == len(read_rows(str(file), "pairs")) == 20
+
+
+def test_two_people_label_into_one_file_and_skipped_pairs_have_no_label(tmp_path: Path):
+    pairs, file = write_pairs(tmp_path, 2), tmp_path / "labeled.jsonl"
+    for annotator in ("ann", "bob"):
+        with served(pairs, file, annotator) as address:
+            for choice in ("left", "skip"):
+                number = requests.get(f"{address}pair", timeout=10).json()["pair"]["number"]
+                sent = {"label": choice, "number": number}
+                reply = requests.post(f"{address}pair", json=sent, timeout=10).json()
+                # A label that is sent twice counts once.
+                assert requests.post(f"{address}pair", json=sent, timeout=10).json() == reply
+            assert reply == {"pair": None, "done": 2, "total": 2}
+    rows = read(file)
+    assert [(row["annotator"], row["label"] != "") for row in rows] == [
+        *(("ann", True), ("ann", False), ("bob", True), ("bob", False))
+    ]
+
+
+def test_only_the_page_of_this_machine_can_send_labels(tmp_path: Path):
+    pairs, file = write_pairs(tmp_path, 2), tmp_path / "labeled.jsonl"
+    sent = {"label": "left", "number": 0}
+    with served(pairs, file) as address:
+        root = address.rstrip("/").rpartition("/")[0]
+        replies = [
+            requests.post(f"{root}/pair", json=sent, timeout=10),
+            requests.post(f"{root}/guess/pair", json=sent, timeout=10),
+            requests.post(
+                f"{address}pair", json=sent, headers={"Host": "evil.example"}, timeout=10
+            ),
+            requests.get(address, headers={"Host": "evil.example"}, timeout=10),
+            requests.get(f"{address}../../etc/passwd", timeout=10),
+            requests.post(f"{address}pair", json={"label": "left", "number": 7}, timeout=10),
+            requests.post(f"{address}pair", json={"label": "best", "number": 0}, timeout=10),
+            requests.post(f"{address}pair", json=["left"], timeout=10),
+            requests.post(f"{address}pair", data=b"\xff", timeout=10),
+            requests.post(f"{address}pair", data=b"x" * 20_000, timeout=10),
+        ]
+        page = requests.get(address, timeout=10)
+    assert [reply.status_code for reply in replies] == [404] * 5 + [400] * 4 + [413]
+    assert "default-src 'none'" in page.headers["Content-Security-Policy"]
+    assert not file.exists()
+
+
+def test_labels_are_not_written_over_the_pairs(tmp_path: Path, capsys):
+    pairs = write_pairs(tmp_path)
+    assert feedback.main(["label", pairs, "--output", pairs]) == 1
+    assert "is the file of the pairs" in capsys.readouterr().err
+    assert feedback.main(["label", str(tmp_path / "none.jsonl")]) == 1
+    assert "There is no file" in capsys.readouterr().err
+
+
+def test_messages_are_shown_with_their_roles(tmp_path: Path):
+    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello"}]
+    row = {"prompt": messages, "first": "Hi", "second": "No", "label": ""}
+    pairs = write_rows(tmp_path / "chat.jsonl", [row])
+    labeling = Labeling.of(read_pairs(pairs), "ann", tmp_path / "labeled.jsonl")
+    assert labeling.state()["pair"]["prompt"] == "system: Be kind.\n\nuser: Hello"
+    labeling.label(0, "tie")
+    assert read(tmp_path / "labeled.jsonl")[0]["prompt"] == messages
