@@ -7,8 +7,10 @@
     python flows/registry.py promote NAME VERSION --reason TEXT
     python flows/registry.py rows NAME VERSION
     python flows/registry.py saw NAME ROW_OR_FILE
+    python flows/registry.py watch NAME [--withdraw]
 
-Only `rollback` and `promote` change something. MLFLOW_TRACKING_URI names the registry.
+Only `rollback`, `promote` and `watch --withdraw` change something. MLFLOW_TRACKING_URI names the
+registry.
 """
 
 import argparse
@@ -23,7 +25,7 @@ from typing import Any
 
 from pipeline.settings.environment import prepare_environment
 from ppo_core.config.checks import refuse_secrets
-from ppo_core.errors import DataError, PPOError
+from ppo_core.errors import ConfigError, DataError, PPOError
 from ppo_core.io.atomic_files import explained_full_disk
 
 
@@ -122,6 +124,26 @@ def saw(name: str, given: str) -> None:
     print("\n".join(describe_versions_that_saw(name, asked)))
 
 
+def watch(given: argparse.Namespace) -> None:
+    """Print whether users like the champion less than the one before it; withdraw it if asked."""
+    from human_feedback.watch import watch_champion
+
+    if not 0 < given.alpha <= 0.5 or not 0 <= given.margin < 1:
+        raise ConfigError(
+            f"--alpha {given.alpha:g} must be above 0 and at most 0.5, and --margin "
+            f"{given.margin:g} at least 0 and below 1."
+        )
+    print(
+        watch_champion(
+            given.name,
+            by=_person(),
+            alpha=given.alpha,
+            margin=given.margin,
+            withdraw=given.withdraw,
+        )
+    )
+
+
 def _parse_row(text: str) -> dict[str, Any]:
     try:
         row: dict[str, Any] = json.loads(text)
@@ -160,6 +182,8 @@ def _run(arguments: argparse.Namespace) -> None:
         rows(name, arguments.version)
     elif arguments.command == "saw":
         saw(name, arguments.rows)
+    elif arguments.command == "watch":
+        watch(arguments)
     elif arguments.command == "rollback":
         decision = roll_back(name, reason=arguments.reason, by=_person())
         print(
@@ -190,6 +214,14 @@ def _parser() -> argparse.ArgumentParser:
     made_from.add_argument("version", metavar="VERSION", type=int, help="number of the version")
     seen = command("saw", "Print the versions that were made from a row, or from rows of a file.")
     seen.add_argument("rows", metavar="ROW_OR_FILE", help="a row as JSON, or a data set")
+    watched = command("watch", "Compare users' feedback on the champion with that on the last one.")
+    watched.add_argument("--withdraw", action="store_true", help="withdraw a worse champion")
+    watched.add_argument(
+        "--alpha", type=float, default=0.01, help="probability of a false alarm (default 0.01)"
+    )
+    watched.add_argument(
+        "--margin", type=float, default=0.0, help="accepted loss in the share of liked answers"
+    )
     rollback = command("rollback", "Make the previous champion the champion again.")
     rollback.add_argument("--reason", default="No reason was given.", help="text for the history")
     promote = command("promote", "Make a version the champion, even if the flow refused it.")

@@ -43,10 +43,12 @@ class Retrain(FlowSpec):
 
     @step
     def start(self) -> None:
-        """Fetch the inputs, and find out what is new."""
+        """Withdraw a champion that users like less; fetch the inputs, and find out what is new."""
         with explained_errors():
             from retraining.new_inputs import find_new_inputs
+            from retraining.watch import watch_feedback
 
+            watch_feedback(self.file_settings, self._id())
             self.found = find_new_inputs(self.file_settings, self._id())
         self.next(self.end)
 

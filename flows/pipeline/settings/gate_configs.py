@@ -226,6 +226,11 @@ class PromotionConfig:
     guards: GuardsConfig = field(default_factory=GuardsConfig)
     """Properties of the answers that the policy must not lose."""
 
+    withdraw_alpha: ErrorRate | None = None
+    """If set, the flow Retrain first compares users' feedback on the champion with that on the
+    champion before it, and withdraws the champion if it is shown to be worse. This is the largest
+    probability of withdrawing a champion that is as good. See docs/feedback.md."""
+
     def __post_init__(self) -> None:
         """Raise if a value is out of range, or contradicts another value."""
         check_fields(self)

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from uuid import uuid4
 
@@ -19,15 +18,7 @@ import feedback
 from serving.answer_traces import record_opinion
 from tests.helpers.paths import ROOT
 from tests.helpers.runs.served_answers import opinion_of, serve_answers
-from tests.helpers.servers.mlflow_store import tracking_to
-from tests.helpers.servers.servers import MlflowServer, mlflow_server
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlflowServer]:
-    folder = tmp_path_factory.mktemp("mlflow")
-    with mlflow_server(folder, str(folder / "artifacts")) as running, tracking_to(running.url):
-        yield running
+from tests.helpers.servers.servers import MlflowServer
 
 
 @pytest.fixture
