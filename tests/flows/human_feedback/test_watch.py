@@ -89,8 +89,9 @@ def test_a_champion_that_users_like_less_is_withdrawn_once(name: str, capsys):
     )
     assert read_champions(name).champion == 2
     # The flow Retrain asks first of all, if the settings say so.
-    settings = {"registered_model": name, "promotion": {"withdraw_alpha": 0.01}}
-    watch_feedback({"registered_model": name}, "Retrain/1")
+    plain = {"task": "tldr", "registered_model": name}
+    settings = plain | {"promotion": {"withdraw_alpha": 0.01}}
+    watch_feedback(plain, "Retrain/1")
     assert read_champions(name).champion == 2
     watch_feedback(settings, "Retrain/1")
     assert "Version 1 is champion again." in capsys.readouterr().out
