@@ -5,15 +5,15 @@ from pipeline.results.evaluation import Baseline, Baselines, Evaluation, PairedD
 
 BASELINE_TITLES = {
     "greedy": "SFT, greedy",
-    "best_of_4": "SFT, best of 4 by the reward model",
+    "best_of_4": "SFT, best of 4",
 }
 """Titles of the baselines."""
 
 BASELINE_COLUMNS = (
-    "Wins against SFT",
+    "wins against SFT",
     "95 % interval",
     "KL, nats",
-    "PPO is better by",
+    "PPO gains",
     "95 % interval, points",
 )
 """Columns of `baseline_rows` after the first, which has the titles."""

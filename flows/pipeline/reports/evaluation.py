@@ -72,10 +72,10 @@ def evaluation_document(evaluation: Evaluation) -> Document:
         tone=tone,
         reasons=(
             _direct_contest(win_rates["ppo_vs_sft"]),
-            *(worth_of_ppo(evaluation.baselines) if evaluation.baselines else ()),
-            *_on_people(evaluation.people),
             *evaluation.notes,
             *evaluation.reasons,
+            *(worth_of_ppo(evaluation.baselines) if evaluation.baselines else ()),
+            *_on_people(evaluation.people),
         ),
         sections=tuple(section for section in sections if section.rows),
     )

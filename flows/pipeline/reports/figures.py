@@ -121,6 +121,7 @@ def baseline_plot(evaluation: Evaluation) -> bytes | None:
     figure = _figure(f"Judged by {baselines.ppo.judge}; dashed: SFT", height=3.4)
     axes = figure.subplots()
     axes.axhline(0.5, linestyle="--", color=QUIET, linewidth=1)
+    axes.plot(0, 0.5, "o", color=QUIET, clip_on=False)
     for name, (divergence, rate) in points.items():
         axes.vlines(divergence, rate.low, rate.high, COLOR)
         axes.plot(divergence, rate.rate, "o", color=COLOR)

@@ -123,7 +123,7 @@ def _guards(guards: Mapping[str, GuardResult]) -> Table:
 def _without_ppo(summary: Summary) -> Table:
     table = Table("", title="What SFT reaches without PPO", title_justify="left")
     for column in BASELINE_COLUMNS:
-        table.add_column(column.lower().replace("kl", "KL").replace("sft", "SFT"), justify="right")
+        table.add_column(column, justify="right")
     for row in baseline_rows(summary):
         table.add_row(*row)
     return table
