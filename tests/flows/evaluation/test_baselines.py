@@ -21,11 +21,13 @@ from pipeline.results.evaluation import Baselines, Evaluation
 from pipeline.results.report_files import as_json
 from pipeline.results.step_records import EvaluatedPolicy
 from pipeline.settings.evaluation_config import EvaluationConfig
+from pipeline.settings.judge_config import JudgingConfig
 from pipeline.settings.settings import Settings
 from ppo_core.errors import JudgeError, ModelError
 from ppo_core.training.evaluation import Answers
 from tests.flows.evaluation.test_comparison import judged
 from tests.helpers.runs.candidates import World, make_world
+from tests.helpers.servers.fault_server import Behavior, Request, fault_server, say
 
 
 @pytest.fixture(scope="module")
@@ -204,6 +206,32 @@ def test_a_judge_that_fails_leaves_what_was_judged_and_never_fails_the_run(
         found, _ = measure(world.settings, monkeypatch, calls=None, **changes)
         assert found.found["best_of_4"].win_rate is None
         assert worth_of_ppo(found)[0].endswith(("does not answer.", "are not finite."))
+
+
+def more_w1(request: Request) -> Behavior:
+    """The reply of a chat model with the taste of the judge of these worlds."""
+    answers = json.loads(request.question.split("\n")[1])
+    a, b = (answers[name].split().count("w1") for name in ("answer_a", "answer_b"))
+    return say(f"VERDICT: {'TIE' if a == b else 'A' if a > b else 'B'}")
+
+
+def test_a_paid_judge_is_asked_only_about_the_baselines_and_nothing_twice(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with fault_server(more_w1) as server:
+        judging = JudgingConfig(base_url=server.url)
+        paid = replace(world, settings=replace(world.settings, judge="openai:j", judging=judging))
+        off = evaluated(paid, tmp_path / "off", baseline_prompts=0).report()
+        before = len(server.requests)
+        assert off.spent["openai:j"].calls == before
+        on = evaluated(paid, tmp_path / "on").report()
+        asked = len(server.requests) - before
+        assert on.baselines and on.baselines.ppo
+        assert 0 < on.spent["openai:j"].calls == asked <= 4 * on.baselines.ppo.n
+        assert evaluated(paid, tmp_path / "again").report().baselines == on.baselines
+        assert len(server.requests) == before + asked
+    assert on.win_rate == off.win_rate
 
 
 def test_a_reader_learns_which_reward_chose_where_ppo_has_several(world: World, monkeypatch):

@@ -1,7 +1,7 @@
 """Reports as the pipeline makes them, of made-up scores and a judge that is a rule."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -27,6 +27,7 @@ from pipeline.results.evaluation import (
     SequentialTest,
     TestedAnnotator,
     TrainedJudge,
+    WinRate,
 )
 from pipeline.results.report_files import EVALUATION_FILE, REWARD_REPORT_FILE, write_report
 from pipeline.results.reward_report import (
@@ -244,10 +245,16 @@ def evaluation_result(
                 "greedy": baseline(0.583, 6.25, gain=0.125, low=0.01, high=0.24, judge=judge),
                 "best_of_4": baseline(0.771, 0.636, gain=-0.06, low=-0.2, high=0.08, judge=judge),
             },
-            ppo=win_rate(rate=0.708, low=0.6, high=0.8, judge=judge),
+            ppo=plain_rate(rate=0.708, low=0.6, high=0.8, judge=judge),
             note="",
         ),
     )
+
+
+def plain_rate(**changes: Any) -> WinRate:
+    """A win rate that decides nothing, without lengths."""
+    contest = win_rate(**changes, test=None)
+    return WinRate(**{field.name: getattr(contest, field.name) for field in fields(WinRate)})
 
 
 def baseline(
@@ -255,7 +262,7 @@ def baseline(
 ) -> Baseline:
     """What SFT reaches without PPO, on 200 pairs."""
     return Baseline(
-        win_rate=win_rate(rate=rate, low=rate - 0.1, high=rate + 0.1, judge=judge),
+        win_rate=plain_rate(rate=rate, low=rate - 0.1, high=rate + 0.1, judge=judge),
         kl=kl,
         gain=PairedDifference(difference=gain, low=low, high=high, n=200, judge=judge),
         why="",
