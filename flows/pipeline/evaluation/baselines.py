@@ -1,9 +1,9 @@
 """Compare PPO with what SFT reaches without PPO, on prompts that the judge compared to decide."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import log
-from typing import Protocol
+from typing import Any, Protocol
 
 from pipeline.evaluation.comparison import Comparison, compare, first_pairs, joined
 from pipeline.evaluation.rates import Array
@@ -38,14 +38,14 @@ Score = Callable[[Sequence[JudgedPrompt], Sequence[str]], Array]
 class AnswerOfSft(Protocol):
     """Function that answers prompts with the SFT policy."""
 
-    def __call__(
-        self,
-        settings: Settings,
-        prompts: Sequence[JudgedPrompt],
-        *,
-        reference_temperature: float | None = None,
-    ) -> Answers:
-        """Return one answer to each prompt; see `answer_prompts` for the temperature."""
+    def __call__(self, prompts: Sequence[JudgedPrompt], *, kl: bool, **changes: Any) -> Answers:
+        """Return one answer to each prompt.
+
+        Args:
+            prompts: the prompts.
+            kl: whether to compute the KL divergence from SFT.
+            **changes: values of the `AnswerJob` in place of those of the settings.
+        """
         ...
 
 
@@ -107,7 +107,6 @@ def measure_baselines(
     part = first_pairs(ppo, count)
     asked = [by_text[text] for text in part.prompts]
     try:
-        # The models of an earlier step leave the memory before the next one is loaded.
         texts = _answers(settings, names, asked, answer, score)
         free_unused()
         judge = make_judge_of_run(settings, spec, budget)
@@ -135,23 +134,24 @@ def _answers(
     config = settings.evaluation
     found = {}
     if "greedy" in names:
-        is_full = config.top_k == 0 and config.top_p == 1
         greedy = answer(
-            replace(settings, evaluation=replace(config, temperature=0.0)),
             prompts,
-            reference_temperature=config.temperature if is_full else None,
+            kl=config.top_k == 0 and config.top_p == 1,
+            temperature=0.0,
+            reference_temperature=config.temperature,
         )
         found["greedy"] = _Texts(greedy.texts, greedy.kl)
-    # Greedy samples would be equal.
-    temperature = config.temperature or settings.ppo.temperature
-    sampling = replace(
-        settings,
-        evaluation=replace(config, temperature=temperature),
+    repeated = [prompt for prompt in prompts for _ in range(SAMPLES)]
+    samples = answer(
+        repeated,
+        kl=False,
+        # Greedy samples would be equal.
+        temperature=config.temperature or settings.ppo.temperature,
         # Other random numbers than those of the ordinary samples, and of `selection`.
         seed=(settings.seed + 2) % 2**32,
-    )
-    repeated = [prompt for prompt in prompts for _ in range(SAMPLES)]
-    samples = answer(sampling, repeated).texts
+    ).texts
+    # The policy leaves the memory before the reward model is loaded.
+    free_unused()
     best = score(repeated, samples).reshape(-1, SAMPLES).argmax(axis=1)
     chosen = [samples[SAMPLES * row + column] for row, column in enumerate(best)]
     found["best_of_4"] = _Texts(chosen, KL_OF_BEST if config.temperature else None)

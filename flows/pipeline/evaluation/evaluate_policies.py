@@ -68,8 +68,9 @@ def evaluate_policies(
         if score is None or not settings.evaluation.baseline_prompts:
             return JudgedBaselines(None)
 
-        def answer(settings: Settings, prompts: Sequence[JudgedPrompt], **options: Any) -> Answers:
-            return answer_as_evaluated(settings, sft, prompts, sft, folder, **options)
+        def answer(prompts: Sequence[JudgedPrompt], *, kl: bool, **changes: Any) -> Answers:
+            reference = sft if kl else None
+            return answer_as_evaluated(settings, sft, prompts, reference, folder, **changes)
 
         spec = judge_of_run(settings, judge)
         return measure_baselines(settings, prompts, against_sft, answer, score, spec, budget)
@@ -290,15 +291,14 @@ def answer_as_evaluated(
     settings: Settings,
     path: str,
     prompts: Sequence[JudgedPrompt],
-    reference: str,
+    reference: str | None,
     folder: Path,
-    *,
-    reference_temperature: float | None = None,
+    **changes: Any,
 ) -> Answers:
     """Return a policy's answers in an evaluation, and its KL divergence from a reference policy.
 
-    The divergence is None if it cannot be estimated with the decoding settings; that of greedy
-    answers needs a `reference_temperature`, see `answer_prompts`.
+    The divergence is None if it cannot be estimated with the decoding settings. `changes` are
+    values of the `AnswerJob` in place of those of the settings.
     """
     return _sample(
         settings,
@@ -310,8 +310,8 @@ def answer_as_evaluated(
         stop=settings.ppo.stop_token,
         stop_token_id=settings.ppo.stop_token_id,
         reference=reference,
-        reference_temperature=reference_temperature,
         server=server_of(settings.ppo),
+        **changes,
     )
 
 
@@ -346,18 +346,16 @@ def _sample(
     **options: Any,
 ) -> Answers:
     """Sample answers with the settings that all policies share, and with `options`."""
-    job = AnswerJob(
-        policy=path,
-        prompts=list(prompts),
-        response_length=settings.ppo.response_length,
-        temperature=settings.evaluation.temperature,
-        top_k=settings.evaluation.top_k,
-        top_p=settings.evaluation.top_p,
-        seed=settings.seed,
-        batch_size=settings.ppo.local_rollout_forward_batch_size,
-        precision=settings.precision,
-        **options,
-    )
+    shared = {
+        "response_length": settings.ppo.response_length,
+        "temperature": settings.evaluation.temperature,
+        "top_k": settings.evaluation.top_k,
+        "top_p": settings.evaluation.top_p,
+        "seed": settings.seed,
+        "batch_size": settings.ppo.local_rollout_forward_batch_size,
+        "precision": settings.precision,
+    }
+    job = AnswerJob(policy=path, prompts=list(prompts), **(shared | options))
     return answer_in_run(job, settings, folder)
 
 

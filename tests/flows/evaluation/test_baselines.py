@@ -22,6 +22,7 @@ from pipeline.results.report_files import as_json
 from pipeline.results.step_records import EvaluatedPolicy
 from pipeline.settings.evaluation_config import EvaluationConfig
 from pipeline.settings.judge_config import JudgingConfig
+from pipeline.settings.selection_config import SelectionConfig
 from pipeline.settings.settings import Settings
 from ppo_core.errors import JudgeError, ModelError
 from ppo_core.training.evaluation import Answers
@@ -96,7 +97,11 @@ def test_the_best_of_four_has_the_highest_reward_among_new_samples(world: World,
         asked.extend(texts)
         return words_w1(prompts, texts)
 
-    on = evaluated(world, tmp_path / "on", score=score, num_examples=8)
+    # The choice of a policy needs samples, and greedy answers of SFT are none of its business.
+    chosen = SelectionConfig(method="kl")
+    chooses = replace(world, settings=replace(world.settings, selection=chosen))
+    on = evaluated(chooses, tmp_path / "on", score=score, num_examples=8)
+    assert on.report().baselines.found["greedy"].why == ""
     groups = [asked[start : start + SAMPLES] for start in range(0, len(asked), SAMPLES)]
     rows = [row for row in read_jsonl(on.judgements) if row["contest"] == "best_of_4_vs_sft"]
     for row, group in zip(rows, groups, strict=True):
@@ -140,7 +145,7 @@ def measure(
     """Baselines of 40 prompts, and how many prompts SFT was asked at a time."""
     asked: list[int] = []
 
-    def answer(settings: Settings, prompts: Sequence[Any], **_: Any) -> Answers:
+    def answer(prompts: Sequence[Any], **_: Any) -> Answers:
         asked.append(len(prompts))
         return Answers(texts=["w1"] * len(prompts), kl=None, stopped=None)
 
