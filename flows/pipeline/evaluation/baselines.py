@@ -81,8 +81,8 @@ def measure_baselines(
 ) -> JudgedBaselines:
     """Judge greedy answers of SFT, and its best of four samples, against its ordinary samples.
 
-    If the budget is too small, or anything fails, the result states why: an evaluation that is
-    decided does not fail for want of a comparison that decides nothing.
+    If the budget is too small, or anything fails, the result states why. The evaluation does not
+    fail, because this comparison decides nothing.
 
     Args:
         settings: settings of the run.

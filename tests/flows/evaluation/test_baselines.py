@@ -97,7 +97,7 @@ def test_the_best_of_four_has_the_highest_reward_among_new_samples(world: World,
         asked.extend(texts)
         return words_w1(prompts, texts)
 
-    # The choice of a policy needs samples, and greedy answers of SFT are none of its business.
+    # The choice of a policy needs samples, so these settings refuse a temperature of 0.
     chosen = SelectionConfig(method="kl")
     chooses = replace(world, settings=replace(world.settings, selection=chosen))
     on = evaluated(chooses, tmp_path / "on", score=score, num_examples=8)
