@@ -193,6 +193,7 @@ class RLHF(FlowSpec):
             self.champion,
             self.validation.judge,
             self.tracked,
+            self.rewarder,
         )
         current.card.extend(stages.cards.evaluation_card(self.evaluation, self.tracked))
         self.next(self.register)

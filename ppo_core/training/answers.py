@@ -80,6 +80,9 @@ class AnswerJob:
     reference: str | None = None
     """Folder or hub id of the reference of the KL divergence; None measures no divergence."""
 
+    reference_temperature: float | None = None
+    """Temperature of the reference for the divergence of greedy answers; None measures none."""
+
     server: ServerSettings | None = None
     """vLLM server that samples with the policy's weights, for a single process. None samples in the
     process itself."""
@@ -122,6 +125,7 @@ def run_answer_job(job: AnswerJob, *, rank: int = 0, processes: int = 1) -> Answ
         seed=job.seed,
         batch_size=job.batch_size,
         load_reference=None if job.reference is None else load_reference,
+        reference_temperature=job.reference_temperature,
         server=job.server,
     )
 

@@ -44,8 +44,9 @@ class Answers:
 
     kl: float | None
     """KL divergence from the reference in nats (k1), summed over each response and averaged over
-    the prompts. None without a reference. Also None with greedy decoding, top_k or top_p, because
-    these responses are not samples from the policy's full distribution."""
+    the prompts. None without a reference. Also None with top_k or top_p, because these responses
+    are not samples from the policy's full distribution. For greedy responses see
+    `reference_temperature` of `answer_prompts`."""
 
     stopped: list[bool] | None
     """Whether each response ends in the stop token; None without a stop token."""
@@ -66,6 +67,7 @@ def answer_prompts(
     stop: str | None = "eos",
     stop_token_id: int | None = None,
     load_reference: Callable[[], PreTrainedModel] | None = None,
+    reference_temperature: float | None = None,
     server: ServerSettings | None = None,
 ) -> Answers:
     """Sample a response to each prompt, as in training; temperature 0 decodes greedily.
@@ -74,7 +76,9 @@ def answer_prompts(
     `batch_size` is halved while memory is full. With `numbers`, only the prompts with these numbers
     are answered; an answer does not depend on the other prompts. If a vLLM `server` is given, it
     samples with the model's weights. `load_reference` is called only if the KL divergence is
-    computed, after the last use of the model.
+    computed, after the last use of the model. The divergence of greedy responses, which have the
+    probability 1, is -log p for their probability p if the reference samples at
+    `reference_temperature`; it is not computed if this is None.
 
     Raises:
         ModelError: the tokenizer has no stop token, the model cannot be sampled from, or the
@@ -110,8 +114,12 @@ def answer_prompts(
     else:
         rollout = _sample_by_server(server, policy, encoded, uniforms, sampling, batches)
     kl = None
-    if load_reference is not None and is_sample:
-        if server is not None:
+    greedy_from = reference_temperature if temperature == 0 else None
+    if load_reference is not None and (is_sample or greedy_from):
+        if greedy_from:
+            certain = torch.zeros_like(rollout.logprobs)
+            rollout = replace(rollout, logprobs=certain, temperature=greedy_from)
+        elif server is not None:
             own = batches.run(lambda rows: response_logprobs(policy, rollout, rows))
             rollout = replace(rollout, logprobs=own)
         compared = LanguageModel(load_reference())

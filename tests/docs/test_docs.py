@@ -21,7 +21,13 @@ from pipeline.registry.artifact import VersionContents, write_artifact
 from pipeline.registry.change_champion import promote_by_hand
 from pipeline.registry.versions import register_version
 from pipeline.reports.terminal import render_summary
-from pipeline.results.evaluation import ContestResult, WinRate
+from pipeline.results.evaluation import (
+    Baseline,
+    Baselines,
+    ContestResult,
+    PairedDifference,
+    WinRate,
+)
 from pipeline.results.run_cost import TokenCounts
 from pipeline.results.step_records import Change
 from pipeline.results.summary import Timings
@@ -216,32 +222,34 @@ def cheerfulness(policy: Path, prompts: Path) -> float:
 
 
 def test_the_summary_in_the_readme_is_printed_so():
-    def won(rate: float, low: float, high: float, same: float, ties: int) -> ContestResult:
+    def won(
+        rate: float, low: float, high: float, same: float, ties: int, pairs: int
+    ) -> ContestResult:
         rates = {"rate": rate, "low": low, "high": high, "length_controlled": same}
-        return win_rate(**rates, n=32, ties=ties, flip_rate=0.0)
+        return win_rate(**rates, n=pairs, ties=ties, flip_rate=0.0)
 
     page = README.read_text().splitlines()
     start = page.index("    Win rates, judged by rule")
     times = times_of_the_run("\n".join(page[start:]))
-    metrics = {"scores": (-0.998, 2.208), "rlhf_reward": (-0.998, 1.905)}
-    metrics |= {"kl": (0.0, 2.017), "entropy": (3.202, 0.449)}
-    won_by = "It wins {} of 32 pairs against {}, 95 % interval {}, judged by rule."
+    metrics = {"scores": (-0.998, 2.216), "rlhf_reward": (-0.998, 1.903)}
+    metrics |= {"kl": (0.0, 2.089), "entropy": (3.202, 0.255)}
+    won_by = "It wins {} of {} pairs against {}, 95 % interval {}, judged by rule."
     reasons = (
-        won_by.format("76.6%", "SFT", "58.5% .. 89.9%"),
-        won_by.format("78.1%", "the references", "58.1% .. 91.7%"),
+        won_by.format("76.6%", 32, "SFT", "58.5% .. 89.9%"),
+        won_by.format("75.8%", 64, "the references", "62.5% .. 86.6%"),
     )
     trained = replace(run_cost().steps["train_policy"], cpu_seconds=3600 * times["CPU hours"])
     accuracy = {"accuracy": 0.894, "n": 1000, "low": 0.873, "high": 0.912}
     changes = {f"reward_model.accuracy.{name}": value for name, value in accuracy.items()}
     chosen = {"best_of": {"2": 0.641, "4": 0.767}, "low": 0.539, "high": 0.848}
     changes |= {f"reward_model.on_policy.{name}": value for name, value in chosen.items()}
-    gained = {"difference": 0.266, "low": 0.012, "high": 0.486}
+    gained = {"difference": 0.258, "low": 0.105, "high": 0.414}
     changes |= {f"improvement.{name}": value for name, value in gained.items()}
     run = summary(
         win_rate={
-            "sft_vs_reference": won(0.516, 0.272, 0.754, 0.445, 5),
-            "ppo_vs_reference": won(0.781, 0.581, 0.917, 0.75, 10),
-            "ppo_vs_sft": won(0.766, 0.585, 0.899, 0.715, 13),
+            "sft_vs_reference": won(0.5, 0.324, 0.676, 0.456, 12, 64),
+            "ppo_vs_reference": won(0.758, 0.625, 0.866, 0.743, 23, 64),
+            "ppo_vs_sft": won(0.766, 0.585, 0.899, 0.623, 13, 32),
         },
         objective={
             f"objective/{name}": Change(first=first, last=last)
@@ -259,8 +267,23 @@ def test_the_summary_in_the_readme_is_printed_so():
                 ("language", 1.0, 0.0, -0.012, 0.012),
             )
         },
-        kl={"ppo": 1.89},
-        distinct={"ppo": 0.973},
+        baselines=Baselines(
+            found={
+                name: Baseline(
+                    win_rate=win_rate(rate=0.703, low=0.519, high=0.854),
+                    kl=kl,
+                    gain=PairedDifference(
+                        difference=0.0625, low=-0.142, high=0.265, n=32, judge="rule"
+                    ),
+                    why="",
+                )
+                for name, kl in (("greedy", 1.53), ("best_of_4", 0.64))
+            },
+            ppo=win_rate(rate=0.766, low=0.585, high=0.899, n=32),
+            note="",
+        ),
+        kl={"ppo": 1.92},
+        distinct={"ppo": 0.977},
         timings=Timings(
             seconds={phase: times[phase] for phase in STEPS[:-1]},
             episodes_per_second=times["episodes/s"],
@@ -269,7 +292,7 @@ def test_the_summary_in_the_readme_is_printed_so():
         cost=run_cost(
             gpu_hours=0.0,
             steps={"train_policy": trained},
-            tokens=TokenCounts(sampled=57_677, trained=115_354),
+            tokens=TokenCounts(sampled=57_783, trained=115_566),
             judges={},
             price=0.0,
         ),

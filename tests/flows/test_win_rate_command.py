@@ -115,6 +115,7 @@ def test_a_version_that_the_flow_did_not_register_is_refused(tmp_path: Path, mlf
         (["--human-labels", "eval.jsonl"], "There is no column first, second, label"),
         (["--model", "nowhere"], "No tokenizer can be loaded from 'nowhere'"),
         (["--judge", "oracle"], "judge='oracle' is unknown"),
+        (["--baseline-prompts", "64"], "baseline_prompts=64 is for the comparison of PPO with SFT"),
         (
             ["--temprature", "1"],
             "no setting --temprature, so 1 would change nothing. Did you mean",

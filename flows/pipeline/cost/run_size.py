@@ -23,6 +23,7 @@ from pipeline.cost.training_sizes import (
 from pipeline.evaluation.comparison import contests_between
 from pipeline.inputs.data_sets import RunData, references_of
 from pipeline.registry.alpha_spending import limits_now
+from pipeline.settings.evaluation_config import EvaluationConfig
 from pipeline.settings.gate_configs import PromotionConfig, RewardGateConfig
 from pipeline.settings.selection_config import MOST_TRIES
 from pipeline.settings.settings import Settings
@@ -112,6 +113,10 @@ class RunSize:
     contests: int
     """Number of comparisons of two policies, or of a policy with references."""
 
+    baselines: str
+    """Numbers of answers and questions to compare PPO with SFT's baselines, as text; empty if they
+    are off."""
+
     least_prompts: int
     """Smallest number of prompts with which a policy can be promoted if it wins all of them."""
 
@@ -164,6 +169,7 @@ def measure_run(settings: Settings, *, has_champion: bool) -> RunSize:
         evaluation_prompts=len(examples),
         different_prompts=len({shown_prompt(row["prompt"]) for row in examples}),
         contests=len(contests_between(contestants)),
+        baselines=_baselines(settings.evaluation, len(examples)),
         least_prompts=_least_prompts(
             limits_now(settings.promotion, ()), has_references="reference" in contestants
         ),
@@ -176,6 +182,19 @@ def _least_prompts(limits: PromotionConfig, *, has_references: bool) -> int:
 
     least = [limits.min_win_rate] + [limits.min_reference_win_rate] * has_references
     return max(Rule(least=one, gain=None, alpha=limits.alpha).least_wins() for one in least)
+
+
+def _baselines(config: EvaluationConfig, prompts: int) -> str:
+    """Return the maximum numbers of answers and questions of the baselines, as text."""
+    from pipeline.evaluation.baselines import baseline_answers, baseline_names
+
+    if not config.baseline_prompts:
+        return ""
+    most = min(config.baseline_prompts, prompts)
+    return (
+        f"prompts at most {most:,}, answers at most {baseline_answers(config) * most:,}, questions "
+        f"to each judge at most {2 * len(baseline_names(config)) * most:,}"
+    )
 
 
 def _sample_questions(gate: RewardGateConfig, prompts: int) -> int:
@@ -235,6 +254,7 @@ def describe_run(size: RunSize) -> str:
         *([f"selection: {size.selection}"] if size.selection else []),
         f"evaluation: prompts {size.evaluation_prompts:,}, comparisons {size.contests}, "
         f"questions to each judge at most {questions:,}",
+        *([f"baselines of SFT: {size.baselines}"] if size.baselines else []),
     ]
     if size.different_prompts < size.least_prompts:
         lines.append(

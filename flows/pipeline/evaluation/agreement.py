@@ -4,18 +4,41 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
+from typing import TypeAlias
 
 import numpy as np
+from scipy.stats import false_discovery_control, ttest_1samp
 from sklearn.metrics import cohen_kappa_score
 from statsmodels.stats.inter_rater import aggregate_raters, fleiss_kappa
 
 from pipeline.evaluation.comparison import POINTS, Comparison, compare
+from pipeline.evaluation.rates import Array
 from pipeline.judges.verdict import Judge
-from pipeline.results.evaluation import EnsembleAgreement, HumanAgreement, PairAgreement
+from pipeline.results.evaluation import (
+    AnnotatorTest,
+    EnsembleAgreement,
+    HumanAgreement,
+    PairAgreement,
+    TestedAnnotator,
+)
+from ppo_core.data.rows.dialogues import shown_prompt
+from ppo_core.data.rows.forms import Row
 from ppo_core.errors import DataError
 
 OUTCOMES = tuple(POINTS)
 """Outcomes that a person's label can have."""
+
+COST = 0.15
+"""Cost of the alternative annotator test: the judge may be worse than a person by this fraction of
+pairs. The paper takes 0.2 for experts, 0.15 for skilled annotators and 0.1 for crowd workers."""
+
+FALSE_DISCOVERIES = 0.05
+"""Largest expected fraction of people who are wrongly found replaceable."""
+
+LEAST_PEOPLE, LEAST_PAIRS = 3, 30
+"""Numbers of people, and of labeled pairs of each of them, that the test needs."""
+
+_Pair: TypeAlias = tuple[str, str, str]
 
 
 def measure_agreement(comparison: Comparison) -> EnsembleAgreement:
@@ -42,13 +65,14 @@ def measure_agreement(comparison: Comparison) -> EnsembleAgreement:
     )
 
 
-def agree_with_people(judge: Judge, rows: Sequence[Mapping[str, str]]) -> HumanAgreement:
+def agree_with_people(judge: Judge, rows: Sequence[Row]) -> HumanAgreement:
     """Ask a judge about labeled pairs in both orders, and return its agreement with the labels.
 
     Args:
         judge: the judge to test.
         rows: rows with the keys `prompt`, `first` and `second` (the answers), and `label` (given
-            by people: `first`, `second` or `tie`).
+            by people: `first`, `second` or `tie`). If rows have an `annotator`, the judge is also
+            compared with each of these people, see `compare_with_annotators`.
 
     Raises:
         DataError: a label is not `first`, `second` or `tie`.
@@ -74,7 +98,103 @@ def agree_with_people(judge: Judge, rows: Sequence[Mapping[str, str]]) -> HumanA
         },
         invalid=len(rows) - len(both),
         judge=comparison.judge,
+        alternative=compare_with_annotators(rows, comparison.outcomes),
     )
+
+
+def compare_with_annotators(rows: Sequence[Row], outcomes: Sequence[str]) -> AnnotatorTest | None:
+    """Test whether the judge may stand for one of the people who labeled pairs.
+
+    The alternative annotator test (Calderon, Reichart and Dror, arXiv:2501.10970). For a person h
+    and a pair i, let S(h, i) be the fraction of the other people whose label of i is that of h,
+    and S(f, i) the fraction whose label is the outcome of the judge f.
+
+        d[i] = [S(h, i) >= S(f, i)] - [S(f, i) >= S(h, i)]
+
+    The judge can replace h if a one-sided t-test rejects that the mean of d is at least COST, with
+    the correction of Benjamini and Yekutieli for the number of people. It may stand for a person
+    if it can replace at least half of them.
+
+    Args:
+        rows: rows with `prompt`, `first`, `second`, `label` and maybe `annotator`. Only the first
+            label of a person for a pair counts.
+        outcomes: the judge's outcome for each row; `invalid` leaves the row out.
+
+    Returns:
+        The result; None if no row has an annotator. People with less than LEAST_PAIRS pairs that
+        somebody else labeled, too, are not tested, and are others for those who are.
+    """
+    labels, judged = _labels_by_pair(rows, outcomes)
+    if not labels:
+        return None
+    people = sorted({name for own in labels.values() for name in own})
+    wins = {name: _wins(name, labels, judged) for name in people}
+    tested = {name: own for name, own in wins.items() if len(own) >= LEAST_PAIRS}
+    if len(tested) < LEAST_PEOPLE:
+        why = (
+            f"{len(tested)} of {len(people)} people labeled at least {LEAST_PAIRS} pairs that "
+            f"other people labeled, too, and the test needs {LEAST_PEOPLE} of them."
+        )
+        return AnnotatorTest(people={}, cost=COST, winning_rate=None, passed=None, why=why)
+    p = false_discovery_control([_p_value(own) for own in tested.values()], method="by")
+    found = {
+        name: TestedAnnotator(
+            n=len(own),
+            judge=float(own[:, 0].mean()),
+            person=float(own[:, 1].mean()),
+            p=float(value),
+            replaceable=bool(value <= FALSE_DISCOVERIES),
+        )
+        for (name, own), value in zip(tested.items(), p, strict=True)
+    }
+    rate = sum(one.replaceable for one in found.values()) / len(found)
+    return AnnotatorTest(people=found, cost=COST, winning_rate=rate, passed=rate >= 0.5, why="")
+
+
+def _labels_by_pair(
+    rows: Sequence[Row], outcomes: Sequence[str]
+) -> tuple[dict[_Pair, dict[str, str]], dict[_Pair, str]]:
+    """Return the label of each person, and the judge's outcome, by pair in one order of answers."""
+    labels: dict[_Pair, dict[str, str]] = {}
+    judged: dict[_Pair, str] = {}
+    exchanged = {"first": "second", "second": "first", "tie": "tie"}
+    for row, outcome in zip(rows, outcomes, strict=True):
+        name, first, second = row.get("annotator"), row["first"], row["second"]
+        if name is None or outcome == "invalid":
+            continue
+        one, other = sorted((first, second))
+        pair, is_turned = (shown_prompt(row["prompt"]), one, other), one != first
+        label, outcome = (exchanged[x] if is_turned else x for x in (row["label"], outcome))
+        judged.setdefault(pair, outcome)
+        labels.setdefault(pair, {}).setdefault(name, label)
+    return labels, judged
+
+
+def _wins(
+    name: str, labels: Mapping[_Pair, Mapping[str, str]], judged: Mapping[_Pair, str]
+) -> Array:
+    """Return (N, 2) of 0 and 1: whether the judge, and the person, is at least as near to others.
+
+    N is the number of pairs that the person and somebody else labeled.
+    """
+    rows = []
+    for pair, own in labels.items():
+        others = [label for other, label in own.items() if other != name]
+        if name in own and others:
+            judge, person = others.count(judged[pair]), others.count(own[name])
+            rows.append((judge >= person, person >= judge))
+    return np.array(rows, dtype=float).reshape(-1, 2)
+
+
+def _p_value(wins: Array) -> float:
+    """Return the p-value of the hypothesis that the judge is worse than a person by COST or more.
+
+    t = (mean(d) - COST) / (std(d) / sqrt(N)),   d = wins of the person - wins of the judge
+    """
+    differences = wins[:, 1] - wins[:, 0]
+    if np.ptp(differences) == 0:  # The standard deviation is 0.
+        return float(differences[0] >= COST)
+    return float(ttest_1samp(differences, COST, alternative="less").pvalue)
 
 
 def doubts_about_judge(people: HumanAgreement, *, min_kappa: float) -> list[str]:

@@ -16,6 +16,9 @@ run without references or champion has fewer contests, see `contests_between`.""
 POINTS = {"first": 1.0, "tie": 0.5, "second": 0.0}
 """Points of the candidate by outcome; the outcome `invalid` gives no points."""
 
+_COLUMNS = ("prompts", "candidates", "opponents", "straight", "swapped")
+"""Fields of a comparison that have one item per pair."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
@@ -91,11 +94,16 @@ def compare(
     )
 
 
+def first_pairs(comparison: Comparison, count: int) -> Comparison:
+    """Return the first `count` pairs of a comparison."""
+    return replace(comparison, **{name: getattr(comparison, name)[:count] for name in _COLUMNS})
+
+
 def joined(parts: Sequence[Comparison], positions: Sequence[int]) -> Comparison:
     """Return the pairs of several comparisons by one judge, in the order of their positions."""
     order = sorted(range(len(positions)), key=positions.__getitem__)
     columns: dict[str, Any] = {}
-    for name in ("prompts", "candidates", "opponents", "straight", "swapped"):
+    for name in _COLUMNS:
         pairs = [pair for part in parts for pair in getattr(part, name)]
         columns[name] = tuple(pairs[number] for number in order)
     return replace(parts[0], **columns)

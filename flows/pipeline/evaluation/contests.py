@@ -178,8 +178,8 @@ def _comparison(
     return compare_at(positions, judge, prompts, texts[candidate], texts[opponent])
 
 
-def judgements(contests: Contests) -> list[dict[str, Any]]:
-    """Return a row for each pair: prompt, answers, outcome, and the verdict on each order."""
+def judgements(comparisons: Mapping[str, Comparison]) -> list[dict[str, Any]]:
+    """Return a row for each pair of each contest: prompt, answers, outcome, and both verdicts."""
     return [
         {
             "contest": name,
@@ -190,7 +190,7 @@ def judgements(contests: Contests) -> list[dict[str, Any]]:
             "straight": _plain(comparison.straight[i]),
             "swapped": _plain(comparison.swapped[i]),
         }
-        for name, comparison in contests.comparisons.items()
+        for name, comparison in comparisons.items()
         for i in range(len(comparison.prompts))
     ]
 

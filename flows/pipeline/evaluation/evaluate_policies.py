@@ -1,6 +1,6 @@
 """Sample answers of the policies to unseen prompts, and compare them with a judge."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -32,6 +32,8 @@ from ppo_core.training.answers import AnswerJob
 from ppo_core.training.evaluation import Answers
 
 if TYPE_CHECKING:
+    from pipeline.evaluation.baselines import JudgedBaselines, Score
+    from pipeline.evaluation.comparison import Comparison
     from pipeline.evaluation.contests import Contest, Contests
     from pipeline.evaluation.sequential.until_decided import Rule
 
@@ -45,6 +47,7 @@ def evaluate_policies(
     *,
     judge: TrainedJudge | None = None,
     selection: Selection | None = None,
+    score: "Score | None" = None,
 ) -> EvaluatedPolicy:
     """Judge the answers of the trained policy against SFT, the champion, and any references.
 
@@ -56,7 +59,22 @@ def evaluate_policies(
         folder: existing folder for the report, the samples and the judgements.
         judge: the judge that the run trained; None for the judge of the settings.
         selection: how the policy was chosen; None if `selection.method` is `last`.
+        score: returns the rewards of answers; None to compare PPO with no baseline.
     """
+    # Imported here for the same reason as in `_judge`.
+    from pipeline.evaluation.baselines import JudgedBaselines, measure_baselines
+
+    def without_ppo(against_sft: "Comparison", budget: Budget) -> JudgedBaselines:
+        if score is None or not settings.evaluation.baseline_prompts:
+            return JudgedBaselines(None)
+
+        def answer(prompts: Sequence[JudgedPrompt], *, kl: bool, **changes: Any) -> Answers:
+            reference = sft if kl else None
+            return answer_as_evaluated(settings, sft, prompts, reference, folder, **changes)
+
+        spec = judge_of_run(settings, judge)
+        return measure_baselines(settings, prompts, against_sft, answer, score, spec, budget)
+
     data = RunData(settings)
     rows = data.examples(None if champion is None else champion.version)
     prompts = [row["prompt"] for row in rows]
@@ -66,7 +84,7 @@ def evaluate_policies(
     }
     answered = _Answered(prompts, references_of(rows), answers)
     spent = selection.spent if selection else {}
-    return _judge(data, answered, champion, folder, judge, selection, spent)
+    return _judge(data, answered, champion, folder, judge, selection, spent, without_ppo)
 
 
 def evaluate_again(
@@ -79,8 +97,11 @@ def evaluate_again(
 ) -> EvaluatedPolicy:
     """Judge the answers of an earlier evaluation against another champion.
 
-    For the other arguments see `evaluate_policies`.
+    The baselines of the earlier evaluation stay, because they do not depend on the champion. For
+    the other arguments see `evaluate_policies`.
     """
+    from pipeline.evaluation.baselines import JudgedBaselines
+
     rows, earlier = read_jsonl(evaluation.samples), evaluation.report()
     texts = {who: [row[who] for row in rows] for who in rows[0]}
     stopped = _stopped(evaluation)
@@ -92,8 +113,16 @@ def evaluate_again(
             for who, kl in earlier.kl.items()
         },
     )
-    data, selection = RunData(settings), evaluation.selection
-    return _judge(data, answered, champion, folder, judge, selection, earlier.spent)
+    return _judge(
+        RunData(settings),
+        answered,
+        champion,
+        folder,
+        judge,
+        evaluation.selection,
+        earlier.spent,
+        lambda against_sft, budget: JudgedBaselines(earlier.baselines),
+    )
 
 
 def _stopped(evaluation: EvaluatedPolicy) -> dict[str, list[bool]]:
@@ -132,6 +161,7 @@ def _judge(
     trained_judge: TrainedJudge | None,
     selection: Selection | None,
     spent_before: Mapping[str, Spent],
+    without_ppo: "Callable[[Comparison, Budget], JudgedBaselines]",
 ) -> EvaluatedPolicy:
     # Imported here because scipy and statsmodels are slow to import and most importers of this
     # module judge nothing.
@@ -155,11 +185,11 @@ def _judge(
     if "reference" in texts:
         ppo, sft = (contests.comparisons[f"{who}_vs_reference"] for who in ("ppo", "sft"))
         improvement = compare_policies(ppo, sft)
+    baselines = without_ppo(contests.comparisons["ppo_vs_sft"], budget)
     reasons = [*contests.result.reasons, *doubts_about_trained_judge(trained_judge)]
-    columns = {"prompt": prompts, **texts}
-    rows = zip(*columns.values(), strict=True)
-    write_jsonl(evaluated.samples, [dict(zip(columns, row, strict=True)) for row in rows])
-    write_jsonl(evaluated.judgements, judgements(contests))
+    _write_samples(evaluated, {"prompt": prompts, **texts})
+    judged = contests.comparisons | baselines.comparisons
+    write_jsonl(evaluated.judgements, judgements(judged))
     report = Evaluation(
         **vars(replace(contests.result, conclusive=not reasons, reasons=reasons)),
         notes=[
@@ -182,9 +212,15 @@ def _judge(
         kl=kl,
         spent=budget.spent(spent_before),
         guards=guards,
+        baselines=baselines.results,
     )
     write_report(folder / EVALUATION_FILE, report)
     return evaluated
+
+
+def _write_samples(evaluated: EvaluatedPolicy, columns: Mapping[str, Sequence[Any]]) -> None:
+    rows = zip(*columns.values(), strict=True)
+    write_jsonl(evaluated.samples, [dict(zip(columns, row, strict=True)) for row in rows])
 
 
 def _contests(
@@ -252,11 +288,17 @@ def _rules(limits: PromotionConfig, contestants: Collection[str]) -> "dict[Conte
 
 
 def answer_as_evaluated(
-    settings: Settings, path: str, prompts: Sequence[JudgedPrompt], reference: str, folder: Path
+    settings: Settings,
+    path: str,
+    prompts: Sequence[JudgedPrompt],
+    reference: str | None,
+    folder: Path,
+    **changes: Any,
 ) -> Answers:
     """Return a policy's answers in an evaluation, and its KL divergence from a reference policy.
 
-    The divergence is None if it cannot be estimated with the decoding settings.
+    The divergence is None if it cannot be estimated with the decoding settings. `changes` are
+    values of the `AnswerJob` in place of those of the settings.
     """
     return _sample(
         settings,
@@ -269,6 +311,7 @@ def answer_as_evaluated(
         stop_token_id=settings.ppo.stop_token_id,
         reference=reference,
         server=server_of(settings.ppo),
+        **changes,
     )
 
 
@@ -303,18 +346,16 @@ def _sample(
     **options: Any,
 ) -> Answers:
     """Sample answers with the settings that all policies share, and with `options`."""
-    job = AnswerJob(
-        policy=path,
-        prompts=list(prompts),
-        response_length=settings.ppo.response_length,
-        temperature=settings.evaluation.temperature,
-        top_k=settings.evaluation.top_k,
-        top_p=settings.evaluation.top_p,
-        seed=settings.seed,
-        batch_size=settings.ppo.local_rollout_forward_batch_size,
-        precision=settings.precision,
-        **options,
-    )
+    shared = {
+        "response_length": settings.ppo.response_length,
+        "temperature": settings.evaluation.temperature,
+        "top_k": settings.evaluation.top_k,
+        "top_p": settings.evaluation.top_p,
+        "seed": settings.seed,
+        "batch_size": settings.ppo.local_rollout_forward_batch_size,
+        "precision": settings.precision,
+    }
+    job = AnswerJob(policy=path, prompts=list(prompts), **(shared | options))
     return answer_in_run(job, settings, folder)
 
 

@@ -73,9 +73,14 @@ class Budget:
         }
         return sum_spent(before, own)
 
+    @property
+    def calls_left(self) -> int | None:
+        """Number of calls that are left; None if there is no limit."""
+        return None if self.max_calls is None else self.max_calls - self.calls
+
     def allows(self, questions: int) -> bool:
         """Return whether enough calls are left for all questions."""
-        return self.max_calls is None or questions <= self.max_calls - self.calls
+        return self.calls_left is None or questions <= self.calls_left
 
     def require_calls(self, questions: int) -> None:
         """Check, before any question is asked, that enough calls are left for all questions.

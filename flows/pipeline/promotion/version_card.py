@@ -7,6 +7,7 @@ from typing import Any
 
 from pipeline.inputs.lineage import DataSet
 from pipeline.registry.decisions import Decision
+from pipeline.reports.baselines import BASELINE_COLUMNS, baseline_rows, worth_of_ppo
 from pipeline.reports.document import (
     GUARD_COLUMNS,
     as_equal_length_rate,
@@ -98,6 +99,7 @@ def version_card(facts: VersionFacts) -> str:
         "model scores its answers higher.",
         _section("Promotion", _decision(facts.decision)),
         _section("Win rates", _win_rates(facts)),
+        _section("Without PPO", _without_ppo(facts.evaluation)),
         _section("Guards", _guards(facts)),
         _section("How to load it", _loading(facts)),
         _section("What it is not for", _bullets(LIMITS)),
@@ -170,6 +172,13 @@ def _win_rates(facts: VersionFacts) -> str:
     doubts = [f"Inconclusive: {reason}" for reason in facts.evaluation.reasons]
     remarks = _bullets([*facts.evaluation.notes, *doubts])
     return "\n\n".join(part for part in (table, remarks) if part)
+
+
+def _without_ppo(evaluation: Evaluation) -> str:
+    if evaluation.baselines is None:
+        return ""
+    table = _table(("", *BASELINE_COLUMNS), baseline_rows(evaluation))
+    return f"{table}\n\n{_bullets(worth_of_ppo(evaluation.baselines))}"
 
 
 def _guards(facts: VersionFacts) -> str:

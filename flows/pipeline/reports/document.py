@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pipeline.results.evaluation import (
+    AnnotatorTest,
     ContestResult,
     GuardResult,
     PairedDifference,
@@ -116,6 +117,17 @@ def guard_cells(guard: GuardResult) -> tuple[str, ...]:
         *as_points(guard),
         as_margin(guard),
         "passed" if guard.passed else "refused",
+    )
+
+
+def describe_annotator_test(test: AnnotatorTest) -> str:
+    """Return a sentence on whether the judge may stand for a person."""
+    if test.winning_rate is None:
+        return f"Whether the judge may stand for a person was not measured: {test.why}"
+    count = sum(one.replaceable for one in test.people.values())
+    return (
+        f"The judge {'may' if test.passed else 'may not'} stand for a person: it can replace "
+        f"{count} of {len(test.people)} people (alternative annotator test, cost {test.cost:g})."
     )
 
 

@@ -3,23 +3,29 @@
 from collections.abc import Mapping
 
 from pipeline.evaluation.length_control import RATIO_NAMES
+from pipeline.reports.baselines import (
+    BASELINE_COLUMNS,
+    as_divergence,
+    baseline_rows,
+    worth_of_ppo,
+)
 from pipeline.reports.document import (
     GUARD_COLUMNS,
     Document,
     Plot,
     Section,
     Tone,
-    as_decimal,
     as_equal_length_rate,
     as_evidence,
     as_interval,
     as_number,
     as_percent,
     as_points,
+    describe_annotator_test,
     guard_cells,
     guard_title,
 )
-from pipeline.reports.figures import win_rate_plot
+from pipeline.reports.figures import baseline_plot, win_rate_plot
 from pipeline.reports.terminal import CONTEST_TITLES
 from pipeline.results.evaluation import (
     CanaryReport,
@@ -48,11 +54,13 @@ def evaluation_document(evaluation: Evaluation) -> Document:
     sections = (
         _win_rates(win_rates),
         _improvement(evaluation.improvement),
+        _without_ppo(evaluation),
         _lengths(win_rates),
         _style(win_rates),
         _length_ratios(win_rates),
         _canaries(evaluation.canaries),
         _people(evaluation.people),
+        _alternative(evaluation.people),
         _ensemble(win_rates),
         _guards(evaluation.guards),
         _policies(evaluation),
@@ -66,6 +74,8 @@ def evaluation_document(evaluation: Evaluation) -> Document:
             _direct_contest(win_rates["ppo_vs_sft"]),
             *evaluation.notes,
             *evaluation.reasons,
+            *(worth_of_ppo(evaluation.baselines) if evaluation.baselines else ()),
+            *_on_people(evaluation.people),
         ),
         sections=tuple(section for section in sections if section.rows),
     )
@@ -132,6 +142,16 @@ def _improvement(improvement: PairedDifference | None) -> Section:
                 str(improvement.n),
             ),
         ),
+    )
+
+
+def _without_ppo(evaluation: Evaluation) -> Section:
+    png = baseline_plot(evaluation)
+    return Section(
+        title="What SFT reaches without PPO, on the same prompts",
+        headers=("", *BASELINE_COLUMNS),
+        rows=baseline_rows(evaluation),
+        plots=() if png is None else (Plot(png=png, shows="Win rates by KL divergence"),),
     )
 
 
@@ -220,6 +240,29 @@ def _people(people: HumanAgreement | None) -> Section:
     )
 
 
+def _alternative(people: HumanAgreement | None) -> Section:
+    test = people and people.alternative
+    return Section(
+        title="Judge and people, each compared with all other people (alternative annotator test)",
+        headers=("Person", "Pairs", "Judge at least as near", "Person at least as near", "p", ""),
+        rows=tuple(
+            (
+                name,
+                str(one.n),
+                as_percent(one.judge),
+                as_percent(one.person),
+                as_number(one.p),
+                "replaceable" if one.replaceable else "not replaceable",
+            )
+            for name, one in (test.people.items() if test else ())
+        ),
+    )
+
+
+def _on_people(people: HumanAgreement | None) -> tuple[str, ...]:
+    return (describe_annotator_test(people.alternative),) if people and people.alternative else ()
+
+
 def _ensemble(win_rates: Mapping[str, ContestResult]) -> Section:
     """Return win rates and agreement of the judges of an ensemble."""
     return Section(
@@ -274,7 +317,7 @@ def _policies(evaluation: Evaluation) -> Section:
         rows=tuple(
             (
                 WHO[who],
-                _divergence(evaluation.kl[who]) if who in evaluation.kl else "",
+                as_divergence(evaluation.kl[who]) if who in evaluation.kl else "",
                 as_percent(evaluation.distinct[who]),
                 as_number(evaluation.length[who]),
                 as_percent(evaluation.repetition[who]),
@@ -282,11 +325,6 @@ def _policies(evaluation: Evaluation) -> Section:
             for who in evaluation.length
         ),
     )
-
-
-def _divergence(kl: float | None) -> str:
-    """Return a KL divergence with fixed decimals, because SFT's value is only a rounding error."""
-    return "none" if kl is None else as_decimal(kl, 2)
 
 
 def _judge(judge: JudgeIdentity) -> Section:

@@ -8,8 +8,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from pipeline.reports.baselines import BASELINE_TITLES
 from pipeline.reports.terminal import CONTEST_TITLES
-from pipeline.results.evaluation import WinRate
+from pipeline.results.evaluation import Evaluation, WinRate
 from pipeline.results.reward_report import Accuracy, Calibration, RewardReport, SampleScores
 
 INCHES = 6.0
@@ -103,6 +104,32 @@ def win_rate_plot(win_rates: Mapping[str, WinRate]) -> bytes:
         },
     )
     axes.set(xlim=(-0.03, 1.03), xlabel="wins, % of pairs with the 95 % interval, ties as halves")
+    return _as_png(figure)
+
+
+def baseline_plot(evaluation: Evaluation) -> bytes | None:
+    """Plot win rates against SFT by KL divergence; None if the divergence of PPO is not known."""
+    baselines, kl = evaluation.baselines, evaluation.kl["ppo"]
+    if baselines is None or baselines.ppo is None or kl is None:
+        return None
+    points = {
+        BASELINE_TITLES[name]: (one.kl, one.win_rate)
+        for name, one in baselines.found.items()
+        if one.kl is not None and one.win_rate is not None
+    }
+    points["PPO"] = (kl, baselines.ppo)
+    figure = _figure(f"Judged by {baselines.ppo.judge}; dashed: SFT", height=3.4)
+    axes = figure.subplots()
+    axes.axhline(0.5, linestyle="--", color=QUIET, linewidth=1)
+    axes.plot(0, 0.5, "o", color=QUIET, clip_on=False)
+    for name, (divergence, rate) in points.items():
+        axes.vlines(divergence, rate.low, rate.high, COLOR)
+        axes.plot(divergence, rate.rate, "o", color=COLOR)
+        axes.annotate(name, (divergence, rate.rate), (6, 4), textcoords="offset points")
+    # Room for the names, which stand to the right of the points.
+    axes.set_xlim(0, 1.5 * max(divergence for divergence, _ in points.values()))
+    axes.set(xlabel="KL of an answer from SFT, nats", ylabel="wins against SFT, % of pairs")
+    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0, symbol=""))
     return _as_png(figure)
 
 

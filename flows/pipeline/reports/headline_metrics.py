@@ -54,6 +54,11 @@ def evaluation_numbers(evaluation: Evaluation) -> Numbers:
     if judge := evaluation.trained_judge:
         figures = {"accuracy": judge.accuracy, "low": judge.low, "high": judge.high}
         numbers |= _under("judge", figures)
+    for name, one in evaluation.baselines.found.items() if evaluation.baselines else ():
+        if one.win_rate and one.gain:
+            gains = {"gain": one.gain.difference, "gain_low": one.gain.low}
+            rates = {"rate": one.win_rate.rate, "kl": one.kl}
+            numbers |= _under(f"baseline/{name}", rates) | _under(f"baseline/{name}", gains)
     return {
         **numbers,
         # Without the KL divergence of SFT from itself, which is only a rounding error.

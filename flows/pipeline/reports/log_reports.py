@@ -1,7 +1,7 @@
 """Log the reports to MLflow as metrics, pages, plots and tables."""
 
 from pipeline.inputs.json_lines import read_jsonl
-from pipeline.reports.figures import reward_model_figures, win_rate_plot
+from pipeline.reports.figures import baseline_plot, reward_model_figures, win_rate_plot
 from pipeline.reports.headline_metrics import evaluation_numbers, reward_model_numbers
 from pipeline.reports.html_page import evaluation_page, reward_model_page
 from pipeline.reports.terminal import reward_verdict
@@ -32,6 +32,8 @@ def log_evaluation(tracker: Tracker, evaluated: EvaluatedPolicy) -> None:
         log.log_metrics(evaluation_numbers(evaluation))
     tracker.step.log_text(evaluation_page(evaluation), "evaluation/report.html")
     tracker.step.log_figure(win_rate_plot(evaluation.win_rate), "evaluation/win-rates.png")
+    if png := baseline_plot(evaluation):
+        tracker.step.log_figure(png, "evaluation/kl-and-win-rates.png")
     tracker.step.log_table(read_jsonl(evaluated.samples)[:NUM_SAMPLES], "samples.json")
     tracker.step.log_artifact(evaluated.judgements)
     tracker.step.log_artifact(evaluated.guard_scores)

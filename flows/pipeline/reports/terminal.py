@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeline.registry.decisions import Decision
+from pipeline.reports.baselines import BASELINE_COLUMNS, baseline_rows, worth_of_ppo
 from pipeline.reports.document import (
     GUARD_COLUMNS,
     as_decimal,
@@ -40,6 +41,10 @@ def render_summary(summary: Summary) -> str:
         console.print(_win_rates(summary.win_rate))
         if summary.guards:
             console.print(_guards(summary.guards))
+        if summary.baselines:
+            console.print(_without_ppo(summary))
+            for sentence in worth_of_ppo(summary.baselines):
+                console.print(sentence)
         console.print(_the_rest(summary))
         for note in summary.notes:
             console.print(f"Note: {note}")
@@ -112,6 +117,15 @@ def _guards(guards: Mapping[str, GuardResult]) -> Table:
         table.add_column(column, justify="right")
     for name, guard in guards.items():
         table.add_row(name, *guard_cells(guard))
+    return table
+
+
+def _without_ppo(summary: Summary) -> Table:
+    table = Table("", title="What SFT reaches without PPO", title_justify="left")
+    for column in BASELINE_COLUMNS:
+        table.add_column(column, justify="right")
+    for row in baseline_rows(summary):
+        table.add_row(*row)
     return table
 
 

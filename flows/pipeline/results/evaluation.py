@@ -204,6 +204,38 @@ class PairedDifference:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Baseline:
+    """What SFT reaches without PPO, by another way to choose its answers."""
+
+    win_rate: WinRate | None
+    """Win rate against SFT's ordinary samples; None if it was not measured."""
+
+    kl: float | None
+    """KL divergence from SFT in nats per answer; None if it is not known."""
+
+    gain: PairedDifference | None
+    """Win rate of PPO minus this win rate, both against SFT; None if it was not measured."""
+
+    why: str
+    """Why the win rate was not measured; empty if it was."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Baselines:
+    """What SFT reaches without PPO, beside PPO on the same prompts; decides nothing."""
+
+    found: dict[str, Baseline]
+    """Baselines by name: `greedy`, the likeliest tokens, and `best_of_4`, of four samples the one
+    with the highest reward."""
+
+    ppo: WinRate | None
+    """Win rate of PPO against SFT on the prompts of the baselines; None if nothing was measured."""
+
+    note: str
+    """What a reader of the comparison must know; may be empty."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CanaryKind:
     """Verdicts of a judge on the canaries of one kind."""
 
@@ -237,6 +269,49 @@ class CanaryReport:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TestedAnnotator:
+    """A person who labeled pairs, compared with the judge by the labels of all other people."""
+
+    n: int
+    """Number of pairs that this person, at least one other person, and the judge labeled."""
+
+    judge: float
+    """Fraction of these pairs in which the judge agrees with the others at least as often as this
+    person does."""
+
+    person: float
+    """Fraction of these pairs in which this person agrees with the others at least as often as the
+    judge does."""
+
+    p: float
+    """p-value of the hypothesis that the judge is worse than this person by `cost` or more,
+    adjusted for the number of people (Benjamini and Yekutieli)."""
+
+    replaceable: bool
+    """Whether the hypothesis is rejected."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnnotatorTest:
+    """The alternative annotator test (arXiv:2501.10970): may the judge stand for a person?"""
+
+    people: dict[str, TestedAnnotator]
+    """The tested people by their id; empty if too few people labeled enough pairs."""
+
+    cost: float
+    """Fraction of pairs by which the judge may be worse than a person, because it costs less."""
+
+    winning_rate: float | None
+    """Fraction of the people that the judge can replace; None if it was not measured."""
+
+    passed: bool | None
+    """Whether the judge can replace at least half of the people; None if it was not measured."""
+
+    why: str
+    """Why it was not measured; empty if it was."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class HumanAgreement:
     """Agreement of a judge with people's labels."""
 
@@ -257,6 +332,9 @@ class HumanAgreement:
 
     judge: str
     """Name of the judge."""
+
+    alternative: AnnotatorTest | None = None
+    """Whether the judge may stand for one of the people; None if the labels name no annotators."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -390,6 +468,9 @@ class Evaluation(JudgedContests):
 
     guards: dict[str, GuardResult]
     """Results of the guards by name."""
+
+    baselines: Baselines | None = None
+    """What SFT reaches without PPO; None with `evaluation.baseline_prompts = 0`."""
 
     @property
     def rival(self) -> str:

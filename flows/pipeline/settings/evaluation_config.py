@@ -35,6 +35,11 @@ class EvaluationConfig:
     top_p: ShareAbove0 = 1.0
     """Sample from the likeliest tokens with this total probability; 1 samples from all tokens."""
 
+    baseline_prompts: Natural = 128
+    """Maximum number of prompts on which PPO is compared with what SFT reaches without PPO: greedy
+    answers, and the best of four samples by the reward model. They are prompts that the judge
+    compared to decide, and decide nothing themselves. 0 compares nothing."""
+
     max_invalid: ShareBelow1 = 0.05
     """Maximum fraction of pairs without a verdict; above it, the result is inconclusive."""
 
@@ -43,9 +48,9 @@ class EvaluationConfig:
     above it, the result is inconclusive."""
 
     human_labels: str = ""
-    """Rows with prompt, first, second and a person's label (first, second or tie). The judge
-    also labels these pairs, and its agreement with people is reported. If empty, the agreement is
-    not measured."""
+    """Rows with prompt, first, second and a person's label (first, second or tie), and optionally
+    the id of this person (annotator). The judge also labels these pairs, and its agreement with
+    people is reported. If empty, the agreement is not measured."""
 
     min_kappa: Annotated[float, Field(ge=-1, le=1, description="between -1 and 1")] = 0.2
     """Minimum Cohen's kappa of the judge and `human_labels`; below it, the result is inconclusive.

@@ -1,8 +1,9 @@
 """Judge the trained policy's answers against SFT, the champion, and any references."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.evaluation.evaluate_policies import evaluate_policies, judge_of_run
 from pipeline.evaluation.selection import choose_policy, divergence_limit
@@ -11,6 +12,7 @@ from pipeline.inputs.flow_run import FlowRun
 from pipeline.inputs.model_digests import require_unchanged
 from pipeline.judges.judge_budget import Budget
 from pipeline.judges.make_judge import make_judge_of_run
+from pipeline.judges.verdict import JudgedPrompt
 from pipeline.registry.alpha_spending import limits_now
 from pipeline.reports.log_reports import log_evaluation
 from pipeline.results.evaluation import TrainedJudge
@@ -28,6 +30,10 @@ from pipeline.tracking.tracker import Tracker
 from ppo_core.distributed.process import large_imports
 from ppo_core.io.folder_cache import digest_of, digest_of_code
 from ppo_core.io.validation import read_record
+
+if TYPE_CHECKING:
+    from pipeline.evaluation.baselines import Score
+    from pipeline.evaluation.rates import Array
 
 CODE_OF_CHOICE = (
     "pipeline.evaluation.comparison",
@@ -51,10 +57,12 @@ def evaluate_win_rate(
     champion: FetchedChampion | None,
     judge: TrainedJudge | None,
     run: FlowRun,
+    reward_model: PreparedModel | None = None,
 ) -> tuple[TrainedPolicy, EvaluatedPolicy]:
     """Choose the policy, judge its answers, and log the report.
 
-    Return the chosen policy and the evaluation.
+    Return the chosen policy and the evaluation. Without the reward model of the run, PPO is
+    compared with no baseline.
 
     Raises:
         ModelError: the files of the policy were changed after training.
@@ -76,9 +84,28 @@ def evaluate_win_rate(
         folder,
         judge=judge,
         selection=selection,
+        score=None if reward_model is None else _score_by(settings, reward_model, policy, run),
     )
     log_evaluation(tracker, evaluation)
     return chosen, evaluation
+
+
+def _score_by(
+    settings: Settings, reward_model: PreparedModel, policy: TrainedPolicy, run: FlowRun
+) -> "Score":
+    """Return a function that scores answers with the reward model with which PPO ended."""
+    place = policy.rounds[-1].path if policy.rounds else reward_model.path
+
+    def score(prompts: Sequence[JudgedPrompt], texts: Sequence[str]) -> "Array":
+        from pipeline.reward_validation.scores import require_finite
+        from pipeline.stages.validation import load_scorer
+
+        scorer = load_scorer(RunData(settings), run.workspace.fetch(place))
+        scores = scorer.score_texts(prompts, texts)
+        require_finite(scores, "samples of SFT")
+        return scores
+
+    return score
 
 
 def _with_limits_now(settings: Settings) -> Settings:

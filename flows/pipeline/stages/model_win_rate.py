@@ -19,7 +19,13 @@ from pipeline.launch.stall_watch import STALL_MINUTES
 from pipeline.preflight.check_inputs import check_outputs
 from pipeline.promotion.fetch_champion import CHAMPIONS
 from pipeline.registry.versions import find_policy
-from pipeline.reports.document import as_equal_length_rate, as_evidence, as_number, as_percent
+from pipeline.reports.document import (
+    as_equal_length_rate,
+    as_evidence,
+    as_number,
+    as_percent,
+    describe_annotator_test,
+)
 from pipeline.results.evaluation import ModelWinRate
 from pipeline.results.report_files import write_report
 from pipeline.results.step_records import JUDGEMENTS
@@ -61,6 +67,11 @@ def compare_model(
         raise ConfigError(
             f"rotate={config.rotate:g} draws prompts for each champion, and this command knows "
             "none. Leave rotate out."
+        )
+    if config.baseline_prompts != EvaluationConfig.baseline_prompts:
+        raise ConfigError(
+            f"baseline_prompts={config.baseline_prompts} is for the comparison of PPO with SFT, "
+            "and this command measures one model. Leave baseline_prompts out."
         )
     output = Path(arguments.output_dir)
     check_outputs(arguments.output_dir, arguments.summary_json)
@@ -131,7 +142,7 @@ def result_with_settings(
 def write_win_rate(contests: Contests, result: ModelWinRate, arguments: WinRateArguments) -> Path:
     """Write the judgements, and the summary if its file is set; return the file of judgements."""
     written = Path(arguments.output_dir) / JUDGEMENTS
-    write_jsonl(written, judgements(contests))
+    write_jsonl(written, judgements(contests.comparisons))
     if arguments.summary_json:
         write_report(Path(arguments.summary_json), result, indent=2)
     return written
@@ -158,6 +169,8 @@ def describe_result(result: ModelWinRate) -> str:
             f"The judge agrees with people in {as_percent(people.share)} of {people.n} "
             f"pairs, kappa {as_number(people.kappa)}; no verdict on {people.invalid} others."
         )
+        if people.alternative:
+            lines.append(describe_annotator_test(people.alternative))
     if (share := result.promoted_share) is not None:
         alpha = result.settings["alpha"]
         lines.append(

@@ -130,14 +130,8 @@ def examine_reward_model(
 ) -> RewardReport:
     """Load the reward model, and return the report of `reward_validation.validate`."""
     settings = data.settings
-    model = load_reward_model(
-        reward_model.path,
-        end_of_text=settings.reward_model_training.end_of_text,
-        prompt_format=data.reward_format,
-        placement=placement_for_reading(),
-    )
     return validate(
-        TextScorer(model, bf16=_scores_in_bf16(settings)),
+        load_scorer(data, reward_model.path),
         Preferences(data.test_pairs(), data.voted_pairs(fresh.path if fresh else None)),
         data.training_prompts(),
         partial(draw_samples, partial(answer_as_ppo, settings, sft.path, folder)),
@@ -146,6 +140,17 @@ def examine_reward_model(
         training=reward_model.metrics,
         seed=settings.seed,
     )
+
+
+def load_scorer(data: RunData, reward_model: str) -> TextScorer:
+    """Load the reward model of a run; `reward_model` is its folder or hub id."""
+    model = load_reward_model(
+        reward_model,
+        end_of_text=data.settings.reward_model_training.end_of_text,
+        prompt_format=data.reward_format,
+        placement=placement_for_reading(),
+    )
+    return TextScorer(model, bf16=_scores_in_bf16(data.settings))
 
 
 def _comparer(settings: Settings, trained: PreparedModel | None) -> Compare | None:

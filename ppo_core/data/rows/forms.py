@@ -284,13 +284,16 @@ def _votes(columns: Collection[str], is_chat: bool) -> Form:
     if found is None or missing:
         raise _no_columns([*([] if found else ["prompt"]), *missing], columns)
     described, read = found
+    # Only if it is there, so that the digests of data sets without this column stay as they were.
+    people = ["annotator"] if "annotator" in columns else []
 
     def convert(row: RawRow) -> Row:
         answers = {name: as_response(_value(row, name), name) for name in VOTE_FIELDS}
-        return {"prompt": as_prompt(read(row), is_chat=is_chat), **answers}
+        names = {name: _name(row.get(name), name) for name in people}
+        return {"prompt": as_prompt(read(row), is_chat=is_chat), **answers, **names}
 
-    reading = {"prompt": described, **{name: name for name in VOTE_FIELDS}}
-    return Form(reading, _schema(is_chat, *VOTE_FIELDS), convert)
+    reading = {"prompt": described, **{name: name for name in (*VOTE_FIELDS, *people)}}
+    return Form(reading, _schema(is_chat, *VOTE_FIELDS, *people), convert)
 
 
 def _feedback(columns: Collection[str], is_chat: bool) -> Form:

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from pipeline.evaluation.agreement import (
+    COST,
     agree_with_people,
+    compare_with_annotators,
     doubts_about_judge,
     measure_agreement,
 )
@@ -230,3 +232,93 @@ def test_an_evaluation_by_a_judge_that_disagrees_with_people_is_inconclusive():
 def test_a_judge_without_a_verdict_has_no_agreement_with_people():
     result = agree_with_people(RuleJudge(lambda *_: "invalid"), rows("first"))
     assert (result.n, result.invalid, result.share, result.kappa) == (0, 1, None, None)
+
+
+def votes(**words: str) -> list[dict[str, str | None]]:
+    """The labels of each annotator for pairs 0, 1, ...: f, s or t."""
+    labels = {"f": "first", "s": "second", "t": "tie"}
+    return [
+        {
+            "prompt": str(number),
+            "first": "x",
+            "second": "y",
+            "label": labels[letter],
+            "annotator": name,
+        }
+        for name, letters in words.items()
+        for number, letter in enumerate(letters)
+    ]
+
+
+def alternative(judge: str, **words: str):
+    """The alternative annotator test of a judge with these outcomes."""
+    rows = votes(**words)
+    labels = {"f": "first", "s": "second", "t": "tie", "i": "invalid"}
+    return rows, compare_with_annotators(rows, [labels[judge[int(row["prompt"])]] for row in rows])
+
+
+def test_the_alternative_annotator_test_matches_the_sums_done_by_hand():
+    # b and c always say first; a says second in 10 of 40 pairs, the judge in 4 others.
+    # a: the judge is nearer to b and c in 10 pairs, a in 4. d has the mean -.15 and the variance
+    # (14 - 40 * .15^2) / 39 = .3359, t = (-.15 - .15) / sqrt(.3359 / 40) = -3.274, p = .00112
+    # b: where the judge says second, b is nearer; where a says second, both agree with c alone.
+    # d has the mean .1 and the variance (4 - 40 * .1^2) / 39 = .0923, t = -1.041, p = .1522
+    # Benjamini and Yekutieli, factor 3 (1 + 1/2 + 1/3) = 5.5: .00112 * 5.5, .1522 * 5.5 / 3
+    rows, found = alternative(
+        "f" * 26 + "ssss" + "f" * 10, a="f" * 30 + "s" * 10, b="f" * 40, c="f" * 40
+    )
+    a, b, c = found.people.values()
+    assert (a.n, a.judge, a.person, a.replaceable) == (40, 0.9, 0.75, True)
+    assert a.p == pytest.approx(0.00112 * 5.5, rel=0.01)
+    assert (b.n, b.judge, b.person, b.replaceable) == (40, 0.9, 1.0, False)
+    assert b.p == pytest.approx(0.1522 * 5.5 / 3, rel=0.01)
+    assert (c, found.cost, found.passed) == (b, COST, False)
+    assert found.winning_rate == pytest.approx(1 / 3)
+    # Neither the order of the answers nor rows without annotator or verdict change anything.
+    turned = [
+        row | {"first": "y", "second": "x", "label": {"first": "second"}.get(row["label"], "first")}
+        if number % 2
+        else row
+        for number, row in enumerate(rows)
+    ]
+    says = "f" * 26 + "ssss" + "f" * 10
+    outcomes = [
+        "first" if (says[int(row["prompt"])] == "f") == (row["first"] == "x") else "second"
+        for row in turned
+    ]
+    more = [rows[0] | {"annotator": None}, rows[0] | {"prompt": "new"}, rows[0] | {"label": "tie"}]
+    again = compare_with_annotators(turned + more, [*outcomes, "tie", "invalid", "first"])
+    assert again == found
+
+
+def test_a_judge_as_good_as_people_may_stand_for_one_and_a_tossed_coin_may_not():
+    rng = np.random.default_rng(0)
+    truth = rng.choice(list("fs"), 200)
+
+    def person(right: float) -> str:
+        wrong = np.where(truth == "f", "s", "f")
+        return "".join(np.where(rng.random(200) < right, truth, wrong))
+
+    people = {name: person(0.8) for name in "abcd"}
+    assert alternative(person(0.8), **people)[1].passed
+    assert alternative("".join(truth), **people)[1].winning_rate == 1
+    assert alternative(person(0.5), **people)[1].winning_rate == 0
+
+
+@pytest.mark.filterwarnings("error")
+def test_people_who_all_say_the_same_and_too_few_people_are_no_fault():
+    # Where nobody ever differs, the judge is as good as everybody: the deviation is 0.
+    same = alternative("t" * 30, a="t" * 30, b="t" * 30, c="t" * 30)[1]
+    assert (same.winning_rate, {one.p for one in same.people.values()}) == (1.0, {0.0})
+    worst = alternative("s" * 30, a="t" * 30, b="t" * 30, c="t" * 30)[1]
+    assert (worst.winning_rate, worst.passed) == (0.0, False)
+    for judge, words in (
+        ("t" * 30, {"a": "t" * 30, "b": "t" * 30}),
+        ("t" * 30, {"a": "t" * 30, "b": "t" * 30, "c": "t" * 29}),
+        ("t" * 29 + "i", dict.fromkeys("abc", "t" * 30)),
+    ):
+        few = alternative(judge, **words)[1]
+        assert (few.people, few.winning_rate, few.passed) == ({}, None, None)
+        assert "people labeled at least 30 pairs that other people labeled, too" in few.why
+    assert compare_with_annotators(rows("first"), ["first"]) is None
+    assert agree_with_people(RuleJudge(longer), votes(a="f", b="f")).alternative.people == {}

@@ -26,6 +26,7 @@ from pipeline.reports.promotion import promotion_document
 from pipeline.reports.reward_model import reward_document
 from pipeline.reports.terminal import render_summary
 from pipeline.results.evaluation import (
+    AnnotatorTest,
     CanaryKind,
     ContestResult,
     EnsembleAgreement,
@@ -55,6 +56,9 @@ RUN = FlowRun(id="RLHF/1", workspace=Workspace("outputs"), tracking={}, origin={
 """A run on one disk."""
 
 CHROMIUM = shutil.which("chromium")
+
+ALTERNATIVE = "Judge and people, each compared with all other people (alternative annotator test)"
+WITHOUT_PPO = "What SFT reaches without PPO, on the same prompts"
 
 FLOW = """
 import pickle
@@ -223,7 +227,7 @@ def test_a_card_begins_with_the_verdict_and_why(cards: dict[str, Path]):
     assert why["data"] == [[f"It likes {HOSTILE}"], [good]]
     verdict, why, *_ = components(cards["evaluation"])
     assert verdict["value"] == "Inconclusive"
-    assert why["data"][1:] == [[f"The judge said {HOSTILE}"]]
+    assert why["data"][1] == [f"The judge said {HOSTILE}"]
     verdict, why, *_ = components(cards["promotion"])
     assert verdict["value"] == "Refused"
     assert why["data"] == [[f"The judge said {HOSTILE}"]]
@@ -239,7 +243,7 @@ def test_a_card_shows_its_figures(cards: dict[str, Path]):
 
     report = reward_report(quoted=HOSTILE)
     assert pictures("reward") == list(reward_model_figures(report).values())
-    assert len(pictures("evaluation")) == 1
+    assert len(pictures("evaluation")) == 2
 
 
 def test_markdown_gets_headings_in_our_words_only(cards: dict[str, Path]):
@@ -371,7 +375,10 @@ def test_what_was_not_measured_is_not_shown(evaluation: Evaluation):
     before = [section.title for section in evaluation_document(evaluation).sections]
     without = replace(evaluation, people=None)
     after = [section.title for section in evaluation_document(without).sections]
-    assert set(before) - set(after) == {"The judge and people on the same pairs"}
+    assert set(before) - set(after) == {"The judge and people on the same pairs", ALTERNATIVE}
+    without = replace(evaluation, baselines=None)
+    after = [section.title for section in evaluation_document(without).sections]
+    assert set(before) - set(after) == {WITHOUT_PPO}
 
 
 def test_what_could_not_be_said_is_said_so():
@@ -545,8 +552,9 @@ def test_a_divergence_that_was_not_measured_is_said_so(evaluation: Evaluation):
 def test_the_metrics_of_an_evaluation_are_grouped_and_are_numbers(rematch: Evaluation):
     numbers = evaluation_numbers(rematch)
     assert {name.partition("/")[0] for name in numbers} == set(
-        "win_rate improvement kl distinct length repetition guards evaluation".split()
+        "win_rate improvement baseline kl distinct length repetition guards evaluation".split()
     )
+    assert numbers["baseline/best_of_4/gain"] == -0.06
     assert numbers["length/ppo"] == 40.5
     assert numbers["repetition/champion"] == 0.012
     assert numbers["win_rate/ppo_vs_champion/low"] > 0.5
@@ -649,6 +657,70 @@ def test_each_guard_is_in_the_terminal_the_page_and_the_card_of_the_evaluation()
         if one.title.startswith("Guards")
     ]
     assert "Guards" not in render_summary(summary(replace(evaluation, guards={})))
+
+
+def test_whether_ppo_was_worth_it_is_in_the_terminal_the_page_and_one_sentence():
+    evaluation = evaluation_result()
+    rows = {
+        "SFT": ("50.0%", "", "0", "", ""),
+        "SFT, greedy": ("58.3%", "48.3% .. 68.3%", "6.25", "+12.5 points", "+1.0 .. +24.0"),
+        "SFT, best of 4": (
+            *("77.1%", "67.1% .. 87.1%", "0.64"),
+            *("-6.0 points", "-20.0 .. +8.0"),
+        ),
+        "PPO": ("70.8%", "60.0% .. 80.0%", "12.30", "", ""),
+    }
+    document, shown = evaluation_document(evaluation), lines(render_summary(summary(evaluation)))
+    for name, cells in rows.items():
+        assert row_of(document, WITHOUT_PPO, name) == (name, *cells)
+        assert any(" ".join((name, *filter(None, cells))) == line for line in shown)
+    baselines = evaluation.baselines
+    assert baselines and baselines.ppo
+    said = (
+        f"On {baselines.ppo.n} prompts, PPO wins 70.8% against SFT; the best of 4 samples by the "
+        "reward model wins 77.1% without any training. "
+    )
+    unclear = "Which of the two is better is not clear: -6.0 points, 95 % interval -20.0 .. +8.0."
+    assert said + unclear in document.reasons
+    assert unclear.split()[-1] in " ".join(shown)
+    for low, high, words in ((0.01, 0.2, "PPO is better: "), (-0.2, -0.01, "PPO is worse: ")):
+        gain = {
+            "baselines.found.best_of_4.gain.low": low,
+            "baselines.found.best_of_4.gain.high": high,
+        }
+        assert said + words in " ".join(evaluation_document(changed(evaluation, gain)).reasons)
+    nothing = {"win_rate": None, "gain": None, "why": "The limit is spent."}
+    one = changed(baselines.found["greedy"], nothing)
+    spent = replace(
+        evaluation,
+        baselines=replace(baselines, found={"greedy": one, "best_of_4": one}, ppo=None),
+    )
+    document = evaluation_document(spent)
+    assert row_of(document, WITHOUT_PPO, "SFT, greedy")[1:3] == ("not measured", "")
+    assert "PPO was not compared with what SFT reaches without PPO: The limit is spent." in (
+        document.reasons
+    )
+    assert not next(one for one in document.sections if one.title == WITHOUT_PPO).plots
+
+
+def test_whether_the_judge_may_stand_for_a_person_is_said_beside_kappa(evaluation: Evaluation):
+    document = evaluation_document(evaluation)
+    assert row_of(document, ALTERNATIVE, "eve")[1:] == (
+        *("40", "90.0%", "100.0%"),
+        *("0.279", "not replaceable"),
+    )
+    assert (
+        "The judge may stand for a person: it can replace 2 of 3 people (alternative annotator "
+        "test, cost 0.15)." in document.reasons
+    )
+    few = {
+        "people.alternative": AnnotatorTest(
+            people={}, cost=0.15, winning_rate=None, passed=None, why="Two people are few."
+        )
+    }
+    document = evaluation_document(changed(evaluation, few))
+    assert ALTERNATIVE not in [section.title for section in document.sections]
+    assert any("was not measured: Two people are few." in reason for reason in document.reasons)
 
 
 def test_the_terminal_says_what_became_of_the_version():

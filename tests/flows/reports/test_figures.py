@@ -13,6 +13,7 @@ from pipeline.reports.figures import (
     COLOR,
     DPI,
     accuracy_by_margin_plot,
+    baseline_plot,
     best_of_k_plot,
     reliability_plot,
     reward_model_figures,
@@ -21,7 +22,12 @@ from pipeline.reports.figures import (
 )
 from pipeline.results.evaluation import WinRate
 from pipeline.results.reward_report import Bin, Rate, References, Samples
-from tests.helpers.inputs.sample_reports import evaluation_result, reward_report, win_rate
+from tests.helpers.inputs.sample_reports import (
+    changed,
+    evaluation_result,
+    reward_report,
+    win_rate,
+)
 
 
 def pixels(png: bytes) -> np.ndarray:
@@ -60,7 +66,9 @@ def figures() -> dict[str, bytes]:
 
 def test_every_figure_of_a_report_is_a_picture_900_pixels_wide(figures: dict[str, bytes]):
     assert set(figures) == {"accuracy-by-margin", "reliability", "sample-scores", "best-of-k"}
-    for png in (*figures.values(), win_rate_plot(evaluation_result().win_rate)):
+    evaluation = evaluation_result()
+    ours = [win_rate_plot(evaluation.win_rate), baseline_plot(evaluation)]
+    for png in (*figures.values(), *ours):
         height, width, _ = pixels(png).shape
         assert width == 6 * DPI == 900
         assert 250 < height < 900
@@ -92,6 +100,31 @@ def test_an_interval_is_drawn_as_wide_as_it_is():
 
     # 0.2 .. 0.8 is three times as wide as 0.4 .. 0.6.
     assert width(0.2, 0.8) == pytest.approx(3 * width(0.4, 0.6), rel=0.03)
+
+
+def test_baselines_are_drawn_by_their_divergence_and_win_rate():
+    evaluation = evaluation_result()
+    changes: dict[str, Any] = {"kl": {"sft": 0.0, "ppo": 4.0}}
+    for name, kl, wins in (("greedy", 1.0, 0.2), ("best_of_4", 2.0, 0.4)):
+        changes |= {
+            f"baselines.found.{name}.win_rate": rate(wins),
+            f"baselines.found.{name}.kl": kl,
+        }
+    drawn = baseline_plot(changed(evaluation, {**changes, "baselines.ppo": rate(0.8)}))
+    assert drawn
+    rows, columns = np.nonzero(blue(drawn))
+    # From left to right: greedy, the best of 4, and PPO, twice as far each time, and as high.
+    (x0, y0), (x1, y1), (x2, y2) = (
+        (columns[group].mean(), rows[group].mean())
+        for group in np.split(
+            np.argsort(columns, kind="stable"),
+            np.flatnonzero(np.diff(np.sort(columns)) > 20) + 1,
+        )
+    )
+    assert x2 - x1 == pytest.approx(2 * (x1 - x0), abs=2)
+    assert y1 - y2 == pytest.approx(2 * (y0 - y1), abs=2)
+    assert baseline_plot(changed(evaluation, {"kl": {"sft": 0.0, "ppo": None}})) is None
+    assert baseline_plot(changed(evaluation, {"baselines": None})) is None
 
 
 def test_points_that_are_as_right_as_sure_lie_on_a_straight_line():

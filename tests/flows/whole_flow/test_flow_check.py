@@ -106,7 +106,14 @@ def test_the_sizes_are_those_of_the_settings(tmp_path: Path):
     # Of each prompt four pairs of samples, in both orders.
     assert "pairs 64, questions to each judge at most 256" in describe_run(size)
     # Four comparisons in both orders.
-    assert "questions to each judge at most 80" in describe_run(size)
+    assert "questions to each judge at most 80\n" in describe_run(size)
+    # One greedy answer and four samples to each prompt; two comparisons in both orders.
+    assert (
+        "baselines of SFT: prompts at most 10, answers at most 50, questions to each judge at most "
+        "40" in describe_run(size)
+    )
+    off = make_settings(table | {"evaluation": {"baseline_prompts": 0}}, {})
+    assert "baselines" not in describe_run(measure_run(off, has_champion=False))
     assert "needs at least 15 prompts, all won, and there are 10 different" in describe_run(size)
     assert re.search("^time: roughly PPO .* on this machine$", describe_time(size, settings))
 

@@ -74,6 +74,7 @@ def test_the_summary_has_the_mean_of_each_reward_and_balances_them(finished: Fin
     assert abs(objective["objective/scores"]["last"]) < 10
     assert finished.summary["settings"]["rewards"][1] == "python:rewards.py:level"
     assert "rewards/level" in finished.ran.log
+    assert "by the reward model of the run alone" in finished.summary["baselines"]["note"]
 
 
 def test_lineage_and_card_name_the_functions(finished: Finished):

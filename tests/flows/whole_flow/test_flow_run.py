@@ -209,6 +209,29 @@ def test_the_terminal_shows_the_result(journey: Journey, summary: dict[str, Any]
     assert "models:/tiny-policy/1" in journey.resumed.log
 
 
+def test_ppo_is_compared_with_what_sft_reaches_without_it(
+    journey: Journey, summary: dict[str, Any]
+):
+    baselines, decided = summary["baselines"], summary["win_rate"]["ppo_vs_sft"]
+    assert set(baselines["found"]) == {"greedy", "best_of_4"}
+    for one in baselines["found"].values():
+        assert one["why"] == ""
+        assert one["gain"]["n"] == baselines["ppo"]["n"] == decided["n"]
+        assert one["gain"]["difference"] == pytest.approx(decided["rate"] - one["win_rate"]["rate"])
+    assert baselines["found"]["greedy"]["kl"] > 0
+    assert "the best of 4 samples by the reward model wins" in journey.resumed.log
+    run = client_of(journey.folder).get_run(summary["model"]["run_id"])
+    evaluated = runs_of(journey.folder, run.data.tags["flow_run"])["evaluate_win_rate"]
+    kept = artifacts_of(journey.folder, evaluated, "evaluation")
+    assert "evaluation/kl-and-win-rates.png" in kept
+    assert (
+        "## Without PPO"
+        in client_of(journey.folder)
+        .get_model_version("tiny-policy", summary["model"]["version"])
+        .description
+    )
+
+
 def test_the_summary_repeats_the_warnings_of_the_training(
     journey: Journey, summary: dict[str, Any]
 ):

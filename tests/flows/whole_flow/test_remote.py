@@ -123,6 +123,10 @@ def test_mlflow_has_all_curves_and_reports(cloud: FlowInCloud, first: Execution)
     assert curve(cloud, first) == [*range(1, UPDATES + 1)]
     artifacts = {one.path for one in cloud.mlflow.list_artifacts(runs["parent"].info.run_id)}
     assert {"settings.toml", "packages.txt", "summary.json"} <= artifacts
+    # The step of the evaluation has fetched the reward model.
+    assert {f"baseline/{name}/gain" for name in ("greedy", "best_of_4")} <= runs[
+        "parent"
+    ].data.metrics.keys()
 
 
 def test_the_store_has_models_inputs_and_records(cloud: FlowInCloud, first: Execution):

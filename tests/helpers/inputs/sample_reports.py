@@ -1,7 +1,7 @@
 """Reports as the pipeline makes them, of made-up scores and a judge that is a rule."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -17,11 +17,17 @@ from pipeline.judges.function_judge import FunctionJudge
 from pipeline.judges.judge_budget import Spent
 from pipeline.registry.decisions import Decision
 from pipeline.results.evaluation import (
+    AnnotatorTest,
+    Baseline,
+    Baselines,
     ContestResult,
     Evaluation,
     GuardResult,
+    PairedDifference,
     SequentialTest,
+    TestedAnnotator,
     TrainedJudge,
+    WinRate,
 )
 from pipeline.results.report_files import EVALUATION_FILE, REWARD_REPORT_FILE, write_report
 from pipeline.results.reward_report import (
@@ -215,8 +221,10 @@ def evaluation_result(
     if references:
         ppo, sft = (contests.comparisons[f"{who}_vs_reference"] for who in ("ppo", "sft"))
         improvement = compare_policies(ppo, sft)
+    assert contests.result.people
+    people = replace(contests.result.people, alternative=annotator_test(judge))
     return Evaluation(
-        **vars(contests.result),
+        **vars(replace(contests.result, people=people)),
         notes=notes_on(
             trained_judge,
             contests.result.canaries,
@@ -232,7 +240,41 @@ def evaluation_result(
         length=dict.fromkeys(means, 31.0) | {"ppo": 40.5},
         repetition=dict.fromkeys(means, 0.012) | {"ppo": 0.034},
         guards={"stops": guard_result(), "polite": guard_result(source="python:guards.py:polite")},
+        baselines=Baselines(
+            found={
+                "greedy": baseline(0.583, 6.25, gain=0.125, low=0.01, high=0.24, judge=judge),
+                "best_of_4": baseline(0.771, 0.636, gain=-0.06, low=-0.2, high=0.08, judge=judge),
+            },
+            ppo=plain_rate(rate=0.708, low=0.6, high=0.8, judge=judge),
+            note="",
+        ),
     )
+
+
+def plain_rate(**changes: Any) -> WinRate:
+    """A win rate that decides nothing, without lengths."""
+    contest = win_rate(**changes, test=None)
+    return WinRate(**{field.name: getattr(contest, field.name) for field in fields(WinRate)})
+
+
+def baseline(
+    rate: float, kl: float, *, gain: float, low: float, high: float, judge: str
+) -> Baseline:
+    """What SFT reaches without PPO, on 200 pairs."""
+    return Baseline(
+        win_rate=plain_rate(rate=rate, low=rate - 0.1, high=rate + 0.1, judge=judge),
+        kl=kl,
+        gain=PairedDifference(difference=gain, low=low, high=high, n=200, judge=judge),
+        why="",
+    )
+
+
+def annotator_test(quoted: str) -> AnnotatorTest:
+    """A judge that can replace two of three people, of whom one has a name with `quoted`."""
+    ada = TestedAnnotator(n=40, judge=0.9, person=0.75, p=0.0062, replaceable=True)
+    eve = replace(ada, person=1.0, p=0.279, replaceable=False)
+    people = {f"ada {quoted}": ada, "bob": ada, "eve": eve}
+    return AnnotatorTest(people=people, cost=0.15, winning_rate=2 / 3, passed=True, why="")
 
 
 def guard_result(**changes: Any) -> GuardResult:

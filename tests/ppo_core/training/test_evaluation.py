@@ -47,6 +47,26 @@ def test_greedy_texts_depend_on_no_seed():
     assert greedy.kl is None
 
 
+def test_the_distance_of_greedy_texts_is_what_the_reference_says_of_their_tokens():
+    policy = make_policy()
+    found = answer(
+        policy,
+        temperature=0,
+        stop_token_id=None,
+        stop=None,
+        load_reference=lambda: policy,
+        reference_temperature=0.7,
+    )
+    logprobs = []
+    for prompt in PROMPTS:
+        ids = make_tokenizer()(prompt, return_tensors="pt")["input_ids"]
+        for _ in range(12):
+            logits = LanguageModel(policy).model(ids).logits[0, -1].detach()
+            logprobs.append(torch.log_softmax(logits / 0.7, -1).max().item())
+            ids = torch.cat([ids, logits.argmax()[None, None]], dim=1)
+    assert found.kl == pytest.approx(-sum(logprobs) / len(PROMPTS), rel=1e-4)
+
+
 def test_the_distance_from_itself_is_nothing_and_from_another_it_is_the_exact_divergence():
     policy, other = make_policy(), make_policy(seed=5)
     assert answer(policy, load_reference=lambda: policy).kl == pytest.approx(0, abs=1e-5)

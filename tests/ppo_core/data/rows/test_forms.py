@@ -238,6 +238,8 @@ def test_conversations_and_texts_are_demonstrations():
 def test_votes_have_two_answers_and_a_label():
     row = {"question": "q", "first": "a", "second": "b", "label": "tie"}
     assert read_row("votes", row) == {"prompt": "q", "first": "a", "second": "b", "label": "tie"}
+    assert read_row("votes", row | {"annotator": 7})["annotator"] == "7"
+    assert read_row("votes", row | {"annotator": None})["annotator"] is None
 
 
 def test_a_column_of_another_name_is_read_where_it_exists():

@@ -1,0 +1,233 @@
+"""Compare PPO with what SFT reaches without PPO, on prompts that the judge compared to decide."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import log
+from typing import Any, Protocol
+
+from pipeline.evaluation.comparison import Comparison, compare, first_pairs, joined
+from pipeline.evaluation.rates import Array
+from pipeline.evaluation.win_rate import compare_policies, measure_win_rate
+from pipeline.judges.judge_budget import Budget
+from pipeline.judges.judge_names import read_judges
+from pipeline.judges.make_judge import make_judge_of_run
+from pipeline.judges.verdict import Judge, JudgedPrompt
+from pipeline.results.evaluation import Baseline, Baselines, WinRate
+from pipeline.settings.evaluation_config import EvaluationConfig
+from pipeline.settings.settings import Settings
+from ppo_core.config.reward_names import read_rewards
+from ppo_core.data.rows.dialogues import shown_prompt
+from ppo_core.errors import JudgeError, PPOError
+from ppo_core.errors.out_of_memory import free_unused
+from ppo_core.training.evaluation import Answers
+
+SAMPLES = 4
+"""Number n of samples of which the reward model chooses one."""
+
+KL_OF_BEST = log(SAMPLES) - (SAMPLES - 1) / SAMPLES
+"""Largest KL divergence of the best of n samples from a single sample: ln n - (n - 1) / n nats. It
+is reached if no two samples have equal scores (arXiv:2401.01879)."""
+
+PROMPTS_AT_ONCE = 16
+"""Number of prompts that the judge compares before it may be out of budget."""
+
+Score = Callable[[Sequence[JudgedPrompt], Sequence[str]], Array]
+"""Function that returns the rewards (N,) of one answer to each of N prompts."""
+
+
+class AnswerOfSft(Protocol):
+    """Function that answers prompts with the SFT policy."""
+
+    def __call__(self, prompts: Sequence[JudgedPrompt], *, kl: bool, **changes: Any) -> Answers:
+        """Return one answer to each prompt.
+
+        Args:
+            prompts: the prompts.
+            kl: whether to compute the KL divergence from SFT.
+            **changes: values of the `AnswerJob` in place of those of the settings.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class JudgedBaselines:
+    """Results of the baselines, and the pairs behind them."""
+
+    results: Baselines | None
+    comparisons: dict[str, Comparison] = field(default_factory=dict)
+    """Comparisons by name of the contest, `NAME_vs_sft`."""
+
+
+def baseline_names(config: EvaluationConfig) -> list[str]:
+    """Return the baselines of an evaluation; without sampling, SFT is greedy already."""
+    if not config.baseline_prompts:
+        return []
+    return ["greedy", "best_of_4"] if config.temperature else ["best_of_4"]
+
+
+def baseline_answers(config: EvaluationConfig) -> int:
+    """Return the number of answers of SFT to each prompt of the baselines."""
+    return sum(SAMPLES if name == "best_of_4" else 1 for name in baseline_names(config))
+
+
+def measure_baselines(
+    settings: Settings,
+    prompts: Sequence[JudgedPrompt],
+    ppo: Comparison,
+    answer: AnswerOfSft,
+    score: Score,
+    spec: str,
+    budget: Budget,
+) -> JudgedBaselines:
+    """Judge greedy answers of SFT, and its best of four samples, against its ordinary samples.
+
+    If the budget is too small, or anything fails, the result states why. The evaluation does not
+    fail, because this comparison decides nothing.
+
+    Args:
+        settings: settings of the run.
+        prompts: all prompts of the evaluation.
+        ppo: comparison of PPO with SFT; the first of its pairs give the prompts.
+        answer: answers with SFT.
+        score: returns the rewards of answers.
+        spec: name of the judge.
+        budget: counter of the judge's calls; the baselines use what is left.
+    """
+    names = baseline_names(settings.evaluation)
+    paid = sum(part.kind == "openai" for part in read_judges(spec))
+    each, left = 2 * paid * len(names), budget.calls_left
+    count = min(settings.evaluation.baseline_prompts, len(ppo.prompts))
+    if each and left is not None:
+        count = min(count, left // each)
+    if not count:
+        return _not_measured(
+            names, f"judging.max_calls leaves {left} calls, and each prompt takes {each}."
+        )
+    by_text = {shown_prompt(prompt): prompt for prompt in prompts}
+    part = first_pairs(ppo, count)
+    asked = [by_text[text] for text in part.prompts]
+    try:
+        texts = _answers(settings, names, asked, answer, score)
+        free_unused()
+        judge = make_judge_of_run(settings, spec, budget)
+        return _judged(settings, texts, asked, part, judge)
+    except PPOError as error:
+        return _not_measured(names, str(error))
+
+
+@dataclass(frozen=True)
+class _Texts:
+    """Answers to the prompts, and their KL divergence from SFT."""
+
+    texts: list[str]
+    kl: float | None
+
+
+def _answers(
+    settings: Settings,
+    names: Sequence[str],
+    prompts: Sequence[JudgedPrompt],
+    answer: AnswerOfSft,
+    score: Score,
+) -> dict[str, _Texts]:
+    """Return the answers of each baseline."""
+    config = settings.evaluation
+    found = {}
+    if "greedy" in names:
+        greedy = answer(
+            prompts,
+            kl=config.top_k == 0 and config.top_p == 1,
+            temperature=0.0,
+            reference_temperature=config.temperature,
+        )
+        found["greedy"] = _Texts(greedy.texts, greedy.kl)
+    repeated = [prompt for prompt in prompts for _ in range(SAMPLES)]
+    samples = answer(
+        repeated,
+        kl=False,
+        # Greedy samples would be equal.
+        temperature=config.temperature or settings.ppo.temperature,
+        # Other random numbers than those of the ordinary samples, and of `selection`.
+        seed=(settings.seed + 2) % 2**32,
+    ).texts
+    # The policy leaves the memory before the reward model is loaded.
+    free_unused()
+    best = score(repeated, samples).reshape(-1, SAMPLES).argmax(axis=1)
+    chosen = [samples[SAMPLES * row + column] for row, column in enumerate(best)]
+    found["best_of_4"] = _Texts(chosen, KL_OF_BEST if config.temperature else None)
+    return found
+
+
+def _judged(
+    settings: Settings,
+    answers: dict[str, _Texts],
+    prompts: Sequence[JudgedPrompt],
+    ppo: Comparison,
+    judge: Judge,
+) -> JudgedBaselines:
+    """Let the judge compare each baseline with the ordinary samples of SFT."""
+
+    def win_rate(comparison: Comparison) -> WinRate:
+        config = settings.evaluation
+        return measure_win_rate(
+            comparison, max_invalid=config.max_invalid, max_flip_rate=config.max_flip_rate
+        )
+
+    comparisons = _compare(judge, prompts, answers, ppo.opponents)
+    count = len(next(iter(comparisons.values())).prompts)
+    ppo = first_pairs(ppo, count)
+    found = {
+        name: Baseline(
+            win_rate=win_rate(comparison),
+            kl=answers[name].kl,
+            gain=compare_policies(ppo, comparison),
+            why="",
+        )
+        for name, comparison in comparisons.items()
+    }
+    results = Baselines(found=found, ppo=win_rate(ppo), note=_note(settings))
+    return JudgedBaselines(results, {f"{name}_vs_sft": one for name, one in comparisons.items()})
+
+
+def _compare(
+    judge: Judge,
+    prompts: Sequence[JudgedPrompt],
+    answers: dict[str, _Texts],
+    opponents: Sequence[str],
+) -> dict[str, Comparison]:
+    """Compare the answers to as many of the prompts as the judge's budget allows.
+
+    Raises:
+        JudgeError: the judge does not answer the first PROMPTS_AT_ONCE prompts.
+    """
+    parts: list[dict[str, Comparison]] = []
+    for start in range(0, len(prompts), PROMPTS_AT_ONCE):
+        own = slice(start, start + PROMPTS_AT_ONCE)
+        try:
+            parts.append(
+                {
+                    name: compare(judge, prompts[own], one.texts[own], opponents[own])
+                    for name, one in answers.items()
+                }
+            )
+        except JudgeError:
+            if not parts:
+                raise
+            break
+    judged = {name: [part[name] for part in parts] for name in answers}
+    count = sum(len(part.prompts) for part in next(iter(judged.values())))
+    return {name: joined(own, range(count)) for name, own in judged.items()}
+
+
+def _note(settings: Settings) -> str:
+    if all(one.is_own for one in read_rewards(settings.rewards)):
+        return ""
+    return (
+        "The best of 4 samples was chosen by the reward model of the run alone, but PPO was "
+        "trained with the sum of `rewards`."
+    )
+
+
+def _not_measured(names: Sequence[str], why: str) -> JudgedBaselines:
+    nothing = Baseline(win_rate=None, kl=None, gain=None, why=why)
+    return JudgedBaselines(Baselines(found=dict.fromkeys(names, nothing), ppo=None, note=""))

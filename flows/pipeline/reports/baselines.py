@@ -1,0 +1,68 @@
+"""The comparison of PPO with what SFT reaches without PPO, as a table and a sentence."""
+
+from pipeline.reports.document import as_decimal, as_interval, as_percent, as_points
+from pipeline.results.evaluation import Baseline, Baselines, Evaluation, PairedDifference, WinRate
+
+BASELINE_TITLES = {
+    "greedy": "SFT, greedy",
+    "best_of_4": "SFT, best of 4",
+}
+"""Titles of the baselines."""
+
+BASELINE_COLUMNS = (
+    "wins against SFT",
+    "95 % interval",
+    "KL, nats",
+    "PPO gains",
+    "95 % interval, points",
+)
+"""Columns of `baseline_rows` after the first, which has the titles."""
+
+
+def baseline_rows(evaluation: Evaluation) -> tuple[tuple[str, ...], ...]:
+    """Return the table of SFT, its baselines and PPO; empty without baselines."""
+    baselines = evaluation.baselines
+    if baselines is None:
+        return ()
+    return (
+        ("SFT", as_percent(0.5), "", "0", "", ""),
+        *((BASELINE_TITLES[name], *_cells(one)) for name, one in baselines.found.items()),
+        ("PPO", *_rate(baselines.ppo), as_divergence(evaluation.kl["ppo"]), "", ""),
+    )
+
+
+def worth_of_ppo(baselines: Baselines) -> list[str]:
+    """Return sentences on whether PPO was worth it, and what a reader must know."""
+    best = baselines.found["best_of_4"]
+    if baselines.ppo is None or best.win_rate is None or best.gain is None:
+        return [f"PPO was not compared with what SFT reaches without PPO: {best.why}"]
+    sentence = (
+        f"On {baselines.ppo.n} prompts, PPO wins {as_percent(baselines.ppo.rate)} against SFT; the "
+        "best of 4 samples by the reward model wins "
+        f"{as_percent(best.win_rate.rate)} without any training. {_verdict(best.gain)}"
+    )
+    return [sentence, *([baselines.note] if baselines.note else [])]
+
+
+def as_divergence(kl: float | None) -> str:
+    """Return a KL divergence with fixed decimals, because SFT's value is only a rounding error."""
+    return "none" if kl is None else as_decimal(kl, 2)
+
+
+def _cells(one: Baseline) -> tuple[str, ...]:
+    gain = ("", "") if one.gain is None else as_points(one.gain)
+    return (*_rate(one.win_rate), as_divergence(one.kl), *gain)
+
+
+def _rate(rate: WinRate | None) -> tuple[str, str]:
+    return ("not measured", "") if rate is None else (as_percent(rate.rate), as_interval(rate))
+
+
+def _verdict(gain: PairedDifference) -> str:
+    points, interval = as_points(gain)
+    difference = f"{points}, 95 % interval {interval}"
+    if gain.low > 0:
+        return f"PPO is better: {difference}."
+    if gain.high < 0:
+        return f"PPO is worse: {difference}."
+    return f"Which of the two is better is not clear: {difference}."
