@@ -22,6 +22,7 @@ from pipeline.cost.training_sizes import (
 )
 from pipeline.evaluation.comparison import contests_between
 from pipeline.inputs.data_sets import RunData, references_of
+from pipeline.inputs.run_rewards import RunRewards
 from pipeline.registry.error_budget import limits_now
 from pipeline.settings.gate_configs import PromotionConfig, RewardGateConfig
 from pipeline.settings.selection_config import MOST_TRIES
@@ -90,6 +91,10 @@ class RunSize:
     response_length: int
     """Maximum number of tokens of a response."""
 
+    language_models: str
+    """Number of questions to the language models that score responses of PPO, as text; empty if
+    there are none."""
+
     processes: int
     """Number of PPO processes on all machines."""
 
@@ -157,6 +162,7 @@ def measure_run(settings: Settings, *, has_champion: bool) -> RunSize:
         prompts=len(prompts),
         prompt_tokens=sum(lengths),
         response_length=settings.ppo.response_length,
+        language_models=_language_models(data, schedule.total_episodes),
         processes=number,
         ppo=schedule,
         works=[] if None in works else [work for work in works if work is not None],
@@ -202,6 +208,23 @@ def _selection(data: RunData, parameters: int) -> str:
     )
 
 
+def _language_models(data: RunData, episodes: int) -> str:
+    """Return the number of questions to language models about `episodes` responses, as text."""
+    asked = RunRewards(data).language_models
+    if not asked:
+        return ""
+    on_servers = episodes * sum(one.kind == "openai" for one in asked)
+    limit = data.settings.judging.max_calls
+    text = f"questions to each of {len(asked)} language models {episodes:,}"
+    if limit is None or on_servers <= limit:
+        return text
+    return (
+        f"{text}\nWarning: judging.max_calls={limit} is below the {on_servers:,} calls of PPO, so "
+        "PPO ends before its last update, unless the replies are already stored. Raise "
+        "judging.max_calls, or lower total_episodes."
+    )
+
+
 def _disk_of(number: int, parameters: int, policy: str) -> str:
     """Return the disk space of policies that are saved in the precision of `policy`, as text."""
     is_half = half_precision(load_config(policy).to_dict()) is not None
@@ -231,6 +254,7 @@ def describe_run(size: RunSize) -> str:
         f"episodes {ppo.total_episodes:,}, sampled tokens at most {tokens:,}, "
         f"updates {ppo.num_updates:,}, optimizer steps {ppo.num_optimizer_steps:,}, "
         f"processes {size.processes}",
+        *([f"rewards: {size.language_models}"] if size.language_models else []),
         *([f"selection: {size.selection}"] if size.selection else []),
         f"evaluation: prompts {size.evaluation_prompts:,}, comparisons {size.contests}, "
         f"questions to each judge at most {questions:,}",

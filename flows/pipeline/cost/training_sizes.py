@@ -181,7 +181,7 @@ def _kind(sharding: Sharding | None, processes: Processes) -> Sharding:
 
 
 def _scorers(settings: Settings) -> tuple[list[ModelSize], ModelSize | None]:
-    """Return the sizes of all reward models, the run's own first; and of the critic.
+    """Return the sizes of all models that score, the run's own first; and of the critic.
 
     The critic is a copy of the first reward model with a weight that reads the policy's tokens;
     None if there is none.
@@ -201,6 +201,8 @@ def _scorers(settings: Settings) -> tuple[list[ModelSize], ModelSize | None]:
         reads_along = scorer.lm_head is not None and scorer.reads_tokens_of(data.policy_tokenizer)
         if source in counted and reads_along:
             critics.append(sizes[-1])
+    here = (one.source for one in named if one.kind == "transformers")
+    sizes += [model_size(empty_model(source)) for source in here]
     return sizes, next(iter(critics), None)
 
 

@@ -39,6 +39,8 @@ def _named_models(settings: Settings) -> Iterator[tuple[str, str, Collection[str
     for one in read_rewards(settings.rewards):
         if one.kind == "reward-model" and not one.is_own:
             yield "rewards", one.source, EXACT | SCORING_ENCODERS
+        elif one.kind == "transformers":
+            yield "rewards", one.source, EXACT
     for part in read_judges(settings.judge) if settings.judge else ():
         if part.kind == "reward-model":
             yield f"judge={part.kind}", part.source, EXACT | SCORING_ENCODERS
