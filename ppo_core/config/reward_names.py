@@ -17,6 +17,10 @@ RewardKind: TypeAlias = Literal["reward-model", "python", "openai", "transformer
 OWN = "reward-model"
 """The reward model of the run, as an entry of `rewards`."""
 
+DISAGREEMENT = "disagreement"
+"""Name, beside the rewards, of the standard deviation between several reward models that are one
+reward."""
+
 KINDS: tuple[RewardKind, ...] = get_args(RewardKind)
 
 GRAMMAR = (

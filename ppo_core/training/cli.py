@@ -27,7 +27,13 @@ from ppo_core.distributed.process import is_main_process
 from ppo_core.errors import ConfigError
 from ppo_core.io.atomic_files import require_writable, write_atomically
 from ppo_core.models.adapters import get_peft_config
-from ppo_core.models.loading import load_config, load_policy, load_reward_model, load_tokenizer
+from ppo_core.models.loading import (
+    load_config,
+    load_policy,
+    load_reward_model,
+    load_tokenizer,
+    member_folders,
+)
 from ppo_core.models.quantization import get_quantization_config
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.ppo.random_state import seed_global_generators
@@ -274,8 +280,9 @@ def load_reward(
         ModelError: the folder or hub id has no model, or the model returns several scores.
     """
     base = path or start
-    architectures = load_config(base).architectures or []
-    if any(name.endswith("ForSequenceClassification") for name in architectures):
+    are_several = bool(member_folders(base))
+    architectures = [] if are_several else load_config(base).architectures or []
+    if are_several or any(name.endswith("ForSequenceClassification") for name in architectures):
         return load_reward_model(base, prompt_format=prompt_format, **reading)
     given = f"reward_model_path={path!r} is no reward model" if path else "No reward_model_path"
     warnings.warn(

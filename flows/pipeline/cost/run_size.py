@@ -1,7 +1,7 @@
 """Sizes of a run: rows, tokens, parameters, updates, optimizer steps, and the time of PPO."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 import pyarrow.compute
@@ -146,9 +146,11 @@ def measure_run(settings: Settings, *, has_champion: bool) -> RunSize:
     reward_model = count_parameters(settings.reward_model or settings.policy, scores=True)
     schedule = make_schedule(settings.ppo, num_prompts=len(prompts), num_processes=number)
     sft, pairs, judge = _sft_rows(data), _pair_rows(data), _judge_rows(data)
+    members = settings.reward_model_training.members
     works = [
         *([_sft_work(settings, sft, processes)] if sft else []),
-        *(_reward_work(settings, rows, processes) for rows in (pairs, judge) if rows),
+        *([_reward_work(settings, pairs, processes, members)] if pairs else []),
+        *([_reward_work(settings, judge, processes)] if judge else []),
         _ppo_work(settings, lengths, processes),
     ]
     return RunSize(
@@ -298,13 +300,18 @@ def _sft_work(
 
 
 def _reward_work(
-    settings: Settings, rows: SupervisedRows, processes: Processes
+    settings: Settings, rows: SupervisedRows, processes: Processes, members: int = 1
 ) -> TrainingCost | None:
+    """Return the cost of training `members` models, one after the other, on the same rows."""
+
     def size_on(some: Processes) -> TrainingSize | None:
         return reward_size(settings, longest=rows.longest, processes=some)
 
     name, config = "reward_model_training", settings.reward_model_training
-    return _supervised_work("reward model", name, config, rows, size_on, settings, processes)
+    one = _supervised_work("reward model", name, config, rows, size_on, settings, processes)
+    if one is None or members == 1:
+        return one
+    return replace(one, seconds=lambda size, speed: members * one.seconds(size, speed))
 
 
 def _supervised_work(

@@ -100,7 +100,9 @@ def validate(
     sampled = measure_samples(
         first.scores, None if references is None else references[: limits.num_prompts], seed=seed
     )
-    contract = check_contract(scorer, labeled, tolerance=limits.tolerance)
+    contracts = [
+        check_contract(one, labeled, tolerance=limits.tolerance) for one in scorer.of_members()
+    ]
     probes = run_probes(
         scorer, *_good_answers(prompts, labeled), seed=seed, limit=limits.max_degenerate_preferred
     )
@@ -115,7 +117,8 @@ def validate(
         calibration=calibration,
         lengths=lengths,
         samples=Samples(**vars(sampled), duplicates=duplicates(first.texts)),
-        contract=contract,
+        # The first member that breaks the contract, if one does.
+        contract=next((one for one in contracts if one.reasons), contracts[0]),
         probes=probes,
         bias=0.0 if references is None else float(references.mean()),
         gain=1 / sampled.deviation if limits.unit_deviation and sampled.deviation else 1.0,

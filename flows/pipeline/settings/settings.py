@@ -19,12 +19,12 @@ from pipeline.settings.hardware_config import HardwareConfig
 from pipeline.settings.judge_config import JudgingConfig
 from pipeline.settings.overrides import merge_tables, read_overrides
 from pipeline.settings.selection_config import SelectionConfig
-from pipeline.settings.training_sections import LoraConfig, SupervisedSection
+from pipeline.settings.training_sections import LoraConfig, RewardTrainingSection, SupervisedSection
 from pipeline.settings.unknown_names import describe_unknown_setting
 from ppo_core.config.checks import check_fields, check_type, refuse_secrets
 from ppo_core.config.placement import Precision
 from ppo_core.config.ppo_config import PPOConfig
-from ppo_core.config.reward_names import OWN, NamedReward, read_rewards, same_place
+from ppo_core.config.reward_names import DISAGREEMENT, OWN, NamedReward, read_rewards, same_place
 from ppo_core.config.row_settings import (
     MAX_LEFT_OUT,
     Overlong,
@@ -209,8 +209,8 @@ class Settings:
     )
     """Settings for fine-tuning the policy on `sft_data`."""
 
-    reward_model_training: SupervisedSection = field(
-        default_factory=lambda: SupervisedSection(
+    reward_model_training: RewardTrainingSection = field(
+        default_factory=lambda: RewardTrainingSection(
             **_defaults(UNKNOWN_SIZE)["reward_model_training"]
         )
     )
@@ -338,6 +338,7 @@ class Settings:
                 f"({', '.join(names)}). Set one number for each entry of rewards."
             )
         self._check_language_models(rewards)
+        self._check_members(names)
         for one in rewards:
             is_model = one.kind == "reward-model" and not one.is_own
             if is_model and same_place(one.source, self.reward_model):
@@ -364,6 +365,20 @@ class Settings:
                 f"rewards names {named[0]!r}, a language model, and num_nodes={self.num_nodes}: "
                 "only the processes of one machine share the limits of [judging]. Set num_nodes=1, "
                 "or ask the model in a function, python:FILE_OR_MODULE:FUNCTION."
+            )
+
+    def _check_members(self, rewards: Sequence[str]) -> None:
+        members = self.reward_model_training.members
+        if members > 1 and self.reward_model and not self.fresh_pairs.wanted:
+            raise ConfigError(
+                f"reward_model_training.members={members} would be ignored, because no reward "
+                f"model is trained beside reward_model={self.reward_model!r}. Remove either "
+                "setting."
+            )
+        if members > 1 and DISAGREEMENT in rewards:
+            raise ConfigError(
+                f"A reward has the name {DISAGREEMENT!r}, the metric of reward_model_training."
+                f"members={members}. Write another NAME= before the reward."
             )
 
     def _check_fresh_pairs(self) -> None:

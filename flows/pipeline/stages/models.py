@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from pipeline.inputs.data_sets import RunData
@@ -25,6 +26,7 @@ from pipeline.tracking.tracker import Tracker
 from ppo_core.data.rows.reader import Rows
 from ppo_core.io.folder_cache import digest_of_code
 from ppo_core.models.files.finite_weights import require_finite_weights
+from ppo_core.models.loading import MEMBER
 from ppo_core.supervised.job import read_result
 from ppo_core.supervised.training_code import modules_of_training
 
@@ -106,7 +108,7 @@ def load_reward_models(
     if settings.reward_model:
         reward_model = _given_model(settings.reward_model, run)
     else:
-        reward_model = _train_and_log(_reward_training(settings, sft, run), run, here, tracker)
+        reward_model = _train_members(_reward_training(settings, sft, run), run, here, tracker)
     if fresh:
         trained = train_fresh_model(settings, sft, [fresh], run, tracker, here)
         reward_model = better_reward_model(settings, reward_model, trained, fresh, run, tracker)
@@ -133,9 +135,9 @@ def load_reward_models_as_worker(
 ) -> None:
     """Take part in the trainings of `load_reward_models`, on any machine except the first."""
     if not settings.reward_model:
-        _take_part(_reward_training(settings, sft, run), run, here)
+        _take_part_in_members(_reward_training(settings, sft, run), run, here)
     if fresh:
-        _take_part(_fresh_training(settings, sft, [fresh], run), run, here)
+        _take_part_in_members(_fresh_training(settings, sft, [fresh], run), run, here)
     if not settings.judge:
         _take_part(_judge_training(settings, sft, run), run, here)
 
@@ -172,7 +174,7 @@ def train_fresh_model(
     here: Machines = ONE_MACHINE,
 ) -> PreparedModel:
     """Return the reward model that is trained on the pairs of all rounds so far."""
-    return _train_and_log(_fresh_training(settings, sft, pairs, run), run, here, tracker)
+    return _train_members(_fresh_training(settings, sft, pairs, run), run, here, tracker)
 
 
 @with_files("settings", "given", "trained", "fresh")
@@ -248,6 +250,42 @@ def _train_once(
     shutil.rmtree(job, ignore_errors=True)
     model = PreparedModel(path=made.place, digest=made.digest, metrics=made.values)
     return model, made.reused
+
+
+def _members(training: _Training) -> list[_Training]:
+    """Return the trainings of the members of a reward model; the first is the given training."""
+    section = training.data.settings.reward_model_training
+    return [training] + [
+        replace(training, name=f"{training.name}-{number}", section=section.of_member(number))
+        for number in range(2, section.members + 1)
+    ]
+
+
+def _train_members(
+    training: _Training, run: FlowRun, here: Machines, tracker: Tracker
+) -> PreparedModel:
+    """Return the reward model, or a folder with its members; each member is trained once."""
+    trainings = _members(training)
+    if len(trainings) == 1:
+        return _train_and_log(training, run, here, tracker)
+    trained = [_train_once(one, run, here, tracker) for one in trainings]
+    models = [model for model, _ in trained]
+
+    def join(folder: Path) -> Mapping[str, float]:
+        for number, model in enumerate(models, start=1):
+            shutil.copytree(run.workspace.fetch_files(model).path, folder / f"{MEMBER}{number}")
+        return {name: fmean(model.metrics[name] for model in models) for name in models[0].metrics}
+
+    inputs = {"members": [model.digest for model in models]}
+    made = make_or_reuse(run.workspace, training.name, inputs, join)
+    tracker.step.log_metrics(made.values)
+    tracker.step.set_tags({"reused": str(all(reused for _, reused in trained))})
+    return PreparedModel(path=made.place, digest=made.digest, metrics=made.values)
+
+
+def _take_part_in_members(training: _Training, run: FlowRun, here: Machines) -> None:
+    for one in _members(training):
+        _take_part(one, run, here)
 
 
 def _take_part(training: _Training, run: FlowRun, here: Machines) -> None:

@@ -369,6 +369,15 @@ def test_the_judge_is_refused_before_anything_is_read(tmp_path: Path):
         ),
         ({"rewards_rubric": "r.md"}, "rewards_rubric='r.md' would be ignored"),
         ({"rewards": ["openai:g"], "rewards_rubric": "r.md", "num_nodes": 2}, "and num_nodes=2"),
+        (
+            {"reward_model": "r", "reward_model_training": {"members": 2}},
+            "members=2 would be ignored, because no reward model is trained",
+        ),
+        (
+            {"rewards": ["disagreement=reward-model"], "reward_model_training": {"members": 2}},
+            "A reward has the name 'disagreement'",
+        ),
+        ({"sft": {"members": 2}}, "sft.members"),
         ({"rewards": ["opnai:gpt"]}, "Did you mean openai:gpt"),
         ({"hardware": {"judge_prices": {"openai:g": 1.0}}}, "name no server of this name"),
     ],

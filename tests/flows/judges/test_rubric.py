@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from pipeline.cost.run_size import describe_sizes
 from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.model_digests import digest_of_model
 from pipeline.inputs.run_rewards import RunRewards
@@ -173,6 +174,13 @@ def test_processes_share_the_limits_and_count_what_all_of_them_spent(tmp_path: P
         assert resumed.budget.max_calls == 6
         assert resumed.reward(SCORER)(["p"] * 4, ["a", "b", "c", "d"]) == [5] * 4
     assert len(server.requests) == 4
+
+
+def test_the_sizes_of_a_run_say_what_it_asks_and_that_the_limit_is_too_low(tmp_path: Path):
+    settings = with_model(tmp_path, "http://127.0.0.1:1/v1", judging={"max_calls": 23})
+    words = describe_sizes(settings, has_champion=False)
+    assert "rewards: questions to each of 1 language models 24\n" in words
+    assert "judging.max_calls=23 is below the 24 calls of PPO, so PPO ends before" in words
 
 
 def test_the_first_step_asks_about_a_chosen_and_an_empty_answer(tmp_path: Path, capsys):
