@@ -40,6 +40,9 @@ class PreparedModel:
     metrics: dict[str, float]
     """Final training metrics; empty if the flow did not train the model."""
 
+    spent: dict[str, Spent] = field(default_factory=dict)
+    """Calls and tokens of the judge that compared samples before labels were asked for, by name."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class FreshPairs:

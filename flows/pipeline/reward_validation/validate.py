@@ -89,7 +89,7 @@ def validate(
     labeled = label_pairs(preferences.given)
     chosen, rejected = score_pairs(scorer, labeled)
     decided = np.array([not pair.tie for pair in labeled])
-    blocks = _scored_samples(scorer, prompts, draw, limits)
+    blocks = scored_samples(scorer, prompts, draw, limits)
     first = next(blocks)
     references = _score_references(scorer, prompts, max(MAX_REFERENCES, limits.num_prompts))
 
@@ -184,7 +184,7 @@ def _good_answers(
     return [pair.prompt for pair in decided], [pair.chosen for pair in decided]
 
 
-def _scored_samples(
+def scored_samples(
     scorer: TextScorer, prompts: Rows, draw: SampleResponses, limits: RewardGateConfig
 ) -> Iterator[ScoredSamples]:
     """Sample and score prompts, `num_prompts` at a time."""

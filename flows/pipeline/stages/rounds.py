@@ -47,7 +47,7 @@ def decides_the_rounds(data: RunData, fresh: FreshPairs | None) -> dict[str, Any
     settings = data.settings
     if settings.fresh_pairs.rounds == 1:
         return {}
-    assert fresh is not None
+    assert fresh is not None  # several rounds ask for labels in any case
     weight, members = settings.fresh_pairs.given_weight, settings.reward_model_training.members
     return {
         "rounds": settings.fresh_pairs.rounds,

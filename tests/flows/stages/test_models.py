@@ -33,9 +33,10 @@ def bare(folder: Path, **changes: Any) -> Settings:
 
 
 def load(settings: Settings, run: FlowRun) -> Models:
-    return load_reward_models(
-        settings, PreparedModel(path=settings.policy, digest="", metrics={}), run
-    )
+    sft = PreparedModel(path=settings.policy, digest="", metrics={})
+    reward_model, judge, fresh = load_reward_models(settings, sft, run)
+    assert fresh is None
+    return reward_model, judge
 
 
 @pytest.fixture
