@@ -122,6 +122,9 @@ def test_an_invalid_answer_takes_the_mean_of_the_others_and_nothing_is_asked_twi
         # The mean of 9, 3 and 9: one for each response, although equal ones are asked once.
         assert reward_of(chat, tmp_path)(["p"] * 4, responses) == [9, 3, 9, 7]
     assert Counter(chat.asked) == {"w1": 1, "w2": 1, "bad": 2}
+    # A process with few rows may have no other answer, and goes on with the last ones.
+    reward = reward_of(chat, tmp_path)
+    assert [reward(["p"], [text]) for text in ("w1", "w2", "bad")] == [[9], [3], [6]]
 
 
 def test_too_many_invalid_answers_end_the_training_by_name(tmp_path: Path):

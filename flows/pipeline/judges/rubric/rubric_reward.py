@@ -20,7 +20,8 @@ LEAST_ANSWERS = 64
 class RubricReward:
     """Scores responses from 1 to 10 by a rubric; it is a reward function of PPO.
 
-    A response whose answer is invalid gets the mean score of the other responses of the call.
+    A response whose answer is invalid gets the mean score of the other responses of the call, or if
+    all are invalid, of the last responses.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class RubricReward:
         self._reward, self._chat, self._cache, self._rubric = reward, chat, cache, rubric
         self._attempts, self._max_invalid, self._on_asked = attempts, max_invalid, on_asked
         self._wording = score_wording(rubric)
-        self._last: deque[bool] = deque(maxlen=LAST_ANSWERS)
+        self._last: deque[float | None] = deque(maxlen=LAST_ANSWERS)
 
     def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
         """Return one score for each response.
@@ -52,21 +53,23 @@ class RubricReward:
                 invalid. All replies are stored.
         """
         scores = self.scores(prompts, responses)
-        valid = [score.value for score in scores if score.value is not None]
-        self._last.extend(score.value is None for score in scores)
-        share = sum(self._last) / max(1, len(self._last))
-        reason = next((score.reason for score in scores if score.value is None), "")
-        if reason and (
-            not valid or (len(self._last) >= LEAST_ANSWERS and share > self._max_invalid)
-        ):
+        values = [score.value for score in scores]
+        self._last.extend(values)
+        if None not in values:
+            return [value for value in values if value is not None]
+        known = [value for value in self._last if value is not None]
+        number, invalid = len(self._last), len(self._last) - len(known)
+        if not known or (number >= LEAST_ANSWERS and invalid > self._max_invalid * number):
+            reason = next(score.reason for score in scores if score.value is None)
             raise JudgeError(
-                f"rewards={self._reward.spec!r}: {sum(self._last)} of the last {len(self._last)} "
-                f"answers have no score from 1 to 10, more than evaluation.max_invalid="
-                f"{self._max_invalid:g} allows, so the reward would be noise. The last reason: "
-                f"{reason}\nAsk for one number in the rubric, name a model that can follow it, or "
-                "raise max_invalid. The last checkpoint is kept."
+                f"rewards={self._reward.spec!r}: {invalid} of the last {number} answers have no "
+                f"score from 1 to 10, more than evaluation.max_invalid={self._max_invalid:g} "
+                f"allows, so the reward would be noise. The last reason: {reason}\nAsk for one "
+                "number in the rubric, name a model that can follow it, or raise max_invalid. The "
+                "last checkpoint is kept."
             )
-        return [fmean(valid) if score.value is None else score.value for score in scores]
+        mean = fmean([value for value in values if value is not None] or known)
+        return [mean if value is None else value for value in values]
 
     def scores(self, prompts: Sequence[str], responses: Sequence[str]) -> list[Score]:
         """Return one score for each response, without a value if the answer is invalid.
