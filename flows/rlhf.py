@@ -142,7 +142,7 @@ class RLHF(FlowSpec):
     @phase
     @step
     def load_policy(self) -> None:
-        """Load the policy or fine-tune it; label pairs of its samples if the settings say so."""
+        """Load the policy, or fine-tune it first."""
         self.sft, self.fresh = stages.models.load_policy(self.settings, self.tracked)
         self.next(self.load_reward_model)
 
@@ -150,8 +150,8 @@ class RLHF(FlowSpec):
     @phase
     @step
     def load_reward_model(self) -> None:
-        """Load the reward model, or train it on preferences; train a judge if none is named."""
-        self.rewarder, self.judge_model = stages.models.load_reward_models(
+        """Load or train the reward model, and the judge if none is named; label pairs if asked."""
+        self.rewarder, self.judge_model, self.fresh = stages.models.load_reward_models(
             self.settings, self.sft, self.tracked, fresh=self.fresh
         )
         self.next(self.validate_reward_model)
@@ -376,7 +376,7 @@ class SeveralMachines:
     @step
     def join_reward_model(self: Any, inputs: Any) -> None:
         """Continue with the models of the first machine."""
-        self.rewarder, self.judge_model = result_of_first_machine(self, inputs)
+        self.rewarder, self.judge_model, self.fresh = result_of_first_machine(self, inputs)
         self.next(self.validate_reward_model)
 
     # Without an interval, so that the card of a refused reward model can be written at once.

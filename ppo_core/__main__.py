@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
 
 from ppo_core.config.argument_parser import parse_arguments
 from ppo_core.config.ppo_config import PPOConfig
@@ -19,12 +20,17 @@ from ppo_core.errors.redacted_output import install_redaction
 from ppo_core.io.atomic_files import explained_full_disk
 from ppo_core.models.kernels.cpu_memory import prepare_cpu_process
 
+if TYPE_CHECKING:
+    # This module imports torch.
+    from ppo_core.training.rewards import LoadLanguageModel
 
-def main(argv: Sequence[str]) -> int:
+
+def main(argv: Sequence[str], load_language_model: "LoadLanguageModel | None" = None) -> int:
     """Train with the settings given as flags; return the exit code.
 
     The exit code is 0 on success, 1 after an error, which is printed, and 75 after SIGTERM. A run
-    that saves checkpoints can resume after SIGTERM.
+    that saves checkpoints can resume after SIGTERM. `load_language_model` loads rewards that are
+    language models; without it, they are refused.
     """
     try:
         with reported_errors(), explained_full_disk():
@@ -39,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
 
             if config.use_cpu or not torch.cuda.is_available():
                 prepare_cpu_process(shards_weights=config.sharding in SHARD_WEIGHTS)
-            train_ppo(config, script, model)
+            train_ppo(config, script, model, load_language_model)
     except RunInterruptedError as error:
         print(f"ppo_core: {error}", file=sys.stderr)
         return EXIT_CODE
@@ -49,8 +55,13 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-if __name__ == "__main__":
+def run_process(load_language_model: "LoadLanguageModel | None" = None) -> NoReturn:
+    """Prepare this process for its launcher, train as `main` does, and exit."""
     install_redaction()
     end_with_parent()
     write_stacks_on_request()
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:], load_language_model))
+
+
+if __name__ == "__main__":
+    run_process()

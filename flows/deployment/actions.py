@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from deployment.deployed import tags_of
-from deployment.deployment import JUDGING_STEP, Deployment
+from deployment.deployment import JUDGING_STEP, TRAINING_STEP, Deployment
 from deployment.flow_commands import (
     FILES,
     DeploymentFiles,
@@ -15,6 +15,7 @@ from deployment.flow_commands import (
 from deployment.overview import render_deployment, render_status
 from pipeline.judges.judge_names import read_judges
 from pipeline.settings.settings import Settings, make_settings
+from ppo_core.config.reward_names import read_rewards
 from ppo_core.errors import ConfigError
 from ppo_core.errors.packages import require_package
 from ppo_core.io.text_files import read_toml_file
@@ -124,21 +125,23 @@ def check_settings(files: DeploymentFiles) -> Settings:
     """Return the settings of the runs. The inputs are not read; the first step reads them.
 
     Raises:
-        ConfigError: a setting is wrong, or a judge of kind `openai` without a base URL has no key,
-            because the judging step has no secret.
+        ConfigError: a setting is wrong, or a step that asks a server has no secret with its key.
     """
     try:
         settings = make_settings(read_toml_file(files.settings, ConfigError), {})
         judges = read_judges(settings.judge) if settings.judge else []
     except ConfigError as error:
         raise ConfigError(f"{files.settings}: {error}") from error
-    step = files.deployment.resources_of(JUDGING_STEP)
-    has_server = settings.judging.base_url or "OPENAI_BASE_URL" in step.environment
-    needs_key = any(judge.kind == "openai" for judge in judges) and not has_server
-    if needs_key and not step.secrets:
-        raise ConfigError(
-            f"judge={settings.judge!r} needs a key, and steps.{JUDGING_STEP} has no secret. Store "
-            f"the key as OPENAI_API_KEY in a secret of the scheduler, and name it in "
-            f"steps.{JUDGING_STEP}.secrets."
-        )
+    asked = [(f"judge={settings.judge!r}", one.kind, JUDGING_STEP) for one in judges]
+    asked += [
+        (f"rewards={one.spec!r}", one.kind, TRAINING_STEP) for one in read_rewards(settings.rewards)
+    ]
+    for named, kind, name in asked:
+        step = files.deployment.resources_of(name)
+        has_server = settings.judging.base_url or "OPENAI_BASE_URL" in step.environment
+        if kind == "openai" and not has_server and not step.secrets:
+            raise ConfigError(
+                f"{named} needs a key, and steps.{name} has no secret. Store the key as "
+                f"OPENAI_API_KEY in a secret of the scheduler, and name it in steps.{name}.secrets."
+            )
     return settings

@@ -20,6 +20,9 @@ a longer name by a digest. Retrain could then not derive the name of the flow RL
 JUDGING_STEP = "evaluate_win_rate"
 """The step whose secrets include the judge's key."""
 
+TRAINING_STEP = "train_policy"
+"""The step whose secrets include the key of a language model that is a reward."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:

@@ -15,9 +15,9 @@ from metaflow import (
     trigger,
 )
 
-from deployment.deployment import JUDGING_STEP, Deployment
+from deployment.deployment import JUDGING_STEP, TRAINING_STEP, Deployment
 from deployment.step_settings import TAINT, StepResources
-from pipeline.judges.judge_names import JUDGED_ELSEWHERE
+from pipeline.judges.judge_names import JUDGED_ELSEWHERE, SCORED_ELSEWHERE
 
 GPU_LABEL = "nvidia.com/gpu.product"
 """Label of a node in which NVIDIA's feature discovery writes the type of the node's GPUs."""
@@ -69,7 +69,7 @@ def _add_to_step(step: Any, resources: StepResources, deployment: Deployment) ->
         if resources.secrets:
             sources = [{"type": "aws-secrets-manager", "id": name} for name in resources.secrets]
             step.add_decorator(secrets, deco_kwargs={"sources": sources})
-    if variables := {**resources.environment, **_judge_variable(resources, deployment)}:
+    if variables := {**resources.environment, **_variables_of_keys(resources, deployment)}:
         step.add_decorator(environment, deco_kwargs={"vars": variables})
     if resources.timeout_minutes:
         step.add_decorator(timeout, deco_kwargs={"minutes": resources.timeout_minutes})
@@ -78,13 +78,14 @@ def _add_to_step(step: Any, resources: StepResources, deployment: Deployment) ->
         step.add_decorator(retry, deco_kwargs=times, duplicates=step.OVERRIDE)
 
 
-def _judge_variable(resources: StepResources, deployment: Deployment) -> dict[str, str]:
-    """Return the variable that tells a step that only the judging step has the judge's key.
-
-    It is set if the judging step has a secret that this step lacks.
-    """
-    judging = deployment.resources_of(JUDGING_STEP)
-    return {JUDGED_ELSEWHERE: "1"} if {*judging.secrets} - {*resources.secrets} else {}
+def _variables_of_keys(resources: StepResources, deployment: Deployment) -> dict[str, str]:
+    """Return the variables that tell a step that only other steps have the key of a server."""
+    steps = {JUDGED_ELSEWHERE: JUDGING_STEP, SCORED_ELSEWHERE: TRAINING_STEP}
+    return {
+        variable: "1"
+        for variable, name in steps.items()
+        if {*deployment.resources_of(name).secrets} - {*resources.secrets}
+    }
 
 
 def _kubernetes_attributes(resources: StepResources) -> dict[str, Any]:

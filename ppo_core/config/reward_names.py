@@ -6,22 +6,26 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from ppo_core.config.hub_ids import split_revision
 from ppo_core.config.spelling import nearest_name
 from ppo_core.errors import ConfigError
 
-RewardKind: TypeAlias = Literal["reward-model", "python"]
+RewardKind: TypeAlias = Literal["reward-model", "python", "openai", "transformers"]
 
 OWN = "reward-model"
 """The reward model of the run, as an entry of `rewards`."""
 
-KINDS = ("reward-model", "python")
+DISAGREEMENT = "disagreement"
+"""Name, beside the rewards, of the standard deviation between several reward models that are one
+reward."""
+
+KINDS: tuple[RewardKind, ...] = get_args(RewardKind)
 
 GRAMMAR = (
-    f"A reward is {OWN} (the run's own), reward-model:PATH or python:FILE_OR_MODULE:FUNCTION, with "
-    "or without NAME= before it"
+    f"A reward is {OWN} (the run's own), reward-model:PATH, python:FILE_OR_MODULE:FUNCTION, "
+    "openai:MODEL or transformers:PATH, with or without NAME= before it"
 )
 
 MOST_CHARACTERS = 100
@@ -43,12 +47,18 @@ class NamedReward:
 
     kind: RewardKind
     source: str
-    """Folder or hub id of a model, or FILE_OR_MODULE:FUNCTION; empty for the run's own model."""
+    """Folder or hub id of a model, its name on a server, or FILE_OR_MODULE:FUNCTION; empty for the
+    run's own model."""
 
     @property
     def is_own(self) -> bool:
         """Whether the reward is the reward model of the run."""
         return not self.source
+
+    @property
+    def is_language_model(self) -> bool:
+        """Whether a language model scores the responses, by a rubric."""
+        return self.kind in ("openai", "transformers")
 
     def moved(self, source: str) -> str:
         """Return the entry with another source, and the same name."""
@@ -83,12 +93,11 @@ def _parse(spec: str) -> NamedReward:
     kind, _, source = rest.partition(":")
     if rest == OWN:
         return NamedReward(name=name or OWN, spec=spec, kind="reward-model", source="")
-    if kind == "reward-model" and source:
-        name = name or _short(str(split_revision(source)[0]))
-        return NamedReward(name=name, spec=spec, kind="reward-model", source=source)
-    if kind == "python" and source:
-        name = name or _short(source.rpartition(":")[2])
-        return NamedReward(name=name, spec=spec, kind="python", source=source)
+    for known in KINDS:
+        if kind == known and source:
+            last = source.rpartition(":")[2] if kind == "python" else split_revision(source)[0]
+            name = name or _short(str(last))
+            return NamedReward(name=name, spec=spec, kind=known, source=source)
     near = nearest_name(kind, KINDS)
     written = f"{near}:{source}" if source else near
     hint = f" Did you mean {written}?" if near and near != kind else ""

@@ -60,7 +60,7 @@ class ScriptArguments(DatasetArguments):
     rewards: list[str] | None = None
     """Rewards whose sum, weighted by reward_weights, trains the policy: `reward-model` (the one of
     reward_model_path), `reward-model:PATH` or `python:FILE_OR_MODULE:FUNCTION`, each with or
-    without `NAME=` before it. None: the reward model alone."""
+    without `NAME=` before it. None: the reward model alone. Only the flow asks language models."""
 
     reward_bias: float = 0.0
     """Constant in score = (output - reward_bias) * reward_gain, where output is the output of the

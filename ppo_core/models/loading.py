@@ -10,6 +10,7 @@ import logging
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,9 @@ OTHER_PARTS = ("vision_", "audio_", "multi_modal_projector.")
 
 NAMED_TENSORS = 3
 """Number of tensors that an error message names."""
+
+MEMBER = "member-"
+"""First part of the names of the folders in a folder with several reward models."""
 
 # To save a model, transformers imports DeepSpeed, which warns on every machine without a GPU.
 logging.getLogger("DeepSpeed").addFilter(
@@ -313,6 +317,7 @@ def load_reward_model(
 ) -> "RewardModel":
     """Return a `RewardModel` of a sequence classifier with one label and of its tokenizer.
 
+    If `path` is a folder with several models, return a `RewardEnsemble`; see `member_folders`.
     `prompt_format` is "text" if the model was trained on texts without its chat template.
     `placement` is as in `load_policy`.
 
@@ -322,8 +327,18 @@ def load_reward_model(
     """
     from transformers import AutoModelForSequenceClassification
 
-    from ppo_core.models.reward_model import RewardModel
+    from ppo_core.models.reward_model import RewardEnsemble, RewardModel
 
+    load_member = partial(
+        load_reward_model,
+        bias=bias,
+        gain=gain,
+        end_of_text=end_of_text,
+        prompt_format=prompt_format,
+        placement=placement,
+    )
+    if folders := member_folders(path):
+        return RewardEnsemble([load_member(one) for one in folders])
     check_reward_config(path)
     with reading("reward model", path):
         options = {"dtype": "float32" if placement is None else placement.dtype}
@@ -332,6 +347,13 @@ def load_reward_model(
     tokenizer = load_tokenizer(path, prompt_format)
     check_vocabulary(model.config, tokenizer, path)
     return RewardModel(model.eval(), tokenizer, bias=bias, gain=gain, end_of_text=end_of_text)
+
+
+def member_folders(path: str | Path) -> list[Path]:
+    """Return the folders of the reward models in a folder, member-1 to member-N; [] for a model."""
+    is_model = (Path(path) / "config.json").exists()
+    found = [] if is_model else Path(path).glob(f"{MEMBER}[0-9]*")
+    return sorted(found, key=lambda folder: int(folder.name.removeprefix(MEMBER)))
 
 
 def check_vocabulary(config: Any, tokenizer: PreTrainedTokenizerBase, path: str | Path) -> None:

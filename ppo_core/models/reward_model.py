@@ -63,6 +63,11 @@ class RewardModel:
             )
 
     @property
+    def members(self) -> tuple["RewardModel", ...]:
+        """Return the models whose scores count: this model alone."""
+        return (self,)
+
+    @property
     def lm_head(self) -> nn.Linear | None:
         """Return the head of a decoder-only classifier, or None for another classifier."""
         head = getattr(self.model, "score", None)
@@ -141,3 +146,28 @@ class RewardModel:
         """Return scores (B,), on the CPU, of one response to each prompt."""
         rows = [self.encode(*texts) for texts in zip(prompts, responses, strict=True)]
         return self.score_encoded(rows, batch_size)
+
+
+class RewardEnsemble(RewardModel):
+    """Several reward models with one tokenizer; the score is the mean of their scores."""
+
+    def __init__(self, members: Sequence[RewardModel]) -> None:
+        """Take at least one reward model; the first one represents all of them."""
+        first = members[0]
+        super().__init__(
+            first.model,
+            first.tokenizer,
+            bias=first.bias,
+            gain=first.gain,
+            end_of_text=first.end_of_text,
+        )
+        self._members = tuple(members)
+
+    @property
+    def members(self) -> tuple[RewardModel, ...]:
+        """Return the models whose mean is the score."""
+        return self._members
+
+    def score_rows(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        """Return the mean scores (B,), see `RewardModel.score_rows`."""
+        return torch.stack([one.score_rows(ids, lengths) for one in self.members]).mean(dim=0)

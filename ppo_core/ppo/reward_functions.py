@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_core.algorithm.running_moments import RunningMoments
+from ppo_core.config.reward_names import DISAGREEMENT
 from ppo_core.data.batching import scoring_batches, token_batches
 from ppo_core.data.chat_template import is_messages
 from ppo_core.data.prompts import Prompt, prompt_text, response_texts
@@ -78,6 +79,23 @@ class ModelReward:
     def _reads_tokens(self) -> bool:
         # Cached, because this compares two full vocabularies.
         return self.reward_model.reads_tokens_of(self.tokenizer)
+
+
+@dataclass(frozen=True)
+class EnsembleReward:
+    """Scores rollouts with the mean of several reward models."""
+
+    members: Sequence[ModelReward]
+
+    def __call__(
+        self, prompts: Sequence[Prompt], rollout: Rollout, columns: Columns = NO_COLUMNS
+    ) -> Tensor:
+        """Return the mean scores (B,) of the members."""
+        return self.scores_of_members(prompts, rollout).mean(dim=0)
+
+    def scores_of_members(self, prompts: Sequence[Prompt], rollout: Rollout) -> Tensor:
+        """Return the scores (M, B) of M members."""
+        return torch.stack([member(prompts, rollout) for member in self.members])
 
 
 def score_tokens(
@@ -207,8 +225,18 @@ class RewardMix:
     def __call__(
         self, prompts: Sequence[Prompt], rollout: Rollout, columns: Columns = NO_COLUMNS
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the weighted sum (B,), and the unweighted scores (B,) by name of the reward."""
-        parts = {name: source(prompts, rollout, columns) for name, source in self.sources.items()}
+        """Return the weighted sum (B,), and the unweighted scores (B,) by name of the reward.
+
+        If a reward is the mean of several models, their standard deviation (B,) for each response
+        is a further entry, `DISAGREEMENT`.
+        """
+        parts: dict[str, Tensor] = {}
+        for name, source in self.sources.items():
+            if isinstance(source, EnsembleReward):
+                each = source.scores_of_members(prompts, rollout)
+                parts[name], parts[DISAGREEMENT] = each.mean(dim=0), each.std(dim=0)
+            else:
+                parts[name] = source(prompts, rollout, columns)
         return self.total(parts), parts
 
     def total(
@@ -251,14 +279,11 @@ class RewardMix:
     def learned_from(self) -> list[RewardModel]:
         """Return the reward models that count."""
         named = zip(self.sources.values(), self.weights, strict=True)
-        return [
-            one.reward_model for one, weight in named if weight and isinstance(one, ModelReward)
-        ]
+        return [model for one, weight in named if weight for model in _models_of(one)]
 
     def models(self) -> list[RewardModel]:
-        """Return the reward models among the rewards."""
-        kept = self.sources.values()
-        return [source.reward_model for source in kept if isinstance(source, ModelReward)]
+        """Return the reward models among the rewards, and each member of an ensemble."""
+        return [model for one in self.sources.values() for model in _models_of(one)]
 
     def modules(self) -> list[nn.Module]:
         """Return the rewards that are a script's own modules."""
@@ -309,6 +334,11 @@ def make_rewards(
     )
 
 
+def _models_of(source: RewardSource) -> list[RewardModel]:
+    members = source.members if isinstance(source, EnsembleReward) else [source]
+    return [one.reward_model for one in members if isinstance(one, ModelReward)]
+
+
 def _name_of(reward: Any) -> str:
     model = reward.model if isinstance(reward, RewardModel) else reward
     if isinstance(model, nn.Module):
@@ -341,7 +371,8 @@ def _make_source(
         has_end = tokenizer.eos_token_id is not None
         reward = RewardModel(reward, tokenizer, end_of_text=has_end)  # type: ignore[arg-type]
     if isinstance(reward, RewardModel):
-        return ModelReward(reward, tokenizer, batch_size, equal_passes)
+        members = [ModelReward(one, tokenizer, batch_size, equal_passes) for one in reward.members]
+        return members[0] if len(members) == 1 else EnsembleReward(members)
     if callable(reward):
         return FunctionReward(name, reward, tokenizer)
     raise ModelError(

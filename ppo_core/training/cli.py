@@ -27,22 +27,40 @@ from ppo_core.distributed.process import is_main_process
 from ppo_core.errors import ConfigError
 from ppo_core.io.atomic_files import require_writable, write_atomically
 from ppo_core.models.adapters import get_peft_config
-from ppo_core.models.loading import load_config, load_policy, load_reward_model, load_tokenizer
+from ppo_core.models.loading import (
+    load_config,
+    load_policy,
+    load_reward_model,
+    load_tokenizer,
+    member_folders,
+)
 from ppo_core.models.quantization import get_quantization_config
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.ppo.random_state import seed_global_generators
 from ppo_core.reporting.metrics_file import SELF_CHECK_FILE
 from ppo_core.supervised.pair_ranker import PairRanker, make_classifier
 from ppo_core.training.model_setup import join_processes, set_up_models
-from ppo_core.training.rewards import load_functions, named_in_errors, reward_prints
+from ppo_core.training.rewards import (
+    LoadLanguageModel,
+    load_functions,
+    named_in_errors,
+    reward_prints,
+)
 from ppo_core.training.trainer import Trainer
 
 MANY_PROMPTS, HELD_OUT = 1000, 100
 """With more than MANY_PROMPTS prompts, the last HELD_OUT can be held out, see `load_prompts`."""
 
 
-def train_ppo(config: PPOConfig, script: ScriptArguments, model: ModelArguments) -> None:
+def train_ppo(
+    config: PPOConfig,
+    script: ScriptArguments,
+    model: ModelArguments,
+    load_language_model: LoadLanguageModel | None = None,
+) -> None:
     """Train the policy, and save it with its tokenizer in `policy_dir` or `output_dir`.
+
+    For `load_language_model` see `load_functions`.
 
     Raises:
         ConfigError: two settings contradict each other, or a required setting is missing.
@@ -60,9 +78,9 @@ def train_ppo(config: PPOConfig, script: ScriptArguments, model: ModelArguments)
         raise ConfigError("There is no policy. Set --model_name_or_path to a folder or hub id.")
     tokenizer = load_tokenizer(model.model_name_or_path or start, script.prompt_format)
     context = context_length(load_config(start, model.model_revision))
-    train_rows, eval_rows = load_prompts(config, script, tokenizer, context)
+    rows = load_prompts(config, script, tokenizer, context)
     with named_data(script.dataset_name):
-        trainer = _make_trainer(config, script, model, start, tokenizer, train_rows, eval_rows)
+        trainer = _make_trainer(config, script, model, start, tokenizer, rows, load_language_model)
     resume = script.resume_from_checkpoint
     try:
         trainer.train(
@@ -85,11 +103,11 @@ def _make_trainer(
     model: ModelArguments,
     start: str,
     tokenizer: PreTrainedTokenizerBase,
-    train_rows: Any,
-    eval_rows: Any,
+    rows: tuple[Any, Any],
+    load_language_model: LoadLanguageModel | None,
 ) -> Trainer:
-    policy = load_start(start, model)
-    reward, prints = _load_rewards(config, script, start, tokenizer)
+    policy, (train_rows, eval_rows) = load_start(start, model), rows
+    reward, prints = _load_rewards(config, script, start, tokenizer, load_language_model)
     adapter = get_peft_config(model)
     config, engine = join_processes(config, policy)
     models = set_up_models(
@@ -110,13 +128,17 @@ def _make_trainer(
 
 
 def _load_rewards(
-    config: PPOConfig, script: ScriptArguments, start: str, tokenizer: PreTrainedTokenizerBase
+    config: PPOConfig,
+    script: ScriptArguments,
+    start: str,
+    tokenizer: PreTrainedTokenizerBase,
+    load_language_model: LoadLanguageModel | None,
 ) -> tuple[Any, dict[str, Layout]]:
     """Return the rewards of the run, and their fingerprints if `rewards` names them."""
     prompt_format: PromptFormat = "text" if tokenizer.chat_template is None else "auto"
     end_of_text, path = script.reward_end_of_text, config.reward_model_path
     rewards = read_rewards(script.rewards or [OWN])
-    functions = load_functions(rewards)
+    functions = load_functions(rewards, load_language_model)
     if path and not any(one.is_own for one in rewards):
         raise ConfigError(
             f"reward_model_path={path!r} would be ignored, because rewards={script.rewards} leaves "
@@ -258,8 +280,9 @@ def load_reward(
         ModelError: the folder or hub id has no model, or the model returns several scores.
     """
     base = path or start
-    architectures = load_config(base).architectures or []
-    if any(name.endswith("ForSequenceClassification") for name in architectures):
+    are_several = bool(member_folders(base))
+    architectures = [] if are_several else load_config(base).architectures or []
+    if are_several or any(name.endswith("ForSequenceClassification") for name in architectures):
         return load_reward_model(base, prompt_format=prompt_format, **reading)
     given = f"reward_model_path={path!r} is no reward model" if path else "No reward_model_path"
     warnings.warn(

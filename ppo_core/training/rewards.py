@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 from ppo_core.checkpointing.fingerprint import Layout
 from ppo_core.config.reward_names import NamedReward
@@ -11,16 +11,31 @@ from ppo_core.data.reward_columns import AskedColumns, asked_columns
 from ppo_core.errors import ConfigError, PPOError
 from ppo_core.io.user_code import LoadedFunction, load_function
 
+LoadLanguageModel: TypeAlias = Callable[[NamedReward], LoadedFunction]
+"""Function that returns the scores of a language model as a function of prompts and responses."""
 
-def load_functions(rewards: Sequence[NamedReward]) -> dict[str, LoadedFunction]:
-    """Load the rewards that are functions; return them by the name of the reward.
+
+def load_functions(
+    rewards: Sequence[NamedReward], load_language_model: LoadLanguageModel | None = None
+) -> dict[str, LoadedFunction]:
+    """Load the rewards that are functions or language models; return them by name of the reward.
 
     Raises:
-        ConfigError: a function does not exist, cannot be imported, or takes other arguments.
+        ConfigError: a function does not exist, cannot be imported, or takes other arguments; or
+            there is a language model, and nothing to load it with.
     """
     functions = {}
     for one in rewards:
-        if one.kind == "python":
+        if one.is_language_model:
+            with named_in_errors(one):
+                if load_language_model is None:
+                    raise ConfigError(
+                        "only the flow asks language models, by a rubric and through its cache. "
+                        "Run `python flows/rlhf.py`, or ask the model in a function, "
+                        "python:FILE_OR_MODULE:FUNCTION."
+                    )
+                functions[one.name] = load_language_model(one)
+        elif one.kind == "python":
             with named_in_errors(one):
                 loaded = load_function(one.source, "prompts and responses")
                 _require_two_arguments(loaded.function, asked_columns(one.name, loaded.function))
@@ -39,12 +54,10 @@ def reward_prints(
     prints = {}
     for number, one in enumerate(rewards):
         prints[f"reward {number}"] = {"name": one.name, "kind": one.kind}
+        if one.kind == "python":
+            prints[f"reward {number}"]["function"] = one.source.rpartition(":")[2]
         if one.name in functions:
-            function = one.source.rpartition(":")[2]
-            prints[f"reward {number}"] |= {
-                "function": function,
-                "file": functions[one.name].version,
-            }
+            prints[f"reward {number}"]["file"] = functions[one.name].version
     return prints
 
 

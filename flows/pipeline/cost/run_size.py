@@ -1,7 +1,7 @@
 """Compute the sizes of a run before it starts; describe them with memory, time and price."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 import pyarrow.compute
@@ -22,6 +22,7 @@ from pipeline.cost.training_sizes import (
 )
 from pipeline.evaluation.comparison import contests_between
 from pipeline.inputs.data_sets import RunData, references_of
+from pipeline.inputs.run_rewards import RunRewards
 from pipeline.registry.alpha_spending import limits_now
 from pipeline.settings.evaluation_config import EvaluationConfig
 from pipeline.settings.gate_configs import PromotionConfig, RewardGateConfig
@@ -91,6 +92,10 @@ class RunSize:
     response_length: int
     """Maximum number of tokens of a response."""
 
+    language_models: str
+    """Number of questions to the language models that score responses of PPO, as text; empty if
+    there are none."""
+
     processes: int
     """Number of PPO processes on all machines."""
 
@@ -146,9 +151,11 @@ def measure_run(settings: Settings, *, has_champion: bool) -> RunSize:
     reward_model = count_parameters(settings.reward_model or settings.policy, scores=True)
     schedule = make_schedule(settings.ppo, num_prompts=len(prompts), num_processes=number)
     sft, pairs, judge = _sft_rows(data), _pair_rows(data), _judge_rows(data)
+    members = settings.reward_model_training.members
     works = [
         *([_sft_work(settings, sft, processes)] if sft else []),
-        *(_reward_work(settings, rows, processes) for rows in (pairs, judge) if rows),
+        *([_reward_work(settings, pairs, processes, members)] if pairs else []),
+        *([_reward_work(settings, judge, processes)] if judge else []),
         _ppo_work(settings, lengths, processes),
     ]
     return RunSize(
@@ -162,6 +169,7 @@ def measure_run(settings: Settings, *, has_champion: bool) -> RunSize:
         prompts=len(prompts),
         prompt_tokens=sum(lengths),
         response_length=settings.ppo.response_length,
+        language_models=_language_models(data, schedule.total_episodes),
         processes=number,
         ppo=schedule,
         works=[] if None in works else [work for work in works if work is not None],
@@ -222,6 +230,23 @@ def _selection(data: RunData, parameters: int) -> str:
     )
 
 
+def _language_models(data: RunData, episodes: int) -> str:
+    """Return the number of questions to language models about `episodes` responses, as text."""
+    asked = RunRewards(data).language_models
+    if not asked:
+        return ""
+    on_servers = episodes * sum(one.kind == "openai" for one in asked)
+    limit = data.settings.judging.max_calls
+    text = f"questions to each of {len(asked)} language models {episodes:,}"
+    if limit is None or on_servers <= limit:
+        return text
+    return (
+        f"{text}\nWarning: judging.max_calls={limit} is below the {on_servers:,} calls of PPO, so "
+        "PPO ends before its last update, unless the replies are already stored. Raise "
+        "judging.max_calls, or lower total_episodes."
+    )
+
+
 def _disk_of(number: int, parameters: int, policy: str) -> str:
     """Return the disk space of policies that are saved in the precision of `policy`, as text."""
     is_half = half_precision(load_config(policy).to_dict()) is not None
@@ -251,6 +276,7 @@ def describe_run(size: RunSize) -> str:
         f"episodes {ppo.total_episodes:,}, sampled tokens at most {tokens:,}, "
         f"updates {ppo.num_updates:,}, optimizer steps {ppo.num_optimizer_steps:,}, "
         f"processes {size.processes}",
+        *([f"rewards: {size.language_models}"] if size.language_models else []),
         *([f"selection: {size.selection}"] if size.selection else []),
         f"evaluation: prompts {size.evaluation_prompts:,}, comparisons {size.contests}, "
         f"questions to each judge at most {questions:,}",
@@ -295,13 +321,18 @@ def _sft_work(
 
 
 def _reward_work(
-    settings: Settings, rows: SupervisedRows, processes: Processes
+    settings: Settings, rows: SupervisedRows, processes: Processes, members: int = 1
 ) -> TrainingCost | None:
+    """Return the cost of training `members` models, one after the other, on the same rows."""
+
     def size_on(some: Processes) -> TrainingSize | None:
         return reward_size(settings, longest=rows.longest, processes=some)
 
     name, config = "reward_model_training", settings.reward_model_training
-    return _supervised_work("reward model", name, config, rows, size_on, settings, processes)
+    one = _supervised_work("reward model", name, config, rows, size_on, settings, processes)
+    if one is None or members == 1:
+        return one
+    return replace(one, seconds=lambda size, speed: members * one.seconds(size, speed))
 
 
 def _supervised_work(

@@ -181,7 +181,7 @@ def _kind(sharding: Sharding | None, processes: Processes) -> Sharding:
 
 
 def _scorers(settings: Settings) -> tuple[list[ModelSize], ModelSize | None]:
-    """Return the sizes of all reward models, the run's own first, and the size of the critic.
+    """Return the sizes of all models that score, the run's own first, and the size of the critic.
 
     The critic is a copy of the first reward model that has a weight other than 0 and reads the
     policy's tokens. Its size is None if there is no such reward model.
@@ -198,10 +198,20 @@ def _scorers(settings: Settings) -> tuple[list[ModelSize], ModelSize | None]:
         model = empty_model(path, scores=True)
         scorer = RewardModel(model, tokenizer, end_of_text=False)
         sizes.append(model_size(model))
+        if not source:
+            sizes += [sizes[0]] * (_members(settings) - 1)
         reads_along = scorer.lm_head is not None and scorer.reads_tokens_of(data.policy_tokenizer)
         if source in counted and reads_along:
             critics.append(sizes[-1])
+    here = (one.source for one in named if one.kind == "transformers")
+    sizes += [model_size(empty_model(source)) for source in here]
     return sizes, next(iter(critics), None)
+
+
+def _members(settings: Settings) -> int:
+    """Return the number of models whose mean is the reward of the run's own reward model."""
+    is_given = settings.reward_model and not settings.fresh_pairs.wanted
+    return 1 if is_given else settings.reward_model_training.members
 
 
 def _without_head(policy: ModelSize) -> ModelSize:

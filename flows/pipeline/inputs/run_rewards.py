@@ -4,18 +4,27 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.model_digests import digest_of_model
+from pipeline.storage.workspace import original_names
 from ppo_core.config.reward_names import NamedReward, read_rewards
 from ppo_core.data.raw_columns import rows_with_columns
 from ppo_core.data.reward_columns import AskedColumns, asked_columns, columns_of
 from ppo_core.data.sources.source import open_source
-from ppo_core.errors import DataError
-from ppo_core.io.folder_cache import digest_of
+from ppo_core.errors import ConfigError, DataError
+from ppo_core.io.folder_cache import digest_of, digest_of_code
+from ppo_core.io.text_files import read_text_file
 from ppo_core.io.user_code import LoadedFunction
 from ppo_core.training.rewards import load_functions
+
+ASKED_BY = ("sampling", "max_reply_tokens", "attempts")
+"""Settings of [judging] that decide the replies of a language model."""
+
+READ_BY = ("pipeline.judges.questions", "pipeline.judges.rubric.score_question")
+"""Modules that write the questions to a language model, and read its replies."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +41,28 @@ class RunRewards:
     @cached_property
     def functions(self) -> dict[str, LoadedFunction]:
         """The functions by name of the reward."""
-        return load_functions(self.named)
+        return load_functions([one for one in self.named if one.kind == "python"])
+
+    @property
+    def language_models(self) -> list[NamedReward]:
+        """The language models that score responses by the rubric."""
+        return [one for one in self.named if one.is_language_model]
+
+    @cached_property
+    def rubric(self) -> str:
+        """The rubric of the language models.
+
+        Raises:
+            ConfigError: the file cannot be read, or is empty.
+        """
+        path = self.data.settings.rewards_rubric
+        text = read_text_file(Path(path), ConfigError).strip()
+        if not text:
+            raise ConfigError(
+                f"rewards_rubric={original_names(path)!r} is empty, so a language model would not "
+                "know what to score. Write the rubric into the file."
+            )
+        return text
 
     @property
     def asked(self) -> list[AskedColumns]:
@@ -80,7 +110,27 @@ class RunRewards:
     def _digest_of(self, one: NamedReward) -> str:
         if one.kind == "python":
             return f"{one.source.rpartition(':')[2]}@{self.functions[one.name].version}"
+        if one.is_language_model:
+            return self._digest_of_scores(one)
         return digest_of_model(one.source)
+
+    def _digest_of_scores(self, one: NamedReward) -> str:
+        """Return a digest of everything that decides a language model's scores.
+
+        The address of a server does not count, so the server may move during a training.
+        """
+        settings = self.data.settings
+        is_here = one.kind == "transformers"
+        return digest_of(
+            [
+                one.kind,
+                digest_of_model(one.source) if is_here else one.source,
+                settings.precision if is_here else "",
+                self.rubric,
+                *(getattr(settings.judging, name) for name in ASKED_BY),
+                digest_of_code(*READ_BY),
+            ]
+        )
 
 
 def _require_json(columns: Mapping[str, list[Any]], source: str) -> None:

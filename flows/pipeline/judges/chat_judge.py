@@ -3,17 +3,13 @@
 from collections.abc import Sequence
 
 from pipeline.judges import questions
-from pipeline.judges.chat_model import ChatModel, Reply
+from pipeline.judges.chat_model import ChatModel, Question, Reply
 from pipeline.judges.questions import pose, prompt_version, read_verdict
-from pipeline.judges.reply_cache import ReplyCache, reply_key
+from pipeline.judges.reply_cache import Case, ReplyCache, ask_until_read
 from pipeline.judges.verdict import JudgedPrompt, Verdict
 from pipeline.settings.judge_config import JudgingConfig
 from ppo_core.data.rows.dialogues import shown_prompt
 from ppo_core.io.folder_cache import digest_of, digest_of_code
-from ppo_core.io.progress_bar import progress
-
-Case = tuple[str, str, str]
-"""(prompt, first answer, second answer)."""
 
 
 class ChatJudge:
@@ -55,40 +51,20 @@ class ChatJudge:
                 stored.
         """
         cases = [(shown_prompt(prompt), *pair) for prompt, pair in zip(prompts, pairs, strict=True)]
-        verdicts: dict[Case, Verdict] = {}
-        undecided = list(dict.fromkeys(cases))
-        for attempt in range(1, self._config.attempts + 1):
-            replies = self._replies(undecided, attempt)
-            verdicts |= {case: _verdict(reply) for case, reply in replies.items()}
-            undecided = [
-                case
-                for case, reply in replies.items()
-                if reply.text is not None and verdicts[case].winner == "invalid"
-            ]
+        verdicts = ask_until_read(
+            self._chat,
+            self._cache,
+            cases,
+            wording=self._wording,
+            attempts=self._config.attempts,
+            pose=self._pose,
+            read=_verdict,
+            is_invalid=lambda verdict: verdict.winner == "invalid",
+        )
         return [verdicts[case] for case in cases]
 
-    def _replies(self, cases: Sequence[Case], attempt: int) -> dict[Case, Reply]:
-        """Return the reply to each case, from the cache or from the model."""
-        keys = {
-            case: reply_key(self._chat.version, self._wording, *case, attempt) for case in cases
-        }
-        kept = {case: self._cache.get(key) for case, key in keys.items()}
-        replies = {case: reply for case, reply in kept.items() if reply is not None}
-        missing = [case for case in cases if case not in replies]
-        if not missing:
-            return replies
-        asked = [pose(self._config.criterion, *case, attempt=attempt) for case in missing]
-        with progress(len(asked), f"judging, attempt {attempt}", "question") as bar:
-
-            def keep(number: int, reply: Reply) -> None:
-                case = missing[number]
-                if reply.text is not None:
-                    self._cache.put(keys[case], reply)
-                replies[case] = reply
-                bar.update()
-
-            self._chat.ask(asked, keep)
-        return replies
+    def _pose(self, case: Case, attempt: int) -> Question:
+        return pose(self._config.criterion, *case, attempt=attempt)
 
 
 def _verdict(reply: Reply) -> Verdict:

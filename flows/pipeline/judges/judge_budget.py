@@ -39,10 +39,11 @@ class Budget:
     reply, so concurrent calls can bring `tokens` above `max_tokens`. After that, no call starts.
     """
 
-    def __init__(self, max_calls: int | None, max_tokens: int | None) -> None:
-        """Set the limits; None means unlimited."""
+    def __init__(self, max_calls: int | None, max_tokens: int | None, *, note: str = "") -> None:
+        """Set the limits; None means unlimited. Errors have the note after a limit."""
         self.max_calls = max_calls
         self.max_tokens = max_tokens
+        self._note = note
         self._calls: Counter[str] = Counter()
         self._tokens: Counter[str] = Counter()
         self._unreported: set[str] = set()
@@ -91,8 +92,8 @@ class Budget:
         if not self.allows(questions):
             raise JudgeError(
                 f"{questions} questions need at least {questions} calls, but {self.calls} of "
-                f"judging.max_calls={self.max_calls} calls are already spent, so no question was "
-                "asked. Raise judging.max_calls, or judge fewer pairs."
+                f"judging.max_calls={self.max_calls}{self._note} calls are already spent, so no "
+                "question was asked. Raise judging.max_calls, or judge fewer pairs."
             )
 
     def start_call(self, judge: str, left: int) -> None:
@@ -121,11 +122,10 @@ class Budget:
         else:
             self._tokens[judge] += tokens
 
-    @staticmethod
-    def _require_unspent(setting: str, spent: int, limit: int | None, left: int) -> None:
+    def _require_unspent(self, setting: str, spent: int, limit: int | None, left: int) -> None:
         if limit is not None and spent >= limit:
             raise JudgeError(
-                f"The judge's budget is spent: {spent} of judging.{setting}={limit}, with {left} "
-                f"questions left to ask. All replies are stored. Raise judging.{setting} and run "
-                "again to ask only the remaining questions."
+                f"The judge's budget is spent: {spent} of judging.{setting}={limit}{self._note}, "
+                f"with {left} questions left to ask. All replies are stored. Raise "
+                f"judging.{setting} and run again to ask only the remaining questions."
             )

@@ -19,6 +19,9 @@ JUDGED_ELSEWHERE = "RLHF_JUDGED_ELSEWHERE"
 """Environment variable that marks a deployed step without the key of the judge's server. Only the
 judging step reads the key. The deploy command has checked that the judging step gets a secret."""
 
+SCORED_ELSEWHERE = "RLHF_SCORED_ELSEWHERE"
+"""The same for a language model that is a reward; only the step `train_policy` reads its key."""
+
 KINDS_WITH_SOURCE = ("python", "reward-model", "openai", "transformers")
 
 
@@ -96,11 +99,7 @@ def check_judge_name(spec: str, reward_model: str, base_url: str) -> None:
     for part in read_judges(spec):
         _require_independence(part, reward_model)
         if part.kind == "openai":
-            require_package("openai", extra="judge", needed_by=f"judge={part.spec!r}")
-            try:
-                read_access(base_url)
-            except ConfigError as error:
-                raise ConfigError(f"judge={part.spec!r}: {error}") from error
+            _check_server(f"judge={part.spec!r}", base_url, needs_key=has_access_to_judge())
 
 
 def check_labeller_name(spec: str, judge: str, base_url: str) -> None:
@@ -123,12 +122,23 @@ def check_labeller_name(spec: str, judge: str, base_url: str) -> None:
             )
 
 
-def check_reward_names(rewards: Sequence[str], judge: str) -> None:
-    """Raise if a reward of PPO is a judge of the run, also one of several.
+def _check_server(named: str, base_url: str, *, needs_key: bool) -> None:
+    require_package("openai", extra="judge", needed_by=named)
+    try:
+        read_access(base_url, needs_key=needs_key)
+    except ConfigError as error:
+        raise ConfigError(f"{named}: {error}") from error
+
+
+def check_reward_names(rewards: Sequence[str], judge: str, base_url: str) -> None:
+    """Raise if a reward of PPO is a judge of the run, also one of several, or cannot be asked.
 
     Raises:
-        ConfigError: see above.
+        ConfigError: see above; or see `read_access`.
     """
+    for one in read_rewards(rewards):
+        if one.kind == "openai":
+            _check_server(f"rewards={one.spec!r}", base_url, needs_key=has_access_to_rewards())
     for part in read_judges(judge) if judge else []:
         for one in read_rewards(rewards):
             if _is_judge(one, part):
@@ -140,19 +150,19 @@ def check_reward_names(rewards: Sequence[str], judge: str) -> None:
 
 
 def _is_judge(reward: NamedReward, judge: JudgePart) -> bool:
-    if reward.kind == "python" or not reward.source:
+    if reward.kind in ("python", "openai") or not reward.source:
         return reward.kind == judge.kind and same_place(reward.source, judge.source)
     # Another revision of a model was mostly trained on the same preferences.
     is_model = judge.kind in ("reward-model", "transformers")
     return is_model and _repository(reward.source) == _repository(judge.source)
 
 
-def read_access(base_url: str) -> ServerAccess:
+def read_access(base_url: str, *, needs_key: bool | None = None) -> ServerAccess:
     """Return the address and the key of the server that openai:MODEL asks; no call is made.
 
     The address is `base_url`, else the environment variable OPENAI_BASE_URL, else OpenAI's. The key
-    is the environment variable OPENAI_API_KEY, which is required only for OpenAI, and only in a
-    step that may ask the judge.
+    is the environment variable OPENAI_API_KEY, which is required only for OpenAI, and only if
+    `needs_key`: by default in a step that may ask the judge.
 
     Raises:
         ConfigError: the address is invalid, or the key is missing or cannot be sent.
@@ -160,13 +170,19 @@ def read_access(base_url: str) -> ServerAccess:
     url = base_url or os.environ.get("OPENAI_BASE_URL", "") or OPENAI_URL
     key = os.environ.get("OPENAI_API_KEY", "").strip()
     is_openai = _host(url) == _host(OPENAI_URL)
-    _check_key(key, needed=is_openai and has_access_to_judge())
+    needs_key = has_access_to_judge() if needs_key is None else needs_key
+    _check_key(key, needed=is_openai and needs_key)
     return ServerAccess(url, key, is_openai)
 
 
 def has_access_to_judge() -> bool:
     """Return whether this step may ask the judge."""
     return not os.environ.get(JUDGED_ELSEWHERE)
+
+
+def has_access_to_rewards() -> bool:
+    """Return whether this step may ask a language model that is a reward."""
+    return not os.environ.get(SCORED_ELSEWHERE)
 
 
 def _require_independence(part: JudgePart, reward_model: str) -> None:

@@ -1,10 +1,12 @@
 """Make the judge that the setting `judge` names: a judge of one of five kinds, or an ensemble."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 
-from pipeline.judges.ensemble import Ensemble
+from pipeline.judges.chat_model import ChatModel
 from pipeline.judges.function_judge import load_function_judge, rule_judge
 from pipeline.judges.judge_budget import Budget
 from pipeline.judges.judge_names import (
@@ -14,14 +16,54 @@ from pipeline.judges.judge_names import (
     read_judges,
 )
 from pipeline.judges.reply_cache import ReplyCache
-from pipeline.judges.verdict import Judge
+from pipeline.judges.verdict import Judge, JudgedPrompt, Verdict
 from pipeline.settings.judge_config import JudgingConfig
 from pipeline.settings.settings import Settings
 from pipeline.storage.addresses import S3Address
 from pipeline.storage.workspace import workspace_of
 from ppo_core.config.placement import Precision
 from ppo_core.errors import PPOError
+from ppo_core.io.folder_cache import digest_of
 from ppo_core.models.loading import check_reward_config, load_tokenizer
+
+
+class Ensemble:
+    """Asks every judge about every pair; the majority decides."""
+
+    def __init__(self, judges: Sequence[Judge]) -> None:
+        """Take the judges; `Verdict.votes` has the same order as `judges`."""
+        self.members = tuple(judge.name for judge in judges)
+        self.name = f"majority of {'; '.join(self.members)}"
+        self.version = digest_of([(judge.name, judge.version) for judge in judges])
+        self._judges = tuple(judges)
+
+    def __call__(
+        self, prompts: Sequence[JudgedPrompt], pairs: Sequence[tuple[str, str]]
+    ) -> list[Verdict]:
+        """Return one verdict per pair, with the verdicts of the members as `votes`."""
+        ballots = [judge(prompts, pairs) for judge in self._judges]
+        return [count_votes(votes) for votes in zip(*ballots, strict=True)]
+
+
+def count_votes(votes: Sequence[Verdict]) -> Verdict:
+    """Return the verdict of the majority.
+
+    The verdict is `invalid` if more than half of all votes are invalid. Otherwise, an answer with
+    more than half of the valid votes wins. If neither answer has so many votes, the verdict is a
+    tie. The probability is the mean over the valid votes with a probability; None if there are
+    none.
+    """
+    valid = [vote for vote in votes if vote.winner != "invalid"]
+    if len(valid) < len(votes) / 2:
+        reason = f"{len(votes) - len(valid)} of {len(votes)} judges gave no verdict."
+        return Verdict("invalid", reason=reason, votes=tuple(votes))
+    winner, count = Counter(vote.winner for vote in valid).most_common(1)[0]
+    probabilities = [vote.probability for vote in valid if vote.probability is not None]
+    return Verdict(
+        winner=winner if count > len(valid) / 2 else "tie",
+        probability=fmean(probabilities) if probabilities else None,
+        votes=tuple(votes),
+    )
 
 
 def make_judge(
@@ -68,17 +110,41 @@ def make_judge_of_run(settings: Settings, spec: str, budget: Budget | None = Non
         ConfigError: see `make_judge`.
         ModelError: see `make_judge`.
     """
-    workspace = workspace_of(settings)
-    replies = workspace.cache / "replies"
+    folder, shared = places_of_replies(settings)
     return make_judge(
         spec,
         config=settings.judging,
-        cache_folder=replies,
-        shared_cache=workspace.address(replies) if workspace.store else None,
+        cache_folder=folder,
+        shared_cache=shared,
         end_of_text=settings.reward_model_training.end_of_text,
         precision=settings.precision,
         budget=budget,
     )
+
+
+def places_of_replies(settings: Settings) -> tuple[Path, S3Address | None]:
+    """Return the folder of stored replies, and their address in S3 if the workspace has a store."""
+    workspace = workspace_of(settings)
+    folder = workspace.cache / "replies"
+    return folder, workspace.address(folder) if workspace.store else None
+
+
+def make_chat_model(
+    kind: str, source: str, config: JudgingConfig, budget: Budget, precision: Precision
+) -> ChatModel:
+    """Return the model of `openai:MODEL` or `transformers:PATH`.
+
+    Raises:
+        ConfigError: the address of the server is invalid, or the key is missing.
+        ModelError: the model cannot answer questions.
+    """
+    if kind == "openai":
+        from pipeline.judges.openai_model import OpenAIModel
+
+        return OpenAIModel(source, config, budget)
+    from pipeline.judges.transformers_model import TransformersModel
+
+    return TransformersModel(source, config, precision)
 
 
 def check_judge(spec: str, reward_model: str, config: JudgingConfig) -> None:
@@ -121,13 +187,7 @@ def _make_one(
         return RewardModelJudge(part.source, end_of_text=end_of_text)
     from pipeline.judges.chat_judge import ChatJudge
 
-    if part.kind == "openai":
-        from pipeline.judges.openai_model import OpenAIModel
-
-        return ChatJudge(OpenAIModel(part.source, config, budget), config, replies)
-    from pipeline.judges.transformers_model import TransformersModel
-
-    model = TransformersModel(part.source, config, precision)
+    model = make_chat_model(part.kind, part.source, config, budget, precision)
     return ChatJudge(model, config, replies)
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 
 from pipeline.judges.chat_model import Question
 from pipeline.judges.verdict import Verdict
@@ -54,9 +55,8 @@ def pose(criterion: str, prompt: str, first: str, second: str, *, attempt: int) 
     The texts to judge are one line of ASCII JSON between two delimiters, so no character can leave
     its string. From the second `attempt` on, a reminder of the reply format follows.
     """
-    delimiter = _delimiter(criterion, prompt, first, second, attempt)
-    shown = {"prompt": prompt, "answer_a": first, "answer_b": second}
-    data = json.dumps(shown, ensure_ascii=True).translate(_ESCAPED)
+    delimiter = delimiter_of(criterion, prompt, first, second, attempt)
+    data = line_of_data({"prompt": prompt, "answer_a": first, "answer_b": second})
     lines = [delimiter, data, delimiter, *([REMINDER] if attempt > 1 else [])]
     return [
         {"role": "system", "content": "\n".join([TASK, criterion, "", DATA, delimiter, RULES])},
@@ -64,7 +64,12 @@ def pose(criterion: str, prompt: str, first: str, second: str, *, attempt: int) 
     ]
 
 
-def _delimiter(*parts: str | int) -> str:
+def line_of_data(texts: Mapping[str, str]) -> str:
+    """Return texts of others as one line of ASCII JSON, without the brackets of special tokens."""
+    return json.dumps(texts, ensure_ascii=True).translate(_ESCAPED)
+
+
+def delimiter_of(*parts: str | int) -> str:
     """Return a line that depends on the question alone, and that no text in it can contain."""
     # A text cannot contain its own digest, so the writer of an answer cannot know the delimiter,
     # although it is not random.
@@ -84,22 +89,23 @@ def read_verdict(text: str) -> Verdict:
     agree. A letter without the word VERDICT counts if it is the full reply. Reasoning in <think>
     tags is removed first.
     """
-    answer = _without_thoughts(text)
+    answer = without_thoughts(text)
     lines = [line for line in answer.split("\n") if line.strip()]
     form = _ONLY_LINE if len(lines) == 1 else _VERDICT_LINE
     found = {match[1].upper() for line in lines if (match := form.fullmatch(line))}
     if len(found) != 1:
         fault = "verdicts that differ" if found else "no verdict"
-        return Verdict("invalid", reason=f"The reply has {fault}: {_shortened(text)!r}")
+        return Verdict("invalid", reason=f"The reply has {fault}: {reply_as_reason(text)!r}")
     reasons = "\n".join(line for line in lines if not form.fullmatch(line))
-    return Verdict(_WINNERS[found.pop()], reason=_shortened(reasons))
+    return Verdict(_WINNERS[found.pop()], reason=reply_as_reason(reasons))
 
 
-def _without_thoughts(text: str) -> str:
+def without_thoughts(text: str) -> str:
     """Remove the reasoning of a reply; its opening tag may be in the chat template instead."""
     return _THOUGHT.sub("", text).rpartition("</think>")[2]
 
 
-def _shortened(text: str) -> str:
+def reply_as_reason(text: str) -> str:
+    """Return a reply, cut after MAX_REASON_CHARACTERS characters."""
     text = text.strip()
     return text if len(text) <= MAX_REASON_CHARACTERS else f"{text[:MAX_REASON_CHARACTERS]} ..."

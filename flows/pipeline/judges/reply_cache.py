@@ -2,13 +2,20 @@
 
 import hashlib
 import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
-from pipeline.judges.chat_model import Reply
+from pipeline.judges.chat_model import ChatModel, Question, Reply
 from pipeline.storage.addresses import S3Address
 from ppo_core.errors import JudgeError, reason_of
 from ppo_core.io.atomic_files import write_atomically
+from ppo_core.io.progress_bar import SECONDS_BETWEEN_LINES, progress
+
+Case: TypeAlias = tuple[str, str, str]
+"""(prompt, first answer, second answer); the second answer is empty if one answer is scored."""
+
+Read = TypeVar("Read")
 
 
 def reply_key(model: str, wording: str, prompt: str, first: str, second: str, attempt: int) -> str:
@@ -86,6 +93,83 @@ class ReplyCache:
 
     def _path(self, key: str) -> Path:
         return self._folder / key[:2] / f"{key}.json"
+
+
+def ask_until_read(
+    chat: ChatModel,
+    cache: ReplyCache,
+    cases: Sequence[Case],
+    *,
+    wording: str,
+    attempts: int,
+    pose: Callable[[Case, int], Question],
+    read: Callable[[Reply], Read],
+    is_invalid: Callable[[Read], bool],
+) -> dict[Case, Read]:
+    """Ask a chat model about cases, again if a reply cannot be read; return what was read.
+
+    Equal cases are asked once. Replies come from the cache, or else from `chat`. A case without a
+    reply is not asked again, and nothing is stored for it.
+
+    Args:
+        chat: the chat model.
+        cache: stored replies.
+        cases: the cases.
+        wording: version of the questions' wording.
+        attempts: maximum number of times to ask.
+        pose: function of a case and the number of the attempt, from 1, that returns the question.
+        read: function that reads a reply.
+        is_invalid: function that says whether nothing could be read.
+
+    Raises:
+        JudgeError: the model cannot be asked, or the budget is spent. All earlier replies are
+            stored.
+    """
+    found: dict[Case, Read] = {}
+    unread = list(dict.fromkeys(cases))
+    for attempt in range(1, attempts + 1):
+        questions = {
+            case: (reply_key(chat.version, wording, *case, attempt), pose(case, attempt))
+            for case in unread
+        }
+        replies = _replies(chat, cache, questions, f"judging, attempt {attempt}")
+        found |= {case: read(reply) for case, reply in replies.items()}
+        unread = [
+            case
+            for case, reply in replies.items()
+            if reply.text is not None and is_invalid(found[case])
+        ]
+    return found
+
+
+def _replies(
+    chat: ChatModel,
+    cache: ReplyCache,
+    questions: Mapping[Case, tuple[str, Question]],
+    description: str,
+) -> dict[Case, Reply]:
+    """Return the reply to each case, from the cache or from the model.
+
+    `questions` has for each case the key of its reply and the question.
+    """
+    kept = {case: cache.get(key) for case, (key, _) in questions.items()}
+    replies = {case: reply for case, reply in kept.items() if reply is not None}
+    missing = [case for case in questions if case not in replies]
+    if not missing:
+        return replies
+    # A batch of PPO has few questions, so a bar that ends at once is not shown.
+    delay = SECONDS_BETWEEN_LINES
+    with progress(len(missing), description, "question", delay=delay) as bar:
+
+        def keep(number: int, reply: Reply) -> None:
+            case = missing[number]
+            if reply.text is not None:
+                cache.put(questions[case][0], reply)
+            replies[case] = reply
+            bar.update()
+
+        chat.ask([questions[case][1] for case in missing], keep)
+    return replies
 
 
 def _reply_of(written: bytes, place: Path | S3Address) -> Reply:

@@ -121,9 +121,11 @@ def environment_of(processes: int, machines: Machines, reason: Path) -> dict[str
     A failed process writes its error to the file `reason`. On SIGUSR1, a process writes the stacks
     of its threads to the folder of `reason`.
     """
-    root = str(Path(ppo_core.__file__).parent.parent)
+    root, flows = str(Path(ppo_core.__file__).parent.parent), str(Path(__file__).parents[2])
+    # The folder of the flows comes last, because a user's modules may have the names of ours.
+    paths = [root, os.environ.get("PYTHONPATH", ""), flows]
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")])),
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         PARENT: str(os.getpid()),
         ERROR_FILE: str(reason),
         STACKS: str(reason.parent),

@@ -23,7 +23,11 @@ from ppo_core.supervised.supervised_config import RATE_FILE
 LOOK_SECONDS = 1.0
 """Seconds between two checks for a new checkpoint."""
 
-BESIDE_CHECKPOINT = (METRICS_FILE, SELF_CHECK_FILE, RATE_FILE)
+SPENT_FILE = "language-model-calls.jsonl"
+"""File of a training with a line for each batch of questions to a language model, a reward: the
+calls and tokens."""
+
+BESIDE_CHECKPOINT = (METRICS_FILE, SELF_CHECK_FILE, RATE_FILE, SPENT_FILE)
 """Files of a training that a resume needs beside its checkpoint."""
 
 

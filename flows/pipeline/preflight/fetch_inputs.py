@@ -123,6 +123,7 @@ def _renamed(
         one.moved(_renamed_source(one.kind, one.source, model, file))
         for one in read_rewards(settings.rewards)
     ]
+    changes["rewards_rubric"] = settings.rewards_rubric and file(settings.rewards_rubric)
     labels, fresh = settings.evaluation.human_labels, settings.fresh_pairs
     evaluation = dataclasses.replace(settings.evaluation, human_labels=labels and data(labels))
     fresh = dataclasses.replace(fresh, labels=fresh.labels and data(fresh.labels))

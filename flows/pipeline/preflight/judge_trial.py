@@ -96,6 +96,11 @@ def _why_not_here(part: JudgePart, settings: Settings) -> str:
     """Return why a judge cannot be asked on this machine; empty if it can."""
     if part.kind == "openai" and not has_access_to_judge():
         return "only the judging step has its key"
+    return why_too_large(part, settings)
+
+
+def why_too_large(part: JudgePart, settings: Settings) -> str:
+    """Return why a model does not fit this machine; empty if it does, or is none."""
     if part.kind not in ("reward-model", "transformers"):
         return ""
     scores = part.kind == "reward-model"

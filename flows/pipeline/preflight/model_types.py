@@ -42,6 +42,8 @@ def _named_models(settings: Settings) -> Iterator[tuple[str, str, Collection[str
     for one in read_rewards(settings.rewards):
         if one.kind == "reward-model" and not one.is_own:
             yield "rewards", one.source, EXACT | SCORING_ENCODERS
+        elif one.kind == "transformers":
+            yield "rewards", one.source, EXACT
     judges = {"judge": settings.judge, "fresh_pairs.labeller": settings.fresh_pairs.judge}
     for name, spec in judges.items():
         for part in read_judges(spec) if spec else ():

@@ -6,9 +6,14 @@ from typing import Any
 from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.preference_pairs import label_pairs
 from pipeline.inputs.run_rewards import RunRewards
-from pipeline.preflight.judge_trial import watched_trial
+from pipeline.judges.judge_names import JudgePart, has_access_to_rewards
+from pipeline.judges.rubric.job import LanguageModels, job_of_run
+from pipeline.judges.transformers_model import check_chat_model
+from pipeline.preflight.judge_trial import watched_trial, why_too_large
 from pipeline.storage.workspace import original_names
 from ppo_core.config.reward_names import NamedReward
+from ppo_core.data.prompts import prompt_text
+from ppo_core.errors import JudgeError
 from ppo_core.io.progress_bar import SECONDS_BETWEEN_LINES, progress
 from ppo_core.models.files.finite_weights import require_finite_weights
 from ppo_core.models.files.model_folder import check_model_folder
@@ -26,12 +31,15 @@ def try_rewards(data: RunData) -> None:
     """Check each reward that the settings name; print two rewards that each function returns.
 
     Each function scores two responses, of which the second is empty, because the policy may give
-    empty responses. A function that hangs ends the step.
+    empty responses. A function that hangs ends the step. A language model scores a held-out chosen
+    response and an empty one, unless it does not fit this machine, or only another step has the key
+    of its server.
 
     Raises:
         ConfigError: a function does not exist, or it takes other arguments, or a column that no
             prompt has.
         DataError: a column cannot be written as JSON.
+        JudgeError: a language model gives no score, or its server does not answer.
         ModelError: a function fails, or returns no numbers; or a model cannot score.
     """
     rewards = RunRewards(data)
@@ -43,6 +51,8 @@ def try_rewards(data: RunData) -> None:
             with named_in_errors(one):
                 if one.kind == "python":
                     _try_function(one, rewards, rows)
+                elif one.is_language_model:
+                    _try_language_model(one, rewards)
                 elif not one.is_own:
                     _check_model(one.source)
             bar.update()
@@ -59,8 +69,34 @@ def _try_function(
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     given = function.score_texts([row["prompt"] for row in rows], responses, columns)
     first, second = given.tolist()
-    said = f"{first:z.4g} for a chosen answer, {second:z.4g} for an empty one"
-    print(f"rewards={original_names(one.spec)}: {said}", flush=True)
+    _print_scores(one, f"{first:z.4g} for a chosen answer, {second:z.4g} for an empty one")
+
+
+def _try_language_model(one: NamedReward, rewards: RunRewards) -> None:
+    data = rewards.data
+    if one.kind == "transformers":
+        check_chat_model(one.source)
+    models = LanguageModels(job_of_run(rewards))
+    reason = why_too_large(JudgePart(one.spec, one.kind, one.source), data.settings)
+    if one.kind == "openai" and not has_access_to_rewards():
+        reason = "only the training step has its key"
+    if reason:
+        _print_scores(one, f"not asked yet, because {reason}")
+        return
+    pair = label_pairs(data.test_pairs())[0]
+    prompt = prompt_text(data.policy_tokenizer, pair.prompt)
+    first, second = models.reward(one).scores([prompt, prompt], [pair.chosen, ""])
+    if first.value is None:
+        raise JudgeError(
+            f"it gave no score to a chosen answer, so PPO would have no reward: {first.reason} Ask "
+            "for one number in the rubric, or name a model that can follow it."
+        )
+    empty = "no score" if second.value is None else f"{second.value:g}"
+    _print_scores(one, f"{first.value:g} for a chosen answer, {empty} for an empty one")
+
+
+def _print_scores(one: NamedReward, words: str) -> None:
+    print(f"rewards={original_names(one.spec)}: {words}", flush=True)
 
 
 def _check_model(path: str) -> None:

@@ -40,6 +40,9 @@ class PreparedModel:
     metrics: dict[str, float]
     """Final training metrics; empty if the flow did not train the model."""
 
+    spent: dict[str, Spent] = field(default_factory=dict)
+    """Calls and tokens of the judge that compared samples before labels were asked for, by name."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class FreshPairs:
@@ -189,7 +192,8 @@ class TrainedPolicy:
     """Reward models of the rounds after the first; empty with one round."""
 
     spent: dict[str, Spent] = field(default_factory=dict)
-    """Calls and tokens of the labelers in the rounds after the first, by name."""
+    """Calls and tokens of the labelers in the rounds after the first, and of language models that
+    are rewards, by name."""
 
     earlier: EarlierPolicies | None = None
     """Policies that may be chosen in place of this one; None if there are none, or after the

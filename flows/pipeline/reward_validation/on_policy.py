@@ -1,6 +1,6 @@
 """Ask the run's judge whether the reward model chooses well among the policy's own samples."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -55,14 +55,19 @@ class _Pairs:
 
 
 def measure_on_policy(
-    judge: Judge, budget: Budget, blocks: Iterable[ScoredSamples], *, least: float, seed: int
+    judge: Judge,
+    budget: Budget,
+    blocks: Iterable[ScoredSamples],
+    *,
+    least: float,
+    seed: int,
+    is_clear: Callable[[OnPolicy], bool] | None = None,
 ) -> OnPolicy | None:
     """Measure how often the judge prefers the samples that the reward model prefers.
 
     The K samples of a prompt are paired at random, and the judge compares each pair in both orders.
-    The judge is asked until the interval of the best of four lies on one side of `least`, until all
-    samples are judged, or until the budget is too small for more. Return None if the budget is too
-    small for the first pairs.
+    The judge is asked until the measurement is clear, until all samples are judged, or until the
+    budget is too small for more. Return None if the budget is too small for the first pairs.
 
     Args:
         judge: the judge of the run.
@@ -70,6 +75,8 @@ def measure_on_policy(
         blocks: samples with their scores; the next block is taken only if it is needed.
         least: limit of the gate for the win rate of the best of four.
         seed: seed of the pairs.
+        is_clear: function that says whether more verdicts are needless; None if they are once the
+            interval of the best of four lies on one side of `least`.
 
     Raises:
         DataError: the judge gave no verdict on any pair.
@@ -83,7 +90,7 @@ def measure_on_policy(
         judged.append(part)
         points.append(_ask(judge, part))
         found = _measure(judge.name, judged, points, least)
-        if not found.low <= least <= found.high:
+        if not found.low <= least <= found.high if is_clear is None else is_clear(found):
             break
     return found and replace(found, spent=budget.spent({}))
 

@@ -26,6 +26,13 @@ class TextScorer:
         self._bf16 = bf16
         self._known: dict[tuple[int, ...], float] = {}
 
+    def of_members(self) -> list["TextScorer"]:
+        """Return a scorer for each model whose mean is the score; this one if it is a single."""
+        members = self.model.members
+        if len(members) == 1:
+            return [self]
+        return [TextScorer(one, bf16=self._bf16) for one in members]
+
     def scores(self, rows: Sequence[list[int]]) -> Array:
         """Return the scores (N,) of N token rows."""
         # The longest rows come first, so that a lack of memory is noticed early.

@@ -89,7 +89,7 @@ def validate(
     labeled = label_pairs(preferences.given)
     chosen, rejected = score_pairs(scorer, labeled)
     decided = np.array([not pair.tie for pair in labeled])
-    blocks = _scored_samples(scorer, prompts, draw, limits)
+    blocks = scored_samples(scorer, prompts, draw, limits)
     first = next(blocks)
     references = _score_references(scorer, prompts, max(MAX_REFERENCES, limits.num_prompts))
 
@@ -100,7 +100,9 @@ def validate(
     sampled = measure_samples(
         first.scores, None if references is None else references[: limits.num_prompts], seed=seed
     )
-    contract = check_contract(scorer, labeled, tolerance=limits.tolerance)
+    contracts = [
+        check_contract(one, labeled, tolerance=limits.tolerance) for one in scorer.of_members()
+    ]
     probes = run_probes(
         scorer, *_good_answers(prompts, labeled), seed=seed, limit=limits.max_degenerate_preferred
     )
@@ -115,7 +117,8 @@ def validate(
         calibration=calibration,
         lengths=lengths,
         samples=Samples(**vars(sampled), duplicates=duplicates(first.texts)),
-        contract=contract,
+        # The first member that breaks the contract, if one does.
+        contract=next((one for one in contracts if one.reasons), contracts[0]),
         probes=probes,
         bias=0.0 if references is None else float(references.mean()),
         gain=1 / sampled.deviation if limits.unit_deviation and sampled.deviation else 1.0,
@@ -181,7 +184,7 @@ def _good_answers(
     return [pair.prompt for pair in decided], [pair.chosen for pair in decided]
 
 
-def _scored_samples(
+def scored_samples(
     scorer: TextScorer, prompts: Rows, draw: SampleResponses, limits: RewardGateConfig
 ) -> Iterator[ScoredSamples]:
     """Sample and score prompts, `num_prompts` at a time."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from ppo_core.config.checks import check_fields
 from ppo_core.errors import ConfigError
-from ppo_core.io.validation import Count, Natural, NotNegative
+from ppo_core.io.validation import Count, Natural, NotNegative, Share
 
 PEOPLE = "people"
 """Value of `labeller`: the run writes the pairs to a file and ends; people then label the pairs."""
@@ -36,6 +36,13 @@ class FreshPairsConfig:
     given_weight: NotNegative = 0.0
     """Weight of each given pair in the loss of the reward model, if a pair of samples has weight 1.
     With 0, the reward model is trained on pairs of samples alone."""
+
+    enough_agreement: Share = 0.85
+    """Agreement of a reward model with the run's judge above which labels would gain little, so no
+    pairs are labeled. Before anybody is asked, the judge compares samples of the SFT policy, and
+    the lower end of the 95 % interval of the agreement must be above this number. With 1, in
+    several rounds, on several machines, and if the judge is not named or has no key in this step,
+    pairs are labeled in any case."""
 
     rounds: Count = 1
     """Number of times that pairs are labeled: first samples of the SFT policy, then samples of the

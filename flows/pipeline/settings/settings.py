@@ -19,12 +19,12 @@ from pipeline.settings.hardware_config import HardwareConfig
 from pipeline.settings.judge_config import JudgingConfig
 from pipeline.settings.overrides import merge_tables, read_overrides
 from pipeline.settings.selection_config import SelectionConfig
-from pipeline.settings.training_sections import LoraConfig, SupervisedSection
+from pipeline.settings.training_sections import LoraConfig, RewardTrainingSection, SupervisedSection
 from pipeline.settings.unknown_names import describe_unknown_setting
 from ppo_core.config.checks import check_fields, check_type, refuse_secrets
 from ppo_core.config.placement import Precision
 from ppo_core.config.ppo_config import PPOConfig
-from ppo_core.config.reward_names import OWN, read_rewards, same_place
+from ppo_core.config.reward_names import DISAGREEMENT, OWN, NamedReward, read_rewards, same_place
 from ppo_core.config.row_settings import (
     MAX_LEFT_OUT,
     Overlong,
@@ -92,10 +92,16 @@ class Settings:
 
     rewards: list[str] = field(default_factory=list)
     """Rewards whose sum, weighted by `ppo.reward_weights`, trains the policy: `reward-model` (the
-    setting `reward_model`, or the model that the run trains), `reward-model:PATH` or
-    `python:FILE_OR_MODULE:FUNCTION`, each with or without `NAME=` before it. If empty, the reward
+    setting `reward_model`, or the model that the run trains), `reward-model:PATH`,
+    `python:FILE_OR_MODULE:FUNCTION`, or `openai:MODEL` and `transformers:PATH`, language models
+    that score by `rewards_rubric`; each with or without `NAME=` before it. If empty, the reward
     model of the run is the only reward. This model is validated even if the list leaves it out or
     its weight is 0; in these cases a failed validation does not end the run."""
+
+    rewards_rubric: str = ""
+    """Text file, such as Markdown, with the rubric by which language models in `rewards` score each
+    response from 1 to 10. The settings of [judging] apply to these questions; `max_calls` and
+    `max_tokens` limit those of one training, and each process has an equal share."""
 
     model_types: list[str] = field(default_factory=list)
     """Model types of transformers that `policy`, reward models and judges may have, as in
@@ -217,8 +223,8 @@ class Settings:
     )
     """Settings for fine-tuning the policy on `sft_data`."""
 
-    reward_model_training: SupervisedSection = field(
-        default_factory=lambda: SupervisedSection(
+    reward_model_training: RewardTrainingSection = field(
+        default_factory=lambda: RewardTrainingSection(
             **_defaults(UNKNOWN_SIZE)["reward_model_training"]
         )
     )
@@ -328,12 +334,13 @@ class Settings:
             )
 
     def _refuse_prices_of_no_judge(self) -> None:
-        judges = [part.strip() for part in self.judge.split(",")]
+        judges = {part.strip() for part in self.judge.split(",")}
+        judges |= {f"{one.kind}:{one.source}" for one in read_rewards(self.rewards)}
         for name in self.hardware.judge_prices:
             if name not in judges or not name.startswith("openai:"):
                 raise ConfigError(
-                    f"hardware.judge_prices.{name!r} would be ignored: judge={self.judge!r} has no "
-                    "judge of this name that asks a server. Write the name as in judge, "
+                    f"hardware.judge_prices.{name!r} would be ignored: judge={self.judge!r} and "
+                    f"rewards={self.rewards} name no server of this name. Write the name as there, "
                     "openai:MODEL, or remove the price."
                 )
 
@@ -345,12 +352,49 @@ class Settings:
                 f"ppo.reward_weights={weights} has {len(weights)} numbers for {len(names)} rewards "
                 f"({', '.join(names)}). Set one number for each entry of rewards."
             )
+        self._check_language_models(rewards)
+        self._check_members(names)
         for one in rewards:
-            if one.source and same_place(one.source, self.reward_model):
+            is_model = one.kind == "reward-model" and not one.is_own
+            if is_model and same_place(one.source, self.reward_model):
                 raise ConfigError(
                     f"rewards names {one.spec!r}, which is the reward_model of the run. Write "
                     f"{OWN}, whose scores the run centers."
                 )
+
+    def _check_language_models(self, rewards: Sequence[NamedReward]) -> None:
+        named = [one.spec for one in rewards if one.is_language_model]
+        if named and not self.rewards_rubric:
+            raise ConfigError(
+                f"rewards names {named[0]!r}, a language model, and no rubric says what it scores. "
+                "Write a text file with the rubric, and set rewards_rubric to it."
+            )
+        if self.rewards_rubric and not named:
+            raise ConfigError(
+                f"rewards_rubric={self.rewards_rubric!r} would be ignored, because rewards="
+                f"{self.rewards} has no language model. Add openai:MODEL or transformers:PATH to "
+                "rewards, or remove the rubric."
+            )
+        if named and self.num_nodes > 1:
+            raise ConfigError(
+                f"rewards names {named[0]!r}, a language model, and num_nodes={self.num_nodes}: "
+                "only the processes of one machine share the limits of [judging]. Set num_nodes=1, "
+                "or ask the model in a function, python:FILE_OR_MODULE:FUNCTION."
+            )
+
+    def _check_members(self, rewards: Sequence[str]) -> None:
+        members = self.reward_model_training.members
+        if members > 1 and self.reward_model and not self.fresh_pairs.wanted:
+            raise ConfigError(
+                f"reward_model_training.members={members} would be ignored, because no reward "
+                f"model is trained beside reward_model={self.reward_model!r}. Remove either "
+                "setting."
+            )
+        if members > 1 and DISAGREEMENT in rewards:
+            raise ConfigError(
+                f"A reward has the name {DISAGREEMENT!r}, the metric of reward_model_training."
+                f"members={members}. Write another NAME= before the reward."
+            )
 
     def _check_fresh_pairs(self) -> None:
         fresh = self.fresh_pairs

@@ -1,6 +1,6 @@
 """Settings of supervised training in the flow, and of LoRA adapters in all trainings."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from ppo_core.config.checks import check_fields, require
@@ -9,6 +9,9 @@ from ppo_core.errors import ConfigError
 from ppo_core.errors.packages import require_package
 from ppo_core.io.validation import Count, Natural, ShareBelow1
 from ppo_core.supervised.supervised_config import SupervisedConfig
+
+SEEDS_APART = 1_000_003
+"""Difference of the seeds of two members of the reward model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,3 +100,25 @@ class SupervisedSection(SupervisedConfig):
             "lora_dropout": self.lora.dropout,
             "target_modules": self.lora.target_modules,
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardTrainingSection(SupervisedSection):
+    """Settings of the training of the reward model."""
+
+    members: Count = 1
+    """Number of reward models that are trained from the same pairs, and differ in the initial
+    weights of the head and in the order of the pairs. The mean of their scores is the reward."""
+
+    def settings_of_result(self) -> dict[str, Any]:
+        """Return the settings that change the result of one training by more than rounding."""
+        given = super().settings_of_result()
+        del given["members"]
+        return given
+
+    def of_member(self, number: int) -> "RewardTrainingSection":
+        """Return the settings of a member, counted from 1; the first has the seed of the section.
+
+        The seeds lie far apart, so they are not those of other runs.
+        """
+        return replace(self, seed=(self.seed + (number - 1) * SEEDS_APART) % 2**32)

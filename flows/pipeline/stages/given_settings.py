@@ -38,7 +38,7 @@ def read_settings(
     check_names(given.judge, given.reward_model, given.judging)
     if labeller := given.fresh_pairs.judge:
         check_labeller_name(labeller, given.judge, given.judging.base_url)
-    check_reward_names(given.rewards, given.judge)
+    check_reward_names(given.rewards, given.judge, given.judging.base_url)
     policy = _policy_at_hand(given)
     return make_settings(from_file, from_command_line, overrides, parameters=_parameters(policy))
 

@@ -4,12 +4,14 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.inputs.model_digests import digest_of_model
 from pipeline.inputs.preference_pairs import label_pairs
+from pipeline.judges.judge_budget import Spent
 from pipeline.launch.commands import ONE_MACHINE, Machines
 from pipeline.launch.launcher import OnMetrics
 from pipeline.launch.mirror import mirrored
@@ -17,14 +19,16 @@ from pipeline.launch.supervised_training import train_supervised
 from pipeline.results.step_records import FreshPairs, PreparedModel
 from pipeline.settings.settings import Settings
 from pipeline.settings.training_sections import SupervisedSection
-from pipeline.stages.fresh_pairs import label_samples
+from pipeline.stages.fresh_pairs import FRESH_PAIRS, label_samples
 from pipeline.stages.tracked import stage, with_files
 from pipeline.storage.made_once import can_be_reused, make_or_reuse, move_files
 from pipeline.storage.workspace import original_names
 from pipeline.tracking.tracker import Tracker
 from ppo_core.data.rows.reader import Rows
+from ppo_core.errors.out_of_memory import free_unused
 from ppo_core.io.folder_cache import digest_of_code
 from ppo_core.models.files.finite_weights import require_finite_weights
+from ppo_core.models.loading import MEMBER
 from ppo_core.supervised.job import read_result
 from ppo_core.supervised.training_code import modules_of_training
 
@@ -68,14 +72,15 @@ def load_policy(
 ) -> tuple[PreparedModel, FreshPairs | None]:
     """Return the policy from which PPO starts, and labeled pairs of its samples.
 
-    The policy is `policy` itself, or `policy` fine-tuned on `sft_data`. The pairs are None if none
-    are wanted; see `label_samples`. Meanwhile, the other machines call `load_policy_as_worker`.
+    The policy is `policy` itself, or `policy` fine-tuned on `sft_data`. The pairs are None, unless
+    several machines need them in the next step; see `load_reward_models`. Meanwhile, the other
+    machines call `load_policy_as_worker`.
     """
     if settings.sft_data:
         policy = _train_and_log(_policy_training(settings, run), run, here, tracker)
     else:
         policy = _given_model(settings.policy, run)
-    if not settings.fresh_pairs.wanted:
+    if settings.num_nodes == 1 or not settings.fresh_pairs.wanted:
         return policy, None
     return policy, _label_samples(settings, policy, run, tracker)
 
@@ -95,27 +100,75 @@ def load_reward_models(
     run: FlowRun,
     here: Machines = ONE_MACHINE,
     fresh: FreshPairs | None = None,
-) -> tuple[PreparedModel, PreparedModel | None]:
-    """Return the reward model, and the trained judge; the judge is None if the settings name one.
+) -> tuple[PreparedModel, PreparedModel | None, FreshPairs | None]:
+    """Return the reward model, the trained judge, and labeled pairs of samples of `sft`.
 
-    The reward model is `reward_model` itself, or a model that is trained from the policy. If there
-    are pairs of the policy's samples, a second reward model is trained on these pairs alone, and
-    the better of the two is returned. The judge is trained from the same policy, on other pairs and
-    with another seed. Meanwhile, the other machines call `load_reward_models_as_worker`.
+    The reward model is `reward_model` itself, or a model that is trained from the policy. If pairs
+    of the policy's samples are wanted and would gain something, they are labeled (`label_samples`),
+    a second reward model is trained on them, and the better of the two is returned. The pairs are
+    None if there are none. The judge is trained from the same policy, on other pairs and with
+    another seed; it is None if the settings name one. Meanwhile, the other machines call
+    `load_reward_models_as_worker`; before, `load_policy` has labeled the pairs `fresh`.
     """
     if settings.reward_model:
         reward_model = _given_model(settings.reward_model, run)
     else:
-        reward_model = _train_and_log(_reward_training(settings, sft, run), run, here, tracker)
+        reward_model = _train_members(_reward_training(settings, sft, run), run, here, tracker)
+    if settings.num_nodes == 1 and settings.fresh_pairs.wanted:
+        gains_little, spent = _measure_given(settings, sft, reward_model, run, tracker)
+        reward_model = replace(reward_model, spent=spent)
+        fresh = None if gains_little else _label_samples(settings, sft, run, tracker)
     if fresh:
         trained = train_fresh_model(settings, sft, [fresh], run, tracker, here)
-        reward_model = better_reward_model(settings, reward_model, trained, fresh, run, tracker)
+        better = better_reward_model(settings, reward_model, trained, fresh, run, tracker)
+        reward_model = replace(better, spent=reward_model.spent)
     if settings.judge:
-        return reward_model, None
+        return reward_model, None, fresh
     judge, _ = _train_once(_judge_training(settings, sft, run), run, here, tracker)
     # Named judge_..., because names such as judge/loss belong to the curves of the training.
     tracker.step.log_metrics({f"judge_{name}": value for name, value in judge.metrics.items()})
-    return reward_model, judge
+    return reward_model, judge, fresh
+
+
+@with_files("settings", "sft", "given")
+def _measure_given(
+    settings: Settings, sft: PreparedModel, given: PreparedModel, run: FlowRun, tracker: Tracker
+) -> tuple[bool, dict[str, Spent]]:
+    """Return whether labels would gain little, because the judge agrees with the given model.
+
+    Also return what the judge spent. The judge is not asked if the labels are there already, or if
+    the policy moves on in rounds. A judge that the run trains has learned from the given pairs, so
+    its agreement would mean nothing.
+    """
+    # Imported here, because most runs ask for no labels, and this imports slowly.
+    from pipeline.stages.validation import can_ask, measure_given_model
+
+    fresh = settings.fresh_pairs
+    is_needless = fresh.labels or fresh.rounds > 1 or fresh.enough_agreement == 1
+    if is_needless or not settings.judge or not can_ask(settings.judge):
+        return False, {}
+    found = measure_given_model(RunData(settings), sft, given, run.folder)
+    free_unused()
+    if found is None or found.accuracy is None:
+        return False, {} if found is None else found.spent
+    rate = found.accuracy
+    gains_little = rate.low > fresh.enough_agreement
+    tracker.step.log_metrics({f"{REWARD_MODEL}/agreement_with_judge": rate.accuracy})
+    tracker.step.set_tags({"labels_would_gain_little": str(gains_little)})
+    follows = (
+        "labels would gain little, and nobody is asked for any: the reward model stays. To ask all "
+        "the same, set fresh_pairs.enough_agreement=1"
+        if gains_little
+        else "labels are asked for"
+    )
+    print(
+        f"{FRESH_PAIRS}: {original_names(given.path)} orders {rate.accuracy:.1%} of {rate.n} "
+        f"decided pairs of the policy's samples as the judge does, 95 % interval {rate.low:.1%} .. "
+        f"{rate.high:.1%}. The limit is fresh_pairs.enough_agreement="
+        f"{fresh.enough_agreement:g}, so {follows}.",
+        flush=True,
+    )
+    return gains_little, found.spent
 
 
 def load_policy_as_worker(settings: Settings, run: FlowRun, here: Machines) -> None:
@@ -133,9 +186,9 @@ def load_reward_models_as_worker(
 ) -> None:
     """Take part in the trainings of `load_reward_models`, on any machine except the first."""
     if not settings.reward_model:
-        _take_part(_reward_training(settings, sft, run), run, here)
+        _take_part_in_members(_reward_training(settings, sft, run), run, here)
     if fresh:
-        _take_part(_fresh_training(settings, sft, [fresh], run), run, here)
+        _take_part_in_members(_fresh_training(settings, sft, [fresh], run), run, here)
     if not settings.judge:
         _take_part(_judge_training(settings, sft, run), run, here)
 
@@ -172,7 +225,7 @@ def train_fresh_model(
     here: Machines = ONE_MACHINE,
 ) -> PreparedModel:
     """Return the reward model that is trained on the pairs of all rounds so far."""
-    return _train_and_log(_fresh_training(settings, sft, pairs, run), run, here, tracker)
+    return _train_members(_fresh_training(settings, sft, pairs, run), run, here, tracker)
 
 
 @with_files("settings", "given", "trained", "fresh")
@@ -248,6 +301,42 @@ def _train_once(
     shutil.rmtree(job, ignore_errors=True)
     model = PreparedModel(path=made.place, digest=made.digest, metrics=made.values)
     return model, made.reused
+
+
+def _members(training: _Training) -> list[_Training]:
+    """Return the trainings of the members of a reward model; the first is the given training."""
+    section = training.data.settings.reward_model_training
+    return [training] + [
+        replace(training, name=f"{training.name}-{number}", section=section.of_member(number))
+        for number in range(2, section.members + 1)
+    ]
+
+
+def _train_members(
+    training: _Training, run: FlowRun, here: Machines, tracker: Tracker
+) -> PreparedModel:
+    """Return the reward model, or a folder with its members; each member is trained once."""
+    trainings = _members(training)
+    if len(trainings) == 1:
+        return _train_and_log(training, run, here, tracker)
+    trained = [_train_once(one, run, here, tracker) for one in trainings]
+    models = [model for model, _ in trained]
+
+    def join(folder: Path) -> Mapping[str, float]:
+        for number, model in enumerate(models, start=1):
+            shutil.copytree(run.workspace.fetch_files(model).path, folder / f"{MEMBER}{number}")
+        return {name: fmean(model.metrics[name] for model in models) for name in models[0].metrics}
+
+    inputs = {"members": [model.digest for model in models]}
+    made = make_or_reuse(run.workspace, training.name, inputs, join)
+    tracker.step.log_metrics(made.values)
+    tracker.step.set_tags({"reused": str(all(reused for _, reused in trained))})
+    return PreparedModel(path=made.place, digest=made.digest, metrics=made.values)
+
+
+def _take_part_in_members(training: _Training, run: FlowRun, here: Machines) -> None:
+    for one in _members(training):
+        _take_part(one, run, here)
 
 
 def _take_part(training: _Training, run: FlowRun, here: Machines) -> None:

@@ -47,8 +47,9 @@ def decides_the_rounds(data: RunData, fresh: FreshPairs | None) -> dict[str, Any
     settings = data.settings
     if settings.fresh_pairs.rounds == 1:
         return {}
-    assert fresh is not None
-    weight, feedback = settings.fresh_pairs.given_weight, data.feedback()
+    assert fresh is not None  # several rounds ask for labels in any case
+    weight, members = settings.fresh_pairs.given_weight, settings.reward_model_training.members
+    feedback = data.feedback()
     return {
         "rounds": settings.fresh_pairs.rounds,
         # This name has a digest of the pairs and of the labeler.
@@ -58,6 +59,7 @@ def decides_the_rounds(data: RunData, fresh: FreshPairs | None) -> dict[str, Any
         "held_out_share": settings.held_out_share,
         "overlong": settings.overlong,
         "reward_training": settings.reward_model_training.settings_of_result(),
+        **({"members": members} if members > 1 else {}),
         "reward_code": digest_of_code(__name__, *modules_of_training(CODE)),
     }
 

@@ -1,5 +1,6 @@
 """Decorators of the stages: fetch and publish files, track the step, and end it if it hangs."""
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -137,4 +138,6 @@ def _small_files(folder: Path) -> dict[str, Path]:
     """Return the journal, the files in its entries, and the reports; no models or checkpoints."""
     files = files_of(folder).items()
     # Names of unfinished folders begin with a dot.
-    return {n: path for n, path in files if n[0] != "." and n.split("/")[0] not in LARGE}
+    # A member of a reward model has a number after the name of its training.
+    first = re.compile(r"(.+?)(-\d+)?(/|$)")
+    return {n: path for n, path in files if n[0] != "." and first.match(n)[1] not in LARGE}  # type: ignore[index]

@@ -12,8 +12,11 @@ from typing import Any
 from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.inputs.run_rewards import RunRewards
-from pipeline.judges.judge_budget import Spent
+from pipeline.judges.judge_budget import Spent, sum_spent
+from pipeline.judges.rubric.job import PROGRAM as RUBRIC_PROGRAM
+from pipeline.judges.rubric.job import job_of_run, read_spent, write_rubric_job
 from pipeline.launch.commands import ONE_MACHINE, Machines, gpus
+from pipeline.launch.commands import PPO as PPO_PROGRAM
 from pipeline.launch.job import Pause, ppo_config, updates_of_ppo, write_job
 from pipeline.launch.launcher import OnMetrics, train
 from pipeline.launch.mirror import mirrored
@@ -108,7 +111,7 @@ def train_policy(
 
     def train_in(folder: Path) -> dict[str, Any]:
         later = train_all(log_update)
-        return {**_move_policy(run, folder), **later}
+        return {**_move_policy(run, folder), **later, **_spent_on_rewards(run)}
 
     def train_earlier() -> None:
         # The metrics of this training are those of the last policy, which are already logged.
@@ -287,8 +290,9 @@ def _train_part(
 ) -> None:
     """Train up to the pause, or to the end, from the newest checkpoint."""
     fetch = run.workspace.fetch_files
+    rewards, settings = RunRewards(data), data.settings
     job = write_job(
-        RunRewards(data),
+        rewards,
         policy=fetch(sft).path,
         reward_model=fetch(reward.model).path,
         reward_bias=reward.bias,
@@ -297,11 +301,15 @@ def _train_part(
         policy_dir=run.folder / POLICY,
         pause=pause,
     )
+    if rewards.language_models:
+        processes = settings.processes or gpus() or 1
+        write_rubric_job(job_of_run(rewards, processes), job.parent)
     train(
         job,
-        processes=data.settings.processes,
+        processes=settings.processes,
         machines=here,
-        stall_minutes=data.settings.stall_minutes,
+        program=RUBRIC_PROGRAM if rewards.language_models else PPO_PROGRAM,
+        stall_minutes=settings.stall_minutes,
         on_metrics=on_metrics,
     )
 
@@ -329,11 +337,23 @@ def _trained_policy(
         tokens_trained=sampled * epochs,
         self_check=made.values["self_check"],
         rounds=[RewardRound(**one) for one in made.values.get("rounds", [])],
-        spent={name: Spent(**one) for name, one in made.values.get("spent", {}).items() if paid},
+        spent=_spent(made.values) if paid else {},
         earlier=(
             None if earlier is None else EarlierPolicies(path=earlier.place, digest=earlier.digest)
         ),
     )
+
+
+def _spent_on_rewards(run: FlowRun) -> dict[str, Any]:
+    """Return the calls and tokens of language models that are rewards; {} without any."""
+    spent = read_spent(run.folder / PPO)
+    return {"rewards_spent": {name: asdict(one) for name, one in spent.items()}} if spent else {}
+
+
+def _spent(values: Mapping[str, Any]) -> dict[str, Spent]:
+    """Return what labelers and language models spent in a training with these values."""
+    parts = (values.get(name, {}) for name in ("spent", "rewards_spent"))
+    return sum_spent(*({name: Spent(**one) for name, one in part.items()} for part in parts))
 
 
 def _without_number(metrics: Mapping[str, Any]) -> dict[str, float]:

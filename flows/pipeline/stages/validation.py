@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from shlex import quote
 from typing import NoReturn
@@ -11,7 +12,7 @@ from pipeline.evaluation.notes import describe_accuracy, doubts_about_trained_ju
 from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
 from pipeline.inputs.preference_pairs import label_pairs
-from pipeline.judges.judge_budget import Budget
+from pipeline.judges.judge_budget import Budget, sum_spent
 from pipeline.judges.judge_names import has_access_to_judge, read_judges
 from pipeline.judges.make_judge import make_judge_of_run
 from pipeline.launch.answers import answer_as_ppo
@@ -19,13 +20,19 @@ from pipeline.reports.log_reports import log_reward_report
 from pipeline.reports.terminal import reward_model_in_words
 from pipeline.results.evaluation import TrainedJudge
 from pipeline.results.report_files import REWARD_REPORT_FILE, write_report
-from pipeline.results.reward_report import RewardReport
+from pipeline.results.reward_report import OnPolicy, RewardReport
 from pipeline.results.step_records import FreshPairs, PreparedModel, ValidatedReward
 from pipeline.reward_validation.accuracy import measure_model
 from pipeline.reward_validation.on_policy import measure_on_policy
 from pipeline.reward_validation.samples import draw_samples
 from pipeline.reward_validation.scores import TextScorer
-from pipeline.reward_validation.validate import Compare, Preferences, validate
+from pipeline.reward_validation.validate import (
+    Compare,
+    Preferences,
+    SampleResponses,
+    scored_samples,
+    validate,
+)
 from pipeline.settings.settings import Settings
 from pipeline.stages.tracked import stage
 from pipeline.storage.addresses import is_in_s3
@@ -76,7 +83,7 @@ def validate_reward_model(
         bias=report.bias,
         gain=report.gain,
         report_file=str(file),
-        spent=report.on_policy.spent if report.on_policy else {},
+        spent=sum_spent(reward_model.spent, report.on_policy.spent if report.on_policy else {}),
         judge=_measure_judge(data, judge_model) if judge_model else None,
         is_used=settings.uses_reward_model,
     )
@@ -134,11 +141,42 @@ def examine_reward_model(
         load_scorer(data, reward_model.path),
         Preferences(data.test_pairs(), data.voted_pairs(fresh.path if fresh else None)),
         data.training_prompts(),
-        partial(draw_samples, partial(answer_as_ppo, settings, sft.path, folder)),
+        _draw(settings, sft, folder),
         settings.reward_gate,
         compare=_comparer(settings, judge_model),
         training=reward_model.metrics,
         seed=settings.seed,
+    )
+
+
+def measure_given_model(
+    data: RunData, sft: PreparedModel, reward_model: PreparedModel, folder: Path
+) -> OnPolicy | None:
+    """Let the run's judge compare samples that the validation compares too, and more if needed.
+
+    All samples of the first `num_prompts` prompts are compared, unless the agreement of reward
+    model and judge is soon clearly below `fresh_pairs.enough_agreement`. Return None if the budget
+    of the judge is too small.
+
+    Raises:
+        DataError, JudgeError, ModelError: see `validate`.
+    """
+    settings, limits = data.settings, data.settings.reward_gate
+    enough = settings.fresh_pairs.enough_agreement
+
+    def is_low(found: OnPolicy) -> bool:
+        return found.accuracy is not None and found.accuracy.high < enough
+
+    budget = Budget.of(settings.judging)
+    scorer, draw = load_scorer(data, reward_model.path), _draw(settings, sft, folder)
+    blocks = scored_samples(scorer, data.training_prompts(), draw, limits)
+    return measure_on_policy(
+        make_judge_of_run(settings, settings.judge, budget),
+        budget,
+        islice(blocks, 1),
+        least=limits.min_best_of_4,
+        seed=settings.seed,
+        is_clear=is_low,
     )
 
 
@@ -153,10 +191,19 @@ def load_scorer(data: RunData, reward_model: str) -> TextScorer:
     return TextScorer(model, bf16=_scores_in_bf16(data.settings))
 
 
+def _draw(settings: Settings, sft: PreparedModel, folder: Path) -> SampleResponses:
+    return partial(draw_samples, partial(answer_as_ppo, settings, sft.path, folder))
+
+
+def can_ask(spec: str) -> bool:
+    """Return whether this step can ask a judge: it has the key, or the judge needs none."""
+    return has_access_to_judge() or all(part.kind != "openai" for part in read_judges(spec))
+
+
 def _comparer(settings: Settings, trained: PreparedModel | None) -> Compare | None:
     """Return a function that compares samples with the judge; None if this step has no API key."""
     spec = judge_of_run(settings, trained)
-    if has_access_to_judge() or all(part.kind != "openai" for part in read_judges(spec)):
+    if can_ask(spec):
         budget = Budget.of(settings.judging)
         judge = make_judge_of_run(settings, spec, budget)
         least = settings.reward_gate.min_best_of_4

@@ -362,3 +362,8 @@ def test_every_reward_model_counts_and_the_critic_copies_one_that_has_a_weight(t
     assert functions.critic == _without_head(functions.policy)
     other = size_of("reward-model", f"reward-model:{model}", reward_weights=[0.0, 1.0])
     assert other.critic == other.other_rewards[0] == alone.critic
+    # Members of the reward model, and a language model that scores in the same process.
+    table["reward_model_training"] = {**table["reward_model_training"], "members": 3}
+    table["rewards_rubric"] = "rubric.md"
+    many = size_of("reward-model", f"transformers:{table['policy']}")
+    assert many == replace(alone, other_rewards=(alone.reward, alone.reward, alone.policy))

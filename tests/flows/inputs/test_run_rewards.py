@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.run_rewards import RunRewards
-from pipeline.judges.judge_names import check_reward_names
+from pipeline.judges.judge_names import SCORED_ELSEWHERE, check_reward_names
 from pipeline.launch.job import write_job
 from pipeline.preflight.fetch_inputs import fetch_inputs
 from pipeline.preflight.reward_trial import try_rewards
@@ -20,9 +20,13 @@ from pipeline.settings.settings import Settings, make_settings
 from pipeline.stages.given_settings import read_settings
 from pipeline.stages.start import trace_run
 from ppo_core.config.reward_names import read_rewards
-from ppo_core.errors import ConfigError, DataError, PPOError
+from ppo_core.errors import ConfigError, DataError, JudgeError, PPOError
 from tests.helpers.inputs.pipeline_inputs import tiny_table, write_model, write_rows
+from tests.helpers.models.chat import ASSISTANT, LETTER_A, write_parrot
+from tests.helpers.models.tiny import EOS
 from tests.helpers.runs.forked_python import run_python
+
+SERVER = "http://127.0.0.1:1/v1"
 
 REWARDS = """
 def brevity(prompts, responses):
@@ -270,11 +274,14 @@ def test_a_column_that_is_no_json_is_named(tmp_path: Path):
         (["reward-model:org/model"], "reward-model:org/model"),
         (["reward-model:org/model@v1"], "rule,reward-model:org/model@v2,openai:gpt"),
         (["reward-model:org/model"], "transformers:org/model"),
+        (["openai:gpt"], "openai:gpt"),
+        (["reward-model", "x=openai:gpt"], "rule, openai:gpt"),
+        (["transformers:org/model@v1"], "openai:gpt,transformers:org/model"),
     ],
 )
 def test_a_judge_of_the_run_is_no_reward(rewards, judge):
     with pytest.raises(ConfigError, match=r"rewards names '.*', which is also a judge of the run"):
-        check_reward_names(rewards, judge)
+        check_reward_names(rewards, judge, SERVER)
 
 
 @pytest.mark.parametrize(
@@ -285,10 +292,57 @@ def test_a_judge_of_the_run_is_no_reward(rewards, judge):
         (["reward-model:org/model"], "rule,python:org/model"),
         (["reward-model", "python:a.py:f"], ""),
         ([], "rule"),
+        (["openai:gpt"], "openai:other,python:gpt"),
+        (["transformers:org/model"], "openai:org/model"),
     ],
 )
 def test_another_one_is(rewards, judge):
-    check_reward_names(rewards, judge)
+    check_reward_names(rewards, judge, SERVER)
+
+
+def test_a_language_model_without_the_key_of_its_server_is_refused_where_it_is_asked(monkeypatch):
+    for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match=r"rewards='openai:gpt': .* requires a key"):
+        check_reward_names(["openai:gpt"], "", "")
+    monkeypatch.setenv(SCORED_ELSEWHERE, "1")
+    check_reward_names(["openai:gpt"], "", "")
+
+
+def test_rubric_and_model_of_a_language_model_decide_the_policy_and_its_server_does_not(tmp_path):
+    rubric = tmp_path / "rubric.md"
+
+    def key(text: str = "Be kind.", **changes: Any) -> str:
+        rubric.write_text(text)
+        table = {"rewards_rubric": str(rubric), "judging": {"base_url": SERVER}}
+        settings = make_settings({**plain, "rewards": ["openai:gpt"], **table, **changes}, {})
+        return json.dumps(rewards_of(settings).decides_the_result())
+
+    plain = tiny_table(tmp_path)
+    chat = [f"transformers:{write_model(tmp_path / name)}" for name in ("one", "two")]
+    (tmp_path / "two" / "config.json").write_text("{}")
+    others = [
+        key("Be brief."),
+        key(rewards=["openai:gpt-2"]),
+        key(rewards=[chat[0]]),
+        key(rewards=[chat[1]]),
+        key(judging={"sampling": "default"}),
+        key(judging={"attempts": 1}),
+    ]
+    assert len({key(), *others}) == 1 + len(others)
+    assert key() == key(judging={"base_url": "http://other:1/v1", "max_calls": 5})
+    with pytest.raises(ConfigError, match="is empty, so a language model would not know"):
+        key(" \n")
+
+
+def test_a_model_that_gives_no_score_is_named_before_the_training(tmp_path: Path):
+    rubric = tmp_path / "rubric.md"
+    rubric.write_text("Be kind.")
+    reward = f"transformers:{write_parrot(tmp_path / 'chat', [ASSISTANT, LETTER_A, EOS])}"
+    judging = {"max_reply_tokens": 4, "attempts": 1}
+    settings = with_rewards(tmp_path, reward, rewards_rubric=str(rubric), judging=judging)
+    with pytest.raises(JudgeError, match=r"rewards='transformers:.*it gave no score to a chosen"):
+        try_rewards(RunData(settings))
 
 
 def test_the_judge_is_refused_before_anything_is_read(tmp_path: Path):
@@ -309,6 +363,23 @@ def test_the_judge_is_refused_before_anything_is_read(tmp_path: Path):
         ({"rewards": ["reward_model"]}, r"Did you mean reward-model\?"),
         ({"rewards": "reward-model"}, "rewards='reward-model' must be a list"),
         ({"rewards": ["reward-model:R"], "reward_model": "R"}, "the reward_model of the run"),
+        (
+            {"rewards": ["openai:gpt"]},
+            "names 'openai:gpt', a language model, and no rubric",
+        ),
+        ({"rewards_rubric": "r.md"}, "rewards_rubric='r.md' would be ignored"),
+        ({"rewards": ["openai:g"], "rewards_rubric": "r.md", "num_nodes": 2}, "and num_nodes=2"),
+        (
+            {"reward_model": "r", "reward_model_training": {"members": 2}},
+            "members=2 would be ignored, because no reward model is trained",
+        ),
+        (
+            {"rewards": ["disagreement=reward-model"], "reward_model_training": {"members": 2}},
+            "A reward has the name 'disagreement'",
+        ),
+        ({"sft": {"members": 2}}, "sft.members"),
+        ({"rewards": ["opnai:gpt"]}, "Did you mean openai:gpt"),
+        ({"hardware": {"judge_prices": {"openai:g": 1.0}}}, "name no server of this name"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(tmp_path, changes, says):

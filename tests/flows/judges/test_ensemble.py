@@ -4,8 +4,8 @@ from itertools import permutations, product
 
 import pytest
 
-from pipeline.judges.ensemble import Ensemble, count_votes
 from pipeline.judges.function_judge import FunctionJudge
+from pipeline.judges.make_judge import Ensemble, count_votes
 from pipeline.judges.verdict import WINNERS, Verdict, swapped
 
 LETTERS = {"f": "first", "s": "second", "t": "tie", "i": "invalid"}

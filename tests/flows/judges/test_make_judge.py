@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from pipeline.judges.chat_judge import ChatJudge
-from pipeline.judges.ensemble import Ensemble
 from pipeline.judges.judge_names import JUDGED_ELSEWHERE, check_judge_name
-from pipeline.judges.make_judge import check_judge, make_judge
+from pipeline.judges.make_judge import Ensemble, check_judge, make_judge
 from pipeline.judges.reward_model_judge import verdict_by_score
 from pipeline.judges.verdict import Judge, Verdict, swapped
 from pipeline.settings.judge_config import JudgingConfig

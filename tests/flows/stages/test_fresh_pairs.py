@@ -1,6 +1,9 @@
 """Pairs of the policy's own samples: labeled once, by a judge or by people, and trained on."""
 
+import json
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -17,9 +20,12 @@ from pipeline.settings.settings import Settings, make_settings
 from pipeline.stages.given_settings import read_settings
 from pipeline.stages.models import FRESH, REWARD_MODEL, load_policy, load_reward_models
 from pipeline.stages.start import prepare_inputs, start_run
+from pipeline.stages.validation import validate_reward_model
 from ppo_core.errors import ConfigError, DataError
-from tests.helpers.inputs.pipeline_inputs import tiny_table, write_rows
-from tests.helpers.models.chat import make_chat_tokenizer, say
+from tests.helpers.inputs.pipeline_inputs import tiny_table, write_model, write_rows
+from tests.helpers.models.chat import make_chat_tokenizer
+from tests.helpers.models.chat import say as chat
+from tests.helpers.servers.fault_server import Behavior, Request, fault_server, say
 
 LABELLER = """
 from pathlib import Path
@@ -58,8 +64,13 @@ def asked(folder: Path) -> int:
 @pytest.fixture
 def start(mlflow_client) -> Callable[[Settings], FlowRun]:
     """Start a run of the steps that train models before PPO."""
-    steps = ["load_policy", "load_reward_model"]
+    steps = ["load_policy", "load_reward_model", "validate_reward_model"]
     return lambda settings: start_run(settings, settings, "RLHF", "1", steps)
+
+
+def label(settings: Settings, run: FlowRun) -> FreshPairs | None:
+    """The labeled pairs alone, as several machines need them before they train."""
+    return load_policy(replace(settings, num_nodes=2), run)[1]
 
 
 def rows_of(pairs: FreshPairs) -> list[dict[str, Any]]:
@@ -74,7 +85,7 @@ def test_without_the_section_nothing_is_sampled(tmp_path: Path, start):
 def test_a_labeller_is_asked_once_in_both_orders(tmp_path: Path, start, capsys):
     settings = make_settings(fresh(tmp_path), {})
     run = start(settings)
-    _, pairs = load_policy(settings, run)
+    pairs = label(settings, run)
     assert pairs
     rows = rows_of(pairs)
     assert len({row["prompt"] for row in rows}) == len(rows) > 20
@@ -82,11 +93,11 @@ def test_a_labeller_is_asked_once_in_both_orders(tmp_path: Path, start, capsys):
     # Equal texts are ties that nobody is asked about.
     assert asked(tmp_path) == 2 * len(rows)
     assert f"{len(rows)} of 32 pairs have a preference" in capsys.readouterr().out
-    assert load_policy(settings, run)[1] == pairs
+    assert label(settings, run) == pairs
     assert asked(tmp_path) == 2 * len(rows)
     # Another seed of the run draws other samples.
     other = make_settings(fresh(tmp_path) | {"seed": 7}, {})
-    _, others = load_policy(other, run)
+    others = label(other, run)
     assert others
     assert rows_of(others) != rows
 
@@ -107,8 +118,8 @@ def test_the_better_reward_model_on_held_out_pairs_of_samples_is_used(
 ):
     settings = make_settings(contradicting(tmp_path), {})
     run = start(settings)
-    sft, labeled = load_policy(settings, run)
-    model, _ = load_reward_models(settings, sft, run, fresh=labeled)
+    sft, _ = load_policy(settings, run)
+    model, _, _ = load_reward_models(settings, sft, run)
     told = capsys.readouterr().out
     given, trained = (
         float(told.split(f"\n{name}: right in ")[1].split("%")[0]) for name in (REWARD_MODEL, FRESH)
@@ -117,14 +128,75 @@ def test_the_better_reward_model_on_held_out_pairs_of_samples_is_used(
     assert Path(model.path).name.startswith(f"{FRESH}-")
 
 
+@pytest.mark.parametrize("labeller", ["a judge", "people"])
+def test_nobody_is_asked_for_labels_that_would_gain_little(
+    tmp_path: Path, start, capsys, labeller: str
+):
+    # The judge is a copy of the reward model, so they agree on each pair that is decided.
+    table = fresh(tmp_path)
+    table |= {"reward_model": write_model(tmp_path / "reward", labels=1), "preferences_test": ""}
+    table["judge"] = f"reward-model:{write_model(tmp_path / 'copy', labels=1)}"
+    if labeller == "people":
+        table["fresh_pairs"]["labeller"] = "people"
+    settings = make_settings(table, {})
+    run = start(settings)
+    sft, _ = load_policy(settings, run)
+    model, _, labeled = load_reward_models(settings, sft, run)
+    assert labeled is None and model.path == settings.reward_model
+    assert asked(tmp_path) == 0 and not (run.folder / "to-label.jsonl").exists()
+    told = capsys.readouterr().out
+    assert re.search(r"orders 100\.0% of \d+ decided pairs .* so labels would gain little", told)
+
+    always = replace(settings, fresh_pairs=replace(settings.fresh_pairs, enough_agreement=1))
+    if labeller == "people":
+        with pytest.raises(DataError, match="People have to label 32 pairs"):
+            load_reward_models(always, sft, run)
+    else:
+        assert load_reward_models(always, sft, run)[2]
+        assert asked(tmp_path) > 0
+
+
+def test_the_judge_is_asked_once_before_the_labels_and_not_again_by_the_validation(
+    tmp_path: Path, start, capsys, monkeypatch
+):
+    def longer(request: Request) -> Behavior:
+        shown = json.loads(request.question.split("\n")[1])
+        a, b = shown["answer_a"], shown["answer_b"]
+        return say(f"VERDICT: {'A' if a > b else 'B'}")
+
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    with fault_server(longer) as server:
+        table = fresh(tmp_path) | {"judge": "openai:judge", "accept_reward_model": True}
+        table["judging"] = {"base_url": server.url, "concurrency": 16}
+        table |= {"reward_model": write_model(tmp_path / "reward", labels=1)}
+        settings = make_settings(table, {})
+        run = start(settings)
+        sft, _ = load_policy(settings, run)
+        model, _, labeled = load_reward_models(settings, sft, run)
+        told = capsys.readouterr().out
+        assert labeled and "so labels are asked for" in told
+        before = len(server.requests)
+        assert model.spent["openai:judge"].calls == before > 100
+        validation = validate_reward_model(settings, sft, model, None, run, labeled)
+        # The validation asks about further prompts, and not again about the first ones.
+        questions = [request.question for request in server.requests]
+        assert len({*questions}) == len(questions) >= before
+        assert validation.spent["openai:judge"].calls == len(questions)
+
+        # Without the key of the judge, labels are asked for as if it had not been asked.
+        monkeypatch.setenv("RLHF_JUDGED_ELSEWHERE", "1")
+        again, _, labeled = load_reward_models(settings, sft, run)
+        assert labeled and again == replace(model, spent={})
+
+
 @pytest.mark.slow
 def test_given_pairs_count_by_weight_beside_pairs_of_samples(tmp_path: Path, start):
     found, run = [], start(make_settings(contradicting(tmp_path), {}))
     for weight in (0.001, 1.0):
         settings = make_settings(contradicting(tmp_path, count=150, given_weight=weight), {})
-        sft, labeled = load_policy(settings, run)
+        sft, _ = load_policy(settings, run)
+        model, _, labeled = load_reward_models(settings, sft, run)
         assert labeled
-        model, _ = load_reward_models(settings, sft, run, fresh=labeled)
         assert Path(model.path).name.startswith(f"{FRESH}-")
         given = label_pairs(RunData(settings).training_pairs())
         found.append(measure_model(model.path, given, end_of_text=True, prompt_format="text"))
@@ -136,16 +208,16 @@ def test_given_pairs_count_by_weight_beside_pairs_of_samples(tmp_path: Path, sta
 def test_pairs_of_a_chat_keep_its_messages(tmp_path: Path, start):
     table = fresh(tmp_path)
     make_chat_tokenizer().save_pretrained(table["policy"])
-    turns = [say(f"w{number}", "w1", "w2") for number in range(40)]
+    turns = [chat(f"w{number}", "w1", "w2") for number in range(40)]
     table["prompts"] = write_rows(tmp_path / "chats.jsonl", [{"messages": turn} for turn in turns])
     settings = make_settings(table, {})
     run = start(settings)
-    sft, labeled = load_policy(settings, run)
+    sft, _ = load_policy(settings, run)
+    model, _, labeled = load_reward_models(settings, sft, run)
     assert labeled
     assert all(row["prompt"] in turns for row in rows_of(labeled))
     training, held_out = RunData(settings).fresh_pairs(labeled.path)
     assert len(training) + len(held_out) == len(rows_of(labeled))
-    model, _ = load_reward_models(settings, sft, run, fresh=labeled)
     assert Path(model.path).is_dir()
 
 
@@ -155,7 +227,7 @@ def test_people_get_a_file_and_the_labeled_file_continues_the_run(tmp_path: Path
     settings = make_settings(table, {})
     run = start(settings)
     with pytest.raises(DataError, match="People have to label 32 pairs") as error:
-        load_policy(settings, run)
+        label(settings, run)
     file = run.folder / "to-label.jsonl"
     assert str(file) in str(error.value)
     rows = read_jsonl(file)
@@ -164,7 +236,7 @@ def test_people_get_a_file_and_the_labeled_file_continues_the_run(tmp_path: Path
         row["label"] = "" if number < 3 else "tie" if number < 5 else "second"
     write_jsonl(tmp_path / "labeled.jsonl", rows)
     table["fresh_pairs"]["labels"] = str(tmp_path / "labeled.jsonl")
-    _, pairs = load_policy(make_settings(table, {}), run)
+    pairs = label(make_settings(table, {}), run)
     assert pairs
     assert rows_of(pairs) == [
         {"prompt": row["prompt"], "chosen": row["second"], "rejected": row["first"]}
@@ -179,7 +251,7 @@ def test_a_label_that_is_none_is_refused_by_name(tmp_path: Path, start):
         fresh(tmp_path) | {"fresh_pairs": {"count": 0, "labels": file, "labeller": ""}}, {}
     )
     with pytest.raises(DataError, match=r"fresh_pairs.labels=.*: the label 'best' is none of"):
-        load_policy(settings, start(settings))
+        label(settings, start(settings))
 
 
 def test_a_weight_of_given_pairs_that_train_no_model_is_refused(tmp_path: Path):
@@ -200,7 +272,7 @@ def test_a_labeller_that_is_of_no_use_ends_the_step(
 ):
     settings = make_settings(fresh(tmp_path, labeller), {})
     with pytest.raises(DataError, match=message):
-        load_policy(settings, start(settings))
+        label(settings, start(settings))
 
 
 @pytest.mark.parametrize(
@@ -213,6 +285,7 @@ def test_a_labeller_that_is_of_no_use_ends_the_step(
         ({"count": 8, "labellor": "people"}, "labeller"),
         ({"count": 8, "labeller": "persons"}, "persons"),
         ({"given_weight": 0.5}, "given_weight=0.5 would be ignored"),
+        ({"count": 8, "labeller": "people", "enough_agreement": 1.1}, "enough_agreement=1.1 must"),
         ({"count": 8, "labeller": "people", "given_weight": -1}, "given_weight=-1 must be"),
         ({"count": 80, "labeller": "people", "rounds": 2}, "people label after the run"),
         ({"labels": "x.jsonl", "rounds": 2}, "people label after the run"),

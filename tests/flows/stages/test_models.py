@@ -10,8 +10,10 @@ import pytest
 from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.inputs.model_digests import digest_of_model
+from pipeline.inputs.preference_pairs import label_pairs
 from pipeline.preflight.fetch_inputs import share_inputs
 from pipeline.results.step_records import PreparedModel
+from pipeline.reward_validation.accuracy import measure_model
 from pipeline.settings.settings import Settings, make_settings
 from pipeline.stages.models import load_policy, load_reward_models
 from pipeline.stages.start import start_run
@@ -31,9 +33,10 @@ def bare(folder: Path, **changes: Any) -> Settings:
 
 
 def load(settings: Settings, run: FlowRun) -> Models:
-    return load_reward_models(
-        settings, PreparedModel(path=settings.policy, digest="", metrics={}), run
-    )
+    sft = PreparedModel(path=settings.policy, digest="", metrics={})
+    reward_model, judge, fresh = load_reward_models(settings, sft, run)
+    assert fresh is None
+    return reward_model, judge
 
 
 @pytest.fixture
@@ -45,6 +48,38 @@ def start(mlflow_client) -> Callable[[Settings], FlowRun]:
 
 def encoded_rows(cache: Path) -> set[str]:
     return {path.name for path in (cache / "ppo_core").glob("*-tokens-*")}
+
+
+@pytest.mark.slow
+def test_members_are_trained_once_and_their_mean_is_validated_and_trains_the_policy(
+    tmp_path: Path, start, capsys
+):
+    judge = f"python:{tmp_path / 'judge.py'}:judge"
+    settings = bare(tmp_path, judge=judge, accept_reward_model=True)
+    run = start(settings)
+    alone, _ = load(settings, run)
+    several = replace(
+        settings, reward_model_training=replace(settings.reward_model_training, members=3)
+    )
+    capsys.readouterr()
+    models, _ = load(several, run)
+    # The first member is the reward model that was trained before, with the same digest.
+    assert f"reward-model: reused {alone.path}" in capsys.readouterr().out
+    folders = [Path(models.path, f"member-{number}") for number in (1, 2, 3)]
+    weights = [(folder / "model.safetensors").read_bytes() for folder in folders]
+    assert weights[0] == Path(alone.path, "model.safetensors").read_bytes()
+    assert len({*weights}) == 3
+    # A restart trains none of them again.
+    assert load(several, run) == (models, None)
+    assert "training on" not in capsys.readouterr().out
+
+    sft = PreparedModel(path=several.policy, digest="", metrics={})
+    validation = validate_reward_model(several, sft, models, None, run)
+    pairs = label_pairs(RunData(several).test_pairs())
+    rate = measure_model(models.path, pairs, end_of_text=True, prompt_format="auto")
+    assert validation.report().accuracy.accuracy == rate.accuracy
+    trained = train_policy(several, sft, models, validation, run)
+    assert trained.objective["rewards/disagreement"].last > 0
 
 
 @pytest.mark.slow

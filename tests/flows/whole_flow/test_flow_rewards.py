@@ -10,6 +10,7 @@ import pytest
 
 from tests.helpers.inputs.pipeline_inputs import as_toml, tiny_table, write_rows
 from tests.helpers.runs.flow_runs import Ran, client_of, run_flow, runs_of
+from tests.helpers.servers.fault_server import fault_server, say
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -40,14 +41,20 @@ def finished(tmp_path_factory) -> Finished:
         "rewards": ["reward-model", "python:rewards.py:level", "watched=python:rewards.py:broken"],
     }
     # The reward model, which two steps cannot make fit, is only logged.
-    table["rewards"].append("python:rewards.py:short")
-    table["ppo"] |= {"reward_weights": [0.0, 1.0, 0.0, 1.0], "scale_each_reward": True}
+    table["rewards"] += ["python:rewards.py:short", "openai:scorer"]
+    table["ppo"] |= {"reward_weights": [0.0, 1.0, 0.0, 1.0, 1.0], "scale_each_reward": True}
     rows = [json.loads(line) for line in Path(table["prompts"]).read_text().splitlines()]
     write_rows(Path(table["prompts"]), [{**row, "level": n} for n, row in enumerate(rows)])
     (folder / "rewards.py").write_text(REWARDS)
-    (folder / "tiny.toml").write_text(as_toml(table))
-    words = ("--config", "settings", "tiny.toml", "run", "--summary-json", "summary.json")
-    ran = run_flow(folder, *words)
+    (folder / "rubric.md").write_text("Short answers have a 10.")
+    table["rewards_rubric"] = "rubric.md"
+    table["reward_model_training"] = {**table["reward_model_training"], "members": 2}
+    with fault_server([say("SCORE: 7", tokens=50)]) as server:
+        table["judging"] = {"base_url": server.url}
+        table["hardware.judge_prices"] = {'"openai:scorer"': 2.0}
+        (folder / "tiny.toml").write_text(as_toml(table))
+        words = ("--config", "settings", "tiny.toml", "run", "--summary-json", "summary.json")
+        ran = run_flow(folder, *words)
     assert ran.code == 0, ran.log
     return Finished(folder, ran, json.loads((folder / "summary.json").read_text()))
 
@@ -66,15 +73,23 @@ def test_an_unfit_reward_model_that_is_only_logged_ends_no_run(finished: Finishe
 def test_the_summary_has_the_mean_of_each_reward_and_balances_them(finished: Finished):
     objective = finished.summary["objective"]
     means = {name: one for name, one in objective.items() if name.startswith("rewards/")}
-    names = "reward-model level watched short".split()
+    names = "reward-model level watched short scorer disagreement".split()
     assert means.keys() == {f"rewards/{name}" for name in names}
     assert means["rewards/level"]["last"] > 1000
     assert math.isnan(means["rewards/watched"]["last"])
+    assert means["rewards/scorer"]["last"] == 7 and means["rewards/disagreement"]["last"] > 0
     # In standard deviations, not in thousands.
     assert abs(objective["objective/scores"]["last"]) < 10
     assert finished.summary["settings"]["rewards"][1] == "python:rewards.py:level"
     assert "rewards/level" in finished.ran.log
     assert "by the reward model of the run alone" in finished.summary["baselines"]["note"]
+
+
+def test_the_cost_has_the_calls_of_the_language_model(finished: Finished):
+    asked = finished.summary["cost"]["judges"]["openai:scorer"]
+    # Two questions of the first step are not those of the training.
+    assert 1 <= asked["calls"] <= 24 and asked["tokens"] == 50 * asked["calls"]
+    assert asked["price"] == pytest.approx(0.1 * asked["calls"])
 
 
 def test_lineage_and_card_name_the_functions(finished: Finished):

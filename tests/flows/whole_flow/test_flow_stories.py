@@ -38,7 +38,7 @@ def test_ppo_makes_stories_happier(tmp_path: Path, monkeypatch):
     )
     run = stages.start.start_run(settings, settings, "RLHF", "stories", STEPS)
     policy, _ = stages.models.load_policy(settings, run)
-    reward_model, judge = stages.models.load_reward_models(settings, policy, run)
+    reward_model, judge, _ = stages.models.load_reward_models(settings, policy, run)
     validation = stages.validation.validate_reward_model(settings, policy, reward_model, judge, run)
     trained = stages.training.train_policy(settings, policy, reward_model, validation, run)
     champion = stages.start.find_champion(settings)

@@ -22,6 +22,8 @@ from ppo_core.errors import ConfigError
         ("python:rewards.py:brevity", "brevity", "python", "rewards.py:brevity"),
         ("python:own.rewards:brevity", "brevity", "python", "own.rewards:brevity"),
         ("short = python:a.py:f".replace(" ", ""), "short", "python", "a.py:f"),
+        ("openai:gpt-4.1", "gpt-4.1", "openai", "gpt-4.1"),
+        ("kind=transformers:org/chat@v1", "kind", "transformers", "org/chat@v1"),
         # A path may hold an equals sign.
         ("python:a=b.py:f", "f", "python", "a=b.py:f"),
     ],
@@ -43,8 +45,8 @@ def test_an_entry_has_a_name_a_kind_and_a_source(spec, name, kind, source):
         ("Python:a.py:f", r"Did you mean python:a\.py:f\?"),
         ("python:", "'python:' is unknown"),
         ("python", "'python' is unknown"),
-        ("openai:gpt", "'openai:gpt' is unknown"),
-        ("transformers:x", "'transformers:x' is unknown"),
+        ("openai:", "'openai:' is unknown"),
+        ("transformer:x", r"Did you mean transformers:x\?"),
         ("", "'' is unknown"),
         ("a.py:f", "'a.py:f' is unknown"),
     ],
@@ -52,7 +54,7 @@ def test_an_entry_has_a_name_a_kind_and_a_source(spec, name, kind, source):
 def test_an_unknown_entry_is_named_with_the_nearest(spec, says):
     with pytest.raises(ConfigError, match=says) as refused:
         read_rewards([OWN, spec])
-    assert "reward-model:PATH or python:FILE_OR_MODULE:FUNCTION" in str(refused.value)
+    assert "reward-model:PATH, python:FILE_OR_MODULE:FUNCTION, openai:MODEL" in str(refused.value)
 
 
 @pytest.mark.parametrize(

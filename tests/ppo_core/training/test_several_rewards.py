@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from ppo_core.checkpointing.read_checkpoint import read_newest
 from ppo_core.errors import ConfigError, RunInterruptedError, TrainingError
-from ppo_core.models.loading import load_policy
+from ppo_core.models.loading import load_policy, load_reward_model, member_folders
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.trl.ppo_trainer import PPOTrainer
 from tests.helpers.models.tiny import make_classifier, make_tokenizer
@@ -33,6 +33,36 @@ def thousand(prompts: list[str], responses: list[str]) -> list[float]:
 
 def infinite(prompts: list[str], responses: list[str]) -> list[float]:
     return [math.inf] * len(responses)
+
+
+# --- The mean of several reward models ---
+
+
+def test_a_folder_of_reward_models_scores_with_their_mean_and_logs_how_far_they_differ(tmp_path):
+    folder, tokenizer = tmp_path / "rewards", make_tokenizer()
+    for number in (2, 10, 1):
+        make_classifier(seed=number).save_pretrained(folder / f"member-{number}")
+        tokenizer.save_pretrained(folder / f"member-{number}")
+    assert [one.name for one in member_folders(folder)] == ["member-1", "member-2", "member-10"]
+    assert member_folders(folder / "member-1") == member_folders("org/model") == []
+
+    ensemble = load_reward_model(folder, bias=0.5, gain=2.0)
+    texts = (["w1 w2", "w3"], ["w4", "w5 w6 w7"])
+    singles = [load_reward_model(one).score_texts(*texts) for one in member_folders(folder)]
+    each = 2 * (torch.stack(singles) - 0.5)
+    assert_close(ensemble.score_texts(*texts), each.mean(dim=0))
+    assert not torch.allclose(each[0], each[1])
+
+    config = dataclasses.replace(CONFIG, output_dir=str(tmp_path / "ppo"))
+    trainer = make_trainer(config, reward_model={"mean": ensemble, "length": length})
+    rewards = trainer.rewards
+    assert [one.model for one in rewards.models()] == [one.model for one in ensemble.members]
+    metrics = trainer.train()[-1]
+    assert metrics["rewards/disagreement"] > 0
+    # The disagreement is no reward, and the critic begins as the first member.
+    parts = {"mean": torch.ones(2), "length": torch.ones(2), "disagreement": torch.full((2,), 9.0)}
+    assert rewards.total(parts).tolist() == [2.0, 2.0]
+    assert rewards.learned_from()[0] is ensemble.members[0]
 
 
 # --- Columns ---

@@ -1,0 +1,1 @@
+"""Language models as rewards of PPO: they score each response by a rubric."""

@@ -1,0 +1,173 @@
+"""Hand the language models of a PPO training to its processes, and count what they spend."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pipeline.inputs.run_rewards import RunRewards
+from pipeline.judges.judge_budget import Budget, Spent, sum_spent
+from pipeline.judges.make_judge import make_chat_model, places_of_replies
+from pipeline.judges.reply_cache import ReplyCache
+from pipeline.judges.rubric.rubric_reward import RubricReward
+from pipeline.launch.mirror import SPENT_FILE
+from pipeline.settings.judge_config import JudgingConfig
+from pipeline.storage.addresses import S3Address
+from ppo_core.config.placement import Precision
+from ppo_core.config.reward_names import NamedReward
+from ppo_core.errors import ProcessError
+from ppo_core.io.atomic_files import write_atomically
+from ppo_core.io.text_files import read_json_file
+from ppo_core.io.user_code import LoadedFunction
+from ppo_core.io.validation import read_record
+
+RUBRIC_FILE = "rubric.json"
+"""File of a training with its `RubricJob`."""
+
+PROGRAM = ("pipeline.judges.rubric",)
+"""Words of the command that runs PPO with language models as rewards."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RubricJob:
+    """What the processes of a training need to ask language models."""
+
+    rubric: str
+    """Text of the rubric."""
+
+    judging: JudgingConfig
+    """Settings of the calls. The limits of calls and tokens are those of all processes together."""
+
+    max_invalid: float
+    """Largest share of answers without a score."""
+
+    precision: Precision
+    """Precision of a model in this process."""
+
+    replies: str
+    """Folder of stored replies."""
+
+    shared_replies: str
+    """Address of the stored replies in S3; empty if all machines share the folder."""
+
+    processes: int
+    """Number of processes of the training."""
+
+    versions: dict[str, str]
+    """Name of a reward -> digest of everything that decides its scores."""
+
+
+def job_of_run(rewards: RunRewards, processes: int = 1) -> RubricJob:
+    """Return the job of a run's language models for a number of processes."""
+    settings = rewards.data.settings
+    replies, shared = places_of_replies(settings)
+    digests = rewards.digests()
+    return RubricJob(
+        rubric=rewards.rubric,
+        judging=settings.judging,
+        max_invalid=settings.evaluation.max_invalid,
+        precision=settings.precision,
+        replies=str(replies),
+        shared_replies="" if shared is None else str(shared),
+        processes=processes,
+        versions={one.name: digests[one.name] for one in rewards.language_models},
+    )
+
+
+def write_rubric_job(job: RubricJob, folder: Path) -> None:
+    """Write a job into the folder of a training."""
+    write_atomically(folder / RUBRIC_FILE, json.dumps(asdict(job), indent=2))
+
+
+class LanguageModels:
+    """The language models of a process of a training; they share one budget."""
+
+    def __init__(self, job: RubricJob, folder: Path | None = None) -> None:
+        """Take the job, and the folder of the training; without one, nothing is kept."""
+        self.job = job
+        self.folder = folder
+        self.budget = _share_of_budget(job, read_spent(folder) if folder else {})
+        self._kept: dict[str, Spent] = {}
+
+    def load(self, one: NamedReward) -> LoadedFunction:
+        """Return a language model as a function of prompts and responses.
+
+        Raises:
+            ConfigError: the address of the server is invalid, or the key is missing.
+            ModelError: the model cannot answer questions.
+        """
+        return LoadedFunction(function=self.reward(one), version=self.job.versions[one.name])
+
+    def reward(self, one: NamedReward) -> RubricReward:
+        """Return a language model as a reward, see `load`."""
+        job, shared = self.job, self.job.shared_replies
+        return RubricReward(
+            one,
+            make_chat_model(one.kind, one.source, job.judging, self.budget, job.precision),
+            ReplyCache(Path(job.replies), S3Address.parse(shared) if shared else None),
+            job.rubric,
+            attempts=job.judging.attempts,
+            max_invalid=job.max_invalid,
+            on_asked=self._keep_spent,
+        )
+
+    def _keep_spent(self) -> None:
+        """Append to the file of the training what this process has spent since the last call."""
+        if self.folder is None:
+            return
+        now = self.budget.spent({})
+        lines = [
+            json.dumps({"name": name, **asdict(new)}) + "\n"
+            for name, one in now.items()
+            if (new := _since(self._kept.get(name), one)).calls or new.tokens
+        ]
+        self._kept.update(now)
+        if lines:
+            # All processes append to the file, each by one write.
+            with (self.folder / SPENT_FILE).open("a", encoding="utf-8") as file:
+                file.write("".join(lines))
+
+
+def load_job(folder: Path) -> LanguageModels:
+    """Return the language models of the training in a folder, for one of its processes."""
+    given = read_json_file(folder / RUBRIC_FILE, ProcessError)
+    return LanguageModels(read_record(given, RubricJob), folder)
+
+
+def read_spent(folder: Path) -> dict[str, Spent]:
+    """Return what the language models of a training have spent, by name, also before it resumed."""
+    file = folder / SPENT_FILE
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    return sum_spent(*filter(None, map(_spent_in, lines)))
+
+
+def _share_of_budget(job: RubricJob, spent: Mapping[str, Spent]) -> Budget:
+    """Return the share of one process in what the training has not spent yet."""
+    used = (
+        sum(one.calls for one in spent.values()),
+        sum(one.tokens or 0 for one in spent.values()),
+    )
+    calls, tokens = (
+        None if limit is None else max(0, limit - each) // job.processes
+        for limit, each in zip((job.judging.max_calls, job.judging.max_tokens), used, strict=True)
+    )
+    is_part = job.processes > 1 or any(used)
+    note = f" (what this one of {job.processes} processes may still spend)" if is_part else ""
+    return Budget(calls, tokens, note=note)
+
+
+def _spent_in(line: str) -> Mapping[str, Spent]:
+    """Return what a line says; a process that was killed may have left part of a line."""
+    try:
+        fields = json.loads(line)
+        return {fields["name"]: Spent(calls=fields["calls"], tokens=fields["tokens"])}
+    except (ValueError, KeyError, TypeError):
+        return {}
+
+
+def _since(before: Spent | None, now: Spent) -> Spent:
+    if before is None:
+        return now
+    unknown = before.tokens is None or now.tokens is None
+    tokens = None if unknown else (now.tokens or 0) - (before.tokens or 0)
+    return Spent(calls=now.calls - before.calls, tokens=tokens)

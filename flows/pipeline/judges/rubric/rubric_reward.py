@@ -1,0 +1,100 @@
+"""A language model as reward of PPO, which scores each response by a rubric."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from statistics import fmean
+
+from pipeline.judges.chat_model import ChatModel, Question
+from pipeline.judges.reply_cache import Case, ReplyCache, ask_until_read
+from pipeline.judges.rubric.score_question import Score, pose_score, read_score, score_wording
+from ppo_core.config.reward_names import NamedReward
+from ppo_core.errors import JudgeError
+
+LAST_ANSWERS = 256
+"""Number of the last answers of a process of which the share of invalid ones is limited."""
+
+LEAST_ANSWERS = 64
+"""Number of answers below which the share is not limited yet, because it is uncertain."""
+
+
+class RubricReward:
+    """Scores responses from 1 to 10 by a rubric; it is a reward function of PPO.
+
+    A response whose answer is invalid gets the mean score of the other responses of the call, or if
+    all are invalid, of the last responses.
+    """
+
+    def __init__(
+        self,
+        reward: NamedReward,
+        chat: ChatModel,
+        cache: ReplyCache,
+        rubric: str,
+        *,
+        attempts: int,
+        max_invalid: float,
+        on_asked: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Take the entry of `rewards`, its chat model, and the rubric.
+
+        `attempts` is the number of times to ask a question whose reply has no score. `max_invalid`
+        is the largest share of invalid answers. `on_asked` is called after each call of the model.
+        """
+        self._reward, self._chat, self._cache, self._rubric = reward, chat, cache, rubric
+        self._attempts, self._max_invalid, self._on_asked = attempts, max_invalid, on_asked
+        self._wording = score_wording(rubric)
+        self._last: deque[float | None] = deque(maxlen=LAST_ANSWERS)
+
+    def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+        """Return one score for each response.
+
+        Raises:
+            JudgeError: the model cannot be asked, the budget is spent, or too many answers are
+                invalid. All replies are stored.
+        """
+        scores = self.scores(prompts, responses)
+        values = [score.value for score in scores]
+        self._last.extend(values)
+        if None not in values:
+            return [value for value in values if value is not None]
+        known = [value for value in self._last if value is not None]
+        number, invalid = len(self._last), len(self._last) - len(known)
+        if not known or (number >= LEAST_ANSWERS and invalid > self._max_invalid * number):
+            reason = next(score.reason for score in scores if score.value is None)
+            raise JudgeError(
+                f"rewards={self._reward.spec!r}: {invalid} of the last {number} answers have no "
+                f"score from 1 to 10, more than evaluation.max_invalid={self._max_invalid:g} "
+                f"allows, so the reward would be noise. The last reason: {reason}\nAsk for one "
+                "number in the rubric, name a model that can follow it, or raise max_invalid. The "
+                "last checkpoint is kept."
+            )
+        mean = fmean([value for value in values if value is not None] or known)
+        return [mean if value is None else value for value in values]
+
+    def scores(self, prompts: Sequence[str], responses: Sequence[str]) -> list[Score]:
+        """Return one score for each response, without a value if the answer is invalid.
+
+        Raises:
+            JudgeError: the model cannot be asked, or the budget is spent.
+        """
+        cases = [(*texts, "") for texts in zip(prompts, responses, strict=True)]
+        try:
+            found = ask_until_read(
+                self._chat,
+                self._cache,
+                cases,
+                wording=self._wording,
+                attempts=self._attempts,
+                pose=self._pose,
+                read=read_score,
+                is_invalid=lambda score: score.value is None,
+            )
+        except JudgeError as error:
+            # Not its subclasses, which the process that started this one does not know.
+            raise JudgeError(f"rewards={self._reward.spec!r}: {error}") from error
+        finally:
+            self._on_asked()
+        return [found[case] for case in cases]
+
+    def _pose(self, case: Case, attempt: int) -> Question:
+        return pose_score(self._rubric, case[0], case[1], attempt=attempt)
