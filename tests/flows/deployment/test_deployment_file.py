@@ -254,6 +254,12 @@ def test_a_judge_with_a_key_needs_a_secret_of_the_judging_step(tmp_path: Path):
         check_settings(files)
     own_server = {"judging": {"base_url": "http://judge.rlhf.svc:8000/v1"}}
     assert check_settings(write_deployment(tmp_path, "argo", changes, own_server))
+    # A language model that is a reward is asked by the training step.
+    rewards = {"rewards": ["openai:scorer"], "rewards_rubric": "rubric.md"}
+    changes = {"steps": {"train_policy": {"secrets": []}}}
+    with pytest.raises(ConfigError, match=r"name it in steps\.train_policy\.secrets"):
+        check_settings(write_deployment(tmp_path, "argo", changes, rewards))
+    assert check_settings(write_deployment(tmp_path, "argo", {}, rewards))
 
 
 def test_a_wrong_setting_is_refused_with_the_name_of_its_file(tmp_path: Path):
