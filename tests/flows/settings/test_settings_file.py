@@ -200,6 +200,7 @@ IN_RANGE = {
     "eval_steps": 3.0,
     "warn_entropy": -1.0,
     "warn_kl": 9.0,
+    "withdraw_alpha": 0.02,
     "kl_estimator": "full",
     "logging_steps": 2.0,
     "save_steps": 7.0,

@@ -47,7 +47,7 @@ def test_feedback_outweighs_given_pairs_by_its_weight(tmp_path: Path, start):
     for weight in (0.001, 5.0):
         settings = make_settings(with_feedback(tmp_path, feedback_weight=weight), {})
         sft = PreparedModel(path=settings.policy, digest="", metrics={})
-        model, _ = load_reward_models(settings, sft, run)
+        model, _, _ = load_reward_models(settings, sft, run)
         # Words that no row of the feedback has.
         users = [
             LabeledPair(prompt="w1", chosen=f"w50 w{n}", rejected=f"w5 w{n}") for n in range(92, 96)
