@@ -9,6 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -144,7 +145,7 @@ def start_judging(url: str, folder: Path, number: int) -> subprocess.Popen[str]:
 class Holding:
     """Answers so many questions, and the others only once the client has been killed."""
 
-    def __init__(self, answers: int, says: str) -> None:
+    def __init__(self, answers: int, says: str | Callable[[Request], str]) -> None:
         self.answered: list[str] = []
         self.is_killed = threading.Event()
         self._answers = answers
@@ -155,7 +156,7 @@ class Holding:
         with self._counting:
             if len(self.answered) < self._answers or self.is_killed.is_set():
                 self.answered.append(request.question)
-                return say(self._says)
+                return say(self._says if isinstance(self._says, str) else self._says(request))
         self.is_killed.wait(120)
         return refuse(500)
 
@@ -220,3 +221,38 @@ def test_a_killed_command_answers_as_before_and_asks_only_what_is_left(tmp_path:
     assert asked[probe] == 2
     assert all(asked[question] == 1 for question in paid[1:])
     assert len(asked) == 1 + 7 * 8 + 2 * 12
+
+
+def prefer_the_model(request: Request) -> str:
+    """Prefer the other answer to a reference; the canaries compare changed references."""
+    is_reference = [
+        f'"{name}": "reference' in request.question for name in ("answer_a", "answer_b")
+    ]
+    if is_reference[0] == is_reference[1]:
+        return "VERDICT: TIE"
+    return f"VERDICT: {'B' if is_reference[0] else 'A'}"
+
+
+@pytest.mark.slow
+def test_a_killed_command_stops_early_all_the_same_and_asks_nothing_twice(tmp_path: Path):
+    write_model(tmp_path / "policy")
+    rows = [{"prompt": f"w{i} w{i + 1}", "reference": f"reference {i}"} for i in range(60)]
+    rows += [{"prompt": f"w{i} w{i + 2}", "reference": f"reference {i}"} for i in range(60)]
+    write_rows(tmp_path / "eval.jsonl", rows)
+    script = Holding(1 + 7 * 8 + 21, prefer_the_model)
+    with fault_server(script) as server:
+        first = start_command(server.url, tmp_path)
+        server.wait_for(1 + 7 * 8 + 21 + 3)
+        first.kill()
+        first.communicate()
+        paid = script.answered.copy()
+        script.is_killed.set()
+        second = start_command(server.url, tmp_path)
+        told, _ = second.communicate(timeout=120)
+
+    # The first batch of 32 pairs, all won, shows that the model is better. The result is
+    # inconclusive all the same, because this judge falls for canaries.
+    assert "Won 32, lost 0, tied 0" in told
+    asked = Counter(request.question for request in server.requests)
+    assert all(asked[question] == 1 for question in paid[1:])
+    assert len(asked) == 1 + 7 * 8 + 2 * 32
