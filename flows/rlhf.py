@@ -97,7 +97,7 @@ class RLHF(FlowSpec):
     prompts = Parameter("prompts", type=str, help="Rows with prompt, for PPO.")
     eval_prompts = Parameter("eval-prompts", type=str, help="Rows with prompt and maybe reference.")
     judge = Parameter(
-        "judge", type=str, help="openai:MODEL, python:FILE:FUNCTION, ...; see README."
+        "judge", type=str, help="openai:MODEL, python:FILE:FUNCTION, ...; see docs/own-data.md."
     )
     accept_reward_model = Parameter(
         "accept-reward-model",

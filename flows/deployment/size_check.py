@@ -38,7 +38,7 @@ from ppo_core.models.loading import count_parameters
 from ppo_core.ppo.schedule import Schedule, make_schedule
 
 PROMPT_TOKENS = 1024
-"""Assumed number of tokens of each prompt, as in the table of presets in README."""
+"""Assumed number of tokens of each prompt, as in the table of presets in docs/own-data.md."""
 
 DEFAULT_MINUTES = 5 * 24 * 60
 """Metaflow's time limit of an attempt in minutes, for steps without a limit of their own."""

@@ -72,6 +72,11 @@ COST = ROOT / "docs" / "cost.md"
 RETRAINING = ROOT / "docs" / "retraining.md"
 RUNBOOK = ROOT / "docs" / "runbook.md"
 FEEDBACK = ROOT / "docs" / "feedback.md"
+OWN_DATA = ROOT / "docs" / "own-data.md"
+METRICS = ROOT / "docs" / "metrics.md"
+LIBRARY = ROOT / "docs" / "library.md"
+PRINTED = ROOT / "docs" / "what-a-run-prints.md"
+INDEX = ROOT / "docs" / "README.md"
 EXAMPLES = ROOT / "docs" / "examples" / "README.md"
 PAGES = [
     README,
@@ -87,6 +92,11 @@ PAGES = [
     RETRAINING,
     RUNBOOK,
     FEEDBACK,
+    OWN_DATA,
+    METRICS,
+    LIBRARY,
+    PRINTED,
+    INDEX,
     EXAMPLES,
 ]
 
@@ -176,7 +186,7 @@ def test_the_published_commands_train_a_policy_from_demonstrations_and_pairs(tmp
     write_model(tmp_path / "base")
     (tmp_path / "sft.jsonl").rename(tmp_path / "demonstrations.jsonl")
     assert Path(inputs["preferences"]).name == "pairs.jsonl"
-    published = [line for line in commands(README) if line.startswith("python -m ppo_core")]
+    published = [line for line in commands(LIBRARY) if line.startswith("python -m ppo_core")]
     assert len(published) == 4
     logs = []
     for command in published:
@@ -221,14 +231,14 @@ def cheerfulness(policy: Path, prompts: Path) -> float:
     return sum(scores) / len(scores)
 
 
-def test_the_summary_in_the_readme_is_printed_so():
+def test_the_summary_of_a_run_is_printed_so():
     def won(
         rate: float, low: float, high: float, same: float, ties: int, pairs: int
     ) -> ContestResult:
         rates = {"rate": rate, "low": low, "high": high, "length_controlled": same}
         return win_rate(**rates, n=pairs, ties=ties, flip_rate=0.0)
 
-    page = README.read_text().splitlines()
+    page = PRINTED.read_text().splitlines()
     start = page.index("    Win rates, judged by rule")
     times = times_of_the_run("\n".join(page[start:]))
     metrics = {"scores": (-0.998, 2.216), "rlhf_reward": (-0.998, 1.903)}
@@ -318,7 +328,7 @@ def test_the_win_rate_on_the_pages_is_printed_so():
         **{"ties": 0, "invalid": 0, "flip_rate": 0.0, "conclusive": True, "reasons": []},
         judge="openai:my-judge, prompt 3fa91c02",
     )
-    for page in (README, TRUSTING):
+    for page in (OWN_DATA, TRUSTING):
         assert f"Model win rate: {describe(rate)}" in page.read_text()
 
 
@@ -365,7 +375,7 @@ def test_the_flags_that_a_page_names_exist(page):
 
 def test_the_settings_in_the_examples_exist(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for block in chain(*(blocks(page, "toml") for page in (README, TRUSTING, SUPPLY, COST))):
+    for block in chain(*(blocks(page, "toml") for page in (OWN_DATA, TRUSTING, SUPPLY, COST))):
         make_settings({**write_inputs(tmp_path), **tomllib.loads(block)}, {})
     for page in PAGES:
         for tree in map(ast.parse, blocks(page, "python")):
@@ -393,7 +403,7 @@ def test_the_limits_of_the_gates_are_printed_as_they_are():
 
 
 def test_the_defaults_by_size_are_printed_as_they_are():
-    rows = re.findall(r"^\| (?:up to ([\d,]+)M|larger) \|(.+)\|$", README.read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| (?:up to ([\d,]+)M|larger) \|(.+)\|$", OWN_DATA.read_text(), re.MULTILINE)
     assert len(rows) == 5
     for size, cells in rows:
         parameters = int(size.replace(",", "")) * 10**6 if size else 10**12
@@ -463,8 +473,8 @@ def without_removed_lines(text: str) -> str:
 
 
 def documented(metrics: set[str]) -> set[str]:
-    """The given metrics that are in the README's table."""
-    table = README.read_text().partition("## What the metrics mean")[2].partition("\n## ")[0]
+    """The given metrics that are in the table of metrics."""
+    table = METRICS.read_text()
     first_columns = "".join(line.split("|")[1] for line in table.splitlines() if line[:1] == "|")
     named = set(re.findall(r"`([^`]+)`", first_columns))
     assert "rewards/NAME" in named

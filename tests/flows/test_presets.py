@@ -85,7 +85,7 @@ def test_readme_has_the_memory_that_is_computed_for_a_preset(name: str, tmp_path
         f"{settings.processes} x {gpus[2]} GB",
         f"{total:.1f} GiB",
     ]
-    assert f"| {' | '.join(cells)} |" in (ROOT / "README.md").read_text()
+    assert f"| {' | '.join(cells)} |" in (ROOT / "docs" / "own-data.md").read_text()
 
 
 def _size(settings: Settings, longest_prompt: int):

@@ -213,7 +213,7 @@ class PromotionConfig:
 
     max_kl: PositiveOrInf = 20.0
     """Maximum KL divergence from SFT in nats per answer. Above 10 to 20 nats, the policy usually
-    exploits the reward model; see the README's table of metrics."""
+    exploits the reward model; see docs/metrics.md."""
 
     max_length_ratio: Annotated[float, Field(ge=1, allow_inf_nan=True)] = 2.0
     """Maximum ratio of the mean answer lengths of the policy and of the champion (SFT if there is
