@@ -403,7 +403,7 @@ def test_the_limits_of_the_gates_are_printed_as_they_are():
 
 
 def test_the_defaults_by_size_are_printed_as_they_are():
-    rows = re.findall(r"^\| (?:up to ([\d,]+)M|larger) \|(.+)\|$", OWN_DATA.read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| (?:up to ([\d,]+)M|larger) \|(.+)\|$", OWN_DATA.read_text(), re.M)
     assert len(rows) == 5
     for size, cells in rows:
         parameters = int(size.replace(",", "")) * 10**6 if size else 10**12
