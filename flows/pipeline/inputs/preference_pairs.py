@@ -136,10 +136,12 @@ def pairs_of_votes(votes: Rows) -> Rows:
             "chosen": vote[chosen],
             "rejected": vote[rejected],
             "tie": vote["label"] == "tie",
+            "annotator": vote.get("annotator"),
         }
 
     prompt = votes.table.features.arrow_schema.field("prompt")
-    texts = [pyarrow.field(name, pyarrow.string()) for name in ("chosen", "rejected")]
+    names = ("chosen", "rejected", "annotator")
+    texts = [pyarrow.field(name, pyarrow.string()) for name in names]
     schema = pyarrow.schema([prompt, *texts, pyarrow.field("tie", pyarrow.bool_())])
     return derive(votes, "voted-pairs", {"code": digest_of_code(__name__)}, each(convert), schema)
 

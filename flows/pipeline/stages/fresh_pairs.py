@@ -8,6 +8,7 @@ from pipeline.evaluation.comparison import compare
 from pipeline.inputs.data_sets import PAIRS_FILE, RunData
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.inputs.json_lines import write_jsonl
+from pipeline.inputs.preference_pairs import label_pairs, pairs_of_votes
 from pipeline.judges.judge_budget import Budget
 from pipeline.judges.make_judge import make_judge_of_run
 from pipeline.judges.verdict import Judge, JudgedPrompt
@@ -18,6 +19,7 @@ from pipeline.storage.made_once import MadeModel, make_or_reuse
 from pipeline.storage.workspace import original_names
 from pipeline.tracking.tracker import Tracker
 from ppo_core.data.rows.forms import Row
+from ppo_core.data.rows.reader import Rows
 from ppo_core.errors import DataError
 from ppo_core.io.folder_cache import digest_of, digest_of_code
 
@@ -58,9 +60,10 @@ def label_samples(tracker: Tracker, data: RunData, sft: PreparedModel, run: Flow
     config, budget = settings.fresh_pairs, Budget.of(settings.judging)
     votes = data.fresh_labels()
     if votes is not None:
-        inputs: dict[str, Any] = {"labels": votes.digest}
+        code = digest_of_code(__name__, "pipeline.inputs.preference_pairs")
+        inputs: dict[str, Any] = {"labels": votes.digest, "code": code}
         made = make_or_reuse(
-            run.workspace, FRESH_PAIRS, inputs, lambda folder: _keep_votes(list(votes), folder)
+            run.workspace, FRESH_PAIRS, inputs, lambda folder: _keep_votes(votes, folder)
         )
     elif config.labeller == PEOPLE:
         _ask_people(tracker, sample_pairs(data, sft.path, run.folder), run)
@@ -190,14 +193,16 @@ def _ask(
     }
 
 
-def _keep_votes(votes: list[Row], folder: Path) -> dict[str, int]:
-    """Write the pairs in which people prefer one answer."""
-    columns = ("prompt", "first", "second", "label")
+def _keep_votes(votes: Rows, folder: Path) -> dict[str, int]:
+    """Write the pairs in which most people prefer one answer."""
+    pairs = label_pairs(pairs_of_votes(votes))
     rows = [
-        _preference(*(vote[name] for name in columns)) for vote in votes if vote["label"] != "tie"
+        _preference(pair.prompt, pair.chosen, pair.rejected, "first")
+        for pair in pairs
+        if not pair.tie
     ]
-    _write(folder, rows, len(votes), LEAST_PAIRS)
-    return {"asked": len(votes), "pairs": len(rows), "ties": len(votes) - len(rows)}
+    _write(folder, rows, len(pairs), LEAST_PAIRS)
+    return {"asked": len(pairs), "pairs": len(rows), "ties": len(pairs) - len(rows)}
 
 
 def _preference(prompt: JudgedPrompt, first: str, second: str, winner: str) -> Row:

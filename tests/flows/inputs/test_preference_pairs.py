@@ -8,6 +8,7 @@ from pipeline.inputs.preference_pairs import (
     join_by_weight,
     label_pairs,
     pairs_of_feedback,
+    pairs_of_votes,
     split_off_judge_pairs,
     training_pairs_of,
 )
@@ -203,3 +204,16 @@ def test_feedback_keeps_its_margin_and_its_weight_beside_given_pairs():
         {"prompt": "w3", "chosen": "w4", "margin": -log(2), "weight": 1.0},
         {"prompt": "w3", "rejected": "w5", "margin": log(2), "weight": 0.5},
     ]
+
+
+def test_the_votes_of_several_people_on_a_pair_are_counted_once_per_person():
+    given = [("ann", "first"), ("eve", "second"), ("eve", "second"), ("bob", "first")]
+    votes = [
+        {"prompt": "p", "first": "a", "second": "b", "label": label, "annotator": annotator}
+        for annotator, label in given
+    ]
+    (pair,) = label_pairs(pairs_of_votes(rows_of("votes", votes)))
+    assert (pair.chosen, pair.votes, pair.tie) == ("a", 3, False)
+    unknown = [{**vote, "annotator": None} for vote in votes]
+    (pair,) = label_pairs(pairs_of_votes(rows_of("votes", unknown)))
+    assert (pair.votes, pair.tie) == (4, True)
