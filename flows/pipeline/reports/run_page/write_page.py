@@ -1,0 +1,29 @@
+"""Write the page of a run."""
+
+from pipeline.reports.html_page import document_page
+from pipeline.reports.run_page.facts import RunFacts
+from pipeline.reports.run_page.run_document import run_document
+from pipeline.tracking.run_log import RunLog
+from ppo_core.errors import PPOError
+from ppo_core.errors.redaction import mask_secrets
+from ppo_core.io.atomic_files import explained_writes, write_atomically
+
+PAGE_FILE = "index.html"
+"""Page in the folder of a run, and among the artifacts of its parent run in MLflow."""
+
+
+def write_run_page(facts: RunFacts, parent: RunLog) -> str:
+    """Write the page of a run, log it, and return a sentence with its place.
+
+    A finished run does not fail if the page cannot be written; the sentence then says why.
+    """
+    path = facts.run.folder / PAGE_FILE
+    page = mask_secrets(document_page(run_document(facts)))
+    try:
+        with explained_writes(path):
+            write_atomically(path, page, durable=False)
+    except PPOError as error:
+        return f"The page of the run was not written: {error}"
+    parent.log_artifact(path)
+    place = "" if facts.run.workspace.store else f"{facts.place_of(PAGE_FILE)}, and "
+    return f"Page of the run: {place}the artifact {PAGE_FILE} of the run in MLflow"
