@@ -64,14 +64,14 @@ def line_chart(
 
 def interval_chart(rates: Mapping[str, Interval], shows: str) -> Markup:
     """Draw rates between 0 and 1 with their intervals, one below the other, and a line at 50 %."""
-    height, x = 20 + 40 * len(rates), ChartAxis(0, 1, 12, WIDTH - 12)
-    parts = [
-        Markup('<line class="half" x1="{0}" x2="{0}" y1="0" y2="{1}"/>').format(x(0.5), height - 16)
-    ]
+    height, x, parts = 20 + 40 * len(rates), ChartAxis(0, 1, 12, WIDTH - 12), []
     for number, (name, (rate, low, high)) in enumerate(rates.items()):
         top = 40 * number
         parts += [
             Markup('<text x="12" y="{}">{}: {:.1%}</text>').format(top + 14, name, rate),
+            Markup('<line class="half" x1="{x}" x2="{x}" y1="{}" y2="{}"/>').format(
+                top + 18, top + 34, x=x(0.5)
+            ),
             Markup('<line class="line" x1="{}" x2="{}" y1="{y}" y2="{y}"/>').format(
                 x(low), x(high), y=top + 26
             ),
@@ -92,15 +92,18 @@ def front_chart(points: Mapping[str, tuple[float, Interval]], shows: str) -> Mar
     x = ChartAxis(0, 1.05 * max(0.01, *(value for value, _ in points.values())), LEFT, WIDTH - 20)
     y = ChartAxis(0, 1, height - BOTTOM, TOP)
     parts = [_grid(x, (0, x.high), y, (0, 0.5, 1), height)]
-    for name, (value, (rate, low, high)) in points.items():
-        left = x(value) > WIDTH / 2
+    in_order = sorted(points.items(), key=lambda one: one[1][0])
+    for number, (name, (value, (rate, low, high))) in enumerate(in_order):
+        # Names stand above and below the intervals in turn, so that neighbors do not collide.
+        at = y(low) + 13 if number % 2 else y(high) - 6
+        anchor = "end" if x(value) > WIDTH - 60 else "start" if x(value) < LEFT + 30 else "middle"
         parts += [
             Markup('<line class="line" x1="{x}" x2="{x}" y1="{}" y2="{}"/>').format(
                 y(low), y(high), x=x(value)
             ),
             Markup('<circle class="dot" cx="{}" cy="{}" r="4"/>').format(x(value), y(rate)),
             Markup('<text x="{}" y="{}" text-anchor="{}">{}</text>').format(
-                x(value) + (-7 if left else 7), y(rate) + 4, "end" if left else "start", name
+                x(value), at, anchor, name
             ),
         ]
     return _svg(parts, height, shows)
@@ -137,13 +140,14 @@ def _area(y: ChartAxis, healthy: tuple[float, float]) -> Markup:
 def _grid(
     x: ChartAxis, columns: Sequence[float], y: ChartAxis, rows: Sequence[float], height: int
 ) -> Markup:
-    lines = Markup("").join(
-        Markup(
+    lines = Markup("")
+    for row in dict.fromkeys(rows):
+        # A value that is tiny in this chart is only a rounding error.
+        shown = as_number(row if abs(row) > 1e-3 * (y.high - y.low) else 0.0)
+        lines += Markup(
             '<line class="grid" x1="{}" x2="{}" y1="{y}" y2="{y}"/>'
             '<text class="tick" x="{}" y="{}" text-anchor="end">{}</text>'
-        ).format(LEFT, WIDTH - RIGHT, LEFT - 5, y(row) + 4, as_number(row), y=y(row))
-        for row in dict.fromkeys(rows)
-    )
+        ).format(LEFT, WIDTH - RIGHT, LEFT - 5, y(row) + 4, shown, y=y(row))
     return lines + Markup("").join(
         Markup('<text class="tick" x="{}" y="{}" text-anchor="{}">{}</text>').format(
             x(column), height - 5, anchor, f"{column:,.4g}"

@@ -44,10 +44,11 @@ p, li { max-width: 48rem; overflow-wrap: anywhere }
 .success { color: var(--good) } .warning { color: var(--doubt) } .danger { color: var(--bad) }
 .table { overflow-x: auto }
 table { border-collapse: collapse }
-th, td { text-align: left; padding: .3rem 1rem .3rem 0; border-bottom: 1px solid var(--rule);
+th, td { text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--rule);
          vertical-align: top; font-variant-numeric: tabular-nums }
 th { font-weight: 600; color: var(--quiet) }
-td { min-width: 4rem; max-width: 26rem; overflow-wrap: anywhere }
+td { min-width: 5.5rem; max-width: 26rem; overflow-wrap: anywhere }
+td:first-child { min-width: 7.5rem }
 img { display: block; width: 600px; max-width: 100%; margin: 1rem 0 }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 320px), 1fr));
           gap: 1.2rem }
@@ -62,6 +63,7 @@ svg .warned { stroke: var(--bad); stroke-dasharray: 2 2 }
 .answers { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 17rem), 1fr));
            gap: .6rem }
 .answers > div, .prompt, pre { background: var(--box); padding: .5rem .8rem; border-radius: 4px }
+.answers { margin-top: .6rem } .notes { margin: .3rem 0 }
 .text, pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 0 }
 ins { background: var(--ins) } del { background: var(--del) }
 </style>

@@ -54,6 +54,11 @@ class RunFacts:
         return self.settings.uses_reward_model and not is_fit
 
     @property
+    def is_running(self) -> bool:
+        """Whether the run has no outcome yet."""
+        return not (self.registered or self.is_reward_model_refused)
+
+    @property
     def settings_file(self) -> str:
         """Path of the settings file that repeats the run, or its name among the artifacts."""
         return self.place_of(SETTINGS_FILE)

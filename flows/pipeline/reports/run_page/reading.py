@@ -14,7 +14,7 @@ from pipeline.results.step_records import EvaluatedPolicy
 from ppo_core.data.rows.dialogues import shown_prompt
 from ppo_core.reporting.escaping import printable
 
-NUM_PROMPTS, PAIRS_OF_A_KIND = 8, 5
+NUM_PROMPTS, NUM_PAIRS, PAIRS_OF_A_KIND = 8, 20, 5
 
 MOST_CHARACTERS = 1500
 """Length to which a text is cut."""
@@ -72,16 +72,21 @@ def choose_pairs(rows: Sequence[Row]) -> list[tuple[str, Row]]:
     left = sorted(rows, key=strength, reverse=True)
     chosen: list[tuple[str, Row]] = []
 
-    def take(kind: str, found: Sequence[Row]) -> None:
-        for row in list(found[:PAIRS_OF_A_KIND]):
+    def take(kind: str, found: Sequence[Row], count: int = PAIRS_OF_A_KIND) -> None:
+        for row in list(found[:count]):
             left.remove(row)
             chosen.append((kind, row))
 
-    take("Best", left)
-    take("Worst", left[::-1])
-    take("Closest", sorted(left, key=lambda row: abs(strength(row) - 0.5)))
-    take("Random", random.Random(0).sample(left, len(left)))
+    take("Best", [row for row in left if strength(row) > 0.5])
+    take("Worst", [row for row in reversed(left) if strength(row) < 0.5])
+    # Two equal answers tell a reader nothing.
+    take("Closest", sorted(left, key=lambda row: (abs(strength(row) - 0.5), _is_equal(row))))
+    take("Random", random.Random(0).sample(left, len(left)), NUM_PAIRS - len(chosen))
     return chosen
+
+
+def _is_equal(row: Row) -> bool:
+    return bool(row["candidate"].strip() == row["opponent"].strip())
 
 
 def strength(row: Row) -> float:
@@ -92,10 +97,12 @@ def strength(row: Row) -> float:
 
 def differing_words(first: str, second: str) -> tuple[Answer, Answer]:
     """Return two answers in pieces, of SFT and PPO, with marks on the words that differ."""
-    old, new = (re.findall(r"\s*\S+|\s+$", text) for text in (first, second))
+    old, new = (re.findall(r"\S+\s*", text) for text in (first, second))
+    # Without the spaces after the words, which do not count as differences.
+    matcher = SequenceMatcher(None, first.split(), second.split(), autojunk=False)
     removed: list[tuple[PieceKind, str]] = []
     added: list[tuple[PieceKind, str]] = []
-    for kind, a, b, c, d in SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+    for kind, a, b, c, d in matcher.get_opcodes():
         same = kind == "equal"
         removed.append(("same" if same else "removed", "".join(old[a:b])))
         added.append(("same" if same else "added", "".join(new[c:d])))
@@ -107,7 +114,7 @@ def differing_words(first: str, second: str) -> tuple[Answer, Answer]:
 
 def shortened_text(text: str) -> str:
     """Return a text of a model for a page: printable, and cut with a note if it is long."""
-    text = printable(text)
+    text = printable(text).strip()
     more = len(text) - MOST_CHARACTERS
     return text if more <= 0 else f"{text[:MOST_CHARACTERS]} [cut: {more:,} more characters]"
 

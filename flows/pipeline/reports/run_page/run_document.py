@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from shlex import quote
 
+from pipeline.registry.decisions import Decision, timestamp
 from pipeline.reports.baselines import BASELINE_TITLES, worth_of_ppo
 from pipeline.reports.charts import front_chart, interval_chart
 from pipeline.reports.document import Chart, Document, Section, Tone, describe_annotator_test
@@ -34,6 +35,11 @@ from ppo_core.errors import DataError
 BETTER, FRONT = "Did it get better, and by how much?", "Was PPO worth it? KL against win rate"
 """Titles of sections."""
 
+FAILED = "Rule that failed: {}"
+
+REFRESH_SECONDS = 10
+"""Time after which the page of a running run loads itself again."""
+
 
 def run_document(facts: RunFacts) -> Document:
     """Return the document about a run, with everything that the run measured so far."""
@@ -55,30 +61,31 @@ def run_document(facts: RunFacts) -> Document:
         tone=tone,
         reasons=reasons,
         sections=tuple(sections),
+        refresh=REFRESH_SECONDS if facts.is_running else 0,
     )
 
 
 def _verdict(facts: RunFacts) -> tuple[str, Tone, tuple[str, ...]]:
-    registered, evaluation = facts.registered, facts.evaluation
-    if registered and evaluation:
-        made = registered.promotion
-        promoted = made.champion == made.version
-        rival = "the champion" if evaluation.champion is not None else "SFT"
-        sentence = describe_rate(evaluation.win_rate[evaluation.direct_contest], rival)
-        rule = "Why" if promoted else "Rule that failed"
-        reasons = (sentence, *(f"{rule}: {reason}" for reason in made.reasons), *evaluation.notes)
-        if promoted:
-            return f"Promoted: production loads version {made.version}", "success", reasons
-        stays = "there is no champion"
-        if made.champion is not None:
-            stays = f"production still loads version {made.champion}"
-        return f"Version {made.version} was refused, and {stays}", "danger", reasons
-    if facts.is_reward_model_refused:
-        failed = facts.reward_model.reasons if facts.reward_model else []
-        rules = (f"Rule that failed: {reason}" for reason in failed)
-        sentence = "PPO was not started, because it would exploit the faults of the reward model."
-        return "The reward model was refused", "danger", (sentence, *rules)
-    return "The run goes on", "warning", ("Nothing is decided yet.",)
+    if facts.registered and facts.evaluation:
+        return _decided(facts.registered.promotion, facts.evaluation)
+    if facts.reward_model and facts.is_reward_model_refused:
+        why = "PPO was not started, because it would exploit the faults of the reward model."
+        reasons = (why, *map(FAILED.format, facts.reward_model.reasons))
+        return "The reward model was refused", "danger", reasons
+    return "The run goes on", "warning", (f"Nothing is decided yet. Written at {timestamp()}.",)
+
+
+def _decided(made: Decision, evaluation: Evaluation) -> tuple[str, Tone, tuple[str, ...]]:
+    if made.champion == made.version:
+        reasons = (*made.reasons, *evaluation.notes)
+        return f"Promoted: production loads version {made.version}", "success", reasons
+    stays = "there is no champion"
+    if made.champion is not None:
+        stays = f"production still loads version {made.champion}"
+    rival = "SFT" if evaluation.champion is None else "the champion"
+    sentence = describe_rate(evaluation.win_rate[evaluation.direct_contest], rival)
+    reasons = (sentence, *map(FAILED.format, made.reasons), *evaluation.notes)
+    return f"Version {made.version} was refused, and {stays}", "danger", reasons
 
 
 def _evaluated(facts: RunFacts) -> list[Section]:
@@ -100,7 +107,7 @@ def _evaluated(facts: RunFacts) -> list[Section]:
         _win_rates(evaluation),
         Section(
             title=f"Why was it {'refused' if refused else 'promoted'}? Measured values and limits",
-            text=decision.reasons,
+            text=decision.reasons if refused else (),
             parts=decision.sections,
         ),
         _front(evaluation),
@@ -113,7 +120,7 @@ def _win_rates(evaluation: Evaluation) -> Section:
         for name, one in evaluation.win_rate.items()
     }
     chart = Chart(
-        title="Win rates",
+        title="Pairs won",
         caption="Share of pairs won, with the 95 % interval; ties count as half, dashed: 50 %.",
         svg=interval_chart(rates, "Win rates with their intervals; the table has the numbers"),
     )
@@ -228,7 +235,7 @@ def _data(facts: RunFacts) -> Section:
     code = Section(
         title="Code, models and digests",
         headers=("", "Value"),
-        rows=tuple(sorted(run.origin.items())),
+        rows=tuple(one for one in sorted(run.origin.items()) if not one[0].startswith("data/")),
     )
     return Section(
         title="Which data, code and models?",
@@ -268,12 +275,13 @@ def _commands(facts: RunFacts) -> Section:
         text = ("The file settings.toml is an artifact of the run in MLflow.",)
     if registered := facts.registered:
         made, name = registered.promotion, quote(facts.settings.registered_model)
-        load = f"mlflow.transformers.load_model({registered.model['uri']!r})"
+        uri = registered.model["uri"]
+        load = f"import mlflow; pipeline = mlflow.transformers.load_model({uri!r})"
         promoted = made.champion == made.version
         commands = [
-            ("Load this version in Python, after `import mlflow`", load),
+            ("Load this version in Python", load),
             (
-                "Undo this promotion: the champion before it is loaded again"
+                "Undo this promotion: production loads the champion before it again"
                 if promoted
                 else "Undo the last promotion; this run promoted nothing",
                 f"python flows/registry.py rollback {name} --reason TEXT",

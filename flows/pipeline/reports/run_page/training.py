@@ -121,7 +121,9 @@ def _ppo_chart(
 
 
 def _ends(points: list[tuple[int, float]]) -> str:
-    return f"from {as_number(points[0][1])} to {as_number(points[-1][1])}."
+    # A value that should be 0 is a rounding error, such as the first divergence.
+    first, last = (0.0 if abs(value) < 1e-6 else value for _, value in (points[0], points[-1]))
+    return f"from {as_number(first)} to {as_number(last)}."
 
 
 def _in_words(low: float, high: float) -> str:

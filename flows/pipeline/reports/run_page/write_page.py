@@ -13,17 +13,22 @@ PAGE_FILE = "index.html"
 
 
 def write_run_page(facts: RunFacts, parent: RunLog) -> str:
-    """Write the page of a run, log it, and return a sentence with its place.
+    """Write the page of a run, log it, and return a sentence with its place."""
+    error = write_page_file(facts)
+    if error is not None:
+        return f"The page of the run was not written: {error}"
+    parent.log_artifact(facts.run.folder / PAGE_FILE)
+    place = "" if facts.run.workspace.store else f"{facts.place_of(PAGE_FILE)}, and "
+    return f"Page of the run: {place}the artifact {PAGE_FILE} of the run in MLflow"
 
-    A finished run does not fail if the page cannot be written; the sentence then says why.
-    """
+
+def write_page_file(facts: RunFacts) -> PPOError | None:
+    """Write the page; return an error of the disk, because a run does not fail for its page."""
     path = facts.run.folder / PAGE_FILE
     page = mask_secrets(document_page(run_document(facts)))
     try:
         with explained_writes(path):
             write_atomically(path, page, durable=False)
     except PPOError as error:
-        return f"The page of the run was not written: {error}"
-    parent.log_artifact(path)
-    place = "" if facts.run.workspace.store else f"{facts.place_of(PAGE_FILE)}, and "
-    return f"Page of the run: {place}the artifact {PAGE_FILE} of the run in MLflow"
+        return error
+    return None
