@@ -47,8 +47,8 @@ table { border-collapse: collapse }
 th, td { text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--rule);
          vertical-align: top; font-variant-numeric: tabular-nums }
 th { font-weight: 600; color: var(--quiet) }
-td { min-width: 5.5rem; max-width: 26rem; overflow-wrap: anywhere }
-td:first-child { min-width: 7.5rem }
+td { max-width: 26rem; overflow-wrap: anywhere }
+@media (max-width: 40rem) { td { min-width: 5.5rem } td:first-child { min-width: 7.5rem } }
 img { display: block; width: 600px; max-width: 100%; margin: 1rem 0 }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 320px), 1fr));
           gap: 1.2rem }

@@ -343,7 +343,7 @@ def test_only_what_differs_from_the_run_of_the_champion_is_shown(
         ("parent", "packages.txt"): "torch==2.1\nsame==1\n",
     }
     monkeypatch.setattr(differences, "read_artifact", lambda run, name: texts[run, name])
-    tags = {"git_commit": "abc", "data/prompts": "old", "manifest": "1", "seed": "1"}
+    tags = {"git_commit": "abc", "data/prompts": "old", "model/reward_model": "1", "seed": "1"}
     notes = VersionNotes(tags, {}, "old")
     monkeypatch.setattr(differences, "read_version", lambda name, version: notes)
     section = differences.differences_section(facts.run, "rlhf-policy", 2)

@@ -267,11 +267,11 @@ def test_every_run_has_a_page_that_the_terminal_names(journey: Journey, summary:
         (name,) = re.findall(r"Page of the run: (outputs/runs/\d+/index\.html), and ", ran.log)
         pages[ran.log] = (journey.folder / name).read_text()
     assert "The reward model was refused" in pages[journey.refused.log]
+    assert "sft/loss" in pages[journey.refused.log]
     text = pages[journey.resumed.log]
     assert "Version 1 was refused, and there is no champion" in text
     assert "Rule that failed: " in text
     assert f"{summary['win_rate']['ppo_vs_sft']['rate']:.1%} of 16 pairs" in text
-    assert "sft/loss" in text
     assert text.count('<polyline class="line"') > 10
     assert text.count("<h4>") > 16
     assert "Not shown" not in text

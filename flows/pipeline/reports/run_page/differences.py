@@ -41,7 +41,7 @@ def differences_section(run: FlowRun, name: str, champion: int | None) -> Sectio
         }
         rows = [
             *differing("settings", *map(_settings, texts[SETTINGS_FILE])),
-            *differing("code and data", _origin(before.tags), _origin(run.origin)),
+            *differing("code and data", _origin(before.tags, run), _origin(run.origin, run)),
             *differing("packages", *map(_packages, texts[PACKAGES_FILE])),
         ]
     except PPOError as error:
@@ -74,10 +74,12 @@ def _packages(text: str) -> dict[str, str]:
     return dict(line.split("==", 1) for line in text.splitlines() if "==" in line)
 
 
-def _origin(tags: Mapping[str, str]) -> dict[str, str]:
-    """Return the tags of code and data, without those that the settings and packages explain."""
+def _origin(tags: Mapping[str, str], run: FlowRun) -> dict[str, str]:
+    """Return the tags of code, data and given models, but those that other rows explain."""
+    # A version also has the digests of models that its run trained.
+    left_out = {"settings_digest", "seed", *({"model/reward_model"} - run.origin.keys())}
     return {
         name: value
         for name, value in tags.items()
-        if (is_origin(name) and name not in ("settings_digest", "seed")) or name == "python"
+        if name == "python" or (is_origin(name) and name not in left_out)
     }

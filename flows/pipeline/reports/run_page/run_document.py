@@ -294,10 +294,9 @@ def _commands(facts: RunFacts) -> Section:
             *commands,
         ]
     else:
+        commands.append(("Continue this run after a correction", "python flows/rlhf.py resume"))
+    if facts.is_reward_model_refused:
         accept = f"{repeat} --accept-reward-model"
-        commands += [
-            ("Train against this reward model all the same", accept),
-            ("Continue this run after a correction", "python flows/rlhf.py resume"),
-        ]
+        commands.append(("Train against this reward model all the same", accept))
     title = "How do I load it, undo it, promote it or repeat it?"
     return Section(title=title, text=text, commands=tuple(commands))
