@@ -130,14 +130,14 @@ def _pair(kind: str, row: Row, contest: str) -> Reading:
             _plain(WHO[opponent], row["opponent"]),
         ),
         notes=(
-            f"{WHO[candidate]} shown first: {_verdict(row['straight'], names)}",
-            f"{WHO[opponent]} shown first: {_verdict(row['swapped'], names)}",
+            f"{WHO[candidate]} shown first. {_verdict(row['straight'], names)}",
+            f"{WHO[opponent]} shown first. {_verdict(row['swapped'], names)}",
         ),
     )
 
 
 def _verdict(verdict: Row, names: Mapping[str, str]) -> str:
-    text = f"the judge chose {names[verdict['winner']]}"
+    text = f"Verdict: {names[verdict['winner']]}"
     if "probability" in verdict:
         text += f"; probability that {names['first']} is better: {verdict['probability']:.2f}"
     return f"{text}. {shortened_text(verdict.get('reason', ''))}".strip()
