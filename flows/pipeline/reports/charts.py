@@ -42,10 +42,11 @@ def line_chart(
     healthy: tuple[float, float] = (-math.inf, math.inf),
     marks: Iterable[float] = (),
 ) -> Markup:
-    """Draw a line, the range of healthy values as an area, and marks at some values of x."""
-    points = thinned([point for point in points if math.isfinite(point[1])])
-    if not points:
-        return Markup("")
+    """Draw a line, the range of healthy values as an area, and marks at some values of x.
+
+    There must be at least one point, and all values must be finite.
+    """
+    points = thinned(points)
     height, ys = 150, [y for _, y in points]
     room = 0.06 * (max(ys) - min(ys)) or 0.06 * abs(ys[0]) or 1.0
     x = _axis([x for x, _ in points], LEFT, WIDTH - RIGHT)

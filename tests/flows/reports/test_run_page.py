@@ -1,6 +1,7 @@
 """The page of a run: its answers to a stranger, in a real browser, and on a run of any size."""
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -127,6 +128,8 @@ def training(journal: Journal, updates: int) -> None:
             values = dict.fromkeys(names, update / updates)
             values |= {"objective/rlhf_reward": 30.0 if update == 99 else 1.0}
             values |= {"episode": 64.0 * update, "val/num_eos_tokens": 32.0}
+            values["loss/policy_avg"] = (math.nan, math.inf, 1e308, 2.0)[update % 4]
+            values["eval/scores"] = math.nan
             for run, found in (("train", values), ("sft", {"sft/loss": 1 / update})):
                 entry = {"time": 1, "kind": "metrics", "run": run, "step": update, "values": found}
                 file.write(json.dumps(entry) + "\n")
@@ -140,7 +143,7 @@ def facts_of(folder: Path, updates: int, samples: int = 30) -> RunFacts:
         id="RLHF/1",
         workspace=Workspace(str(folder)),
         tracking=tracking,
-        origin={"git_commit": "abc", "data/prompts": "12"},
+        origin={"git_commit": "abc", "data/prompts": "12", "half a character": "\udcff"},
         data=[data],
     )
     journal = Journal(run.folder)
@@ -251,6 +254,8 @@ def test_curves_have_their_healthy_range_their_warnings_and_a_share_of_stops(fac
     assert charts["Responses that ended with a stop token"].endswith("from 0.5 to 0.5.")
     clipped = charts["Clipped tokens of the policy"]
     assert clipped.endswith("Healthy: 0 to 0.3. The last value is outside.")
+    assert charts["Policy loss"].endswith("from 2 to 2.")
+    assert "Score of greedy answers to evaluation prompts" not in charts
     assert "Healthy: at most" in charts["Tokens of a response"]
 
 

@@ -2,13 +2,14 @@
 
 import math
 import re
-from collections.abc import Mapping
 
 from pipeline.reports.charts import line_chart
 from pipeline.reports.document import Chart, Section, as_number
 from pipeline.reports.run_page.facts import Curves, RunFacts
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.reporting.health import GUARDS
+
+TITLE = "How did PPO go? Scores, KL and other curves"
 
 STOPPED = "share of stopped responses"
 """Name of a curve that is computed from two metrics."""
@@ -38,16 +39,19 @@ LIMITS = {
 }
 """Healthy ranges in the README's table of metrics, of metrics without a stricter warning."""
 
+MOST = 1e100
+"""Size from which a value is left out, as NaN is, because no chart has room for it."""
+
 SUPERVISED = ("loss", "accuracy", "margin")
 """Last parts of the names of metrics of supervised trainings that have a curve."""
 
 
 def ppo_section(facts: RunFacts) -> Section:
     """Return the curves of PPO, with the healthy range and the warnings of each metric."""
-    curves = dict(facts.curves.get("train_policy", {}))
+    curves = _drawable(facts.curves.get("train_policy", {}))
     if not curves:
         return Section(title=TITLE, text=("PPO did not run.",))
-    curves[STOPPED] = _stopped(curves)
+    curves |= _drawable({STOPPED: _stopped(curves)})
     rewards = [name for name in curves if name.startswith("rewards/")]
     titles = PPO_CURVES | ({name: name for name in rewards} if len(rewards) > 1 else {})
     told = facts.warnings or ["PPO gave no warning."]
@@ -61,21 +65,18 @@ def ppo_section(facts: RunFacts) -> Section:
         charts=tuple(
             _ppo_chart(facts.settings.ppo, name, title, curves[name], facts.warnings)
             for name, title in titles.items()
-            if curves.get(name)
+            if name in curves
         ),
     )
 
 
-TITLE = "How did PPO go? Scores, KL and other curves"
-
-
 def supervised_section(facts: RunFacts) -> Section:
     """Return the curves of SFT, of the reward model and of a judge that the run trained."""
-    curves = facts.curves.get("load_policy", {}), facts.curves.get("load_reward_model", {})
+    steps = ("load_policy", "load_reward_model")
     charts = tuple(
         Chart(title=name, caption=_ends(points), svg=line_chart(points, name))
-        for step in curves
-        for name, points in step.items()
+        for step in steps
+        for name, points in _drawable(facts.curves.get(step, {})).items()
         if name.rpartition("/")[2] in SUPERVISED
     )
     none = ("No curve: the run was given these models, or reused models of an earlier run.",)
@@ -120,6 +121,15 @@ def _ppo_chart(
     return Chart(title=title, caption=f"{name}: {caption}", svg=svg)
 
 
+def _drawable(curves: Curves) -> dict[str, list[tuple[int, float]]]:
+    """Return the curves that have values, without values that no chart can show."""
+    found = {
+        name: [(step, value) for step, value in points if abs(value) < MOST]
+        for name, points in curves.items()
+    }
+    return {name: points for name, points in found.items() if points}
+
+
 def _ends(points: list[tuple[int, float]]) -> str:
     # A value that should be 0 is a rounding error, such as the first divergence.
     first, last = (0.0 if abs(value) < 1e-6 else value for _, value in (points[0], points[-1]))
@@ -140,7 +150,7 @@ def _warned(warning: str) -> tuple[int, str]:
     return (int(found[1]), found[2]) if found else (0, "")
 
 
-def _stopped(curves: Curves | Mapping[str, list[tuple[int, float]]]) -> list[tuple[int, float]]:
+def _stopped(curves: Curves) -> list[tuple[int, float]]:
     """Return the share of the responses of each update that ended with a stop token."""
     ended, shares, before = dict(curves.get("val/num_eos_tokens", [])), [], 0.0
     for update, episode in curves.get("episode", []):

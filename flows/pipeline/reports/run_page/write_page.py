@@ -28,7 +28,8 @@ def write_page_file(facts: RunFacts) -> PPOError | None:
     page = mask_secrets(document_page(run_document(facts)))
     try:
         with explained_writes(path):
-            write_atomically(path, page, durable=False)
+            # A file name may have half of a character, which cannot be encoded.
+            write_atomically(path, page.encode(errors="replace"), durable=False)
     except PPOError as error:
         return error
     return None
