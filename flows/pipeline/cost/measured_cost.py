@@ -13,7 +13,7 @@ from pipeline.settings.hardware_config import HardwareConfig
 
 
 def cost_of_run(
-    run: FlowRun, config: HardwareConfig, trained: TrainedPolicy, spent: Mapping[str, Spent]
+    run: FlowRun, config: HardwareConfig, trained: TrainedPolicy | None, spent: Mapping[str, Spent]
 ) -> RunCost:
     """Return the cost of a run.
 
@@ -23,7 +23,8 @@ def cost_of_run(
     Args:
         run: the run of the flow.
         config: prices of GPUs and judges.
-        trained: the policy after PPO, with the numbers of sampled and trained tokens.
+        trained: the policy after PPO, with the numbers of sampled and trained tokens; None before
+            PPO.
         spent: calls and tokens of each judge, in the validation and the evaluation.
     """
     gpus, attempts = read_gpus(config), recorded_attempts(run)
@@ -39,7 +40,10 @@ def cost_of_run(
     return RunCost(
         steps=steps,
         gpu_hours=sum(step.gpu_seconds for step in steps.values()) / 3600,
-        tokens=TokenCounts(sampled=trained.tokens_sampled, trained=trained.tokens_trained),
+        tokens=TokenCounts(
+            sampled=trained.tokens_sampled if trained else 0,
+            trained=trained.tokens_trained if trained else 0,
+        ),
         judges=judges,
         price=sum_if_known(prices),
     )

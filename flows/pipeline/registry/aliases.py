@@ -25,6 +25,9 @@ class VersionNotes:
     win_rates: Mapping[str, float]
     """Win rates of its MLflow run, by contest."""
 
+    run_id: str | None
+    """Id of its MLflow run; None if the version was deleted, or belongs to no run."""
+
 
 @explained()
 def require_registered(name: str) -> None:
@@ -63,16 +66,18 @@ def read_version(name: str, version: int) -> VersionNotes:
     client = connect()
     tags: Mapping[str, str] = {}
     metrics: Mapping[str, float] = {}
+    run_id = None
     with unless_deleted():
         found = client.get_model_version(name, str(version))
         tags = found.tags
-        metrics = client.get_run(found.run_id).data.metrics if found.run_id else {}
+        run_id = found.run_id or None
+        metrics = client.get_run(run_id).data.metrics if run_id else {}
     rates = {
         metric.removeprefix("win_rate/").removesuffix("/rate"): value
         for metric, value in sorted(metrics.items())
         if metric.startswith("win_rate/") and metric.endswith("/rate")
     }
-    return VersionNotes(tags, rates)
+    return VersionNotes(tags, rates, run_id)
 
 
 def set_tags(client: MlflowClient, name: str, version: int, tags: Mapping[str, str]) -> None:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from markupsafe import Markup
+
 from pipeline.results.evaluation import (
     AnnotatorTest,
     ContestResult,
@@ -15,6 +17,9 @@ from pipeline.results.reward_report import OnPolicy, Probe, Rate, References
 from pipeline.settings.gate_configs import BUILT_IN_GUARDS
 
 Tone = Literal["success", "warning", "danger"]
+
+PieceKind = Literal["same", "removed", "added"]
+"""Whether both of two answers have a piece of text, or only the first or the second."""
 
 MOST_EVIDENCE = 1_000_000
 """Evidence above which a report does not show the exact number."""
@@ -32,8 +37,50 @@ class Plot:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Chart:
+    """A figure that a page draws itself."""
+
+    title: str
+    """Heading. It may contain untrusted text, as do the next fields but `svg`."""
+
+    caption: str
+    """What the figure shows, also to a reader who does not see it."""
+
+    svg: Markup
+    """The figure, in which all text is escaped."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """An answer to a prompt."""
+
+    title: str
+    """Whose answer it is."""
+
+    pieces: tuple[tuple[PieceKind, str], ...]
+    """The text in pieces. Pieces that only one of two answers has are `removed` or `added`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """A prompt and its answers, for a person to read. All texts are untrusted."""
+
+    title: str
+    prompt: str
+
+    answers: tuple[Answer, ...]
+    """Answers, which a page shows side by side."""
+
+    notes: tuple[str, ...] = ()
+    """What else is known about the answers."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Section:
-    """A section of a report, with a table, figures, or both."""
+    """A section of a report, with a table, figures, or both.
+
+    Only pages show the fields after `plots`.
+    """
 
     title: str
     """Heading, which never contains text of a model or a data set."""
@@ -46,6 +93,20 @@ class Section:
 
     plots: tuple[Plot, ...] = ()
     """Figures below the table."""
+
+    text: tuple[str, ...] = ()
+    """Sentences above the table, which may contain untrusted text."""
+
+    charts: tuple[Chart, ...] = ()
+    """Figures above the table."""
+
+    commands: tuple[tuple[str, str], ...] = ()
+    """What a person may want to do, each with the command."""
+
+    readings: tuple[Reading, ...] = ()
+
+    parts: tuple["Section", ...] = ()
+    """Sections within this section."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +127,9 @@ class Document:
 
     sections: tuple[Section, ...]
     """Sections with the measurements."""
+
+    refresh: int = 0
+    """Seconds after which a page loads itself again; 0 for never."""
 
 
 def as_percent(share: float | None) -> str:

@@ -1,6 +1,7 @@
 """The document about an evaluation."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from pipeline.evaluation.length_control import RATIO_NAMES
 from pipeline.reports.baselines import (
@@ -51,27 +52,26 @@ def evaluation_document(evaluation: Evaluation) -> Document:
     """
     win_rates = evaluation.win_rate
     verdict, tone = _verdict(evaluation)
+    png, front = win_rate_plot(win_rates), baseline_plot(evaluation)
+    plots = (Plot(png=png, shows="Win rates with their intervals"),)
+    rates, *better = better_sections(evaluation)
+    without_ppo = without_ppo_section(evaluation)
+    if front is not None:
+        shown = Plot(png=front, shows="Win rates by KL divergence")
+        without_ppo = replace(without_ppo, plots=(shown,))
     sections = (
-        _win_rates(win_rates),
-        _improvement(evaluation.improvement),
-        _without_ppo(evaluation),
-        _lengths(win_rates),
-        _style(win_rates),
-        _length_ratios(win_rates),
-        _canaries(evaluation.canaries),
-        _people(evaluation.people),
-        _alternative(evaluation.people),
-        _ensemble(win_rates),
-        _guards(evaluation.guards),
-        _policies(evaluation),
-        _judge(evaluation.judge),
+        replace(rates, plots=plots),
+        *better,
+        without_ppo,
+        *honesty_sections(evaluation),
+        *judge_sections(evaluation),
     )
     return Document(
         subject="Is the policy better after PPO than before?",
         verdict=verdict,
         tone=tone,
         reasons=(
-            _direct_contest(win_rates["ppo_vs_sft"]),
+            describe_rate(win_rates["ppo_vs_sft"], "SFT"),
             *evaluation.notes,
             *evaluation.reasons,
             *(worth_of_ppo(evaluation.baselines) if evaluation.baselines else ()),
@@ -79,6 +79,47 @@ def evaluation_document(evaluation: Evaluation) -> Document:
         ),
         sections=tuple(section for section in sections if section.rows),
     )
+
+
+def better_sections(evaluation: Evaluation) -> list[Section]:
+    """Return the sections on whether the policy is better; the first has the win rates."""
+    return _filled(_win_rates(evaluation.win_rate), _improvement(evaluation.improvement))
+
+
+def honesty_sections(evaluation: Evaluation) -> list[Section]:
+    """Return the sections on whether the policy wins only by length, style or repetition."""
+    win_rates = evaluation.win_rate
+    return _filled(
+        _lengths(win_rates),
+        _style(win_rates),
+        _length_ratios(win_rates),
+        _guards(evaluation.guards),
+        _policies(evaluation),
+    )
+
+
+def judge_sections(evaluation: Evaluation) -> list[Section]:
+    """Return the sections on whether the judge can be trusted."""
+    return _filled(
+        _judge(evaluation.judge),
+        _canaries(evaluation.canaries),
+        _people(evaluation.people),
+        _alternative(evaluation.people),
+        _ensemble(evaluation.win_rate),
+    )
+
+
+def without_ppo_section(evaluation: Evaluation) -> Section:
+    """Return the section on what SFT reaches without PPO; it has no rows without baselines."""
+    return Section(
+        title="What SFT reaches without PPO, on the same prompts",
+        headers=("", *BASELINE_COLUMNS),
+        rows=baseline_rows(evaluation),
+    )
+
+
+def _filled(*sections: Section) -> list[Section]:
+    return [section for section in sections if section.rows]
 
 
 def _verdict(evaluation: Evaluation) -> tuple[str, Tone]:
@@ -92,10 +133,11 @@ def _verdict(evaluation: Evaluation) -> tuple[str, Tone]:
     return "No difference shown", "warning"
 
 
-def _direct_contest(against_sft: ContestResult) -> str:
+def describe_rate(rate: ContestResult, rival: str) -> str:
+    """Return the win rate of PPO against a rival as a sentence."""
     return (
-        f"PPO wins {as_percent(against_sft.rate)} of {against_sft.n} pairs against SFT, 95 % "
-        f"interval {as_interval(against_sft)}, judged by {against_sft.judge}."
+        f"PPO wins {as_percent(rate.rate)} of {rate.n} pairs against {rival}, 95 % "
+        f"interval {as_interval(rate)}, judged by {rate.judge}."
     )
 
 
@@ -125,7 +167,6 @@ def _win_rates(win_rates: Mapping[str, ContestResult]) -> Section:
             )
             for name, rate in win_rates.items()
         ),
-        plots=(Plot(png=win_rate_plot(win_rates), shows="Win rates with their intervals"),),
     )
 
 
@@ -142,16 +183,6 @@ def _improvement(improvement: PairedDifference | None) -> Section:
                 str(improvement.n),
             ),
         ),
-    )
-
-
-def _without_ppo(evaluation: Evaluation) -> Section:
-    png = baseline_plot(evaluation)
-    return Section(
-        title="What SFT reaches without PPO, on the same prompts",
-        headers=("", *BASELINE_COLUMNS),
-        rows=baseline_rows(evaluation),
-        plots=() if png is None else (Plot(png=png, shows="Win rates by KL divergence"),),
     )
 
 

@@ -1,4 +1,4 @@
-"""Render each report as a single HTML page that loads no other file and needs no network."""
+"""Render a document as a single HTML page that loads no other file and needs no network."""
 
 from base64 import b64encode
 
@@ -17,26 +17,59 @@ TEMPLATE = """\
 <meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy"
       content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
-<meta name="viewport" content="width=device-width">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+{% if document.refresh %}
+<meta http-equiv="refresh" content="{{ document.refresh }}">
+{% endif %}
 <title>{{ document.subject }}</title>
 <style>
-body { font: 15px/1.5 system-ui, sans-serif; color: #1d2129; max-width: 46rem; margin: 2rem auto;
-       padding: 0 1rem }
-h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2.5rem }
-.verdict { font-size: 1.5rem; font-weight: 600; padding: .6rem 1rem; border-left: .4rem solid }
-.success { color: #065f46; background: #f0fdf4 }
-.warning { color: #92400e; background: #fffbeb }
-.danger { color: #991b1b; background: #fef2f2 }
-table { border-collapse: collapse; width: 100% }
-th, td { text-align: left; padding: .3rem .6rem .3rem 0; border-bottom: 1px solid #e3e5e9;
-         vertical-align: top }
-th { font-weight: 600; color: #5c636d }
-li, td:first-child { overflow-wrap: anywhere }
-td + td { white-space: nowrap }
+:root { color-scheme: light dark; --text: #1d2129; --page: #fff; --quiet: #59606b; --rule: #d9dce1;
+        --line: #1f5f99; --healthy: #d8f0e0; --good: #065f46; --doubt: #8a3d0c; --bad: #991b1b;
+        --box: #f4f5f7; --ins: #d5f2df; --del: #fbdfdf }
+@media (prefers-color-scheme: dark) {
+:root { --text: #e4e6eb; --page: #15181d; --quiet: #a4abb6; --rule: #3a404a; --line: #7fb8ee;
+        --healthy: #1c3d2c; --good: #6ee7b7; --doubt: #fcd34d; --bad: #fca5a5; --box: #20242b;
+        --ins: #1c4630; --del: #5a2626 }
+}
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var(--page);
+       max-width: 72rem; margin: 2rem auto; padding: 0 1rem }
+h1 { font-size: 1.4rem; overflow-wrap: anywhere } h2 { font-size: 1.3rem; margin-top: 3rem }
+h3 { font-size: 1.05rem; margin: 2rem 0 .5rem } h4 { font-size: 1rem; margin: 1.5rem 0 .3rem }
+a { color: var(--line) }
+nav ul { columns: 22rem; padding-left: 1.2rem }
+p, li { max-width: 48rem; overflow-wrap: anywhere }
+.verdict { font-size: 1.5rem; font-weight: 600; padding: .6rem 1rem; background: var(--box);
+           border-left: .4rem solid; max-width: none }
+.success { color: var(--good) } .warning { color: var(--doubt) } .danger { color: var(--bad) }
+.table { overflow-x: auto }
+table { border-collapse: collapse }
+th, td { text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--rule);
+         vertical-align: top; font-variant-numeric: tabular-nums }
+th { font-weight: 600; color: var(--quiet) }
+td { max-width: 26rem; overflow-wrap: anywhere }
+@media (max-width: 40rem) { td { min-width: 5.5rem } td:first-child { min-width: 7.5rem } }
 img { display: block; width: 600px; max-width: 100%; margin: 1rem 0 }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 320px), 1fr));
+          gap: 1.2rem }
+figure { margin: 0; max-width: 440px } figcaption { overflow-wrap: anywhere }
+figcaption small, .notes { color: var(--quiet); font-size: .85rem }
+svg { display: block; width: 100%; height: auto; overflow: visible }
+svg text { font-size: 11px; fill: var(--text) } svg .tick { fill: var(--quiet) }
+svg .line { stroke: var(--line); stroke-width: 1.8; fill: none } svg .dot { fill: var(--line) }
+svg .grid { stroke: var(--rule) } svg .healthy { fill: var(--healthy) }
+svg .half { stroke: var(--quiet); stroke-dasharray: 4 3 }
+svg .warned { stroke: var(--bad); stroke-dasharray: 2 2 }
+.answers { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 17rem), 1fr));
+           gap: .6rem }
+.answers > div, .prompt, pre { background: var(--box); padding: .5rem .8rem; border-radius: 4px }
+.answers { margin-top: .6rem } .notes { margin: .3rem 0 }
+.text, pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 0 }
+ins { background: var(--ins) } del { background: var(--del) }
 </style>
 </head>
 <body>
+<header>
 <h1>{{ document.subject }}</h1>
 <p class="verdict {{ document.tone }}">{{ document.verdict }}</p>
 <ul>
@@ -44,18 +77,74 @@ img { display: block; width: 600px; max-width: 100%; margin: 1rem 0 }
 <li>{{ reason }}</li>
 {% endfor %}
 </ul>
+</header>
+{% if contents %}
+<nav aria-label="Contents"><ul>
 {% for section in document.sections %}
-<h2>{{ section.title }}</h2>
-<table>
-<tr>{% for header in section.headers %}<th>{{ header }}</th>{% endfor %}</tr>
-{% for row in section.rows %}
+<li><a href="#s{{ loop.index }}">{{ section.title }}</a></li>
+{% endfor %}
+</ul></nav>
+{% endif %}
+{% macro table(headers, rows, title) %}
+<div class="table" tabindex="0" role="region" aria-label="{{ title }}"><table>
+<tr>{% for header in headers %}<th scope="col">{{ header }}</th>{% endfor %}</tr>
+{% for row in rows %}
 <tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
 {% endfor %}
-</table>
+</table></div>
+{% endmacro %}
+{% macro answers(reading) %}
+<h4>{{ reading.title }}</h4>
+<div class="prompt"><strong>Prompt</strong><div class="text">{{ reading.prompt }}</div></div>
+<div class="answers">
+{% for answer in reading.answers %}
+<div><strong>{{ answer.title }}</strong><div class="text">
+{%- for kind, text in answer.pieces -%}
+{%- if kind == "added" -%}<ins>{{ text }}</ins>
+{%- elif kind == "removed" -%}<del>{{ text }}</del>
+{%- else -%}{{ text }}{%- endif -%}
+{%- endfor -%}
+</div></div>
+{% endfor %}
+</div>
+{% for note in reading.notes %}
+<p class="notes">{{ note }}</p>
+{% endfor %}
+{% endmacro %}
+{% macro content(section) %}
+{% for sentence in section.text %}
+<p>{{ sentence }}</p>
+{% endfor %}
+{% if section.charts %}
+<div class="charts">
+{% for chart in section.charts %}
+<figure><figcaption><strong>{{ chart.title }}</strong><br><small>{{ chart.caption }}</small>
+</figcaption>{{ chart.svg }}</figure>
+{% endfor %}
+</div>
+{% endif %}
+{% if section.rows %}{{ table(section.headers, section.rows, section.title) }}{% endif %}
 {% for plot in section.plots %}
 <img src="data:image/png;base64,{{ plot.png | base64 }}" alt="{{ plot.shows }}">
 {% endfor %}
+{% for purpose, command in section.commands %}
+<p>{{ purpose }}:</p>
+<pre><code>{{ command }}</code></pre>
 {% endfor %}
+{% for reading in section.readings %}{{ answers(reading) }}{% endfor %}
+{% for part in section.parts %}
+<h3>{{ part.title }}</h3>
+{{ content(part) }}
+{% endfor %}
+{% endmacro %}
+<main>
+{% for section in document.sections %}
+<section>
+<h2 id="s{{ loop.index }}">{{ section.title }}</h2>
+{{ content(section) }}
+</section>
+{% endfor %}
+</main>
 </body>
 </html>
 """
@@ -63,17 +152,20 @@ img { display: block; width: 600px; max-width: 100%; margin: 1rem 0 }
 
 def reward_model_page(report: RewardReport) -> str:
     """Return the report on a reward model as HTML with embedded figures; all text is escaped."""
-    return _page(reward_document(report))
+    return document_page(reward_document(report))
 
 
 def evaluation_page(evaluation: Evaluation) -> str:
     """Return the report on an evaluation as HTML with embedded figures; all text is escaped."""
-    return _page(evaluation_document(evaluation))
+    return document_page(evaluation_document(evaluation))
 
 
-def _page(document: Document) -> str:
+def document_page(document: Document) -> str:
+    """Return a document as HTML; all text is escaped. A page of many sections has contents."""
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters["base64"] = lambda png: b64encode(png).decode("ascii")
-    return environment.from_string(TEMPLATE).render(document=document)
+    return environment.from_string(TEMPLATE).render(
+        document=document, contents=any(section.parts for section in document.sections)
+    )

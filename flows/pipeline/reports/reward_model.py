@@ -1,5 +1,7 @@
 """Make the report on a reward model."""
 
+from dataclasses import replace
+
 from pipeline.reports.document import (
     Document,
     Plot,
@@ -33,6 +35,10 @@ WHAT_FOLLOWS = {
 }
 """By usefulness of a reward model for the policy's own answers: the consequence for PPO."""
 
+CALIBRATION = "Calibration: is it as sure as it is right?"
+SAMPLES = "Scores of the SFT policy's samples"
+"""Titles of two sections."""
+
 RATE_HEADERS = ("", "Right", "95 % interval", "Pairs")
 
 
@@ -42,33 +48,59 @@ def reward_document(report: RewardReport) -> Document:
     Args:
         report: result of `validate`, with the decision of a person if the model was refused.
     """
-    plots = reward_model_figures(report)
     verdict, tone = _verdict(report)
-    sections = (
-        _on_policy(report.on_policy),
-        _people(report.people),
-        _accuracy(report.accuracy),
-        _by_margin(report.accuracy, plots["accuracy-by-margin"]),
-        _by_category(report.accuracy),
-        _ties(report.accuracy.ties),
-        _calibration(report.calibration, plots["reliability"]),
-        _lengths(report.lengths),
-        _samples(report.samples, plots["sample-scores"], plots["best-of-k"]),
-        _probes(report.probes),
-        _contract(report.contract),
-        _scale(report),
-    )
+    plots = _plots(report)
     return Document(
         subject="Is the reward model fit to train against?",
         verdict=verdict,
         tone=tone,
-        reasons=(
-            *(report.reasons or ["It keeps every limit of the gate."]),
-            *([WHAT_FOLLOWS[report.on_policy.usefulness]] if report.on_policy else []),
-            *report.warnings,
+        reasons=reward_reasons(report),
+        sections=tuple(
+            replace(section, plots=plots.get(section.title, ()))
+            for section in reward_sections(report)
         ),
-        sections=tuple(section for section in sections if section.rows),
     )
+
+
+def reward_reasons(report: RewardReport) -> tuple[str, ...]:
+    """Return the reasons for the verdict on a reward model, and its consequences."""
+    return (
+        *(report.reasons or ["It keeps every limit of the gate."]),
+        *([WHAT_FOLLOWS[report.on_policy.usefulness]] if report.on_policy else []),
+        *report.warnings,
+    )
+
+
+def reward_sections(report: RewardReport) -> list[Section]:
+    """Return the sections with the measurements of a reward model, without figures."""
+    sections = (
+        _on_policy(report.on_policy),
+        _people(report.people),
+        _accuracy(report.accuracy),
+        _by_margin(report.accuracy),
+        _by_category(report.accuracy),
+        _ties(report.accuracy.ties),
+        _calibration(report.calibration),
+        _lengths(report.lengths),
+        _samples(report.samples),
+        _probes(report.probes),
+        _contract(report.contract),
+        _scale(report),
+    )
+    return [section for section in sections if section.rows]
+
+
+def _plots(report: RewardReport) -> dict[str, tuple[Plot, ...]]:
+    """Return the figures by the title of their section."""
+    pngs, by_margin = reward_model_figures(report), margin_title(report.accuracy)
+    reliability = Plot(png=pngs["reliability"], shows="Share of pairs called right by confidence")
+    scores = Plot(png=pngs["sample-scores"], shows="Histogram of the samples' scores")
+    best = Plot(png=pngs["best-of-k"], shows="Expected score of the best of k samples")
+    return {
+        by_margin: (Plot(png=pngs["accuracy-by-margin"], shows=by_margin),),
+        CALIBRATION: (reliability,),
+        SAMPLES: (scores, best),
+    }
 
 
 def _verdict(report: RewardReport) -> tuple[str, Tone]:
@@ -119,13 +151,16 @@ def _accuracy(accuracy: Accuracy) -> Section:
     return Section(title="Accuracy on held-out preferences", headers=RATE_HEADERS, rows=tuple(rows))
 
 
-def _by_margin(accuracy: Accuracy, plot: bytes) -> Section:
-    title = f"Accuracy by {MARGINS[accuracy.margin_of]}"
+def margin_title(accuracy: Accuracy) -> str:
+    """Return the title of the section with the accuracy by margin."""
+    return f"Accuracy by {MARGINS[accuracy.margin_of]}"
+
+
+def _by_margin(accuracy: Accuracy) -> Section:
     return Section(
-        title=title,
+        title=margin_title(accuracy),
         headers=RATE_HEADERS,
         rows=tuple(_rate(name, rate) for name, rate in accuracy.by_margin.items()),
-        plots=(Plot(png=plot, shows=title),),
     )
 
 
@@ -151,9 +186,9 @@ def _ties(ties: Ties) -> Section:
     )
 
 
-def _calibration(calibration: Calibration, plot: bytes) -> Section:
+def _calibration(calibration: Calibration) -> Section:
     return Section(
-        title="Calibration: is it as sure as it is right?",
+        title=CALIBRATION,
         headers=("", "This model", "A tossed coin"),
         rows=(
             ("Expected calibration error", as_number(calibration.error), ""),
@@ -162,7 +197,6 @@ def _calibration(calibration: Calibration, plot: bytes) -> Section:
             ("Log loss, nats", as_number(calibration.log_loss), "0.693"),
             ("Best temperature of its scores", as_number(calibration.temperature), ""),
         ),
-        plots=(Plot(png=plot, shows="Share of pairs called right by confidence"),),
     )
 
 
@@ -184,7 +218,7 @@ def _lengths(lengths: Lengths) -> Section:
     )
 
 
-def _samples(samples: Samples, scores: bytes, best_of_k: bytes) -> Section:
+def _samples(samples: Samples) -> Section:
     rows = [
         ("Mean", as_number(samples.mean)),
         ("Standard deviation", as_number(samples.deviation)),
@@ -200,13 +234,9 @@ def _samples(samples: Samples, scores: bytes, best_of_k: bytes) -> Section:
             ("A reference scores above a sample, 95 % interval", above),
         ]
     return Section(
-        title="Scores of the SFT policy's samples",
+        title=SAMPLES,
         headers=(f"{samples.prompts} prompts, {samples.per_prompt} samples each", "Score"),
         rows=tuple(rows),
-        plots=(
-            Plot(png=scores, shows="Histogram of the samples' scores"),
-            Plot(png=best_of_k, shows="Expected score of the best of k samples"),
-        ),
     )
 
 

@@ -7,6 +7,9 @@ from typing import Any
 from pipeline.cost.measured_cost import cost_numbers, cost_of_run
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.judges.judge_budget import sum_spent
+from pipeline.reports.run_page.differences import differences_section
+from pipeline.reports.run_page.facts import RunFacts, curves_of
+from pipeline.reports.run_page.write_page import write_run_page
 from pipeline.reports.terminal import decision_in_words, render_summary
 from pipeline.results.report_files import as_json, write_report
 from pipeline.results.step_records import (
@@ -63,10 +66,22 @@ def summarize(
         outcome, reasons = _outcome(registered)
         warnings = [f"Warning: {warning}" for warning in policy.warnings]
         tracker.parent.describe(outcome, [*reasons, *summary.notes, *warnings])
+        facts = RunFacts(
+            run=run,
+            settings=settings,
+            curves=curves_of(run, tracker.journal),
+            reward_model=reward_model,
+            warnings=policy.warnings,
+            evaluation=evaluation,
+            registered=registered,
+            cost=cost,
+            since_champion=differences_section(run, settings.registered_model, evaluation.champion),
+        )
+        page = write_run_page(facts, tracker.parent)
         tracker.require_all_sent()
     if settings.summary_json:
         write_report(Path(settings.summary_json), summary, indent=2)
-    print(render_summary(summary), flush=True)
+    print(render_summary(summary), page, sep="", flush=True)
     # A plain dict, because clients read Metaflow's artifacts without the classes of this code.
     return as_json(summary)
 

@@ -20,6 +20,8 @@ from pipeline.launch.commands import PPO as PPO_PROGRAM
 from pipeline.launch.job import Pause, ppo_config, updates_of_ppo, write_job
 from pipeline.launch.launcher import OnMetrics, train
 from pipeline.launch.mirror import mirrored
+from pipeline.reports.run_page.facts import RunFacts, curves_of
+from pipeline.reports.run_page.live import LivePage
 from pipeline.results.step_records import (
     Change,
     EarlierPolicies,
@@ -100,8 +102,12 @@ def train_policy(
     data = RunData(settings)
     reward = _scaled(reward_model, validation)
 
+    facts = RunFacts(run=run, settings=settings, curves=curves_of(run, tracker.journal))
+    page = LivePage(facts, run.folder / PPO / METRICS_FILE)
+
     def log_update(update: int, metrics: Mapping[str, float]) -> None:
         tracker.step.log_metrics(metrics, step=update)
+        page.update()
 
     def train_all(on_metrics: OnMetrics) -> dict[str, Any]:
         if fresh is None or settings.fresh_pairs.rounds == 1:

@@ -7,6 +7,7 @@ from pathlib import Path
 from shlex import quote
 from typing import NoReturn
 
+from pipeline.cost.measured_cost import cost_of_run
 from pipeline.evaluation.evaluate_policies import judge_of_run
 from pipeline.evaluation.notes import describe_accuracy, doubts_about_trained_judge
 from pipeline.inputs.data_sets import RunData
@@ -17,6 +18,8 @@ from pipeline.judges.judge_names import has_access_to_judge, read_judges
 from pipeline.judges.make_judge import make_judge_of_run
 from pipeline.launch.answers import answer_as_ppo
 from pipeline.reports.log_reports import log_reward_report
+from pipeline.reports.run_page.facts import RunFacts, curves_of
+from pipeline.reports.run_page.write_page import write_run_page
 from pipeline.reports.terminal import reward_model_in_words
 from pipeline.results.evaluation import TrainedJudge
 from pipeline.results.report_files import REWARD_REPORT_FILE, write_report
@@ -88,6 +91,14 @@ def validate_reward_model(
         is_used=settings.uses_reward_model,
     )
     if validation.refused:
+        facts = RunFacts(
+            run=run,
+            settings=settings,
+            curves=curves_of(run, tracker.journal),
+            reward_model=report,
+            cost=cost_of_run(run, settings.hardware, None, validation.spent),
+        )
+        print(write_run_page(facts, tracker.parent), flush=True)
         tracker.refuse("The reward model is not fit to train against.", validation.reasons)
     if not (validation.fit or validation.is_used):
         reasons = _listed(validation)

@@ -124,6 +124,19 @@ class Journal:
             ]
         return max(steps, default=-1) + 1
 
+    def curves(self, run: str) -> dict[str, list[tuple[int, float]]]:
+        """Return the metrics of a run that have a step: by name, each step with its value."""
+        found: dict[str, list[tuple[int, float]]] = {}
+        with self.path.open("rb") as file:
+            # Most lines belong to other runs, and are not worth parsing.
+            for line in file:
+                if run.encode() in line:
+                    match _entry(line):
+                        case {"kind": "metrics", "run": of, "step": int(step), "values": values}:
+                            for name, value in values.items() if of == run else ():
+                                found.setdefault(name, []).append((step, value))
+        return {name: sorted(points) for name, points in found.items()}
+
     def end(self) -> int:
         """Return the size of the journal in bytes."""
         return self.path.stat().st_size

@@ -85,6 +85,17 @@ def started_at(run_id: str) -> datetime:
     return datetime.fromtimestamp(connect().get_run(run_id).info.start_time / 1000, UTC)
 
 
+@explained()
+def read_artifact(run_id: str, name: str) -> str:
+    """Return the text of a small artifact of an MLflow run.
+
+    Raises:
+        ModelError: MLflow does not answer, or the run has no such artifact.
+    """
+    connect()
+    return str(mlflow.artifacts.load_text(f"runs:/{run_id}/{name}"))
+
+
 def find_runs(flow_run: str) -> dict[str, str]:
     """Return the ids of the MLflow runs of a run of the flow, as `start_runs` returned them.
 

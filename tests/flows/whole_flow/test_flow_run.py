@@ -257,7 +257,27 @@ def test_the_registry_keeps_settings_metrics_and_samples(journey: Journey, summa
     assert len(parent.inputs.dataset_inputs) == 5
     evaluated = artifacts_of(journey.folder, runs["evaluate_win_rate"])
     assert evaluated == {"samples.json", "judgements.jsonl", "guards.jsonl", "evaluation"}
-    assert artifacts_of(journey.folder, parent) == {"packages.txt", "settings.toml", "summary.json"}
+    kept = {"index.html", "packages.txt", "settings.toml", "summary.json"}
+    assert artifacts_of(journey.folder, parent) == kept
+
+
+def test_every_run_has_a_page_that_the_terminal_names(journey: Journey, summary: dict[str, Any]):
+    pages = {}
+    for ran in (journey.refused, journey.resumed):
+        (name,) = re.findall(r"Page of the run: (outputs/runs/\d+/index\.html), and ", ran.log)
+        pages[ran.log] = (journey.folder / name).read_text()
+    assert "The reward model was refused" in pages[journey.refused.log]
+    assert "sft/loss" in pages[journey.refused.log]
+    text = pages[journey.resumed.log]
+    assert "Version 1 was refused, and there is no champion" in text
+    assert "Rule that failed: " in text
+    assert f"{summary['win_rate']['ppo_vs_sft']['rate']:.1%} of 16 pairs" in text
+    assert text.count('<polyline class="line"') > 10
+    assert text.count("<h4>") > 16
+    assert "Not shown" not in text
+    client = client_of(journey.folder)
+    logged = client.download_artifacts(summary["model"]["run_id"], "index.html")
+    assert Path(logged).read_text() == text
 
 
 CONSUMER = """

@@ -122,7 +122,13 @@ def test_mlflow_has_all_curves_and_reports(cloud: FlowInCloud, first: Execution)
     assert {run.info.status for run in runs.values()} == {"FINISHED"}
     assert curve(cloud, first) == [*range(1, UPDATES + 1)]
     artifacts = {one.path for one in cloud.mlflow.list_artifacts(runs["parent"].info.run_id)}
-    assert {"settings.toml", "packages.txt", "summary.json"} <= artifacts
+    assert {"settings.toml", "packages.txt", "summary.json", "index.html"} <= artifacts
+    page = Path(cloud.mlflow.download_artifacts(runs["parent"].info.run_id, "index.html"))
+    text = page.read_text()
+    assert text.count('<polyline class="line"') > 13
+    assert "<h4>Prompt 8</h4>" in text
+    assert "Not shown" not in text
+    assert not [job for job in first.jobs if str(job.folder) in text]
     # The step of the evaluation has fetched the reward model.
     assert {f"baseline/{name}/gain" for name in ("greedy", "best_of_4")} <= runs[
         "parent"

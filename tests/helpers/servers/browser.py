@@ -42,6 +42,20 @@ class Browser:
         """What a script returns in the frame that is chosen."""
         return self._post("execute/sync", script=script, args=list(arguments))
 
+    def look_as(self, width: int, *, dark: bool) -> None:
+        """Give the next pages a width in pixels, and a light or a dark scheme of colors."""
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        sizes = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": False}
+        for command, params in {
+            "Emulation.setDeviceMetricsOverride": sizes,
+            "Emulation.setEmulatedMedia": {"features": [scheme]},
+        }.items():
+            self._post("goog/cdp/execute", cmd=command, params=params)
+
+    def complaints(self) -> list[str]:
+        """What pages have written to the console since the last call, refused requests too."""
+        return [entry["message"] for entry in self._post("se/log", type="browser")]
+
     def choose_frame(self, number: int | None) -> None:
         """Choose the page itself, or one of its frames."""
         self._post("frame", id=None)
@@ -68,8 +82,10 @@ def chromium(folder: Path) -> Iterator[Browser]:
             ],
             "prefs": {"download.default_directory": str(folder)},
         }
-        wanted = {"capabilities": {"alwaysMatch": {"goog:chromeOptions": options}}}
-        reply = requests.post(f"{driver}/session", json=wanted, timeout=120)
+        wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
+        reply = requests.post(
+            f"{driver}/session", json={"capabilities": {"alwaysMatch": wanted}}, timeout=120
+        )
         assert reply.ok, reply.text
         session = f"{driver}/session/{reply.json()['value']['sessionId']}"
         try:

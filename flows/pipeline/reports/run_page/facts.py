@@ -1,0 +1,76 @@
+"""Everything that the page of a run shows."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
+from pipeline.reports.document import Section
+from pipeline.results.evaluation import Evaluation
+from pipeline.results.reward_report import RewardReport
+from pipeline.results.run_cost import RunCost
+from pipeline.results.step_records import RegisteredPolicy
+from pipeline.settings.settings import Settings
+from pipeline.tracking.journal import Journal
+
+STEPS = ("load_policy", "load_reward_model", "train_policy")
+"""Steps of the flow that train a model."""
+
+Curves = Mapping[str, list[tuple[int, float]]]
+"""By name of the metric: each step with its value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """What is known about a run; a part that the run did not reach is None or empty."""
+
+    run: FlowRun
+
+    settings: Settings
+
+    curves: Mapping[str, Curves]
+    """Curves by name of the step of the flow."""
+
+    reward_model: RewardReport | None = None
+
+    warnings: list[str] = field(default_factory=list)
+    """Warnings of PPO, each with its update."""
+
+    evaluation: Evaluation | None = None
+
+    registered: RegisteredPolicy | None = None
+    """The version and the decision; its files are on this machine."""
+
+    cost: RunCost | None = None
+
+    since_champion: Section | None = None
+    """What changed since the run of the champion."""
+
+    @property
+    def is_reward_model_refused(self) -> bool:
+        """Whether the run ended because of its reward model."""
+        report = self.reward_model
+        is_fit = not report or report.fit or report.accepted_by_hand
+        return self.settings.uses_reward_model and not is_fit
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the run has no outcome yet."""
+        return not (self.registered or self.is_reward_model_refused)
+
+    @property
+    def settings_file(self) -> str:
+        """Path of the settings file that repeats the run, or its name among the artifacts."""
+        return self.place_of(SETTINGS_FILE)
+
+    def place_of(self, file: str) -> str:
+        """Return the path of a file of the run, relative if possible; else its name in MLflow."""
+        if self.run.workspace.store:
+            return file
+        path, here = self.run.folder / file, Path.cwd()
+        return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
+def curves_of(run: FlowRun, journal: Journal) -> dict[str, Curves]:
+    """Return the curves of all steps so far."""
+    return {step: journal.curves(run.tracking[step]) for step in STEPS if step in run.tracking}

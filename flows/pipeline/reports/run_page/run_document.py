@@ -1,0 +1,302 @@
+"""The document about a run, in the order in which a person asks."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from shlex import quote
+
+from pipeline.registry.decisions import Decision, timestamp
+from pipeline.reports.baselines import BASELINE_TITLES, worth_of_ppo
+from pipeline.reports.charts import front_chart, interval_chart
+from pipeline.reports.document import Chart, Document, Section, Tone, describe_annotator_test
+from pipeline.reports.evaluation import (
+    better_sections,
+    describe_rate,
+    honesty_sections,
+    judge_sections,
+    without_ppo_section,
+)
+from pipeline.reports.promotion import promotion_document
+from pipeline.reports.reward_model import (
+    CALIBRATION,
+    margin_title,
+    reward_reasons,
+    reward_sections,
+)
+from pipeline.reports.run_page.facts import RunFacts
+from pipeline.reports.run_page.reading import PAIRS, PROMPTS, pairs_section, prompts_section
+from pipeline.reports.run_page.training import ppo_section, supervised_section
+from pipeline.reports.terminal import CONTEST_TITLES, cost_in_words
+from pipeline.results.evaluation import Evaluation
+from pipeline.results.reward_report import RewardReport
+from pipeline.results.run_cost import RunCost
+from ppo_core.data.rows.row_error import list_reasons
+from ppo_core.errors import DataError
+
+BETTER, FRONT = "Did it get better, and by how much?", "Was PPO worth it? KL against win rate"
+"""Titles of sections."""
+
+FAILED = "Rule that failed: {}"
+
+REFRESH_SECONDS = 10
+"""Time after which the page of a running run loads itself again."""
+
+
+def run_document(facts: RunFacts) -> Document:
+    """Return the document about a run, with everything that the run measured so far."""
+    verdict, tone, reasons = _verdict(facts)
+    sections = [
+        *_evaluated(facts),
+        ppo_section(facts),
+        supervised_section(facts),
+        *_answers(facts),
+        *_trust(facts),
+        *([facts.since_champion] if facts.since_champion else []),
+        _data(facts),
+        _cost(facts.cost),
+        _commands(facts),
+    ]
+    return Document(
+        subject=f"Run {facts.run.id} of {facts.settings.registered_model}",
+        verdict=verdict,
+        tone=tone,
+        reasons=reasons,
+        sections=tuple(sections),
+        refresh=REFRESH_SECONDS if facts.is_running else 0,
+    )
+
+
+def _verdict(facts: RunFacts) -> tuple[str, Tone, tuple[str, ...]]:
+    if facts.registered and facts.evaluation:
+        return _decided(facts.registered.promotion, facts.evaluation)
+    if facts.reward_model and facts.is_reward_model_refused:
+        why = "PPO was not started, because it would exploit the faults of the reward model."
+        reasons = (why, *map(FAILED.format, facts.reward_model.reasons))
+        return "The reward model was refused", "danger", reasons
+    return "The run goes on", "warning", (f"Nothing is decided yet. Written at {timestamp()}.",)
+
+
+def _decided(made: Decision, evaluation: Evaluation) -> tuple[str, Tone, tuple[str, ...]]:
+    if made.champion == made.version:
+        reasons = (*made.reasons, *evaluation.notes)
+        return f"Promoted: production loads version {made.version}", "success", reasons
+    stays = "there is no champion"
+    if made.champion is not None:
+        stays = f"production still loads version {made.champion}"
+    rival = "SFT" if evaluation.champion is None else "the champion"
+    sentence = describe_rate(evaluation.win_rate[evaluation.direct_contest], rival)
+    reasons = (sentence, *map(FAILED.format, made.reasons), *evaluation.notes)
+    return f"Version {made.version} was refused, and {stays}", "danger", reasons
+
+
+def _evaluated(facts: RunFacts) -> list[Section]:
+    """Return the sections on the win rates, the decision, and what SFT reaches without PPO."""
+    evaluation, registered = facts.evaluation, facts.registered
+    if not (evaluation and registered):
+        text = ("The run has not judged the policy, so nothing is known.",)
+        return [Section(title=BETTER, text=text)]
+    decision = promotion_document(
+        registered.promotion,
+        evaluation,
+        facts.settings.promotion,
+        reward_model_fit=not facts.reward_model or facts.reward_model.fit,
+        kl=registered.kl,
+        earlier_decisions=registered.earlier_decisions,
+    )
+    refused = registered.promotion.champion != registered.promotion.version
+    return [
+        _win_rates(evaluation),
+        Section(
+            title=f"Why was it {'refused' if refused else 'promoted'}? Measured values and limits",
+            text=decision.reasons if refused else (),
+            parts=decision.sections,
+        ),
+        _front(evaluation),
+    ]
+
+
+def _win_rates(evaluation: Evaluation) -> Section:
+    rates = {
+        CONTEST_TITLES[name]: (one.rate, one.low, one.high)
+        for name, one in evaluation.win_rate.items()
+    }
+    chart = Chart(
+        title="Pairs won",
+        caption="Share of pairs won, with the 95 % interval; ties count as half, dashed: 50 %.",
+        svg=interval_chart(rates, "Win rates with their intervals; the table has the numbers"),
+    )
+    return Section(
+        title=BETTER,
+        text=tuple(evaluation.reasons),
+        charts=(chart,),
+        parts=tuple(better_sections(evaluation)),
+    )
+
+
+def _front(evaluation: Evaluation) -> Section:
+    title, baselines, kl = FRONT, evaluation.baselines, evaluation.kl["ppo"]
+    if baselines is None:
+        return Section(title=title, text=("Not measured: evaluation.baseline_prompts is 0.",))
+    if baselines.ppo is None:
+        return Section(title=title, text=tuple(worth_of_ppo(baselines)))
+    points = {
+        BASELINE_TITLES[name]: (one.kl, (one.win_rate.rate, one.win_rate.low, one.win_rate.high))
+        for name, one in baselines.found.items()
+        if one.kl is not None and one.win_rate is not None
+    }
+    points["SFT"] = (0.0, (0.5, 0.5, 0.5))
+    if kl is not None:
+        points["PPO"] = (kl, (baselines.ppo.rate, baselines.ppo.low, baselines.ppo.high))
+    chart = Chart(
+        title="Wins against SFT by KL from SFT",
+        caption="Higher is better; further to the right is further from SFT, in nats.",
+        svg=front_chart(points, "Win rates by KL divergence; the table has the numbers"),
+    )
+    return replace(
+        without_ppo_section(evaluation),
+        title=title,
+        text=tuple(worth_of_ppo(baselines)),
+        charts=(chart,),
+    )
+
+
+def _answers(facts: RunFacts) -> list[Section]:
+    evaluation, registered = facts.evaluation, facts.registered
+    if not (evaluation and registered):
+        return [Section(title=PROMPTS, text=("There are no answers of a trained policy yet.",))]
+    evaluated, contest = registered.evaluation, evaluation.direct_contest
+    return [
+        _or_why(PAIRS, lambda: pairs_section(evaluated, contest)),
+        _or_why(PROMPTS, lambda: prompts_section(evaluated)),
+    ]
+
+
+def _or_why(title: str, make: Callable[[], Section]) -> Section:
+    """Return a section; if its file cannot be read, return a section that says so."""
+    try:
+        return make()
+    except DataError as error:
+        return Section(title=title, text=(f"Not shown: {error}",))
+
+
+def _trust(facts: RunFacts) -> list[Section]:
+    """Return the sections on the policy's tricks, the judge and the reward model."""
+    found = []
+    if evaluation := facts.evaluation:
+        failed = [name for name, one in evaluation.guards.items() if not one.passed]
+        guards = f"Guards that failed: {', '.join(failed)}." if failed else "No guard failed."
+        cheated = (guards, *(facts.warnings or ["PPO gave no warning."]))
+        people = evaluation.people and evaluation.people.alternative
+        doubts = evaluation.canaries.reasons or ["The judge chose no canary too often."]
+        trusted = (*doubts, *([describe_annotator_test(people)] if people else []))
+        parts = tuple(honesty_sections(evaluation))
+        found += [
+            Section(title="Did it cheat? Length, repetition, guards", text=cheated, parts=parts),
+            Section(
+                title="Can I trust the judge?",
+                text=trusted,
+                parts=tuple(judge_sections(evaluation)),
+            ),
+        ]
+    if report := facts.reward_model:
+        title, parts = "Can I trust the reward model?", tuple(_with_charts(report))
+        found.append(Section(title=title, text=reward_reasons(report), parts=parts))
+    return found
+
+
+def _with_charts(report: RewardReport) -> list[Section]:
+    bins = {
+        f"{part.confidence:.0%} sure, {part.n} pairs": (part.accuracy, part.low, part.high)
+        for part in report.calibration.bins
+    }
+    margins = {
+        f"{name}, {one.n} pairs": (one.accuracy, one.low, one.high)
+        for name, one in report.accuracy.by_margin.items()
+    }
+    charts = {
+        CALIBRATION: Chart(
+            title="Right by confidence",
+            caption="A calibrated model is right as often as it is sure.",
+            svg=interval_chart(bins, "Accuracy by confidence"),
+        ),
+        margin_title(report.accuracy): Chart(
+            title="Right by margin",
+            caption="A good model is right more often where the margin is larger.",
+            svg=interval_chart(margins, "Accuracy by margin; the table has the numbers"),
+        ),
+    }
+    return [
+        replace(one, charts=(charts[one.title],) if one.title in charts else ())
+        for one in reward_sections(report)
+    ]
+
+
+def _data(facts: RunFacts) -> Section:
+    run = facts.run
+    code = Section(
+        title="Code, models and digests",
+        headers=("", "Value"),
+        rows=tuple(one for one in sorted(run.origin.items()) if not one[0].startswith("data/")),
+    )
+    return Section(
+        title="Which data, code and models?",
+        headers=("Used as", "Data", "Rows", "Left out", "Digest"),
+        rows=tuple(
+            (one.name, one.source, f"{one.rows:,}", list_reasons(one.left_out) or "0", one.digest)
+            for one in run.data
+        ),
+        parts=(code,),
+    )
+
+
+def _cost(cost: RunCost | None) -> Section:
+    title = "What did it cost?"
+    if cost is None:
+        return Section(title=title, text=("The cost is known at the end of the run.",))
+    steps = tuple(
+        (
+            name,
+            str(step.attempts),
+            f"{step.seconds:,.0f}",
+            f"{step.gpu_seconds:,.0f}",
+            f"{step.cpu_seconds:,.0f}",
+            "unknown" if step.price is None else f"{step.price:.2f}",
+        )
+        for name, step in cost.steps.items()
+    )
+    headers = ("Step", "Attempts", "Seconds", "GPU seconds", "CPU seconds", "US dollars")
+    return Section(title=title, text=(f"{cost_in_words(cost)}.",), headers=headers, rows=steps)
+
+
+def _commands(facts: RunFacts) -> Section:
+    repeat = f"python flows/rlhf.py --config settings {quote(facts.settings_file)} run"
+    commands = [("Repeat this run with the same settings", repeat)]
+    text: tuple[str, ...] = ()
+    if facts.run.workspace.store:
+        text = ("The file settings.toml is an artifact of the run in MLflow.",)
+    if registered := facts.registered:
+        made, name = registered.promotion, quote(facts.settings.registered_model)
+        uri = registered.model["uri"]
+        load = f"import mlflow; pipeline = mlflow.transformers.load_model({uri!r})"
+        promoted = made.champion == made.version
+        commands = [
+            ("Load this version in Python", load),
+            (
+                "Undo this promotion: production loads the champion before it again"
+                if promoted
+                else "Undo the last promotion; this run promoted nothing",
+                f"python flows/registry.py rollback {name} --reason TEXT",
+            ),
+            (
+                "Promote this version by hand",
+                f"python flows/registry.py promote {name} {made.version} --reason TEXT",
+            ),
+            ("See the champion, and all decisions", f"python flows/registry.py history {name}"),
+            *commands,
+        ]
+    else:
+        commands.append(("Continue this run after a correction", "python flows/rlhf.py resume"))
+    if facts.is_reward_model_refused:
+        accept = f"{repeat} --accept-reward-model"
+        commands.append(("Train against this reward model all the same", accept))
+    title = "How do I load it, undo it, promote it or repeat it?"
+    return Section(title=title, text=text, commands=tuple(commands))

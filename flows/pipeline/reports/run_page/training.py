@@ -1,0 +1,160 @@
+"""Sections with the curves of the trainings."""
+
+import math
+import re
+
+from pipeline.reports.charts import line_chart
+from pipeline.reports.document import Chart, Section, as_number
+from pipeline.reports.run_page.facts import Curves, RunFacts
+from ppo_core.config.ppo_config import PPOConfig
+from ppo_core.reporting.health import GUARDS
+
+TITLE = "How did PPO go? Scores, KL and other curves"
+
+STOPPED = "share of stopped responses"
+"""Name of a curve that is computed from two metrics."""
+
+PPO_CURVES = {
+    "objective/scores": "Score of a response",
+    "objective/rlhf_reward": "Score less the KL penalty",
+    "objective/kl": "KL from SFT, nats",
+    "policy/entropy_avg": "Entropy of the next token, nats",
+    "val/ratio": "Probability ratio",
+    "policy/clipfrac_avg": "Clipped tokens of the policy",
+    "policy/approxkl_avg": "Change within an update",
+    "loss/policy_avg": "Policy loss",
+    "loss/value_avg": "Value loss",
+    "val/explained_variance": "Explained variance of the critic",
+    "val/response_length": "Tokens of a response",
+    STOPPED: "Responses that ended with a stop token",
+    "val/repetition": "Repeated 3-grams",
+    "eval/scores": "Score of greedy answers to evaluation prompts",
+}
+"""Titles of the curves of PPO by metric, in their order."""
+
+LIMITS = {
+    "policy/approxkl_avg": (0.0, 0.1),
+    "policy/clipfrac_avg": (0.0, 0.3),
+    "val/explained_variance": (0.0, 1.0),
+}
+"""Healthy ranges in the README's table of metrics, of metrics without a stricter warning."""
+
+MOST = 1e100
+"""Size from which a value is left out, as NaN is, because no chart has room for it."""
+
+SUPERVISED = ("loss", "accuracy", "margin")
+"""Last parts of the names of metrics of supervised trainings that have a curve."""
+
+
+def ppo_section(facts: RunFacts) -> Section:
+    """Return the curves of PPO, with the healthy range and the warnings of each metric."""
+    curves = _drawable(facts.curves.get("train_policy", {}))
+    if not curves:
+        return Section(title=TITLE, text=("PPO did not run.",))
+    curves |= _drawable({STOPPED: _stopped(curves)})
+    rewards = [name for name in curves if name.startswith("rewards/")]
+    titles = PPO_CURVES | ({name: name for name in rewards} if len(rewards) > 1 else {})
+    told = facts.warnings or ["PPO gave no warning."]
+    return Section(
+        title=TITLE,
+        text=(
+            "Each curve has its last value in its caption. The shaded area is the healthy range; "
+            "! marks an update with a warning. The README explains each metric.",
+            *told,
+        ),
+        charts=tuple(
+            _ppo_chart(facts.settings.ppo, name, title, curves[name], facts.warnings)
+            for name, title in titles.items()
+            if name in curves
+        ),
+    )
+
+
+def supervised_section(facts: RunFacts) -> Section:
+    """Return the curves of SFT, of the reward model and of a judge that the run trained."""
+    steps = ("load_policy", "load_reward_model")
+    charts = tuple(
+        Chart(title=name, caption=_ends(points), svg=line_chart(points, name))
+        for step in steps
+        for name, points in _drawable(facts.curves.get(step, {})).items()
+        if name.rpartition("/")[2] in SUPERVISED
+    )
+    none = ("No curve: the run was given these models, or reused models of an earlier run.",)
+    title = "How did the training of SFT and of the reward model go?"
+    return Section(title=title, text=() if charts else none, charts=charts)
+
+
+def healthy_range(config: PPOConfig, metric: str, first: float) -> tuple[float, float]:
+    """Return the range outside of which a metric of PPO gives a warning or reason for doubt.
+
+    Args:
+        config: settings of PPO, with the limits of the warnings.
+        metric: name of the metric.
+        first: value of the metric in the first update.
+    """
+    low, high = LIMITS.get(metric, (-math.inf, math.inf))
+    for guard in GUARDS.values():
+        if guard.metric == metric and guard.side == "below":
+            low = guard.limit(config, first)
+        elif guard.metric == metric:
+            high = guard.limit(config, first)
+    return low, high
+
+
+def _ppo_chart(
+    config: PPOConfig,
+    name: str,
+    title: str,
+    points: list[tuple[int, float]],
+    warnings: list[str],
+) -> Chart:
+    low, high = healthy_range(config, name, points[0][1])
+    caption, last = _ends(points), points[-1][1]
+    if math.isfinite(low) or math.isfinite(high):
+        caption += f" Healthy: {_in_words(low, high)}."
+        if not low <= last <= high:
+            caption += " The last value is outside."
+    marks = [update for update, metric in map(_warned, warnings) if metric == name]
+    if marks:
+        caption += f" Warned in update {', '.join(map(str, marks))}."
+    svg = line_chart(points, f"{title}: {caption}", healthy=(low, high), marks=marks)
+    return Chart(title=title, caption=f"{name}: {caption}", svg=svg)
+
+
+def _drawable(curves: Curves) -> dict[str, list[tuple[int, float]]]:
+    """Return the curves that have values, without values that no chart can show."""
+    found = {
+        name: [(step, value) for step, value in points if abs(value) < MOST]
+        for name, points in curves.items()
+    }
+    return {name: points for name, points in found.items() if points}
+
+
+def _ends(points: list[tuple[int, float]]) -> str:
+    # A value that should be 0 is a rounding error, such as the first divergence.
+    first, last = (0.0 if abs(value) < 1e-6 else value for _, value in (points[0], points[-1]))
+    return f"from {as_number(first)} to {as_number(last)}."
+
+
+def _in_words(low: float, high: float) -> str:
+    if math.isinf(low):
+        return f"at most {as_number(high)}"
+    if math.isinf(high):
+        return f"at least {as_number(low)}"
+    return f"{as_number(low)} to {as_number(high)}"
+
+
+def _warned(warning: str) -> tuple[int, str]:
+    """Return the update and the metric of a warning; metric "" if it names none."""
+    found = re.match(r"Update (\d+)\. [^:]+: (?:drop of )?(\S+) is ", warning)
+    return (int(found[1]), found[2]) if found else (0, "")
+
+
+def _stopped(curves: Curves) -> list[tuple[int, float]]:
+    """Return the share of the responses of each update that ended with a stop token."""
+    ended, shares, before = dict(curves.get("val/num_eos_tokens", [])), [], 0.0
+    for update, episode in curves.get("episode", []):
+        if update in ended and episode > before:
+            shares.append((update, ended[update] / (episode - before)))
+        before = episode
+    return shares

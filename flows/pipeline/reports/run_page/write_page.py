@@ -1,0 +1,35 @@
+"""Write the page of a run."""
+
+from pipeline.reports.html_page import document_page
+from pipeline.reports.run_page.facts import RunFacts
+from pipeline.reports.run_page.run_document import run_document
+from pipeline.tracking.run_log import RunLog
+from ppo_core.errors import PPOError
+from ppo_core.errors.redaction import mask_secrets
+from ppo_core.io.atomic_files import explained_writes, write_atomically
+
+PAGE_FILE = "index.html"
+"""Page in the folder of a run, and among the artifacts of its parent run in MLflow."""
+
+
+def write_run_page(facts: RunFacts, parent: RunLog) -> str:
+    """Write the page of a run, log it, and return a sentence with its place."""
+    error = write_page_file(facts)
+    if error is not None:
+        return f"The page of the run was not written: {error}"
+    parent.log_artifact(facts.run.folder / PAGE_FILE)
+    place = "" if facts.run.workspace.store else f"{facts.place_of(PAGE_FILE)}, and "
+    return f"Page of the run: {place}the artifact {PAGE_FILE} of the run in MLflow"
+
+
+def write_page_file(facts: RunFacts) -> PPOError | None:
+    """Write the page; return an error of the disk, because a run does not fail for its page."""
+    path = facts.run.folder / PAGE_FILE
+    page = mask_secrets(document_page(run_document(facts)))
+    try:
+        with explained_writes(path):
+            # A file name may have half of a character, which cannot be encoded.
+            write_atomically(path, page.encode(errors="replace"), durable=False)
+    except PPOError as error:
+        return error
+    return None
