@@ -8,14 +8,12 @@ from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
 from ppo_core.distributed.interruption import EXIT_CODE
 from ppo_core.distributed.process import (
-    end_with_parent,
     large_imports,
+    prepare_process,
     reported_errors,
-    write_stacks_on_request,
 )
 from ppo_core.distributed.strategy import SHARD_WEIGHTS
 from ppo_core.errors import PPOError, RunInterruptedError
-from ppo_core.errors.redacted_output import install_redaction
 from ppo_core.io.atomic_files import explained_full_disk
 from ppo_core.models.kernels.cpu_memory import prepare_cpu_process
 
@@ -50,7 +48,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    install_redaction()
-    end_with_parent()
-    write_stacks_on_request()
+    prepare_process()
     sys.exit(main(sys.argv[1:]))

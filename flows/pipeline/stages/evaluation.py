@@ -30,6 +30,7 @@ from pipeline.tracking.tracker import Tracker
 from ppo_core.distributed.process import large_imports
 from ppo_core.io.folder_cache import digest_of, digest_of_code
 from ppo_core.io.validation import read_record
+from ppo_core.reporting.diagnosis import judged_worse
 
 if TYPE_CHECKING:
     from pipeline.evaluation.baselines import Score
@@ -87,7 +88,12 @@ def evaluate_win_rate(
         score=None if reward_model is None else _score_by(settings, reward_model, policy, run),
     )
     log_evaluation(tracker, evaluation)
-    return chosen, evaluation
+    scores = policy.objective["objective/scores"]
+    against_sft = evaluation.report().win_rate["ppo_vs_sft"]
+    found = judged_worse(
+        scores.first, scores.last, (against_sft.rate, against_sft.low, against_sft.high)
+    )
+    return replace(chosen, warnings=[*chosen.warnings, *map(str, found)]), evaluation
 
 
 def _score_by(

@@ -77,7 +77,7 @@ class CardFlow(FlowSpec):
     @card(type="blank")
     @step
     def evaluate(self):
-        current.card.extend(stages.cards.evaluation_card(self.registered.evaluation, self.tracked))
+        current.card.extend(stages.cards.evaluation_card(self.registered.evaluation, self.trained, self.tracked))
         self.next(self.register)
 
     @card(type="blank")

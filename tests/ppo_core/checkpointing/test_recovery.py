@@ -21,8 +21,9 @@ from transformers import TrainerCallback
 
 from ppo_core.checkpointing.checkpointer import AsyncWriter
 from ppo_core.checkpointing.contents import CheckpointContents
+from ppo_core.checkpointing.folders import STATE
 from ppo_core.checkpointing.lease import Lease
-from ppo_core.checkpointing.read_checkpoint import STATE, read_newest
+from ppo_core.checkpointing.read_checkpoint import read_newest
 from ppo_core.errors import ConfigError, TrainingError
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.reporting.metrics_file import METRICS_FILE, read_metrics
