@@ -34,7 +34,7 @@ GAIN, CLEAR_GAIN = 1.0, 3.0
 one update. Without a trend, the standard deviation of the rise is 0.45."""
 
 SPIKE = 5.0
-"""Factor by which a value loss exceeds all those of the last window if it is a spike."""
+"""Factor by which a spike exceeds the value losses of the last window, and the run's median."""
 
 SAMPLING_SHARE, SCORING_SHARE, WAITING_SHARE = 0.9, 0.5, 0.5
 """Shares of a run's time above which a phase, or the time outside all phases, is a loss."""
@@ -184,10 +184,11 @@ def _value_spike(config: PPOConfig, updates: Updates) -> str:
         for metrics in updates
         if "loss/value_avg" in metrics
     ]
+    usual = median(loss for _, loss in losses) if losses else 0.0
     for place in range(WINDOW, len(losses)):
         update, loss = losses[place]
         before = max(each for _, each in losses[place - WINDOW : place])
-        if loss > SPIKE * before > 0:
+        if loss > SPIKE * max(before, usual) > 0:
             return (
                 f"loss/value_avg is {loss:.3g} in update {update}, and at most {before:.3g} in "
                 f"the {WINDOW} updates before"
