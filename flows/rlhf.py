@@ -196,7 +196,7 @@ class RLHF(FlowSpec):
             self.rewarder,
         )
         current.card.extend(
-            stages.cards.evaluation_card(self.evaluation, self.trained, self.tracked)
+            stages.cards.evaluation_card(self.evaluation, self.trained.warnings, self.tracked)
         )
         self.next(self.register)
 

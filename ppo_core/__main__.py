@@ -9,7 +9,7 @@ from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
 from ppo_core.distributed.interruption import EXIT_CODE
 from ppo_core.distributed.process import (
     large_imports,
-    prepare_process,
+    prepare_command,
     reported_errors,
 )
 from ppo_core.distributed.strategy import SHARD_WEIGHTS
@@ -48,5 +48,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    prepare_process()
+    prepare_command()
     sys.exit(main(sys.argv[1:]))

@@ -102,7 +102,7 @@ def quiet_libraries() -> None:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
-def prepare_process() -> None:
+def prepare_command() -> None:
     """Prepare the process of a command that trains or samples; call before the large imports."""
     install_redaction()
     end_with_parent()

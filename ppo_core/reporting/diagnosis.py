@@ -36,7 +36,7 @@ one update. Without a trend, the standard deviation of the rise is 0.45."""
 SPIKE = 5.0
 """Factor by which a spike exceeds the value losses of the last window, and the run's median."""
 
-SAMPLING_SHARE, SCORING_SHARE, WAITING_SHARE = 0.9, 0.5, 0.5
+SAMPLING_SHARE, SCORING_SHARE, WAITING_SHARE = 0.8, 0.5, 0.5
 """Shares of a run's time above which a phase, or the time outside all phases, is a loss."""
 
 SECONDS_THAT_MATTER = 1.0
@@ -83,7 +83,7 @@ def judged_worse(first: float, last: float, win_rate: tuple[float, float, float]
         win_rate: win rate against the policy before the training, and the ends of its interval.
     """
     rate, low, high = win_rate
-    if last <= first or high >= 0.5:
+    if not (last > first and high < 0.5):
         return []
     return [
         Finding(

@@ -2,9 +2,9 @@
 
 import sys
 
-from ppo_core.distributed.process import prepare_process
+from ppo_core.distributed.process import prepare_command
 from ppo_core.supervised.supervised_cli import main
 
 if __name__ == "__main__":
-    prepare_process()
+    prepare_command()
     sys.exit(main(sys.argv[1:]))

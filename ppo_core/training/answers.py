@@ -18,7 +18,7 @@ from ppo_core.config.row_settings import PromptFormat
 from ppo_core.data.chat_template import Messages
 from ppo_core.data.rows.dialogues import in_format_of
 from ppo_core.distributed.process import (
-    prepare_process,
+    prepare_command,
     reported_errors,
 )
 from ppo_core.errors import PPOError
@@ -174,5 +174,5 @@ def main(file: Path) -> int:
 
 
 if __name__ == "__main__":
-    prepare_process()
+    prepare_command()
     sys.exit(main(Path(sys.argv[1])))

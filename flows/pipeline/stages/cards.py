@@ -5,6 +5,7 @@ Text from models and data sets is put into tables, value boxes and image labels,
 text literally.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from metaflow.cards import Image, Markdown, MetaflowCardComponent, Table, ValueBox
@@ -17,7 +18,6 @@ from pipeline.reports.reward_model import reward_document
 from pipeline.results.step_records import (
     EvaluatedPolicy,
     RegisteredPolicy,
-    TrainedPolicy,
     ValidatedReward,
 )
 from pipeline.settings.gate_configs import PromotionConfig
@@ -32,10 +32,10 @@ def reward_model_card(validation: ValidatedReward, run: FlowRun) -> list[Metaflo
 
 @with_files("evaluation")
 def evaluation_card(
-    evaluation: EvaluatedPolicy, policy: TrainedPolicy, run: FlowRun
+    evaluation: EvaluatedPolicy, warnings: Sequence[str], run: FlowRun
 ) -> list[MetaflowCardComponent]:
     """Return the components of the card about an evaluation."""
-    return card_components(evaluation_document(evaluation.report(), policy.warnings))
+    return card_components(evaluation_document(evaluation.report(), warnings))
 
 
 @with_files("registered")

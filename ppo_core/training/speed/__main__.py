@@ -6,7 +6,7 @@ from pathlib import Path
 from ppo_core.distributed.process import (
     is_main_process,
     large_imports,
-    prepare_process,
+    prepare_command,
     reported_errors,
 )
 from ppo_core.distributed.strategy import SHARD_WEIGHTS
@@ -42,5 +42,5 @@ def main(file: Path) -> int:
 
 
 if __name__ == "__main__":
-    prepare_process()
+    prepare_command()
     sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,207 @@
+"""The diagnosis of a training: recorded bad runs are recognized, and healthy ones are not bad."""
+
+import json
+import logging
+import math
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from ppo_core import diagnose as command
+from ppo_core.checkpointing.folders import MANIFEST, STATE
+from ppo_core.config.ppo_config import PPOConfig
+from ppo_core.reporting.diagnosis import FEWEST_UPDATES, TRENDS, diagnose, judged_worse
+from ppo_core.reporting.health import GUARDS
+from ppo_core.reporting.metrics_file import read_metrics
+from tests.helpers.paths import ROOT
+from tests.helpers.runs.record_bad_runs import Broken, train
+
+FOLDER = Path(__file__).parent / "bad_runs"
+"""Metrics of trainings that went wrong, which `record_bad_runs` recorded."""
+
+FOUND = {
+    "critic-explains-nothing": {"critic explains nothing", "useless critic"},
+    "endless-warm-up": {"endless warm-up"},
+    "first-pass-off": {"first pass off", "large steps"},
+    "large-steps": {"large steps", "ratio too high"},
+    "learns-nothing": {"learns nothing", "useless critic"},
+    "length-growth": {
+        "length growth",
+        "far from reference",
+        "reward up, divergence too",
+        "no end tokens",
+        "critic explains nothing",
+        "useless critic",
+    },
+    "loss-spike": {"loss spike"},
+    "no-end-tokens": {"no end tokens"},
+    "repetition": {
+        "repetition",
+        "reward for repetition",
+        "entropy collapse",
+        "far from reference",
+        "reward up, divergence too",
+        "no end tokens",
+    },
+    "skipped-steps": {"skipped steps"},
+    "slow-callback": {"time lost to waiting"},
+    "slow-reward": {"time lost to scoring"},
+    "slow-sampling": {"time lost to sampling"},
+    "useless-critic": {"useless critic"},
+}
+"""What is wrong in each of these trainings."""
+
+BAD_RUNS = {
+    rule: FOLDER / f"{name}.jsonl" for name, rules in reversed(FOUND.items()) for rule in rules
+}
+"""A bad training for each rule."""
+
+NOT_RECORDED = {"negative divergence", "ratio too low", "falling reward"}
+"""Guards whose limits only `test_health` tries: no setting of today brings them about quickly."""
+
+CONFIG = PPOConfig(bf16=False)
+
+
+def rules_of(path: Path, config: PPOConfig = CONFIG) -> set[str]:
+    return {finding.rule for finding in diagnose(config, read_metrics(path))}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_a_recorded_bad_run_is_recognized(name: str):
+    updates = read_metrics(FOLDER / f"{name}.jsonl")
+    findings = diagnose(CONFIG, updates)
+    assert {finding.rule for finding in findings} == FOUND[name]
+    assert 10 <= len(updates) <= 60
+    for finding in findings:
+        assert re.search(r"\d", finding.evidence)
+        assert finding.source
+        assert finding.rule.capitalize() in str(finding)
+
+
+def test_each_rule_has_a_recorded_run():
+    assert {*BAD_RUNS} | NOT_RECORDED == {*GUARDS, *TRENDS}
+
+
+def test_the_page_lists_each_rule():
+    page = (ROOT / "docs/when-it-goes-wrong.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| .+ \| (.+) \| .+ \|$", page, re.MULTILINE)
+    assert sorted(rows) == sorted(["rule", "reward up, judge down", *GUARDS, *TRENDS])
+
+
+@pytest.mark.parametrize("trend", TRENDS.values(), ids=TRENDS)
+def test_what_a_trend_tells_to_change_are_settings(trend):
+    settings = {field.name for field in fields(PPOConfig)}
+    text = re.sub(r"\b\w+/\w+", "", trend.advice)
+    assert set(re.findall(r"\b[a-z0-9]+(?:_[a-z0-9]+)+\b", text)) <= settings
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_nothing_is_found_in_a_healthy_training(seed: int, caplog):
+    with caplog.at_level(logging.WARNING):
+        updates = train(seed=seed, updates=FEWEST_UPDATES)
+    assert updates[-1]["objective/scores"] > updates[0]["objective/scores"]
+    assert diagnose(CONFIG, updates) == []
+    assert "wrong" not in caplog.text
+
+
+def test_a_training_ends_with_what_was_wrong(caplog):
+    with caplog.at_level(logging.WARNING):
+        train(updates=3, reward=Broken(2))
+    last = caplog.messages[-1]
+    assert last.startswith("What was wrong in this training:\n- Update 2. Skipped steps: ")
+    assert "max_skipped_steps" in last
+
+
+def test_a_run_without_a_stop_token_need_not_stop():
+    without = PPOConfig(bf16=False, stop_token=None)
+    assert "no end tokens" not in rules_of(BAD_RUNS["no end tokens"], without)
+    by_id = PPOConfig(bf16=False, stop_token=None, stop_token_id=0)
+    assert "no end tokens" in rules_of(BAD_RUNS["no end tokens"], by_id)
+
+
+def test_a_limit_of_the_run_is_the_limit_of_the_diagnosis():
+    loose = PPOConfig(bf16=False, warn_kl=1e6)
+    assert "far from reference" not in rules_of(BAD_RUNS["far from reference"], loose)
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "high", "found"),
+    [(0.1, 0.9, 0.45, 1), (0.1, 0.9, 0.5, 0), (0.9, 0.1, 0.45, 0), (0.1, math.nan, 0.4, 0)],
+)
+def test_a_judge_contradicts_a_reward_that_rose(first, last, high, found):
+    findings = judged_worse(first, last, (0.3, 0.2, high))
+    assert len(findings) == found
+    assert all("wins 30.0%" in finding.evidence for finding in findings)
+
+
+HOSTILE = {
+    "only the divergence": {"objective/kl": 1.0},
+    "no responses": {"episode": 0.0, "eps": 0.0, "val/num_eos_tokens": 0.0},
+    "NaN": dict.fromkeys(("objective/kl", "objective/scores", "loss/value_avg", "lr"), math.nan),
+    "infinite": dict.fromkeys(("objective/kl", "objective/scores", "val/ratio"), math.inf),
+    "negative times": {"time/sampling": -1.0, "eps": -1.0, "episode": 1.0},
+    "huge": dict.fromkeys(("objective/scores", "val/explained_variance", "lr"), 1e308),
+    "an update twice": {"update": 1, "episode": 5.0, "val/num_eos_tokens": 9.0},
+}
+
+
+@pytest.mark.parametrize("line", HOSTILE.values(), ids=HOSTILE)
+def test_odd_metrics_are_judged_without_an_error(line, tmp_path: Path, capsys):
+    lines = [json.dumps({"update": n, "objective/kl": 1.0} | line) for n in range(1, 41)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert command.main([str(tmp_path)]) == 0
+    assert "40 updates" in capsys.readouterr().out
+
+
+def folder_with(path: Path, name: str, run: Path) -> Path:
+    """Return a folder with a recorded bad run."""
+    folder = path / name
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_bytes(run.read_bytes())
+    return folder
+
+
+def test_the_command_finds_metrics_and_settings(tmp_path: Path, capsys):
+    run = BAD_RUNS["no end tokens"]
+    flow = folder_with(tmp_path, "run/ppo", run)
+    (flow / "settings.json").write_text(json.dumps({"stop_token": None, "dataset_name": "x"}))
+    library = folder_with(tmp_path, "output", run) / "checkpoint-5"
+    library.mkdir()
+    (library / MANIFEST).write_text("{}")
+    (library / STATE).write_text(json.dumps({"identity": {"settings": {"stop_token": None}}}))
+    for place, found in ((flow.parent, 0), (flow, 0), (library.parent, 0), (run, 1)):
+        assert command.main([str(place)]) == 0
+        assert capsys.readouterr().out.count("No end tokens\n  Evidence: ") == found
+
+
+def test_the_command_says_so_if_nothing_is_wrong(tmp_path: Path, capsys):
+    lines = [json.dumps({"update": n, "objective/kl": 1.0}) for n in range(1, 4)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert command.main([str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert out.endswith("need 20 updates.\nNothing was found.\n")
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({}, "is no training: there is no metrics.jsonl"),
+        ({"metrics.jsonl": ""}, "has no metrics of PPO"),
+        ({"metrics.jsonl": '{"update": 1, "loss": 2.0}\n'}, "has no metrics of PPO"),
+        ({"settings.json": "[1]"}, "has no settings"),
+        ({"settings.json": "{"}, "cannot be read as JSON"),
+        ({"settings.json": '{"warn_ratio": -1}'}, "warn_ratio"),
+        ({f"checkpoint-1/{STATE}": "{}", f"checkpoint-1/{MANIFEST}": "{}"}, "has no settings"),
+    ],
+)
+def test_the_command_explains_what_it_cannot_read(files, words: str, tmp_path: Path, capsys):
+    if files and "metrics.jsonl" not in files:
+        folder_with(tmp_path, "run", BAD_RUNS["loss spike"])
+    for name, text in files.items():
+        path = tmp_path / "run" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert command.main([str(tmp_path / "run")]) == 1
+    assert words in capsys.readouterr().err
