@@ -61,7 +61,7 @@ BAD_RUNS = {
 NOT_RECORDED = {"negative divergence", "ratio too low", "falling reward"}
 """Guards whose limits only `test_health` tries: no setting of today brings them about quickly."""
 
-CONFIG = PPOConfig(bf16=False)
+CONFIG = PPOConfig()
 
 
 def rules_of(path: Path, config: PPOConfig = CONFIG) -> set[str]:
@@ -114,15 +114,68 @@ def test_a_training_ends_with_what_was_wrong(caplog):
     assert "max_skipped_steps" in last
 
 
+def run_of(**series: list[float]) -> list[dict[str, float]]:
+    """Return 20 updates of 1,000 responses and ten seconds each, with these metrics."""
+    return [
+        {"update": n + 1, "episode": 1000.0 * (n + 1), "eps": 100.0}
+        | {name: values[n] for name, values in series.items()}
+        for n in range(20)
+    ]
+
+
+STEADY = [1.0, 1.1] * 10
+RISING = [n + n % 2 for n in range(20)]
+
+
+@pytest.mark.parametrize(
+    ("rule", "good", "bad"),
+    [
+        ("loss spike", *({"loss/value_avg": [1.0] * 19 + [last]} for last in (5.0, 5.1))),
+        ("useless critic", *({"val/explained_variance": [ev] * 20} for ev in (0.01, 0.0))),
+        ("no end tokens", *({"val/num_eos_tokens": [51] * 10 + [n] * 10} for n in (10, 9))),
+        ("no end tokens", *({"val/num_eos_tokens": [n] * 20} for n in (2.0, 1.9))),
+        (
+            "learns nothing",
+            *(
+                {"policy/clipfrac_avg": [share] * 20, "objective/scores": STEADY}
+                for share in (0.001, 0.0009)
+            ),
+        ),
+        (
+            "learns nothing",
+            *(
+                {"policy/clipfrac_avg": [0.0] * 20, "objective/scores": scores}
+                for scores in (RISING, STEADY)
+            ),
+        ),
+        (
+            "reward up, divergence too",
+            *({"objective/kl": [kl] * 20, "objective/scores": RISING} for kl in (50.0, 50.1)),
+        ),
+        (
+            "reward up, divergence too",
+            *({"objective/kl": [60.0] * 20, "objective/scores": each} for each in (STEADY, RISING)),
+        ),
+        ("endless warm-up", *({"lr": [*range(19), last]} for last in (18, 19))),
+        ("time lost to sampling", *({"time/sampling": [time] * 20} for time in (8.0, 8.1))),
+        ("time lost to scoring", *({"time/scoring": [time] * 20} for time in (5.0, 5.1))),
+        ("time lost to waiting", *({"time/updating": [time] * 20} for time in (5.0, 4.9))),
+    ],
+)
+def test_a_trend_begins_beyond_its_limit(rule: str, good, bad):
+    found = [{each.rule for each in diagnose(CONFIG, run_of(**one))} for one in (good, bad)]
+    assert [rule in rules for rules in found] == [False, True]
+
+
 def test_a_run_without_a_stop_token_need_not_stop():
-    without = PPOConfig(bf16=False, stop_token=None)
+    without = PPOConfig(stop_token=None)
     assert "no end tokens" not in rules_of(BAD_RUNS["no end tokens"], without)
-    by_id = PPOConfig(bf16=False, stop_token=None, stop_token_id=0)
+    by_id = PPOConfig(stop_token=None, stop_token_id=0)
     assert "no end tokens" in rules_of(BAD_RUNS["no end tokens"], by_id)
 
 
 def test_a_limit_of_the_run_is_the_limit_of_the_diagnosis():
-    loose = PPOConfig(bf16=False, warn_kl=1e6)
+    loose = PPOConfig(warn_kl=1e6)
     assert "far from reference" not in rules_of(BAD_RUNS["far from reference"], loose)
 
 
