@@ -195,7 +195,9 @@ class RLHF(FlowSpec):
             self.tracked,
             self.rewarder,
         )
-        current.card.extend(stages.cards.evaluation_card(self.evaluation, self.tracked))
+        current.card.extend(
+            stages.cards.evaluation_card(self.evaluation, self.trained.warnings, self.tracked)
+        )
         self.next(self.register)
 
     @retry(times=3, minutes_between_retries=0)

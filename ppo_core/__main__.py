@@ -9,14 +9,12 @@ from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
 from ppo_core.distributed.interruption import EXIT_CODE
 from ppo_core.distributed.process import (
-    end_with_parent,
     large_imports,
+    prepare_command,
     reported_errors,
-    write_stacks_on_request,
 )
 from ppo_core.distributed.strategy import SHARD_WEIGHTS
 from ppo_core.errors import PPOError, RunInterruptedError
-from ppo_core.errors.redacted_output import install_redaction
 from ppo_core.io.atomic_files import explained_full_disk
 from ppo_core.models.kernels.cpu_memory import prepare_cpu_process
 
@@ -56,10 +54,8 @@ def main(argv: Sequence[str], load_language_model: "LoadLanguageModel | None" = 
 
 
 def run_process(load_language_model: "LoadLanguageModel | None" = None) -> NoReturn:
-    """Prepare this process for its launcher, train as `main` does, and exit."""
-    install_redaction()
-    end_with_parent()
-    write_stacks_on_request()
+    """Prepare this process, train as `main` does, and exit."""
+    prepare_command()
     sys.exit(main(sys.argv[1:], load_language_model))
 
 

@@ -14,7 +14,7 @@ from tests.helpers.paths import ROOT
 
 CORE_LINE = (
     "errors algorithm io config data models distributed rollout reporting ppo checkpointing "
-    "supervised training trl classic"
+    "supervised training trl classic diagnose"
 ).split()
 """Packages of ppo_core: each imports itself and what stands before it."""
 

@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ppo_core.checkpointing.fingerprint import Fingerprint
-from ppo_core.checkpointing.read_checkpoint import STATE, Checkpoint
+from ppo_core.checkpointing.folders import STATE
+from ppo_core.checkpointing.read_checkpoint import Checkpoint
 from ppo_core.checkpointing.training_state import (
     TrainingState,
     copied,

@@ -6,6 +6,9 @@ from pathlib import Path
 MANIFEST = "manifest.json"
 """File of a checkpoint that is written last."""
 
+STATE = "trainer_state.json"
+"""File of a checkpoint with all state other than tensors."""
+
 POLICIES = "policies"
 """Subfolder of `output_dir` for the policies of `save_policies`; each is in a folder whose name is
 its update."""

@@ -24,7 +24,7 @@ from pydantic import BaseModel
 from safetensors import safe_open
 from torch import Tensor
 
-from ppo_core.checkpointing.folders import FOLDER_NAME, MANIFEST, finished_checkpoints
+from ppo_core.checkpointing.folders import FOLDER_NAME, MANIFEST, STATE, finished_checkpoints
 from ppo_core.distributed.process_group import ProcessGroup
 from ppo_core.errors import TrainingError
 from ppo_core.io.text_files import parse_json
@@ -35,7 +35,6 @@ JSON = Any
 
 Tensors = Mapping[str, Tensor]
 
-STATE = "trainer_state.json"
 Forms = Mapping[str, Any]
 """Regular expression for names of JSON files -> type that the content of these files must have."""
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, Field, JsonValue
 
-from ppo_core.checkpointing.read_checkpoint import STATE
+from ppo_core.checkpointing.folders import STATE
 from ppo_core.io.validation import Finite, Natural
 
 

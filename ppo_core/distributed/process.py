@@ -5,6 +5,7 @@ import ctypes
 import faulthandler
 import gc
 import json
+import logging
 import os
 import signal
 import sys
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from ppo_core.errors.redacted_output import install_redaction
 from ppo_core.errors.redaction import redact
 from ppo_core.io.atomic_files import write_atomically
 
@@ -89,6 +91,23 @@ def write_stacks_on_request() -> None:
     if folder := os.environ.get(STACKS):
         file = stacks_file(Path(folder), os.environ.get("RANK", "0")).open("w")
         faulthandler.register(signal.SIGUSR1, file)  # keeps the file open
+
+
+def quiet_libraries() -> None:
+    """Silence what libraries print and no user can change; call before their imports."""
+    # bitsandbytes reports that it does without a kernel of the hub.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    if not sys.stderr.isatty():
+        # transformers has bars for reading and writing weights, and follows this switch.
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+def prepare_command() -> None:
+    """Prepare the process of a command that trains or samples; call before the large imports."""
+    install_redaction()
+    end_with_parent()
+    write_stacks_on_request()
+    quiet_libraries()
 
 
 @dataclass(frozen=True, kw_only=True)

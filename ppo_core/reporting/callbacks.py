@@ -24,7 +24,7 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, 
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.errors import ConfigError
 from ppo_core.reporting.metrics import Metrics
-from ppo_core.reporting.metrics_file import MetricsFile
+from ppo_core.reporting.metrics_file import MetricsFile, read_metrics
 
 CallbackOrType: TypeAlias = TrainerCallback | type[TrainerCallback]
 
@@ -229,6 +229,10 @@ class Reporter:
         self.state.log_history = list(state["log_history"])
         for name, stored in state["stateful_callbacks"].items():
             self._restore(name, stored if isinstance(stored, list) else [stored])
+
+    def updates(self) -> list[dict[str, Any]]:
+        """Return the metrics of all updates, each with its number; [] without a metrics file."""
+        return [] if self._metrics_file is None else read_metrics(self._metrics_file.path)
 
     def _logged_updates(self) -> dict[int, Metrics]:
         """Return the metrics of each update in the log history, without the evaluations."""

@@ -1,13 +1,12 @@
-"""Warnings for metrics of a run that cross a limit, with advice on what to change."""
+"""Warnings for metrics of an update that cross a limit, with advice on what to change."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.errors import TrainingError
-from ppo_core.reporting.metrics_file import UPDATE
 from ppo_core.reporting.reward_drop import WINDOW, RewardDrop
 
 RECOVERY_SHARE = 0.25
@@ -19,6 +18,31 @@ RECOVERY_UPDATES = 3
 REWARD = "objective/rlhf_reward"
 DROP = f"drop of {REWARD}"
 """Name under which the guards read the result of `RewardDrop`, as if it were a metric."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """Something that is wrong in a training."""
+
+    rule: str
+    """Name of the rule that found it."""
+
+    evidence: str
+    """Metrics and limits that show it, without a full stop."""
+
+    advice: str
+    """Probable cause, and what to change."""
+
+    source: str
+    """Origin of the rule."""
+
+    update: int | None = None
+    """Update in which it began; None if it is about the whole run, or the number is not known."""
+
+    def __str__(self) -> str:
+        """Return the text of a warning."""
+        when = "" if self.update is None else f"Update {self.update}. "
+        return f"{when}{self.rule.capitalize()}: {self.evidence}. {self.advice}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +66,9 @@ class Guard:
     words: str
     """Probable cause, and advice, shown in the warning."""
 
+    source: str
+    """Publication, issue or document that the rule comes from."""
+
     note: Callable[[PPOConfig], str] = lambda _: ""
     """Function of the settings; returns a text at the end of the warning."""
 
@@ -64,6 +91,8 @@ GUARDS = {
         words="The policy is moving far from the reference, because the KL penalty is too weak "
         "for the reward, or optimizer steps are too large. Raise kl_coef, set kl_target, or lower "
         "learning_rate. Read some responses, because the policy may exploit the reward model.",
+        source="arXiv:2210.10760 (Gao et al.): as the divergence grows, the reward model's score "
+        "rises on, and the true reward falls",
         note=lambda config: config.warn_kl_note,
     ),
     "negative divergence": Guard(
@@ -74,6 +103,7 @@ GUARDS = {
         words="Sampling and training probably use different distributions, for example because "
         "truncated sampling, padding, dropout or the temperature affects only one of the two. Set "
         "top_k=0 and top_p=1, and check that val/first_ratio_error is near 0.",
+        source="TRL issues 235, 256 and 1003: padding and truncated sampling made it negative",
     ),
     "ratio too high": Guard(
         metric="val/ratio",
@@ -84,6 +114,7 @@ GUARDS = {
         "the advantages are no longer valid. Lower learning_rate or num_ppo_epochs, or set "
         "ratio_threshold or target_kl. If val/first_ratio_error is not near 0, sampling and "
         "training compute different probabilities.",
+        source="TRL's documentation of PPO: the ratio floats around 1; 2 or 1000 is too high",
     ),
     "ratio too low": Guard(
         metric="val/ratio",
@@ -93,6 +124,7 @@ GUARDS = {
         words="Within one update the sampled tokens became unlikely under the policy. Lower "
         "learning_rate or num_ppo_epochs, or set target_kl. If val/first_ratio_error is not near "
         "0, sampling and training compute different probabilities.",
+        source="TRL's documentation of PPO: the ratio floats around 1; 0.1 is too small",
     ),
     "entropy collapse": Guard(
         metric="policy/entropy_avg",
@@ -102,6 +134,7 @@ GUARDS = {
         words="The policy has become nearly deterministic and samples almost identical responses "
         "to a prompt, so training no longer explores. Resume from an earlier checkpoint with a "
         "lower learning_rate, a higher kl_coef or a higher temperature.",
+        source="arXiv:2503.14476 (DAPO), section 3.1: entropy collapse ends exploration",
     ),
     "critic explains nothing": Guard(
         metric="val/explained_variance",
@@ -112,6 +145,7 @@ GUARDS = {
         words="The critic predicts returns worse than a constant would, which makes advantages "
         "noisier. Set critic_warmup_updates, change critic_learning_rate or raise vf_coef. If "
         "scores are large, set use_score_scaling.",
+        source="OpenAI Baselines, explained_variance: below 0 is worse than predicting nothing",
     ),
     "length growth": Guard(
         metric="val/response_length",
@@ -121,6 +155,7 @@ GUARDS = {
         words="The reward model probably prefers long responses regardless of content. Read some "
         "responses. Set length_penalty or overlong_buffer, or missing_eos_penalty if responses "
         "lack a stop token.",
+        source="arXiv:2310.03716 (Singhal et al.): reward models pay for length",
     ),
     "repetition": Guard(
         metric="val/repetition",
@@ -129,6 +164,7 @@ GUARDS = {
         rule="warn_repetition",
         words="Responses repeat themselves, and the reward model does not penalize repetition. "
         "Read some responses. Raise kl_coef, lower learning_rate, or retrain the reward model.",
+        source="arXiv:1904.09751 (Holtzman et al.): repetition is degenerate text",
     ),
     "reward for repetition": Guard(
         metric="val/repetition_reward",
@@ -140,6 +176,7 @@ GUARDS = {
         words="The reward pays for repetition, so the policy will learn to repeat itself. "
         "Read the responses with the highest scores. Correct the reward, or stop the run; a "
         "higher kl_coef only delays the repetition.",
+        source="docs/trusting-a-result.md, on reward models that prefer repeated text",
     ),
     "falling reward": Guard(
         metric=DROP,
@@ -151,6 +188,28 @@ GUARDS = {
         words="The policy loses reward that it had, because optimizer steps are too large, or the "
         "KL penalty grows faster than the scores. Lower learning_rate or num_ppo_epochs. If "
         "objective/scores rises, lower kl_coef or raise kl_target.",
+        source="TRL's documentation of PPO: objective/rlhf_reward should go up",
+    ),
+    "first pass off": Guard(
+        metric="val/first_ratio_error",
+        side="above",
+        # The rounding of bfloat16, which a frozen base may have even with bf16=False.
+        limit=lambda config, _: 0.05,
+        rule="the first pass over a batch trains the policy that sampled it, so its ratio is 1",
+        words="Sampling and training compute different probabilities, for example because dropout "
+        "is on or a layer is not deterministic. Every update starts from wrong ratios. Remove "
+        "callbacks that change the models, and set bf16=False to rule out rounding.",
+        source="TRL issues 2358 and 2110: drift moved the ratio off 1 in the first step",
+    ),
+    "large steps": Guard(
+        metric="policy/clipfrac_avg",
+        side="above",
+        limit=lambda config, _: 0.3,
+        rule="share of tokens whose ratio was clipped",
+        updates=3,
+        words="Most of what the batch teaches is cut off, because optimizer steps are too large. "
+        "Lower learning_rate or num_ppo_epochs, or set target_kl.",
+        source="The 37 Implementation Details of PPO, detail 12 (clipfrac)",
     ),
     "skipped steps": Guard(
         metric="val/skipped_steps",
@@ -161,6 +220,7 @@ GUARDS = {
         "ratio_threshold, so nothing was learned in these steps. Check the last scores and the "
         "models for values that are not finite. Lower learning_rate or set bf16=False. The run "
         "ends after max_skipped_steps such steps in a row.",
+        source="TRL issues 488, 454 and 1347: single spikes destroyed runs",
     ),
 }
 
@@ -182,8 +242,8 @@ class HealthMonitor:
         self._warned: set[str] = set()
         self._drop = RewardDrop()
 
-    def check(self, metrics: Mapping[str, float]) -> list[str]:
-        """Return the new warnings after an update with these metrics.
+    def check(self, metrics: Mapping[str, float]) -> list[Finding]:
+        """Return what begins to be wrong in an update with these metrics.
 
         The state of a guard does not change if its metric is missing in `metrics`.
         """
@@ -191,10 +251,14 @@ class HealthMonitor:
             drop = self._drop.update(reward)
             metrics = {**metrics, DROP: 0.0 if drop is None else drop}
         return [
-            self._message(name, guard, metrics)
+            self._finding(name, guard, metrics)
             for name, guard in GUARDS.items()
             if guard.metric in metrics and self._begins(name, guard, metrics)
         ]
+
+    def is_lasting(self, rule: str) -> bool:
+        """Return whether a guard has warned, and its metric has not recovered since."""
+        return rule in self._warned
 
     def _begins(self, name: str, guard: Guard, metrics: Mapping[str, float]) -> bool:
         """Count the update for a guard, and return whether the guard warns now."""
@@ -208,14 +272,14 @@ class HealthMonitor:
             self._warned ^= {name}
         return changes and not has_warned
 
-    def _message(self, name: str, guard: Guard, metrics: Mapping[str, float]) -> str:
+    def _finding(self, name: str, guard: Guard, metrics: Mapping[str, float]) -> Finding:
         rows = f" for {guard.updates} updates" if guard.updates > 1 else ""
-        text = (
-            f"{name.capitalize()}: {guard.metric} is {metrics[guard.metric]:.3g}, {guard.side} "
-            f"{self._limit(guard, metrics):.3g}{rows} ({guard.rule}). {guard.words} "
-            f"{guard.note(self._config)}"
+        evidence = (
+            f"{guard.metric} is {metrics[guard.metric]:.3g}, {guard.side} "
+            f"{self._limit(guard, metrics):.3g}{rows} ({guard.rule})"
         )
-        return text.rstrip()
+        advice = f"{guard.words} {guard.note(self._config)}".rstrip()
+        return Finding(rule=name, evidence=evidence, advice=advice, source=guard.source)
 
     def _limit(self, guard: Guard, metrics: Mapping[str, float]) -> float:
         first = self._first.setdefault(guard.metric, metrics[guard.metric])
@@ -258,23 +322,3 @@ class HealthMonitor:
         self._first = {} if length is None else {"val/response_length": length}
         self._warned = {n for n, guard in GUARDS.items() if self._in_a_row[n] >= guard.updates}
         self._in_a_row |= dict.fromkeys(self._warned, 0)
-
-
-def warnings_of(config: PPOConfig, updates: Iterable[Mapping[str, float]]) -> list[str]:
-    """Return the warnings that a run logged, each with the number of its update.
-
-    Args:
-        config: settings of the run.
-        updates: metrics of all updates in order, each with the number of the update as `update`.
-    """
-    monitor = HealthMonitor(config)
-    return [
-        as_logged(int(metrics[UPDATE]), warning)
-        for metrics in updates
-        for warning in monitor.check(metrics)
-    ]
-
-
-def as_logged(update: int, warning: str) -> str:
-    """Return a warning with the number of its update, as a run logs it."""
-    return f"Update {update}. {warning}"

@@ -2,12 +2,9 @@
 
 import sys
 
-from ppo_core.distributed.process import end_with_parent, write_stacks_on_request
-from ppo_core.errors.redacted_output import install_redaction
+from ppo_core.distributed.process import prepare_command
 from ppo_core.supervised.supervised_cli import main
 
 if __name__ == "__main__":
-    install_redaction()
-    end_with_parent()
-    write_stacks_on_request()
+    prepare_command()
     sys.exit(main(sys.argv[1:]))

@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass, field
 
 from torch import Tensor, nn
 
-from ppo_core.checkpointing.read_checkpoint import STATE, Checkpoint
+from ppo_core.checkpointing.folders import STATE
+from ppo_core.checkpointing.read_checkpoint import Checkpoint
 from ppo_core.checkpointing.training_state import TrainingState, explained_form, full_weights
 from ppo_core.checkpointing.write_checkpoint import Part
 from ppo_core.errors import TrainingError

@@ -18,13 +18,11 @@ from ppo_core.config.row_settings import PromptFormat
 from ppo_core.data.chat_template import Messages
 from ppo_core.data.rows.dialogues import in_format_of
 from ppo_core.distributed.process import (
-    end_with_parent,
+    prepare_command,
     reported_errors,
-    write_stacks_on_request,
 )
 from ppo_core.errors import PPOError
 from ppo_core.errors.out_of_memory import free_unused
-from ppo_core.errors.redacted_output import install_redaction
 from ppo_core.io.atomic_files import write_atomically
 from ppo_core.io.progress_bar import ProgressFile, listening
 from ppo_core.models.loading import load_policy, load_tokenizer
@@ -176,7 +174,5 @@ def main(file: Path) -> int:
 
 
 if __name__ == "__main__":
-    install_redaction()
-    end_with_parent()
-    write_stacks_on_request()
+    prepare_command()
     sys.exit(main(Path(sys.argv[1])))

@@ -36,7 +36,7 @@ from ppo_core.ppo.schedule import make_schedule
 from ppo_core.ppo.scoring import score
 from ppo_core.ppo.update import UpdateProgress, update_policy
 from ppo_core.reporting.callbacks import CallbackOrType, Reporter
-from ppo_core.reporting.health import as_logged
+from ppo_core.reporting.diagnosis import diagnose
 from ppo_core.reporting.metrics import (
     Metrics,
     PhaseTimer,
@@ -44,6 +44,7 @@ from ppo_core.reporting.metrics import (
     objective_metrics,
     update_metrics,
 )
+from ppo_core.reporting.metrics_file import UPDATE
 from ppo_core.reporting.sample_table import Completions, log_table, print_table
 from ppo_core.rollout.token_sampling import SamplingSettings, stop_token
 from ppo_core.training.evaluation import greedy_completions
@@ -273,6 +274,8 @@ class Trainer:
         self.is_done = True
         self._checkpoints.finish()
         self._reporter.end()
+        if self.engine.is_main:
+            self._log_findings(history)
         return history
 
     def _run_updates(self, last: int) -> list[Metrics]:
@@ -303,8 +306,8 @@ class Trainer:
     def _after_update(self, metrics: Metrics) -> None:
         """Log warnings and metrics; evaluate, show samples and save if the settings ask for it."""
         if self.engine.is_main:
-            for warning in self._run.health.check(metrics):
-                logger.warning("%s", as_logged(self._run.updates, warning))
+            for finding in self._run.health.check(metrics):
+                logger.warning("%s", replace(finding, update=self._run.updates))
         self._reporter.step_end(metrics, epoch=self._run.episodes / len(self._prompts.training))
         if self.engine.any(self._reporter.should_evaluate) and self._prompts.evaluation is not None:
             self.evaluate()
@@ -319,6 +322,14 @@ class Trainer:
         if self.engine.any(self._reporter.should_save):
             self._checkpoints.save()
             self._reporter.saved()
+
+    def _log_findings(self, history: list[Metrics]) -> None:
+        """Log what was wrong in all updates; without a metrics file, in those of `history`."""
+        first = self._run.updates - len(history) + 1
+        numbered = [{UPDATE: n, **metrics} for n, metrics in enumerate(history, first)]
+        if findings := diagnose(self.config, self._reporter.updates() or numbered):
+            texts = "\n".join(f"- {finding}" for finding in findings)
+            logger.warning("What was wrong in this training:\n%s", texts)
 
     # --- What a run shows and saves ---
 

@@ -40,8 +40,9 @@ from pipeline.settings.settings_file import settings_text
 from pipeline.tracking.delivery import in_calls
 from pipeline.tracking.journal import Journal
 from ppo_core.checkpointing.folders import MANIFEST as CHECKPOINT_MANIFEST
+from ppo_core.checkpointing.folders import STATE
 from ppo_core.checkpointing.lease import LEASE, Lease
-from ppo_core.checkpointing.read_checkpoint import STATE, read_checkpoint, read_newest
+from ppo_core.checkpointing.read_checkpoint import read_checkpoint, read_newest
 from ppo_core.config.argument_parser import DocumentedParser, field_docs, parse_arguments
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments

@@ -1,6 +1,6 @@
 """The document about an evaluation."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from pipeline.evaluation.length_control import RATIO_NAMES
@@ -44,11 +44,12 @@ WHO = {"reference": "References", "sft": "SFT", "ppo": "PPO", "champion": "Champ
 """Titles of the contestants."""
 
 
-def evaluation_document(evaluation: Evaluation) -> Document:
+def evaluation_document(evaluation: Evaluation, warnings: Sequence[str] = ()) -> Document:
     """Return the document on whether PPO improved the policy.
 
     Args:
         evaluation: the report of `evaluate_policies`.
+        warnings: what is wrong in the training of the policy.
     """
     win_rates = evaluation.win_rate
     verdict, tone = _verdict(evaluation)
@@ -76,6 +77,7 @@ def evaluation_document(evaluation: Evaluation) -> Document:
             *evaluation.reasons,
             *(worth_of_ppo(evaluation.baselines) if evaluation.baselines else ()),
             *_on_people(evaluation.people),
+            *(f"Warning: {warning}" for warning in warnings),
         ),
         sections=tuple(section for section in sections if section.rows),
     )

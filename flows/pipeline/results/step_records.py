@@ -170,7 +170,8 @@ class TrainedPolicy:
     """First and last values of PPO's metrics, by metric name."""
 
     warnings: list[str]
-    """Warnings of PPO in the order in which they were logged, each with its update."""
+    """What is wrong in the training, see `ppo_core.reporting.diagnosis`; after the evaluation, also
+    whether the judge disagrees with the reward."""
 
     episodes_per_second: float
     """Throughput that the last update reported."""

@@ -40,7 +40,7 @@ class Summary(Evaluation):
     """First and last values of PPO's metrics, by metric name."""
 
     warnings: list[str]
-    """Warnings of PPO, each with the number of the update."""
+    """What is wrong in the training, see `TrainedPolicy`."""
 
     timings: Timings
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from metaflow.util import get_username
 
+from ppo_core.distributed.process import quiet_libraries
 from ppo_core.errors.redacted_output import install_redaction
 from ppo_core.models.kernels.cpu_memory import keep_few_compiled_matmuls
 
@@ -21,6 +22,8 @@ DEFAULTS = {
     # With redirects, settings and texts would be sent to an address that nobody chose.
     "MLFLOW_ALLOW_HTTP_REDIRECTS": "false",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    # Metaflow would print that pylint is not installed.
+    "METAFLOW_PYLINT": "false",
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
     "TRANSFORMERS_VERBOSITY": "error",
     "TOKENIZERS_PARALLELISM": "false",
@@ -40,6 +43,7 @@ def prepare_environment() -> None:
     is set in these cases.
     """
     install_redaction()
+    quiet_libraries()
     # Metaflow starts the tasks of the other machines as `python`; this interpreter must be found.
     folder, search = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
     if search.split(os.pathsep)[0] != folder:

@@ -5,6 +5,7 @@ Text from models and data sets is put into tables, value boxes and image labels,
 text literally.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from metaflow.cards import Image, Markdown, MetaflowCardComponent, Table, ValueBox
@@ -14,7 +15,11 @@ from pipeline.reports.document import Document, Section
 from pipeline.reports.evaluation import evaluation_document
 from pipeline.reports.promotion import promotion_document
 from pipeline.reports.reward_model import reward_document
-from pipeline.results.step_records import EvaluatedPolicy, RegisteredPolicy, ValidatedReward
+from pipeline.results.step_records import (
+    EvaluatedPolicy,
+    RegisteredPolicy,
+    ValidatedReward,
+)
 from pipeline.settings.gate_configs import PromotionConfig
 from pipeline.stages.tracked import with_files
 
@@ -26,9 +31,11 @@ def reward_model_card(validation: ValidatedReward, run: FlowRun) -> list[Metaflo
 
 
 @with_files("evaluation")
-def evaluation_card(evaluation: EvaluatedPolicy, run: FlowRun) -> list[MetaflowCardComponent]:
+def evaluation_card(
+    evaluation: EvaluatedPolicy, warnings: Sequence[str], run: FlowRun
+) -> list[MetaflowCardComponent]:
     """Return the components of the card about an evaluation."""
-    return card_components(evaluation_document(evaluation.report()))
+    return card_components(evaluation_document(evaluation.report(), warnings))
 
 
 @with_files("registered")

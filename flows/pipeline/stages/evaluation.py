@@ -15,7 +15,7 @@ from pipeline.judges.make_judge import make_judge_of_run
 from pipeline.judges.verdict import JudgedPrompt
 from pipeline.registry.alpha_spending import limits_now
 from pipeline.reports.log_reports import log_evaluation
-from pipeline.results.evaluation import TrainedJudge
+from pipeline.results.evaluation import Evaluation, TrainedJudge
 from pipeline.results.selection import Selection
 from pipeline.results.step_records import (
     EvaluatedPolicy,
@@ -30,6 +30,7 @@ from pipeline.tracking.tracker import Tracker
 from ppo_core.distributed.process import large_imports
 from ppo_core.io.folder_cache import digest_of, digest_of_code
 from ppo_core.io.validation import read_record
+from ppo_core.reporting.diagnosis import judged_worse
 
 if TYPE_CHECKING:
     from pipeline.evaluation.baselines import Score
@@ -87,7 +88,14 @@ def evaluate_win_rate(
         score=None if reward_model is None else _score_by(settings, reward_model, policy, run),
     )
     log_evaluation(tracker, evaluation)
-    return chosen, evaluation
+    return with_judgment(chosen, evaluation.report()), evaluation
+
+
+def with_judgment(policy: TrainedPolicy, evaluation: Evaluation) -> TrainedPolicy:
+    """Return a policy with a further warning if the judge contradicts its reward."""
+    scores, rate = policy.objective["objective/scores"], evaluation.win_rate["ppo_vs_sft"]
+    found = judged_worse(scores.first, scores.last, (rate.rate, rate.low, rate.high))
+    return replace(policy, warnings=[*policy.warnings, *map(str, found)])
 
 
 def _score_by(

@@ -40,7 +40,7 @@ from ppo_core.checkpointing.folders import POLICIES
 from ppo_core.errors import ProcessError
 from ppo_core.io.folder_cache import digest_of, digest_of_code
 from ppo_core.io.text_files import read_json_file
-from ppo_core.reporting.health import warnings_of
+from ppo_core.reporting.diagnosis import diagnose
 from ppo_core.reporting.metrics_file import METRICS_FILE, SELF_CHECK_FILE, UPDATE, read_metrics
 from ppo_core.supervised.training_code import modules_of_training
 
@@ -132,7 +132,7 @@ def train_policy(
     if made.reused:
         for metrics in updates:
             log_update(metrics[UPDATE], _without_number(metrics))
-    warnings = warnings_of(ppo_config(settings), updates)
+    warnings = [str(finding) for finding in diagnose(ppo_config(settings), updates)]
     if warnings:
         tracker.step.describe("Warnings", warnings)
     tracker.step.set_tags({"reused": str(made.reused)})

@@ -22,12 +22,15 @@ _CAPACITIES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 def prepare_cpu_process(*, shards_weights: bool = False, trains_adapter: bool = False) -> None:
     """Reuse freed memory and limit the caches of compiled matmuls; call before the first matmul.
 
+    DeepSpeed is told that there is no GPU, so that it does not warn that it found none.
+
     Set `shards_weights` if the process will have shards of the weights, and `trains_adapter` if it
     will train an adapter on rows of many lengths; see `keep_freed_memory`.
     """
     below = _FOUR_MIB if shards_weights else _ONE_GIB
     keep_freed_memory(below=_ONE_MIB if trains_adapter else below)
     keep_few_compiled_matmuls()
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 def keep_freed_memory(*, below: int = _ONE_GIB) -> None:

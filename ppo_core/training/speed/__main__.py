@@ -4,15 +4,13 @@ import sys
 from pathlib import Path
 
 from ppo_core.distributed.process import (
-    end_with_parent,
     is_main_process,
     large_imports,
+    prepare_command,
     reported_errors,
-    write_stacks_on_request,
 )
 from ppo_core.distributed.strategy import SHARD_WEIGHTS
 from ppo_core.errors import PPOError
-from ppo_core.errors.redacted_output import install_redaction
 from ppo_core.models.kernels.cpu_memory import prepare_cpu_process
 from ppo_core.reporting.metrics_file import MetricsFile
 from ppo_core.training.speed.job import WORKS, read_speed_job, write_speed
@@ -44,7 +42,5 @@ def main(file: Path) -> int:
 
 
 if __name__ == "__main__":
-    install_redaction()
-    end_with_parent()
-    write_stacks_on_request()
+    prepare_command()
     sys.exit(main(Path(sys.argv[1])))

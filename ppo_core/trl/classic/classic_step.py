@@ -158,8 +158,8 @@ class ClassicStep:
 
     def _warn(self, metrics: Metrics) -> None:
         if self._engine.is_main:
-            for warning in self._run.health.check(metrics):
-                logger.warning("%s", warning)
+            for finding in self._run.health.check(metrics):
+                logger.warning("%s", finding)
 
     def _make_train_state(self, optimizer: torch.optim.Optimizer | None) -> TrainState:
         module = ActorCritic(self._models.policy, self._models.critic)

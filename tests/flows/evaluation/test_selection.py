@@ -13,12 +13,13 @@ from pipeline.inputs.data_sets import RunData
 from pipeline.results.step_records import EarlierPolicies, EvaluatedPolicy, TrainedPolicy
 from pipeline.settings.selection_config import MOST_TRIES, SelectionConfig
 from pipeline.settings.settings import Settings, make_settings
-from pipeline.stages.evaluation import evaluate_win_rate
+from pipeline.stages.evaluation import evaluate_win_rate, with_judgment
 from pipeline.stages.start import start_run
 from ppo_core.errors import ConfigError, DataError, JudgeError, ModelError
 from ppo_core.io.folder_cache import digest_of_folder
 from ppo_core.models.loading import load_policy
 from tests.helpers.inputs.pipeline_inputs import tiny_table, write_rows
+from tests.helpers.inputs.sample_reports import changed, evaluation_result
 from tests.helpers.runs.candidates import World, make_world, write_policy
 
 
@@ -88,6 +89,16 @@ def evaluated(world: World, mlflow_client) -> Callable[..., tuple[TrainedPolicy,
         return evaluate_win_rate(settings, sft, trained, None, None, run)
 
     return evaluate
+
+
+def test_a_judge_who_contradicts_the_reward_is_a_warning(world: World):
+    trained = replace(world.trained("best"), warnings=["Loss spike: it is 9."])
+    evaluation = evaluation_result()
+    assert with_judgment(trained, evaluation) == trained
+    lost = {"win_rate.ppo_vs_sft.rate": 0.3, "win_rate.ppo_vs_sft.low": 0.2}
+    worse = changed(evaluation, lost | {"win_rate.ppo_vs_sft.high": 0.4})
+    assert with_judgment(trained, worse).warnings[0] == "Loss spike: it is 9."
+    assert with_judgment(trained, worse).warnings[1].startswith("Reward up, judge down: objective/")
 
 
 def liking_of(path: str) -> float:

@@ -77,7 +77,8 @@ class CardFlow(FlowSpec):
     @card(type="blank")
     @step
     def evaluate(self):
-        current.card.extend(stages.cards.evaluation_card(self.registered.evaluation, self.tracked))
+        components = stages.cards.evaluation_card(self.registered.evaluation, [], self.tracked)
+        current.card.extend(components)
         self.next(self.register)
 
     @card(type="blank")
@@ -440,8 +441,10 @@ def test_an_evaluation_has_the_same_components_as_its_document(
     document = evaluation_document(evaluation)
     plots = sum(len(section.plots) for section in document.sections)
     # The verdict and the reasons; a heading and a table a section; the figures.
-    card = evaluation_card(evaluated(evaluation, tmp_path), RUN)
+    card = evaluation_card(evaluated(evaluation, tmp_path), ["Loss spike: it is 9."], RUN)
     assert len(card) == 2 + 2 * len(document.sections) + plots
+    warned = evaluation_document(evaluation, ["Loss spike: it is 9."])
+    assert warned.reasons == (*document.reasons, "Warning: Loss spike: it is 9.")
 
 
 def test_the_contest_against_the_champion_is_shown_everywhere_where_there_is_one(

@@ -133,7 +133,9 @@ class World:
         return TrainedPolicy(
             path=self.policies[policy],
             digest=digest_of_folder(Path(self.policies[policy])),
-            objective={"objective/kl": Change(first=0.0, last=1.0)},
+            objective={
+                f"objective/{name}": Change(first=0.0, last=1.0) for name in ("kl", "scores")
+            },
             warnings=[],
             episodes_per_second=1.0,
             peak_rss_bytes=2**20,

@@ -18,6 +18,7 @@ import torch
 from torch import nn, tensor
 from torch.optim import lr_scheduler
 
+from ppo_core.checkpointing.folders import STATE
 from ppo_core.checkpointing.optimizer_options import (
     check_optimizer_fits,
     optimizer_options,
@@ -25,7 +26,7 @@ from ppo_core.checkpointing.optimizer_options import (
     restore_schedule,
     set_schedule_step,
 )
-from ppo_core.checkpointing.read_checkpoint import STATE, read_checkpoint, read_newest
+from ppo_core.checkpointing.read_checkpoint import read_checkpoint, read_newest
 from ppo_core.checkpointing.write_checkpoint import Part, save_checkpoint
 from ppo_core.distributed.process_group import ProcessGroup
 from ppo_core.errors import TrainingError

@@ -11,8 +11,9 @@ import pytest
 from filelock import FileLock
 
 from ppo_core.checkpointing import lease as lease_module
+from ppo_core.checkpointing.folders import STATE
 from ppo_core.checkpointing.lease import LEASE, LOCK, Lease
-from ppo_core.checkpointing.read_checkpoint import STATE, read_newest
+from ppo_core.checkpointing.read_checkpoint import read_newest
 from ppo_core.checkpointing.write_checkpoint import Part, save_checkpoint
 from ppo_core.errors import TrainingError
 from tests.helpers.paths import ROOT

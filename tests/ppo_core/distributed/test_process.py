@@ -1,5 +1,6 @@
-"""A process that used gloo exits with 0, even if gloo's threads finish late."""
+"""A process that used gloo exits with 0, and the imports of libraries are silent."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -38,3 +39,24 @@ def test_a_thread_of_gloo_that_waits_for_the_gil_gets_it_before_the_exit(
     )
     # Once this passes without it, torch has fixed the bug: remove `let_gloo_finish_at_exit`.
     assert end.returncode == (0 if mended else -signal.SIGABRT), end.stderr
+
+
+IMPORTS = """
+from ppo_core.distributed.process import quiet_libraries
+from ppo_core.models.kernels.cpu_memory import prepare_cpu_process
+
+quiet_libraries()
+prepare_cpu_process()
+import deepspeed, peft
+from transformers.utils.logging import is_progress_bar_enabled
+
+assert not is_progress_bar_enabled()
+"""
+
+
+def test_libraries_print_nothing_in_a_process_of_a_command():
+    given = {name: value for name, value in os.environ.items() if name[:3] not in ("HF_", "DS_")}
+    end = subprocess.run(
+        [sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True, env=given
+    )
+    assert end.stdout + end.stderr == ""

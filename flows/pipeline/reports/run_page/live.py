@@ -8,7 +8,7 @@ from pipeline.launch.job import ppo_config
 from pipeline.reports.run_page.facts import Curves, RunFacts
 from pipeline.reports.run_page.run_document import REFRESH_SECONDS
 from pipeline.reports.run_page.write_page import write_page_file
-from ppo_core.reporting.health import warnings_of
+from ppo_core.reporting.diagnosis import diagnose
 from ppo_core.reporting.metrics_file import UPDATE, read_metrics
 
 REST = 20
@@ -35,7 +35,7 @@ class LivePage:
             for name, value in metrics.items():
                 curves.setdefault(name, []).append((int(metrics[UPDATE]), value))
         trained: dict[str, Curves] = {**self._facts.curves, "train_policy": curves}
-        warnings = warnings_of(ppo_config(self._facts.settings), updates)
+        warnings = [str(one) for one in diagnose(ppo_config(self._facts.settings), updates)]
         write_page_file(replace(self._facts, curves=trained, warnings=warnings))
         ended = time.monotonic()
         self._next = ended + max(REFRESH_SECONDS, REST * (ended - started))

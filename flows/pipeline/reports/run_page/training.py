@@ -37,7 +37,7 @@ LIMITS = {
     "policy/clipfrac_avg": (0.0, 0.3),
     "val/explained_variance": (0.0, 1.0),
 }
-"""Healthy ranges in the README's table of metrics, of metrics without a stricter warning."""
+"""Healthy ranges in docs/metrics.md, of metrics without a stricter warning."""
 
 MOST = 1e100
 """Size from which a value is left out, as NaN is, because no chart has room for it."""
@@ -59,7 +59,7 @@ def ppo_section(facts: RunFacts) -> Section:
         title=TITLE,
         text=(
             "Each curve has its last value in its caption. The shaded area is the healthy range; "
-            "! marks an update with a warning. The README explains each metric.",
+            "! marks an update with a warning. docs/metrics.md explains each metric.",
             *told,
         ),
         charts=tuple(
