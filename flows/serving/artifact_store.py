@@ -55,7 +55,7 @@ def open_store(found: ModelVersion, what: str, timeout: float) -> ArtifactReposi
             store = store.repo  # the store that a models:/ or runs:/ address resolves to
         return store
 
-    with _asking_the_store(what):
+    with asking_the_store(what):
         return answer_within(timeout, find)
 
 
@@ -121,7 +121,7 @@ def _walk(store: ArtifactRepository, what: str, timeout: float) -> Iterator[tupl
     folders = [""]
     while folders:
         folder = folders.pop()
-        with _asking_the_store(what):
+        with asking_the_store(what):
             entries = answer_within(timeout, store.list_artifacts, folder or None)
         for entry in entries:
             check_path(entry.path, what)
@@ -137,12 +137,12 @@ def _walk(store: ArtifactRepository, what: str, timeout: float) -> Iterator[tupl
 
 
 def _fetch(store: ArtifactRepository, path: str, folder: Path, what: str, seconds: float) -> None:
-    with _asking_the_store(what):
+    with asking_the_store(what):
         answer_within(seconds, store.download_artifacts, path, str(folder))
 
 
 @contextmanager
-def _asking_the_store(what: str) -> Iterator[None]:
+def asking_the_store(what: str) -> Iterator[None]:
     """Turn every error of the store into a ModelError."""
     try:
         yield

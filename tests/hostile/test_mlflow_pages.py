@@ -121,6 +121,11 @@ PAGES = {
         [f"The judge said {text}" for text in TEXTS],
         frames=1,
     ),
+    "page of the run": Page(
+        f"{PARENT}/artifacts/index.html",
+        ["Which answers won and lost?", *(f"The judge said {text}" for text in TEXTS)],
+        frames=1,
+    ),
     "answers": Page(f"{EVALUATION}/artifacts/samples.json", TEXTS),
     "an answer": Page(f"{EVALUATION}/artifacts/samples.json", ["Preview", *TEXTS], MARKDOWN[1]),
     "judgements": Page(
@@ -245,7 +250,9 @@ def test_nothing_of_others_runs_or_is_drawn(
     assert visit(browser, f"{server}/#/{page.address.format(**places)}", page) == []
 
 
-@pytest.mark.parametrize("name", ["report on the reward model", "report on the evaluation"])
+@pytest.mark.parametrize(
+    "name", ["report on the reward model", "report on the evaluation", "page of the run"]
+)
 def test_a_report_is_not_opened_by_its_address_and_is_inert_once_it_is_on_disk(
     name: str, browser: Browser, server: str, places: dict[str, str]
 ):
@@ -254,7 +261,7 @@ def test_a_report_is_not_opened_by_its_address_and_is_inert_once_it_is_on_disk(
     browser.open("about:blank")
     browser.open(address)
     assert browser.run("return location.href") == "about:blank"
-    kept = browser.downloads / "report.html"
+    kept = browser.downloads / path.rpartition("/")[2]
     assert not wait_for(lambda: [] if kept.exists() else ["a download"])
     kept = kept.rename(browser.downloads / f"{name}.html")
     assert visit(browser, kept.as_uri(), replace(PAGES[name], frames=0)) == []

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import mlflow
@@ -24,12 +25,17 @@ from pipeline.tracking.mlflow_client import (
 )
 from pipeline.tracking.run_record import PARENT
 from ppo_core.errors import ModelError
+from ppo_core.errors.deadline import answer_within
 from ppo_core.errors.redaction import mask_secrets, redact
+from serving.artifact_store import asking_the_store, prepare_mlflow
 
 STEP = "step"
 """MLflow tag with the name of the step, or PARENT for the parent run."""
 
 MAX_PARAMS_PER_CALL = 100
+
+ANSWER_SECONDS = 60.0
+"""Maximum wait in seconds for a small artifact."""
 
 
 def start_runs(
@@ -85,15 +91,17 @@ def started_at(run_id: str) -> datetime:
     return datetime.fromtimestamp(connect().get_run(run_id).info.start_time / 1000, UTC)
 
 
-@explained()
 def read_artifact(run_id: str, name: str) -> str:
     """Return the text of a small artifact of an MLflow run.
 
     Raises:
-        ModelError: MLflow does not answer, or the run has no such artifact.
+        ModelError: MLflow or the store does not answer, or the run has no such artifact.
     """
     connect()
-    return str(mlflow.artifacts.load_text(f"runs:/{run_id}/{name}"))
+    prepare_mlflow()
+    with asking_the_store(f"run {run_id} in MLflow"):
+        read = partial(mlflow.artifacts.load_text, f"runs:/{run_id}/{name}")
+        return str(answer_within(ANSWER_SECONDS, read))
 
 
 def find_runs(flow_run: str) -> dict[str, str]:

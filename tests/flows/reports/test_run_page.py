@@ -20,7 +20,12 @@ from pipeline.reports.html_page import document_page
 from pipeline.reports.run_page import differences
 from pipeline.reports.run_page.facts import RunFacts, curves_of
 from pipeline.reports.run_page.live import LivePage
-from pipeline.reports.run_page.reading import MOST_CHARACTERS, choose_pairs, differing_words
+from pipeline.reports.run_page.reading import (
+    MOST_CHARACTERS,
+    JudgedPair,
+    choose_pairs,
+    differing_words,
+)
 from pipeline.reports.run_page.run_document import run_document
 from pipeline.reports.run_page.training import ppo_section
 from pipeline.reports.run_page.write_page import PAGE_FILE, write_run_page
@@ -30,6 +35,7 @@ from pipeline.storage.workspace import Workspace
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.run_log import RunLog
 from ppo_core.errors import ModelError
+from ppo_core.io.validation import read_record
 from tests.helpers.inputs.sample_reports import (
     HOSTILE,
     decision,
@@ -260,17 +266,14 @@ def test_curves_have_their_healthy_range_their_warnings_and_a_share_of_stops(fac
 
 
 def test_pairs_to_read_are_the_best_worst_closest_and_others_each_once():
-    rows = [judged(number, number / 100) for number in range(101)]
+    rows = [read_record(judged(number, number / 100), JudgedPair) for number in range(101)]
     chosen = choose_pairs(rows)
-    kinds = {
-        kind: [row["straight"]["probability"] for of, row in chosen if of == kind]
-        for kind, _ in chosen
-    }
+    kinds = {kind: [row.strength for of, row in chosen if of == kind] for kind, _ in chosen}
     assert kinds["Best"] == [1, 0.99, 0.98, 0.97, 0.96]
     assert kinds["Worst"] == [0, 0.01, 0.02, 0.03, 0.04]
     assert sorted(kinds["Closest"]) == [0.48, 0.49, 0.5, 0.51, 0.52]
     assert len(kinds["Random"]) == 5
-    assert len({row["prompt"] for _, row in chosen}) == 20
+    assert len({row.prompt for _, row in chosen}) == 20
     assert [kind for kind, _ in choose_pairs(rows[-2:])] == ["Best", "Best"]
 
 
@@ -287,11 +290,12 @@ def test_words_that_only_one_answer_has_are_marked():
     assert ("added", "dog ") in new.pieces
 
 
-def test_a_missing_file_is_said_where_it_would_be_shown(tmp_path: Path):
+@pytest.mark.parametrize("content", ["{damaged", "[]", '{"prompt": "a"}', '{"prompt": 1}'])
+def test_a_missing_or_damaged_file_is_said_where_it_would_be_shown(tmp_path: Path, content: str):
     facts = facts_of(tmp_path, 3)
     assert facts.registered
     facts.registered.evaluation.judgements.unlink()
-    facts.registered.evaluation.samples.write_text("{damaged")
+    facts.registered.evaluation.samples.write_text(content)
     texts = [one.text[0] for one in run_document(facts).sections if one.text]
     missing = [text for text in texts if text.startswith("Not shown: ")]
     assert len(missing) == 2

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 from pipeline import stages
@@ -139,6 +140,13 @@ def _settings(folder: Path) -> Settings:
     return make_settings(table, {})
 
 
+def _judgement(text: str) -> dict[str, Any]:
+    verdict = {"winner": "first", "reason": text}
+    texts = dict.fromkeys(("prompt", "candidate", "opponent"), text)
+    contest = {"contest": "ppo_vs_sft", "outcome": "first"}
+    return {**contest, **texts, "straight": verdict, "swapped": verdict}
+
+
 def _evaluation(folder: Path) -> EvaluatedPolicy:
     report = replace(
         evaluation_result(judge=f"python:{FOLDER}:judge"),
@@ -150,7 +158,7 @@ def _evaluation(folder: Path) -> EvaluatedPolicy:
         folder / SAMPLES,
         [dict.fromkeys(("prompt", "reference", "sft", "ppo"), text) for text in TEXTS],
     )
-    write_jsonl(folder / JUDGEMENTS, [{"reply": text} for text in TEXTS])
+    write_jsonl(folder / JUDGEMENTS, map(_judgement, TEXTS))
     return evaluated(report, folder)
 
 

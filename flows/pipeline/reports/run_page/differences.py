@@ -44,7 +44,8 @@ def differences_section(run: FlowRun, name: str, champion: int | None) -> Sectio
             *differing("code and data", _origin(before.tags, run), _origin(run.origin, run)),
             *differing("packages", *map(_packages, texts[PACKAGES_FILE])),
         ]
-    except PPOError as error:
+    # A ValueError is a settings file that is not TOML.
+    except (PPOError, ValueError) as error:
         return Section(title=TITLE, text=(f"Not compared with version {champion}: {error}",))
     same = f"Settings, code, data and packages are those of version {champion}."
     return Section(

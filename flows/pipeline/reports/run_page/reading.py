@@ -3,15 +3,20 @@
 import random
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from difflib import SequenceMatcher
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from pipeline.evaluation.comparison import POINTS
 from pipeline.inputs.json_lines import read_jsonl
+from pipeline.judges.verdict import Verdict
 from pipeline.reports.document import Answer, PieceKind, Reading, Section
 from pipeline.reports.evaluation import WHO
 from pipeline.results.step_records import EvaluatedPolicy
 from ppo_core.data.rows.dialogues import shown_prompt
+from ppo_core.errors import DataError
+from ppo_core.io.validation import read_record
 from ppo_core.reporting.escaping import printable
 
 NUM_PROMPTS, NUM_PAIRS, PAIRS_OF_A_KIND = 8, 20, 5
@@ -28,7 +33,48 @@ OUTCOMES = {
 PAIRS, PROMPTS = "Which answers won and lost? Pairs to read", "What did it learn to say? Prompts"
 """Titles of the sections."""
 
-Row = Mapping[str, Any]
+Row = TypeVar("Row")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgedPair:
+    """A line of the file of verdicts."""
+
+    contest: str
+    prompt: str
+    candidate: str
+    opponent: str
+    outcome: str
+
+    straight: Verdict
+    """Verdict when the candidate was shown first; `first` means the candidate, here and below."""
+
+    swapped: Verdict
+
+    @property
+    def strength(self) -> float:
+        """How clearly the candidate won, from 0 to 1: the mean over both orders."""
+        found = (
+            POINTS[one.winner] if one.probability is None else one.probability
+            for one in (self.straight, self.swapped)
+        )
+        return sum(found) / 2
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether both answers are equal."""
+        return self.candidate.strip() == self.opponent.strip()
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnsweredPrompt:
+    """A line of the file of answers."""
+
+    prompt: str | list[Any]
+    sft: str
+    ppo: str
+    reference: str | None = None
+    champion: str | None = None
 
 
 def pairs_section(evaluated: EvaluatedPolicy, contest: str) -> Section:
@@ -37,17 +83,17 @@ def pairs_section(evaluated: EvaluatedPolicy, contest: str) -> Section:
     Raises:
         DataError: the file of verdicts is missing or damaged.
     """
-    rows = read_jsonl(evaluated.judgements)
-    valid = [row for row in rows if row["contest"] == contest and row["outcome"] in OUTCOMES]
+    rows = _read_rows(evaluated.judgements, JudgedPair)
+    valid = [row for row in rows if row.contest == contest and row.outcome in OUTCOMES]
     if not valid:
         return Section(title=PAIRS, text=("The judge gave no valid verdict.",))
     chosen = choose_pairs(valid)
-    has_probabilities = any("probability" in row["straight"] for row in valid)
+    has_probabilities = any(row.straight.probability is not None for row in valid)
     by = "the judge's probability" if has_probabilities else "the verdicts in both orders"
     return Section(
         title=PAIRS,
         text=(f"{len(chosen)} of {len(valid)} judged pairs, chosen by {by}.",),
-        readings=tuple(_pair(kind, row, contest) for kind, row in chosen),
+        readings=tuple(_pair(kind, row) for kind, row in chosen),
     )
 
 
@@ -57,7 +103,7 @@ def prompts_section(evaluated: EvaluatedPolicy) -> Section:
     Raises:
         DataError: the file of answers is missing or damaged.
     """
-    rows = read_jsonl(evaluated.samples)
+    rows = _read_rows(evaluated.samples, AnsweredPrompt)
     chosen = [rows[number] for number in _evenly(len(rows), NUM_PROMPTS)]
     text = (
         f"{len(chosen)} of {len(rows)} prompts, taken at equal distances. Words that only SFT "
@@ -67,32 +113,22 @@ def prompts_section(evaluated: EvaluatedPolicy) -> Section:
     return Section(title=PROMPTS, text=(text,), readings=tuple(readings))
 
 
-def choose_pairs(rows: Sequence[Row]) -> list[tuple[str, Row]]:
+def choose_pairs(rows: Sequence[JudgedPair]) -> list[tuple[str, JudgedPair]]:
     """Return pairs, each once: the best for the candidate, the worst, the closest, and random."""
-    left = sorted(rows, key=strength, reverse=True)
-    chosen: list[tuple[str, Row]] = []
+    left = sorted(rows, key=lambda row: row.strength, reverse=True)
+    chosen: list[tuple[str, JudgedPair]] = []
 
-    def take(kind: str, found: Sequence[Row], count: int = PAIRS_OF_A_KIND) -> None:
+    def take(kind: str, found: Sequence[JudgedPair], count: int = PAIRS_OF_A_KIND) -> None:
         for row in list(found[:count]):
             left.remove(row)
             chosen.append((kind, row))
 
-    take("Best", [row for row in left if strength(row) > 0.5])
-    take("Worst", [row for row in reversed(left) if strength(row) < 0.5])
+    take("Best", [row for row in left if row.strength > 0.5])
+    take("Worst", [row for row in reversed(left) if row.strength < 0.5])
     # Two equal answers tell a reader nothing.
-    take("Closest", sorted(left, key=lambda row: (abs(strength(row) - 0.5), _is_equal(row))))
+    take("Closest", sorted(left, key=lambda row: (abs(row.strength - 0.5), row.is_equal)))
     take("Random", random.Random(0).sample(left, len(left)), NUM_PAIRS - len(chosen))
     return chosen
-
-
-def _is_equal(row: Row) -> bool:
-    return bool(row["candidate"].strip() == row["opponent"].strip())
-
-
-def strength(row: Row) -> float:
-    """Return how clearly the candidate won, from 0 to 1: the mean over both orders."""
-    verdicts = row["straight"], row["swapped"]
-    return sum(one.get("probability", POINTS[one["winner"]]) for one in verdicts) / 2
 
 
 def differing_words(first: str, second: str) -> tuple[Answer, Answer]:
@@ -119,37 +155,47 @@ def shortened_text(text: str) -> str:
     return text if more <= 0 else f"{text[:MOST_CHARACTERS]} [cut: {more:,} more characters]"
 
 
-def _pair(kind: str, row: Row, contest: str) -> Reading:
-    candidate, _, opponent = contest.partition("_vs_")
+def _read_rows(path: Path, kind: type[Row]) -> list[Row]:
+    try:
+        rows = [read_record(row, kind) for row in read_jsonl(path)]
+    except ValueError as error:
+        raise DataError(f"'{path}' is damaged: {error}.") from error
+    if not rows:
+        raise DataError(f"'{path}' has no rows.")
+    return rows
+
+
+def _pair(kind: str, row: JudgedPair) -> Reading:
+    candidate, _, opponent = row.contest.partition("_vs_")
     names = {"first": WHO[candidate], "second": WHO[opponent], "tie": "a tie"}
     return Reading(
-        title=f"{kind}: {OUTCOMES[row['outcome']]}",
-        prompt=shortened_text(row["prompt"]),
-        answers=(
-            _plain(WHO[candidate], row["candidate"]),
-            _plain(WHO[opponent], row["opponent"]),
-        ),
+        title=f"{kind}: {OUTCOMES[row.outcome]}",
+        prompt=shortened_text(row.prompt),
+        answers=(_plain(WHO[candidate], row.candidate), _plain(WHO[opponent], row.opponent)),
         notes=(
-            f"{WHO[candidate]} shown first. {_verdict(row['straight'], names)}",
-            f"{WHO[opponent]} shown first. {_verdict(row['swapped'], names)}",
+            f"{WHO[candidate]} shown first. {_verdict(row.straight, names)}",
+            f"{WHO[opponent]} shown first. {_verdict(row.swapped, names)}",
         ),
     )
 
 
-def _verdict(verdict: Row, names: Mapping[str, str]) -> str:
-    text = f"Verdict: {names[verdict['winner']]}"
-    if "probability" in verdict:
-        text += f"; probability that {names['first']} is better: {verdict['probability']:.2f}"
-    return f"{text}. {shortened_text(verdict.get('reason', ''))}".strip()
+def _verdict(verdict: Verdict, names: Mapping[str, str]) -> str:
+    text = f"Verdict: {names[verdict.winner]}"
+    if verdict.probability is not None:
+        text += f"; probability that {names['first']} is better: {verdict.probability:.2f}"
+    return f"{text}. {shortened_text(verdict.reason)}".strip()
 
 
-def _prompt(number: int, row: Row) -> Reading:
-    sft, ppo = shortened_text(row["sft"]), shortened_text(row["ppo"])
-    others = [_plain(WHO[who], row[who]) for who in ("reference", "champion") if who in row]
+def _prompt(number: int, row: AnsweredPrompt) -> Reading:
+    sft, ppo = shortened_text(row.sft), shortened_text(row.ppo)
+    others = {"reference": row.reference, "champion": row.champion}
     return Reading(
         title=f"Prompt {number}",
-        prompt=shortened_text(shown_prompt(row["prompt"])),
-        answers=(*differing_words(sft, ppo), *others),
+        prompt=shortened_text(shown_prompt(row.prompt)),
+        answers=(
+            *differing_words(sft, ppo),
+            *(_plain(WHO[who], text) for who, text in others.items() if text is not None),
+        ),
         notes=("Both answers are equal.",) if sft == ppo else (),
     )
 
