@@ -17,6 +17,7 @@ answered by the same model to its end.
 """
 
 import argparse
+import asyncio
 import logging
 import os
 import sys
@@ -25,6 +26,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,6 +44,7 @@ from ppo_core.errors import DataError, ModelError
 
 log = logging.getLogger("champion_service")
 generations = ThreadPoolExecutor(max_workers=1)  # one generation at a time; other requests wait
+opinions = ThreadPoolExecutor(max_workers=4)  # requests to MLflow
 RETRY_SECONDS = 300  # before a refused version is tried again
 
 
@@ -206,12 +209,17 @@ def make_app(follower: Follower, recorder: Recorder) -> FastAPI:
     if recorder.is_on:
 
         @app.post("/feedback")
-        def judge(opinion: Opinion) -> dict[str, str]:
+        async def judge(opinion: Opinion) -> dict[str, str]:
             given = opinion.model_dump()
+            record = partial(record_opinion, follower.name, given.pop("answer"), **given)
             try:
-                record_opinion(follower.name, given.pop("answer"), **given)
+                # Not in the threads of /generate, which must not wait for MLflow.
+                await asyncio.get_running_loop().run_in_executor(opinions, record)
             except DataError as error:
                 raise HTTPException(422, str(error)) from error
+            except ModelError as error:
+                log.warning("%s", error)
+                raise HTTPException(503, "The feedback was not recorded. Try again.") from error
             return {"answer": opinion.answer}
 
     @app.get("/health")

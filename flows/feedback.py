@@ -78,9 +78,9 @@ def _label(given: argparse.Namespace) -> None:
     rows = read_pairs(given.pairs)
     file = Path(given.output or Path(given.pairs).with_name("labeled.jsonl"))
     require_writable(file.parent, "output")
-    if file.exists() and file.samefile(given.pairs):
+    if file.exists() and Path(given.pairs).exists() and file.samefile(given.pairs):
         raise ConfigError(f"--output {file} is the file of the pairs. Name another file.")
-    labeling = Labeling.of(rows, given.annotator or getpass.getuser(), file)
+    labeling = Labeling([*rows], given.annotator or getpass.getuser(), file)
     try:
         server, address = label_server(labeling, given.port)
     except OSError as error:

@@ -1,23 +1,25 @@
 """Collect the feedback of users into a data set that trains reward models."""
 
-import json
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from shlex import quote
 
 from human_feedback.opinions import LeftOut, Opinion
 from human_feedback.same_answers import count_contradictions, without_repetitions
 from human_feedback.users import ImplausibleUser, find_implausible
-from ppo_core.errors.redaction import mask_secrets
+from pipeline.inputs.json_lines import json_line
 from ppo_core.io.atomic_files import explained_writes, require_writable, write_atomically
 
 FEEDBACK, LEFT_OUT = "feedback.jsonl", "left-out.jsonl"
 """Files with the opinions that are used, and with those that are left out."""
 
 SECONDS_OF_A_DAY = 86_400
+
+LEAST_WEIGHT = 1e-4
+"""Weight below which an old opinion is not written, because it would teach nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +57,11 @@ def collect(
 
 
 def write_feedback(found: Collected, folder: Path, half_life_days: float | None) -> Path:
-    """Write both files completely or not at all; return the path of the feedback.
+    """Write each file completely or not at all; return the path of the feedback.
 
     The weight of a row is 1. With a half-life, it is 1 for the newest row and halves with each
-    half-life of age; a row without a time has the weight of the oldest one.
+    half-life of age; a row without a time has the weight of the oldest one. Rows with a weight
+    below LEAST_WEIGHT are not written.
 
     Raises:
         ConfigError: the folder cannot be written.
@@ -66,6 +69,7 @@ def write_feedback(found: Collected, folder: Path, half_life_days: float | None)
     """
     require_writable(folder, "output_dir")
     weights = weights_of([one.time for one in found.opinions], half_life_days)
+    kept = [pair for pair in zip(found.opinions, weights, strict=True) if pair[1] >= LEAST_WEIGHT]
     rows = [
         {
             "prompt": one.prompt,
@@ -77,11 +81,11 @@ def write_feedback(found: Collected, folder: Path, half_life_days: float | None)
             "time": one.time.isoformat() if one.time else None,
             "source": one.source,
         }
-        for one, weight in zip(found.opinions, weights, strict=True)
+        for one, weight in kept
     ]
     with explained_writes(folder):
-        write_atomically(folder / LEFT_OUT, _lines(map(asdict, found.left_out)))
-        write_atomically(folder / FEEDBACK, _lines(rows))
+        write_atomically(folder / LEFT_OUT, "".join(map(json_line, map(asdict, found.left_out))))
+        write_atomically(folder / FEEDBACK, "".join(map(json_line, rows)))
     return folder / FEEDBACK
 
 
@@ -112,10 +116,7 @@ def describe_feedback(found: Collected, silent: int) -> list[str]:
         lines.append(f"Left out: {count}, {reason}.")
     for one in found.implausible:
         lines.append(
-            f"User {one.user} {one.reason}. --without-user {one.user} leaves this user out."
+            f"User {one.user!r} {one.reason}. To leave this user out: --without-user "
+            f"{quote(one.user)}"
         )
-    return lines
-
-
-def _lines(rows: Iterable[Mapping[str, Any]]) -> str:
-    return "".join(mask_secrets(json.dumps(row, ensure_ascii=False)) + "\n" for row in rows)
+    return ["".join(c if c.isprintable() else " " for c in line) for line in lines]

@@ -1,15 +1,16 @@
 """Pairs of answers that a person labels: the next pair, the labels so far, and their file."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
+
+from filelock import FileLock
 
 from ppo_core.data.chat_template import Messages, is_messages
-from ppo_core.data.rows.reader import Rows
 from ppo_core.data.sources.json_rows import read_json_rows
 from ppo_core.errors import DataError
 from ppo_core.io.atomic_files import explained_writes, write_atomically
@@ -19,10 +20,16 @@ SKIP = "skip"
 CHOICES = ("left", "right", "tie", SKIP)
 """What a person can say about a pair."""
 
+_Texts: TypeAlias = tuple[str, str, str]
+"""Prompt as JSON, and the two answers."""
+
 
 @dataclass
 class Labeling:
-    """The pairs of a file, and one person's labels, which are saved after each label."""
+    """The pairs of a file, and one person's labels, which are saved after each label.
+
+    Several people may label into one file at a time.
+    """
 
     pairs: list[Mapping[str, Any]]
     """Rows with `prompt`, `first` and `second`."""
@@ -33,32 +40,35 @@ class Labeling:
     file: Path
     """File of the labels of all persons."""
 
-    saved: list[dict[str, Any]] = field(default_factory=list)
-    """The rows of the file, in the order of the labels."""
+    skipped: set[_Texts] = field(default_factory=set)
+    """Pairs that are not shown again before the next start."""
 
-    @classmethod
-    def of(cls, rows: Rows, annotator: str, file: Path) -> "Labeling":
-        """Return the labeling of rows, continued from the file if it exists.
+    labeled: set[_Texts] = field(default_factory=set)
+    """Pairs that this person has labeled."""
 
-        Raises:
-            DataError: the file cannot be read.
-        """
-        saved = [dict(row) for row in read_json_rows(file)] if file.exists() else []
-        return cls([*rows], annotator, file, saved)
+    def __post_init__(self) -> None:
+        """Continue from the labels in the file, if it exists."""
+        self._texts = [_texts_of(pair) for pair in self.pairs]
+        self._set_labeled(self._saved())
 
     @property
     def done(self) -> int:
         """Number of pairs that this person has labeled or skipped."""
-        return sum(self._is_done(pair) for pair in self.pairs)
+        return sum(texts in self.labeled or texts in self.skipped for texts in self._texts)
 
     def state(self) -> dict[str, Any]:
         """Return the next pair as the page shows it, and how many are done."""
-        number = next((n for n, pair in enumerate(self.pairs) if not self._is_done(pair)), None)
+        left = (
+            number
+            for number, texts in enumerate(self._texts)
+            if texts not in self.labeled and texts not in self.skipped
+        )
+        number = next(left, None)
         shown = None
         if number is not None:
-            left, right = self._sides(self.pairs[number])
+            sides = self._sides(number)
             prompt = as_text(self.pairs[number]["prompt"])
-            shown = {"number": number, "prompt": prompt, "left": left, "right": right}
+            shown = {"number": number, "prompt": prompt, "left": sides[0], "right": sides[1]}
         return {"pair": shown, "done": self.done, "total": len(self.pairs)}
 
     def label(self, number: int, choice: str) -> None:
@@ -70,49 +80,63 @@ class Labeling:
         """
         if choice not in CHOICES or not 0 <= number < len(self.pairs):
             raise DataError(f"There is no choice {choice!r:.40} for a pair {number!r:.40}.")
-        pair = self.pairs[number]
-        if self._is_done(pair):
-            return
-        left, _ = self._sides(pair)
-        first_is_left = left == pair["first"]
-        by_side = {"left": first_is_left, "right": not first_is_left}
-        label = "" if choice == SKIP else "tie"
-        if choice in by_side:
-            label = "first" if by_side[choice] else "second"
+        texts, pair = self._texts[number], self.pairs[number]
+        if choice == SKIP:
+            self.skipped.add(texts)
+        elif texts not in self.labeled:
+            row = self._row(pair, choice, left=self._sides(number)[0])
+            self._change(lambda rows: [*rows, row])
+
+    def undo(self) -> None:
+        """Remove the person's last label of a pair of this file; do nothing if there is none."""
+        own = {*self._texts}
+
+        def without_last(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+            last = max(
+                (n for n, row in enumerate(rows) if self._is_own(row) and _texts_of(row) in own),
+                default=len(rows),
+            )
+            return rows[:last] + rows[last + 1 :]
+
+        self._change(without_last)
+
+    def _row(self, pair: Mapping[str, Any], choice: str, *, left: str) -> dict[str, Any]:
+        """Return what is saved of a pair, whose left answer was `left`."""
+        label = "tie"
+        if choice != "tie":
+            label = "first" if (choice == "left") == (left == pair["first"]) else "second"
         chosen, rejected = ("second", "first") if label == "second" else ("first", "second")
-        row = {
+        return {
             **{name: pair[name] for name in ("prompt", "first", "second")},
             "label": label,
             # With these columns, the file can be used as preferences, too.
             "chosen": pair[chosen],
             "rejected": pair[rejected],
-            "tie": label in ("tie", ""),
+            "tie": label == "tie",
             "annotator": self.annotator,
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
         }
-        self._save([*self.saved, row])
 
-    def undo(self) -> None:
-        """Remove the person's last label; do nothing if there is none."""
-        own = [n for n, row in enumerate(self.saved) if row.get("annotator") == self.annotator]
-        if own:
-            self._save(self.saved[: own[-1]] + self.saved[own[-1] + 1 :])
-
-    def _save(self, rows: list[dict[str, Any]]) -> None:
-        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        with explained_writes(self.file):
+    def _change(self, change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> None:
+        """Change the rows of the file, while no other process changes them."""
+        with explained_writes(self.file), FileLock(f"{self.file}.lock"):
+            rows = change(self._saved())
+            lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
             write_atomically(self.file, lines)
-        self.saved = rows
+        self._set_labeled(rows)
 
-    def _is_done(self, pair: Mapping[str, Any]) -> bool:
-        return any(
-            row.get("annotator") == self.annotator and _texts(row) == _texts(pair)
-            for row in self.saved
-        )
+    def _saved(self) -> list[dict[str, Any]]:
+        return [dict(row) for row in read_json_rows(self.file)] if self.file.exists() else []
 
-    def _sides(self, pair: Mapping[str, Any]) -> tuple[str, str]:
-        """Return the left and the right answer; half of the pairs are shown in each order."""
-        text = json.dumps([*_texts(pair), self.annotator])
+    def _set_labeled(self, rows: list[dict[str, Any]]) -> None:
+        self.labeled = {_texts_of(row) for row in rows if self._is_own(row)}
+
+    def _is_own(self, row: Mapping[str, Any]) -> bool:
+        return row.get("annotator") == self.annotator
+
+    def _sides(self, number: int) -> tuple[str, str]:
+        """Return the left and the right answer; they are exchanged in half of the pairs."""
+        pair, text = self.pairs[number], json.dumps([*self._texts[number], self.annotator])
         is_swapped = blake2b(text.encode(), digest_size=1).digest()[0] % 2
         return (pair["second"], pair["first"]) if is_swapped else (pair["first"], pair["second"])
 
@@ -124,5 +148,5 @@ def as_text(prompt: str | Messages) -> str:
     return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)
 
 
-def _texts(row: Mapping[str, Any]) -> tuple[str, Any, Any]:
-    return json.dumps(row.get("prompt")), row.get("first"), row.get("second")
+def _texts_of(row: Mapping[str, Any]) -> _Texts:
+    return json.dumps(row.get("prompt")), str(row.get("first")), str(row.get("second"))

@@ -42,7 +42,12 @@ class FoundOpinions:
 
 
 def read_traces(
-    name: str, scale: Scale, *, experiment: str = "", since: datetime | None = None
+    name: str,
+    scale: Scale,
+    *,
+    experiment: str = "",
+    since: datetime | None = None,
+    version: str = "",
 ) -> FoundOpinions:
     """Read the opinions on the answers of a registered model.
 
@@ -54,6 +59,7 @@ def read_traces(
         scale: how numbers become judgments.
         experiment: MLflow experiment of the traces; if empty, `served_experiment`.
         since: answers before this time are not read.
+        version: only answers of this version are read; if empty, answers of all versions.
 
     Raises:
         DataError: there is no such experiment.
@@ -69,22 +75,20 @@ def read_traces(
             )
         versions = {str(one.version) for one in client.search_model_versions(f"name='{name}'")}
         result = FoundOpinions()
-        for trace in _traces(client, found.experiment_id, name, since):
+        conditions = [f"tag.{MODEL_TAG} = '{name}'"]
+        conditions += [f"tag.{VERSION_TAG} = '{version}'"] if version else []
+        conditions += [f"timestamp_ms >= {int(since.timestamp() * 1000)}"] if since else []
+        for trace in _traces(client, found.experiment_id, " AND ".join(conditions)):
             _read(trace, versions, scale, result)
     return result
 
 
-def _traces(
-    client: MlflowClient, experiment: str, name: str, since: datetime | None
-) -> Iterator[Trace]:
-    conditions = [f"tag.{MODEL_TAG} = '{name}'"]
-    if since is not None:
-        conditions.append(f"timestamp_ms >= {int(since.timestamp() * 1000)}")
+def _traces(client: MlflowClient, experiment: str, conditions: str) -> Iterator[Trace]:
     token = None
     while True:
         page = client.search_traces(
             locations=[experiment],
-            filter_string=" AND ".join(conditions),
+            filter_string=conditions,
             max_results=TRACES_AT_ONCE,
             order_by=["timestamp_ms ASC"],
             page_token=token,
@@ -166,7 +170,7 @@ def _user(one: Said) -> str:
 def _opinion(answer: Opinion, one: Said, scale: Scale) -> Opinion | LeftOut:
     """Return a user's opinion on an answer."""
     user, value, text = _user(one), one.value, answer.liked
-    known = replace(answer, user=user, time=time_of(one.last_update_time_ms))
+    known = replace(answer, user=user, time=time_of(one.create_time_ms))
     if isinstance(one, Expectation):
         if one.name != CORRECTION or not isinstance(value, str):
             reason = f"the expectation {one.name!r:.60} is no text named {CORRECTION}"

@@ -50,7 +50,8 @@ def read_pairs(source: str) -> Rows:
 
 
 def _opinion(raw: RawRow, form: Form, place: str) -> Opinion | LeftOut:
-    user = str(raw.get("annotator") or "")
+    annotator = raw.get("annotator")
+    user = "" if annotator is None else str(annotator)
     row = attempt(form.convert, raw)
     if isinstance(row, RowError):
         return LeftOut(place, str(row), user)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from scipy.stats import binomtest
+from scipy.stats import binomtest, fisher_exact
 
 from human_feedback.opinions import Opinion
 from human_feedback.same_answers import AnswerKey, answer_key
@@ -28,10 +28,11 @@ class ImplausibleUser:
 def find_implausible(opinions: Sequence[Opinion]) -> list[ImplausibleUser]:
     """Return the users whose judgments of single answers differ from those of the other users.
 
-    Two binomial tests are made for each user: whether the user likes as large a share of answers as
-    the others; and whether, on answers that others judged as well, the user agrees with the
-    majority of the others at least as often as by chance, in one half. The user with the smallest
-    p-value is named first, and does not count for the others. Users without an id are not named.
+    Two tests are made for each user: whether the user likes as large a share of answers as the
+    others (Fisher's exact test); and whether, on answers that others judged as well, the user
+    agrees with the majority of the others at least as often as by chance (binomial test). The user
+    with the smallest p-value is named first, and does not count for the others. Users without an id
+    are not named.
     """
     votes: dict[str, dict[AnswerKey, bool]] = defaultdict(dict)
     for one in opinions:
@@ -54,14 +55,17 @@ def _tests(user: str, votes: _Votes) -> list[tuple[float, str, str]]:
     theirs = [liked for given in others for liked in given.values()]
     if not theirs:
         return []
-    # One judgment of each kind is added, so that the share is never 0 or 1.
-    share = (sum(theirs) + 1) / (len(theirs) + 2)
-    positive = sum(own.values())
+    positive, others_positive = sum(own.values()), sum(theirs)
+    counts = [
+        [positive, len(own) - positive],
+        [others_positive, len(theirs) - others_positive],
+    ]
     tests = [
         (
-            float(binomtest(positive, len(own), share).pvalue),
+            float(fisher_exact(counts).pvalue),
             user,
-            f"likes {positive} of {len(own)} answers, and the other users like {share:.0%}",
+            f"likes {positive} of {len(own)} answers, and the other users like "
+            f"{others_positive / len(theirs):.0%}",
         )
     ]
     majority = {

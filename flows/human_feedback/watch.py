@@ -1,29 +1,36 @@
 """Compare the feedback on the champion with the feedback on the champion before it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
+from statistics import fmean
 
 import numpy as np
 
 from human_feedback.opinions import Opinion
 from human_feedback.read_traces import Scale, read_traces
 from pipeline.evaluation.sequential.betting import log_capitals
+from pipeline.registry.aliases import read_aliases
 from pipeline.registry.change_champion import read_champions, roll_back
+from pipeline.registry.decisions import Decision
 
 ALPHA = 0.01
 """Largest probability of withdrawing a champion that users like as much as the one before it."""
 
 PLANNED = 250
-"""Number of judgments of the champion for which the judgments of the one before it must suffice."""
+"""Number of users of the champion for which the users of the one before it must suffice."""
 
 MOST_COMPARED = 5
-"""Maximum number of earlier judgments that one judgment of the champion is compared with."""
+"""Maximum number of earlier users with whom one user of the champion is compared."""
+
+LARGEST_LOG = 700.0
+"""Logarithm at which the evidence is cut off, because larger numbers are no floats."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FeedbackComparison:
-    """Judgments of single answers of the champion and of the champion before it."""
+    """Judgments of single answers of the champion and of the champion before it, one per user."""
 
     champion: int
     """Version of the champion."""
@@ -31,11 +38,11 @@ class FeedbackComparison:
     before: int
     """Version of the champion before it."""
 
-    liked: tuple[int, int]
-    """Number of positive judgments on the champion, and on the one before it."""
+    liked: tuple[float, float]
+    """Mean of the users' judgments on the champion, and on the one before it: 1 for liked."""
 
-    judged: tuple[int, int]
-    """Number of judgments on the champion, and on the one before it."""
+    users: tuple[int, int]
+    """Number of users who judged the champion, and the one before it."""
 
     evidence: float
     """Capital of bets that users like the champion less; 1 / alpha shows it."""
@@ -43,30 +50,12 @@ class FeedbackComparison:
     def describe(self) -> str:
         """Return the rates and the evidence as a sentence."""
         parts = [
-            f"version {version}: {liked} of {judged} answers liked"
-            for version, liked, judged in zip(
-                (self.champion, self.before), self.liked, self.judged, strict=True
+            f"version {version}: {users} users like {rate:.0%} of the answers"
+            for version, users, rate in zip(
+                (self.champion, self.before), self.users, self.liked, strict=True
             )
         ]
         return f"{parts[0]}; {parts[1]}; evidence that it is worse {self.evidence:.3g} : 1"
-
-
-def compare_feedback(
-    opinions: Sequence[Opinion], champion: int, before: int, margin: float = 0.0
-) -> FeedbackComparison:
-    """Compare the judgments of single answers; pairs and corrections do not count.
-
-    `margin` is the loss in the share of liked answers that is accepted.
-    """
-    new, old = (_judgments(opinions, version) for version in (champion, before))
-    return FeedbackComparison(
-        champion=champion,
-        before=before,
-        liked=(sum(new), sum(old)),
-        judged=(len(new), len(old)),
-        # The newest judgments of the version before are closest in time.
-        evidence=evidence_of_loss(new, old[::-1], margin),
-    )
 
 
 def watch_champion(
@@ -80,28 +69,84 @@ def watch_champion(
         DataError: no served answers are recorded.
         ModelError: MLflow does not answer, or somebody else decided meanwhile.
     """
-    champions = read_champions(name)
-    if champions.champion is None or champions.previous is None:
+    champions = read_champions(name) if read_aliases(name) else None
+    if champions is None or champions.champion is None or champions.previous is None:
         return f"'{name}' has no two champions to compare."
-    opinions = read_traces(name, Scale()).opinions
-    found = compare_feedback(opinions, champions.champion, champions.previous, margin)
+    champion, before = champions.champion, champions.previous
+    opinions = [
+        one
+        for version in (champion, before)
+        for one in read_traces(name, Scale(), version=str(version)).opinions
+    ]
+    since = promoted_at(champions.decisions, champion)
+    found = compare_feedback(opinions, champion, before, since=since, margin=margin)
     told = found.describe()
     if found.evidence < 1 / alpha:
         return f"{told}, of {1 / alpha:.3g} : 1 needed. The champion stays."
     if not withdraw:
         return f"{told}, which suffices (alpha {alpha:g}). --withdraw withdraws the champion."
-    decision = roll_back(name, reason=f"Users like it less: {told}.", by=by)
+    reason = f"Users like it less: {told}."
+    decision = roll_back(name, reason=reason, by=by, champion=champion)
     return f"{told}. Version {decision.champion} is champion again."
 
 
-def evidence_of_loss(new: Sequence[bool], old: Sequence[bool], margin: float = 0.0) -> float:
+def promoted_at(decisions: Sequence[Decision], champion: int) -> datetime:
+    """Return the time of the last decision that made this version the champion."""
+    made, earlier = "", None
+    for one in decisions:
+        if one.champion == champion and earlier != champion:
+            made = one.at
+        earlier = one.champion
+    return datetime.fromisoformat(made)
+
+
+def compare_feedback(
+    opinions: Sequence[Opinion],
+    champion: int,
+    before: int,
+    *,
+    since: datetime,
+    margin: float = 0.0,
+) -> FeedbackComparison:
+    """Compare the judgments of single answers; pairs and corrections do not count.
+
+    Each user counts once, because judgments of one user depend on each other: by the mean of the
+    judgments on the version before, and by the first judgment on the champion. A later judgment
+    would change a value on which bets were made. Judgments of users without an id do not count.
+
+    Args:
+        opinions: opinions on answers of both versions.
+        champion: version of the champion.
+        before: version of the champion before it.
+        since: time of the promotion; only earlier judgments on the version before count, and only
+            later ones on the champion.
+        margin: accepted loss in the share of liked answers.
+    """
+    new = [given[0] for given in _by_user(opinions, champion, after=since).values()]
+    old = [fmean(given) for given in _by_user(opinions, before, until=since).values()]
+    return FeedbackComparison(
+        champion=champion,
+        before=before,
+        liked=(fmean(new) if new else 0.0, fmean(old) if old else 0.0),
+        users=(len(new), len(old)),
+        # The newest users of the version before are closest in time.
+        evidence=evidence_of_loss(new, old[::-1], margin),
+    )
+
+
+def evidence_of_loss(new: Sequence[float], old: Sequence[float], margin: float = 0.0) -> float:
     """Return the largest capital of bets that new answers are liked less than old ones.
 
-    Judgment i of the champion, x_i, is compared with the mean m_i of k other judgments of the
-    version before. A bet wins if m_i - x_i is above `margin` (see `log_capitals`). If the
+    User i of the champion, with the judgment x_i, is compared with the mean m_i of k other users of
+    the version before. A bet wins if m_i - x_i is above `margin` (see `log_capitals`). If the
     champion is liked as much, the capital ever reaches 1 / alpha with a probability of at most
-    alpha (Ville's inequality), however often one looks. k depends on the number of old judgments
-    alone, so no old judgment is used twice; when all are used, no further bet is made.
+    alpha (Ville's inequality), however often one looks. k depends on the number of old users
+    alone, so no old user is compared twice; when all are used, no further bet is made.
+
+    Args:
+        new: judgments (N,) on the champion, from 0 to 1, of independent users.
+        old: judgments (M,) on the version before.
+        margin: accepted loss.
     """
     compared = min(max(len(old) // PLANNED, 1), MOST_COMPARED)
     bets = min(len(new), len(old) // compared)
@@ -109,11 +154,24 @@ def evidence_of_loss(new: Sequence[bool], old: Sequence[bool], margin: float = 0
         return 1.0
     means = np.reshape(old[: bets * compared], (bets, compared)).mean(axis=1)
     losses = means - np.asarray(new[:bets], dtype=float)
-    return math.exp(log_capitals(losses, margin, -1.0).max())
+    return math.exp(min(log_capitals(losses, margin, -1.0).max(), LARGEST_LOG))
 
 
-def _judgments(opinions: Sequence[Opinion], version: int) -> list[bool]:
-    """Return whether each judgment of a version is positive, oldest first."""
-    own = [one for one in opinions if one.version == str(version) and not one.is_pair]
-    own.sort(key=lambda one: one.time.timestamp() if one.time else 0.0)
-    return [one.liked is not None for one in own]
+def _by_user(
+    opinions: Sequence[Opinion],
+    version: int,
+    *,
+    after: datetime | None = None,
+    until: datetime | None = None,
+) -> Mapping[str, list[float]]:
+    """Return each user's judgments of a version, oldest first, in the order of the first ones."""
+    own = [
+        (one.time, one)
+        for one in opinions
+        if one.version == str(version) and not one.is_pair and one.user and one.time is not None
+    ]
+    found: dict[str, list[float]] = {}
+    for time, one in sorted(own, key=lambda timed: timed[0]):
+        if (after is None or time > after) and (until is None or time <= until):
+            found.setdefault(one.user, []).append(float(one.liked is not None))
+    return found

@@ -5,19 +5,24 @@ from typing import Any
 
 from human_feedback.watch import watch_champion
 from pipeline.stages.given_settings import read_settings
+from ppo_core.errors import DataError
 
 
 def watch_feedback(from_file: Mapping[str, Any], run: str) -> None:
-    """Do nothing unless `promotion.withdraw_alpha` is set.
+    """Do nothing unless `promotion.withdraw_alpha` is set; without feedback, only print so.
 
     Raises:
-        DataError: no served answers are recorded.
         ModelError: MLflow does not answer, or somebody else decided meanwhile.
     """
     settings = read_settings(from_file, {}, ())
     alpha = settings.promotion.withdraw_alpha
-    if alpha is not None:
+    if alpha is None:
+        return
+    try:
         told = watch_champion(
             settings.registered_model, by=f"run {run}", alpha=alpha, withdraw=True
         )
-        print(f"feedback: {told}", flush=True)
+    except DataError as error:
+        # A service that records nothing must not stop the training.
+        told = f"not compared: {error}"
+    print(f"feedback: {told}", flush=True)

@@ -5,6 +5,7 @@ outputs, `{"text": TEXT}`, and the tags `MODEL_TAG` and `VERSION_TAG`. A judgmen
 `LIKED` with a boolean value, and a better answer is an expectation named `CORRECTION`.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,9 +14,12 @@ from mlflow import MlflowClient
 from mlflow.entities import AssessmentSource, LiveSpan
 from mlflow.exceptions import MlflowException
 
-from ppo_core.errors import DataError
+from ppo_core.errors import DataError, ModelError
 
 MODEL_TAG, VERSION_TAG = "served_model", "served_version"
+
+ANSWER_ID = re.compile("tr-[0-9a-f]{1,64}")
+"""Ids of traces. No other text becomes a part of MLflow's address."""
 
 LIKED, CORRECTION = "liked", "expected_response"
 
@@ -51,17 +55,40 @@ def record_opinion(
 
     Raises:
         DataError: this model has given no such answer, or the opinion is empty.
+        ModelError: MLflow does not answer; nothing, or only `liked`, was recorded.
     """
+    if not ANSWER_ID.fullmatch(answer):
+        raise DataError(f"{answer!r:.80} is no id of an answer.")
     if liked is None and correction is None:
         raise DataError("The feedback is empty. Give liked (true or false), a correction, or both.")
     try:
-        found = MlflowClient().get_trace(answer, display=False).info.tags.get(MODEL_TAG)
+        if _model_of(answer) != name:
+            raise DataError(f"There is no answer {answer} of '{name}'. Give the id of an answer.")
+        source = AssessmentSource(source_type=PEOPLE, source_id=user)
+        if liked is not None:
+            mlflow.log_feedback(trace_id=answer, name=LIKED, value=liked, source=source)
+        if correction is not None:
+            mlflow.log_expectation(
+                trace_id=answer, name=CORRECTION, value=correction, source=source
+            )
     except MlflowException as error:
-        raise DataError(f"There is no answer {answer!r}: {error}") from error
-    if found != name:
-        raise DataError(f"There is no answer {answer!r} of '{name}'. Give the id of an answer.")
-    source = AssessmentSource(source_type=PEOPLE, source_id=user)
-    if liked is not None:
-        mlflow.log_feedback(trace_id=answer, name=LIKED, value=liked, source=source)
-    if correction is not None:
-        mlflow.log_expectation(trace_id=answer, name=CORRECTION, value=correction, source=source)
+        if _is_missing(error):
+            raise DataError(f"There is no answer {answer} yet. Try again in a minute.") from error
+        raise ModelError(f"The feedback was not recorded, because MLflow fails: {error}") from error
+
+
+def _model_of(answer: str) -> str | None:
+    """Return the name of the model that gave an answer."""
+    client = MlflowClient()
+    try:
+        trace = client.get_trace(answer, display=False)
+    except MlflowException as error:
+        if not _is_missing(error):
+            raise
+        # The answers of the last seconds wait in this process to be sent. Sending takes seconds.
+        trace = client.get_trace(answer, display=False, flush=True)
+    return trace.info.tags.get(MODEL_TAG)
+
+
+def _is_missing(error: MlflowException) -> bool:
+    return error.error_code in ("RESOURCE_DOES_NOT_EXIST", "NOT_FOUND")

@@ -350,10 +350,22 @@ def load_reward_model(
 
 
 def member_folders(path: str | Path) -> list[Path]:
-    """Return the folders of the reward models in a folder, member-1 to member-N; [] for a model."""
+    """Return the folders of the reward models in a folder, member-1 to member-N; [] for a model.
+
+    Raises:
+        ModelError: a member is missing.
+    """
     is_model = (Path(path) / "config.json").exists()
-    found = [] if is_model else Path(path).glob(f"{MEMBER}[0-9]*")
-    return sorted(found, key=lambda folder: int(folder.name.removeprefix(MEMBER)))
+    found = [] if is_model else Path(path).glob(f"{MEMBER}*")
+    numbers = sorted(
+        int(number) for one in found if (number := one.name.removeprefix(MEMBER)).isdecimal()
+    )
+    if numbers != [*range(1, len(numbers) + 1)]:
+        raise ModelError(
+            f"'{path}' has the members {numbers} of a reward model, and one of them is missing. "
+            "Copy the whole folder again."
+        )
+    return [Path(path) / f"{MEMBER}{number}" for number in numbers]
 
 
 def check_vocabulary(config: Any, tokenizer: PreTrainedTokenizerBase, path: str | Path) -> None:

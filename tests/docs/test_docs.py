@@ -343,9 +343,19 @@ def test_the_verbs_and_files_that_a_page_names_exist(page):
     assert {verb for verb in verbs if not re.search(rf"^.*\b{verb}\b.*:", makefile, re.M)} == set()
 
     paths = re.findall(r"\b(?:flows|ppo_core|tests|docs|infra)/[\w./*-]*\w", text)
-    links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if ":" not in link]
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if ":" not in link]
     absent = {path for path in paths if not (ROOT / path).exists() and "NAME" not in path}
-    assert absent | {link for link in links if not (page.parent / link).exists()} == set()
+    assert absent | {link for link in links if not leads_somewhere(page, link)} == set()
+
+
+def leads_somewhere(page: Path, link: str) -> bool:
+    """Whether the file of a link exists, and has the heading that the link names."""
+    name, _, anchor = link.partition("#")
+    file = page.parent / name if name else page
+    if not anchor or not file.exists():
+        return file.exists()
+    headings = re.findall(r"^#+ (.+)$", file.read_text(), re.M)
+    return anchor in {re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -81,8 +81,8 @@ def measure_baselines(
 ) -> JudgedBaselines:
     """Judge greedy answers of SFT, and its best of four samples, against its ordinary samples.
 
-    If the budget is too small, or anything fails, the result states why. The evaluation does not
-    fail, because this comparison decides nothing.
+    If the budget is too small, or a PPOError is raised, the result states why. The evaluation does
+    not fail, because this comparison decides nothing.
 
     Args:
         settings: settings of the run.
@@ -132,11 +132,12 @@ def _answers(
 ) -> dict[str, _Texts]:
     """Return the answers of each baseline."""
     config = settings.evaluation
+    samples_all = bool(config.temperature) and config.top_k == 0 and config.top_p == 1
     found = {}
     if "greedy" in names:
         greedy = answer(
             prompts,
-            kl=config.top_k == 0 and config.top_p == 1,
+            kl=samples_all,
             temperature=0.0,
             reference_temperature=config.temperature,
         )
@@ -154,7 +155,7 @@ def _answers(
     free_unused()
     best = score(repeated, samples).reshape(-1, SAMPLES).argmax(axis=1)
     chosen = [samples[SAMPLES * row + column] for row, column in enumerate(best)]
-    found["best_of_4"] = _Texts(chosen, KL_OF_BEST if config.temperature else None)
+    found["best_of_4"] = _Texts(chosen, KL_OF_BEST if samples_all else None)
     return found
 
 

@@ -97,18 +97,18 @@ class RunData:
         """Return the rows that train the reward model: the given pairs, and `feedback`."""
         return join_by_weight([(self.training_pairs(), 1.0), *self._weighted_feedback()])
 
-    def feedback(self) -> Rows | None:
+    def feedback(self, held_out_pairs: Sequence[Rows] = ()) -> Rows | None:
         """Read the feedback of users as training pairs, see `pairs_of_feedback`.
 
-        Pairs that are also in the validation set are left out.
+        Pairs that are also in the validation set or in `held_out_pairs` are left out.
         """
         if not self.settings.feedback:
             return None
         rows = self._read(self.settings.feedback, "feedback")
-        return pairs_of_feedback(rows, self._validation_pairs())
+        return pairs_of_feedback(rows, [self._validation_pairs(), *held_out_pairs])
 
-    def _weighted_feedback(self) -> list[tuple[Rows, float]]:
-        rows = self.feedback()
+    def _weighted_feedback(self, held_out_pairs: Sequence[Rows] = ()) -> list[tuple[Rows, float]]:
+        rows = self.feedback(held_out_pairs)
         return [] if rows is None else [(rows, self.settings.feedback_weight)]
 
     def judge_pairs(self) -> Rows:
@@ -374,7 +374,8 @@ class RunData:
         parts = [(self.fresh_pairs(folder)[0], 1.0) for folder in folders]
         if weight := self.settings.fresh_pairs.given_weight:
             parts.append((self.training_pairs(), weight))
-        return join_by_weight([*parts, *self._weighted_feedback()])
+        tested = [self.fresh_pairs(folder)[1] for folder in folders]
+        return join_by_weight([*parts, *self._weighted_feedback(tested)])
 
     def voted_pairs(self, fresh: str | None = None) -> list[LabeledPair]:
         """Return pairs of answers that people labeled, and that trained no reward model of the run.
@@ -390,7 +391,7 @@ class RunData:
             trained.append(training)
             found += [rest] if self.settings.fresh_pairs.labels else []
         if found and not self.settings.reward_model:
-            trained.append(self.training_pairs())
+            trained += [self.training_pairs(), *(rows for rows, _ in self._weighted_feedback())]
         model = self.settings.reward_model or self.settings.policy
         fitting = [self._fitting_pairs(model, self.reward_tokenizer, rows) for rows in found]
         return decided_pairs(chain.from_iterable(fitting), trained)

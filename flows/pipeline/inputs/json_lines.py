@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ppo_core.data.sources.json_rows import read_json_rows
-from ppo_core.errors.redaction import mask_secrets
+from ppo_core.errors.redaction import MASK, mask_secrets, names_secret
 from ppo_core.io.atomic_files import explained_writes
 
 
@@ -28,5 +28,24 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         TrainingError: the file cannot be written.
     """
     with explained_writes(path), path.open("w", encoding="utf-8") as file:
-        lines = (json.dumps(row, ensure_ascii=False, default=str) for row in rows)
-        file.writelines(mask_secrets(line) + "\n" for line in lines)
+        file.writelines(map(json_line, rows))
+
+
+def json_line(row: Mapping[str, Any]) -> str:
+    """Return a row as a line of JSON, with secrets masked in each text and by the name of a field.
+
+    The texts are masked before they are encoded: a mask in the encoded line could remove the
+    backslash of a quote, and the line would be no JSON.
+    """
+    return json.dumps(_masked(row), ensure_ascii=False, default=str) + "\n"
+
+
+def _masked(value: Any) -> Any:
+    if isinstance(value, str):
+        return mask_secrets(value)
+    if isinstance(value, Mapping):
+        return {
+            name: MASK if isinstance(one, str) and names_secret(name) else _masked(one)
+            for name, one in value.items()
+        }
+    return [_masked(one) for one in value] if isinstance(value, list | tuple) else value

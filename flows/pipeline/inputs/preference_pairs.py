@@ -146,7 +146,7 @@ def pairs_of_votes(votes: Rows) -> Rows:
     return derive(votes, "voted-pairs", {"code": digest_of_code(__name__)}, each(convert), schema)
 
 
-def pairs_of_feedback(feedback: Rows, others: Rows) -> Rows:
+def pairs_of_feedback(feedback: Rows, others: Sequence[Rows]) -> Rows:
     """Return feedback as training pairs; a judgment of one response lacks the other response.
 
     Pairs that are in `others` are left out.
@@ -161,7 +161,7 @@ def pairs_of_feedback(feedback: Rows, others: Rows) -> Rows:
         disliked += row[WEIGHT] * (row["chosen"] is None)
     log_odds = math.log(liked / disliked) if liked and disliked else 0.0
 
-    taken = {_key(row) for row in others}
+    taken = {_key(row) for rows in others for row in rows}
 
     def convert(row: Row) -> Row | None:
         if _key(row) in taken:
@@ -172,7 +172,7 @@ def pairs_of_feedback(feedback: Rows, others: Rows) -> Rows:
     types = feedback.table.features.arrow_schema
     fields = [types.field(name) for name in (*_TRAINED, WEIGHT)]
     schema = pyarrow.schema([*fields, pyarrow.field(_MARGIN, pyarrow.float64())])
-    inputs = {"others": others.digest, "code": digest_of_code(__name__)}
+    inputs = {"others": [rows.digest for rows in others], "code": digest_of_code(__name__)}
     return derive(feedback, "pairs-of-feedback", inputs, each(convert), schema)
 
 

@@ -124,15 +124,17 @@ def promote_by_hand(name: str, version: int, *, reason: str, by: str) -> Decisio
 
 
 @explained()
-def roll_back(name: str, *, reason: str, by: str) -> Decision:
+def roll_back(name: str, *, reason: str, by: str, champion: int | None = None) -> Decision:
     """Withdraw the champion, and make the previous champion the champion again.
+
+    If `champion` is given, only this version is withdrawn.
 
     Raises:
         ModelError: there is no champion or no previous champion, or the champion has just changed.
     """
     key = uuid4().hex
     now = settle(name)
-    withdrawn = now.champion
+    withdrawn = now.champion if champion is None else champion
     if withdrawn is None:
         raise ModelError(
             f"'{name}' has no champion that could be withdrawn. Promote a version by hand: "

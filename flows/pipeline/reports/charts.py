@@ -151,7 +151,7 @@ def _grid(
         ).format(LEFT, WIDTH - RIGHT, LEFT - 5, y(row) + 4, shown, y=y(row))
     return lines + Markup("").join(
         Markup('<text class="tick" x="{}" y="{}" text-anchor="{}">{}</text>').format(
-            x(column), height - 5, anchor, f"{column:,.4g}"
+            x(column), height - 5, anchor, f"{column:,.6g}"
         )
         for column, anchor in zip(columns, ("start", "end"), strict=True)
     )

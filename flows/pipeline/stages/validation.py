@@ -96,7 +96,12 @@ def validate_reward_model(
             settings=settings,
             curves=curves_of(run, tracker.journal),
             reward_model=report,
-            cost=cost_of_run(run, settings.hardware, None, validation.spent),
+            cost=cost_of_run(
+                run,
+                settings.hardware,
+                None,
+                sum_spent(fresh.spent if fresh else {}, validation.spent),
+            ),
         )
         print(write_run_page(facts, tracker.parent), flush=True)
         tracker.refuse("The reward model is not fit to train against.", validation.reasons)

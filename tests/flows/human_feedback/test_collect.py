@@ -1,5 +1,6 @@
 """Repetitions, contradictions, weights, and users to look at."""
 
+import json
 from datetime import UTC, datetime, timedelta
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from human_feedback.collect import collect, weights_of
 from human_feedback.opinions import Opinion
 from human_feedback.users import find_implausible
+from pipeline.inputs.json_lines import json_line
 
 START = datetime(2026, 11, 1, tzinfo=UTC)
 
@@ -45,6 +47,19 @@ def test_the_weight_halves_with_each_half_life():
     assert weights_of(times, 30.0) == pytest.approx([0.25, 0.5, 1.0, 0.25])
     assert weights_of(times, None) == [1.0] * 4
     assert weights_of([None], 30.0) == [1.0]
+
+
+def test_a_masked_line_is_still_json():
+    row = {
+        "prompt": 'curl -H "Authorization: Bearer abcdefgh12345678" https://x',
+        "chosen": [{"content": "-----BEGIN PRIVATE KEY-----\nMIIE\n"}],
+        "api_key": "0123456789abcdef",
+    }
+    line = json_line(row)
+    assert json.loads(line).keys() == row.keys()
+    assert not [
+        secret for secret in ("abcdefgh12345678", "MIIE", "0123456789abcdef") if secret in line
+    ]
 
 
 def users(seed: int, odd: str = "") -> list[Opinion]:

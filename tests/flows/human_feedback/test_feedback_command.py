@@ -103,7 +103,7 @@ def test_a_second_collection_writes_the_same_bytes(name: str, tmp_path: Path):
     assert first.count(b"\n") == 120
     # Killed while it reads or writes, it leaves the whole file.
     command = [sys.executable, "flows/feedback.py", "collect", name, "--output-dir", str(tmp_path)]
-    for wait in (2.0, 3.5, 4.5):
+    for wait in (2.0, 4.0):
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, env=os.environ)
         time.sleep(wait)
         process.send_signal(signal.SIGKILL)
@@ -115,8 +115,8 @@ def test_a_second_collection_writes_the_same_bytes(name: str, tmp_path: Path):
 
 def test_an_opinion_on_an_answer_of_another_model_is_refused(name: str):
     ids = serve_answers("another", "1", {"a": "one"})
-    for answer in (ids["a"], "tr-0", "'; DROP TABLE traces"):
-        with pytest.raises(feedback.DataError, match="There is no answer"):
+    for answer in (ids["a"], "tr-0", "'; DROP TABLE traces", "../../registered-models/get"):
+        with pytest.raises(feedback.DataError, match=r"There is no answer|is no id of an answer"):
             record_opinion(name, answer, user="ann", liked=True, correction=None)
     with pytest.raises(feedback.DataError, match="The feedback is empty"):
         record_opinion("another", ids["a"], user="ann", liked=None, correction=None)

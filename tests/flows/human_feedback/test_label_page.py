@@ -32,7 +32,7 @@ def write_pairs(folder: Path, count: int = 20) -> str:
 
 @contextmanager
 def served(pairs: str, file: Path, annotator: str = "ann") -> Iterator[str]:
-    server, address = label_server(Labeling.of(read_pairs(pairs), annotator, file), 0)
+    server, address = label_server(Labeling([*read_pairs(pairs)], annotator, file), 0)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
     try:
@@ -90,21 +90,32 @@ def test_twenty_pairs_are_labeled_by_keyboard_and_continued_after_closing(tmp_pa
     assert len(read_rows(str(file), "votes")) == len(read_rows(str(file), "pairs")) == 20
 
 
-def test_two_people_label_into_one_file_and_skipped_pairs_have_no_label(tmp_path: Path):
+def test_two_people_label_into_one_file_at_a_time_and_skipped_pairs_come_again(tmp_path: Path):
     pairs, file = write_pairs(tmp_path, 2), tmp_path / "labeled.jsonl"
-    for annotator in ("ann", "bob"):
-        with served(pairs, file, annotator) as address:
-            for choice in ("left", "skip"):
+    with served(pairs, file, "ann") as ann, served(pairs, file, "bob") as bob:
+        for choice in ("left", "skip"):
+            for address in (ann, bob):
                 number = requests.get(f"{address}pair", timeout=10).json()["pair"]["number"]
                 sent = {"label": choice, "number": number}
                 reply = requests.post(f"{address}pair", json=sent, timeout=10).json()
                 # A label that is sent twice counts once.
                 assert requests.post(f"{address}pair", json=sent, timeout=10).json() == reply
-            assert reply == {"pair": None, "done": 2, "total": 2}
-    rows = read(file)
-    assert [(row["annotator"], row["label"] != "") for row in rows] == [
-        *(("ann", True), ("ann", False), ("bob", True), ("bob", False))
-    ]
+        assert reply == {"pair": None, "done": 2, "total": 2}
+        assert [row["annotator"] for row in read(file)] == ["ann", "bob"]
+        requests.post(f"{bob}pair", json={"label": "undo"}, timeout=10)
+        requests.post(f"{bob}pair", json={"label": "undo"}, timeout=10)
+        assert [row["annotator"] for row in read(file)] == ["ann"]
+    with served(pairs, file, "ann") as address:
+        assert requests.get(f"{address}pair", timeout=10).json()["done"] == 1
+
+
+def test_undo_leaves_the_labels_of_other_pairs(tmp_path: Path):
+    file = tmp_path / "labeled.jsonl"
+    rows = [{"prompt": "other", "first": "a", "second": "b", "label": "first", "annotator": "ann"}]
+    write_rows(file, rows)
+    labeling = Labeling([*read_pairs(write_pairs(tmp_path, 2))], "ann", file)
+    labeling.undo()
+    assert read(file) == rows
 
 
 def test_only_the_page_of_this_machine_can_send_labels(tmp_path: Path):
@@ -144,7 +155,7 @@ def test_messages_are_shown_with_their_roles(tmp_path: Path):
     messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello"}]
     row = {"prompt": messages, "first": "Hi", "second": "No", "label": ""}
     pairs = write_rows(tmp_path / "chat.jsonl", [row])
-    labeling = Labeling.of(read_pairs(pairs), "ann", tmp_path / "labeled.jsonl")
+    labeling = Labeling([*read_pairs(pairs)], "ann", tmp_path / "labeled.jsonl")
     assert labeling.state()["pair"]["prompt"] == "system: Be kind.\n\nuser: Hello"
     labeling.label(0, "tie")
     assert read(tmp_path / "labeled.jsonl")[0]["prompt"] == messages

@@ -1,20 +1,26 @@
 """The champion is withdrawn if users like it less than the one before it."""
 
 import math
+import time
+from dataclasses import replace
+from datetime import timedelta
 from uuid import uuid4
 
 import numpy as np
 import pytest
 
 import registry
-from human_feedback.watch import ALPHA, compare_feedback, evidence_of_loss
+from human_feedback.opinions import Opinion
+from human_feedback.watch import ALPHA, compare_feedback, evidence_of_loss, promoted_at
 from pipeline.evaluation.sequential.betting import BETS
 from pipeline.registry.alias_sync import settle
-from pipeline.registry.change_champion import decide, read_champions
+from pipeline.registry.change_champion import decide, promote_by_hand, read_champions, roll_back
+from pipeline.registry.decisions import Decision
 from pipeline.tracking.mlflow_client import connect
+from ppo_core.errors import ModelError
 from retraining.watch import watch_feedback
 from serving.answer_traces import record_opinion
-from tests.flows.human_feedback.test_collect import judgment
+from tests.flows.human_feedback.test_collect import START, judgment
 from tests.helpers.runs.served_answers import serve_answers
 from tests.helpers.servers.servers import MlflowServer
 
@@ -58,7 +64,7 @@ def test_a_champion_that_is_worse_by_20_points_is_withdrawn_within_200_judgments
 
 @pytest.fixture
 def name(server: MlflowServer) -> str:
-    """Version 1 was champion, and version 2 is; 12 users like each answer of version 1."""
+    """Version 1 was champion, and version 2 is; 12 users liked version 1 before."""
     made = f"policy-{uuid4().hex[:8]}"
     client = connect()
     client.create_registered_model(made)
@@ -67,7 +73,10 @@ def name(server: MlflowServer) -> str:
         key = f"RLHF/{version}"
         after = settle(made)
         decide(made, version=version, promote=True, reasons=["r"], by=key, key=key, after=after)
-    judge_answers(made, "1", liked=True)
+        if version == 1:
+            judge_answers(made, "1", liked=True)
+            time.sleep(1.1)  # decisions have their time in seconds
+    time.sleep(1.1)
     return made
 
 
@@ -80,7 +89,7 @@ def judge_answers(name: str, version: str, *, liked: bool) -> None:
 def test_a_champion_that_users_like_less_is_withdrawn_once(name: str, capsys):
     assert registry.main(["watch", name, "--withdraw"]) == 0
     told = capsys.readouterr().out
-    assert "version 2: 0 of 0 answers liked; version 1: 12 of 12" in told
+    assert "version 2: 0 users like 0% of the answers; version 1: 12 users like 100%" in told
     assert "evidence that it is worse 1 : 1, of 100 : 1 needed. The champion stays." in told
     judge_answers(name, "2", liked=False)
     assert registry.main(["watch", name]) == 0
@@ -99,19 +108,75 @@ def test_a_champion_that_users_like_less_is_withdrawn_once(name: str, capsys):
     assert champions.champion == 1
     last = champions.decisions[-1]
     assert (last.by, last.action) == ("run Retrain/1", "rolled back")
-    assert last.reasons[0].startswith("Users like it less: version 2: 0 of 12 answers liked")
+    assert last.reasons[0].startswith("Users like it less: version 2: 12 users like 0%")
     watch_feedback(settings, "Retrain/2")
     assert "has no two champions to compare" in capsys.readouterr().out
+    # A person's promotion is not undone by the judgments from before it.
+    promote_by_hand(name, 2, reason="It was the prompts.", by="person ann")
+    watch_feedback(settings, "Retrain/3")
+    assert "version 2: 0 users" in capsys.readouterr().out
+    assert read_champions(name).champion == 2
+
+
+def test_nothing_to_compare_stops_no_training(server: MlflowServer, name: str, capsys):
+    settings = {"task": "tldr", "promotion": {"withdraw_alpha": 0.01}}
+    watch_feedback(settings | {"registered_model": "nobody-made-this"}, "Retrain/1")
+    assert "has no two champions to compare" in capsys.readouterr().out
+    connect().rename_experiment(
+        connect().get_experiment_by_name(f"{name}-served").experiment_id, f"{name}-away"
+    )
+    watch_feedback(settings | {"registered_model": name}, "Retrain/1")
+    assert "not compared: MLflow has no experiment" in capsys.readouterr().out
+
+
+def test_only_the_version_that_was_compared_is_withdrawn(name: str):
+    with pytest.raises(ModelError, match=r"Version 1 of .* was champion when you asked, and 2 is"):
+        roll_back(name, reason="r", by="run Retrain/1", champion=1)
 
 
 @pytest.mark.parametrize("given", [("--alpha", "0"), ("--alpha", "1"), ("--margin", "1")])
-def test_a_wrong_limit_is_refused(name: str, given: tuple[str, ...], capsys):
+def test_a_wrong_limit_is_refused(server: MlflowServer, given: tuple[str, ...], capsys):
+    connect().create_registered_model(name := f"policy-{uuid4().hex[:8]}")
     assert registry.main(["watch", name, *given]) == 1
     assert "must be above 0 and at most 0.5" in capsys.readouterr().err
 
 
-def test_only_single_judgments_of_the_two_versions_count():
-    opinions = [judgment(f"a{n}", f"user {n}", n % 4 > 0, day=n) for n in range(40)]
-    found = compare_feedback(opinions, champion=1, before=2)
-    assert (found.liked, found.judged, found.evidence) == ((30, 0), (40, 0), 1.0)
-    assert "version 1: 30 of 40 answers liked; version 2: 0 of 0" in found.describe()
+def test_a_user_counts_once_and_only_on_the_own_side_of_the_promotion():
+    def said(version: int, day: int, liked: bool, user: str = "ann") -> Opinion:
+        return replace(judgment(f"a{day}", user, liked, day=day), version=str(version))
+
+    since = START + timedelta(days=10)
+    opinions = [
+        *(said(1, day, liked) for day, liked in ((1, True), (2, True), (3, False), (11, False))),
+        *(said(2, day, liked) for day, liked in ((9, True), (12, False), (13, True))),
+        said(2, 14, False, user=""),
+        said(1, 4, True, user="bob"),
+    ]
+    found = compare_feedback(opinions, champion=2, before=1, since=since)
+    assert found.users == (1, 2)
+    assert found.liked == pytest.approx((0.0, (2 / 3 + 1) / 2))
+    assert (
+        "version 2: 1 users like 0% of the answers; version 1: 2 users like 83%" in found.describe()
+    )
+
+
+def test_evidence_is_finite_for_a_disaster():
+    assert evidence_of_loss([0.0] * 5000, [1.0] * 25_000) > 1e300
+
+
+def test_the_last_promotion_of_a_version_counts():
+    def decision(number: int, champion: int) -> Decision:
+        at = (START + timedelta(days=number)).isoformat()
+        return Decision(
+            number=number,
+            action="promoted",
+            version=champion,
+            champion=champion,
+            reasons=(),
+            by="run RLHF/1",
+            key=str(number),
+            at=at,
+        )
+
+    made = [decision(1, 4), decision(2, 5), decision(3, 4), decision(4, 5), decision(5, 5)]
+    assert promoted_at(made, 5) == START + timedelta(days=4)

@@ -183,11 +183,11 @@ def test_a_judgment_is_a_pair_with_a_missing_response_and_the_log_odds_of_all_ju
         {"prompt": "w6", "chosen": "w7", "rejected": "w8"},
     ]
     held_out = rows_of("pairs", [{"prompt": "w6", "chosen": "w8", "rejected": "w7"}])
-    pairs = plain(pairs_of_feedback(rows_of("feedback", rows), held_out))
+    pairs = plain(pairs_of_feedback(rows_of("feedback", rows), [held_out]))
     # Weight 3 is liked and 0.5 disliked. The pair of w6 is held out.
     assert [pair["margin"] for pair in pairs] == [-log(6), log(6), -log(6), 0.0]
     assert [pair["weight"] for pair in pairs] == [1.0, 0.5, 2.0, 1.0]
-    only_liked = pairs_of_feedback(rows_of("feedback", rows[:1]), held_out)
+    only_liked = pairs_of_feedback(rows_of("feedback", rows[:1]), [held_out])
     assert plain(only_liked)[0]["margin"] == 0.0
 
 
@@ -198,7 +198,7 @@ def test_feedback_keeps_its_margin_and_its_weight_beside_given_pairs():
         {"prompt": "w3", "chosen": "w4", "weight": 0.5},
         {"prompt": "w3", "rejected": "w5", "weight": 0.25},
     ]
-    feedback = pairs_of_feedback(rows_of("feedback", rows), held_out)
+    feedback = pairs_of_feedback(rows_of("feedback", rows), [held_out])
     assert plain(join_by_weight([(given, 1.0), (feedback, 2.0)])) == [
         {"prompt": "w0", "chosen": "w1", "rejected": "w2", "margin": 0.0, "weight": 1.0},
         {"prompt": "w3", "chosen": "w4", "margin": -log(2), "weight": 1.0},

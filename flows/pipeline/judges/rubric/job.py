@@ -125,7 +125,8 @@ class LanguageModels:
         if lines:
             # All processes append to the file, each by one write.
             with (self.folder / SPENT_FILE).open("a", encoding="utf-8") as file:
-                file.write("".join(lines))
+                # A killed process may have left a part of a line, which ends here.
+                file.write("\n" + "".join(lines))
 
 
 def load_job(folder: Path) -> LanguageModels:

@@ -98,7 +98,9 @@ def _evaluated(facts: RunFacts) -> list[Section]:
         registered.promotion,
         evaluation,
         facts.settings.promotion,
-        reward_model_fit=not facts.reward_model or facts.reward_model.fit,
+        reward_model_fit=(
+            not facts.reward_model or facts.reward_model.fit or not facts.settings.uses_reward_model
+        ),
         kl=registered.kl,
         earlier_decisions=registered.earlier_decisions,
     )
@@ -144,8 +146,11 @@ def _front(evaluation: Evaluation) -> Section:
         if one.kl is not None and one.win_rate is not None
     }
     points["SFT"] = (0.0, (0.5, 0.5, 0.5))
-    if kl is not None:
-        points["PPO"] = (kl, (baselines.ppo.rate, baselines.ppo.low, baselines.ppo.high))
+    if kl is None:
+        unknown = "The KL divergence cannot be measured with this decoding, so there is no chart."
+        text = (*worth_of_ppo(baselines), unknown)
+        return replace(without_ppo_section(evaluation), title=title, text=text)
+    points["PPO"] = (kl, (baselines.ppo.rate, baselines.ppo.low, baselines.ppo.high))
     chart = Chart(
         title="Wins against SFT by KL from SFT",
         caption="Higher is better; further to the right is further from SFT, in nats.",
@@ -205,8 +210,12 @@ def _trust(facts: RunFacts) -> list[Section]:
 
 def _with_charts(report: RewardReport) -> list[Section]:
     bins = {
-        f"{part.confidence:.0%} sure, {part.n} pairs": (part.accuracy, part.low, part.high)
-        for part in report.calibration.bins
+        f"{number}. {part.confidence:.1%} sure, {part.n} pairs": (
+            part.accuracy,
+            part.low,
+            part.high,
+        )
+        for number, part in enumerate(report.calibration.bins, 1)
     }
     margins = {
         f"{name}, {one.n} pairs": (one.accuracy, one.low, one.high)
@@ -293,7 +302,8 @@ def _commands(facts: RunFacts) -> Section:
             ("See the champion, and all decisions", f"python flows/registry.py history {name}"),
             *commands,
         ]
-    else:
+    elif not facts.is_reward_model_refused or facts.settings.reward_model:
+        # A refused reward model that the run trained would only be refused again.
         commands.append(("Continue this run after a correction", "python flows/rlhf.py resume"))
     if facts.is_reward_model_refused:
         accept = f"{repeat} --accept-reward-model"
