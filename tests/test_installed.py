@@ -112,7 +112,7 @@ def test_a_command_that_does_not_exist_is_answered_by_those_that_do(
             check=False,
         )
         assert ran.returncode == 2
-        assert "deploy, registry, retrain, rlhf, win_rate" in ran.stderr
+        assert "deploy, feedback, registry, retrain, rlhf, win_rate" in ran.stderr
         assert str(installed / "flows" / "presets") in ran.stderr
 
 
