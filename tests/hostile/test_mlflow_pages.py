@@ -135,7 +135,8 @@ PAGES = {
     "model": Page("models/{model}", [f"experiment promotions of {NAME}.", PERSON]),
     "version": Page(
         "models/{model}/versions/{version}",
-        [f"{NAME}, version 1", *(f"Inconclusive: The judge said {text}" for text in TEXTS)],
+        # The description is cut after 5,000 characters; the card has the other texts.
+        [f"{NAME}, version 1", *(f"Inconclusive: The judge said {text}" for text in TEXTS[:-3])],
     ),
     "uploaded model": Page("experiments/{experiment}/models/{logged_model}", [NAME]),
     "card": Page(
