@@ -41,7 +41,7 @@ class Collected:
 def collect(
     opinions: Sequence[Opinion], left_out: Sequence[LeftOut], without: Collection[str]
 ) -> Collected:
-    """Leave out repetitions and the users in `without`; look for contradictions and bad users."""
+    """Leave out repetitions and the users in `without`; find contradictions and doubtful users."""
     gone = [
         LeftOut(one.source, "opinions of this user are not wanted", one.user)
         for one in opinions

@@ -40,10 +40,10 @@ class Labeling:
     file: Path
     """File of the labels of all persons."""
 
-    skipped: set[_Texts] = field(default_factory=set)
+    skipped: set[_Texts] = field(default_factory=set, init=False)
     """Pairs that are not shown again before the next start."""
 
-    labeled: set[_Texts] = field(default_factory=set)
+    labeled: set[_Texts] = field(init=False)
     """Pairs that this person has labeled."""
 
     def __post_init__(self) -> None:

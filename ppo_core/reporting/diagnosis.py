@@ -280,14 +280,14 @@ TRENDS = {
         evidence=_slow("scoring", SCORING_SHARE, "time/scoring"),
         advice="The reward function waits or computes for long. Answer all responses of a call "
         "together, in threads if it asks a server, or cache its results.",
-        source="README, What the metrics mean",
+        source="docs/metrics.md",
     ),
     "time lost to waiting": Trend(
         evidence=_slow("waiting", WAITING_SHARE, "time outside time/sampling, -scoring, -updating"),
         advice="Checkpoints, tables of samples, evaluations or callbacks take longer than the "
         "training. Raise save_steps and eval_steps, set async_save, or lower "
         "num_sample_generations.",
-        source="README, What the metrics mean",
+        source="docs/metrics.md",
     ),
 }
 """Rules about the metrics of a whole run, by name."""
