@@ -14,6 +14,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_CACHE", tempfile.mkdtemp(prefix="datasets-"))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def registry_is_left_as_found():
+    """Fail a test file that leaves its MLflow server to the files after it."""
+    before = os.environ.get("MLFLOW_TRACKING_URI")
+    yield
+    assert os.environ.get("MLFLOW_TRACKING_URI") == before
+
+
 @pytest.fixture
 def mlflow_client(tmp_path: Path):
     """A client of an MLflow of this test's own, to which all tracking goes."""

@@ -5,11 +5,13 @@ be answered before a slow library is imported; `python -m tests.benchmarks.measu
 in how many seconds.
 """
 
+import os
 import re
 import shutil
 import sqlite3
 from contextlib import closing
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -60,7 +62,9 @@ def test_a_natural_mistake_is_answered_with_the_next_move(
         code, told, imported = run_command(mistake, folder)
     else:
         _, words = words_of(mistake)
-        ran = run_python(*words, folder=folder, variables=environment_in(folder))
+        # The program gets only these variables, and none that another test set.
+        with patch.dict(os.environ, environment_in(folder), clear=True):
+            ran = run_python(*words, folder=folder)
         code, told = ran.returncode, ran.stdout + ran.stderr
     message = message_of(told)
     assert (code == 0) == mistake.is_accepted, message
