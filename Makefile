@@ -7,6 +7,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 SEEDS ?= 1 2 3
 LABELS ?= 4000
+# vader: the judge's lexicon, with one label in ten wrong; afinn: another one, from the package afinn.
+LABELER ?= vader
 RUN_ARGS ?=
 BENCH_ARGS ?= --results tests/benchmarks/RESULTS.md
 TRL_VENV := .venv-trl
@@ -89,11 +91,12 @@ tldr stories: $(VENV)/installed-dev
 
 # The stories with a reward model of LABELS pairs of the policy's own samples, another one for each seed.
 fresh-stories: $(VENV)/installed-dev
+	[ $(LABELER) != afinn ] || $(BIN)/python -m pip install --quiet afinn==0.1
 	mkdir -p outputs/$@
 	for seed in $(SEEDS); do \
 		$(BIN)/python flows/rlhf.py --config settings flows/presets/stories.toml run \
 			--seed $$seed --set reward_model_training.seed=$$seed --set fresh_pairs.count=$(LABELS) \
-			--set fresh_pairs.labeller=python:tests/helpers/vader_judge.py:people \
+			--set fresh_pairs.labeller=python:tests/helpers/$(LABELER)_judge.py:people \
 			--set ppo.kl_target=8.0 --set selection.method=kl \
 			--summary-json outputs/$@/seed-$$seed.json || exit 1; \
 	done
