@@ -189,12 +189,10 @@ def test_exchange_measured_at_two_depths_is_extrapolated_to_all_layers():
     assert speed.reduced == LinearCost(outside=7, layer=13)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sharding",
-    [
-        "fsdp2",
-        *(pytest.param(k, marks=pytest.mark.slow) for k in ("ddp", "zero1", "zero2", "zero3")),
-    ],
+    ["fsdp2", "ddp", "zero1", "zero2", "zero3"],
 )
 def test_two_processes_measure_positive_times(sharding, tmp_path, capfd):
     # As models of the hub are saved. A training has them in fp32.

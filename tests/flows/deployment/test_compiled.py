@@ -103,6 +103,7 @@ def variables_of(container: Any) -> dict[str, str]:
     return {one["name"]: one["value"] for one in container["env"] if "value" in one}
 
 
+@pytest.mark.slow
 def test_argo_and_kubernetes_know_every_key(
     template: Any, retrain_template: Any, template_of_machines: Any
 ):

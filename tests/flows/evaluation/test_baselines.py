@@ -159,6 +159,7 @@ def measure(
     return found.results, asked
 
 
+@pytest.mark.slow
 def test_the_baselines_use_what_the_judges_limit_leaves(world: World, monkeypatch):
     settings = world.settings
     # Each prompt takes two questions for each of two baselines, and the rule costs nothing.

@@ -184,14 +184,15 @@ def earlier_policies(folder: Path, likings: dict[int, float]) -> EarlierPolicies
     return EarlierPolicies(path=str(folder), digest=digest_of_folder(folder))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("likings", "weights", "expected"),
     [
         # Liking 3 says w1 twice in an answer, as the judge likes it.
         ({10: 3.0, 20: 9.0}, [1.0], (1.0, 10)),
-        pytest.param({5: 0.0, 10: 3.0}, [1.0, 0.9], (1.0, 10), marks=pytest.mark.slow),
+        ({5: 0.0, 10: 3.0}, [1.0, 0.9], (1.0, 10)),
         # The end, or a policy on the way to it, is chosen where it is better.
-        pytest.param({10: 0.0}, [1.0, 0.3], (0.3, None), marks=pytest.mark.slow),
+        ({10: 0.0}, [1.0, 0.3], (0.3, None)),
     ],
 )
 def test_the_judge_may_choose_an_earlier_policy_of_ppo(

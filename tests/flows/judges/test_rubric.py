@@ -202,6 +202,7 @@ def test_the_first_step_asks_about_a_chosen_and_an_empty_answer(tmp_path: Path, 
 # --- A training ---
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_server_that_dies_keeps_the_checkpoint_and_a_resume_asks_the_rest(
     tmp_path: Path, mlflow_client

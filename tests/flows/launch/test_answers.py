@@ -37,6 +37,7 @@ def job_of(folder: Path, **changes: object) -> AnswerJob:
     return AnswerJob(**settings)
 
 
+@pytest.mark.slow
 def test_two_processes_answer_as_one(tmp_path):
     job, folder = job_of(tmp_path), tmp_path / "answers"
     one = answer(job, processes=1, folder=folder, stall_minutes=5)

@@ -170,6 +170,7 @@ def launch() -> Iterator[Callable[..., Launcher]]:
 # --- What ends a training, and how it goes on ------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_killed_process_ends_all_of_them_and_is_named(make_job):
     job = make_job(total_episodes=8 * 500)
     pids = {}

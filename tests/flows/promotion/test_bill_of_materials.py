@@ -140,6 +140,7 @@ def test_a_package_from_an_archive_has_its_hash_and_no_address_of_the_index(
     assert "purl" not in found
 
 
+@pytest.mark.slow
 def test_the_same_run_writes_the_same_bytes_in_every_process():
     code = "import sys; from tests.flows.promotion import test_bill_of_materials as test; " + (
         "sys.stdout.write(test.text_of_bill())"

@@ -42,6 +42,7 @@ def start(mlflow_client) -> Callable[[Settings], FlowRun]:
     return lambda settings: start_run(settings, settings, "RLHF", "1", steps)
 
 
+@pytest.mark.slow
 def test_feedback_outweighs_given_pairs_by_its_weight(tmp_path: Path, start):
     rates, run = [], start(make_settings(with_feedback(tmp_path), {}))
     for weight in (0.001, 5.0):

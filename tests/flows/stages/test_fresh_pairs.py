@@ -156,6 +156,7 @@ def test_nobody_is_asked_for_labels_that_would_gain_little(
         assert asked(tmp_path) > 0
 
 
+@pytest.mark.slow
 def test_the_judge_is_asked_once_before_the_labels_and_not_again_by_the_validation(
     tmp_path: Path, start, capsys, monkeypatch
 ):

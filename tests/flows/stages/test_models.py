@@ -121,6 +121,7 @@ def test_a_judge_is_trained_beside_the_reward_model_once(
     assert load(settings, run) == (reward_model, judge)
 
 
+@pytest.mark.slow
 def test_the_judge_of_a_given_reward_model_is_trained_and_measured(tmp_path: Path, start, capsys):
     settings = bare(
         tmp_path,
