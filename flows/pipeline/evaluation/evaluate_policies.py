@@ -15,7 +15,7 @@ from pipeline.judges.judge_budget import Budget, Spent
 from pipeline.judges.make_judge import make_judge_of_run
 from pipeline.judges.verdict import JudgedPrompt
 from pipeline.launch.answers import answer_in_run
-from pipeline.results.evaluation import Evaluation, GuardResult, TrainedJudge
+from pipeline.results.evaluation import Evaluation, GuardResult, PairedDifference, TrainedJudge
 from pipeline.results.report_files import EVALUATION_FILE, write_report
 from pipeline.results.selection import Selection
 from pipeline.results.step_records import (
@@ -166,7 +166,6 @@ def _judge(
     # Imported here because scipy and statsmodels are slow to import and most importers of this
     # module judge nothing.
     from pipeline.evaluation.contests import distinct_share, judgements
-    from pipeline.evaluation.win_rate import compare_policies
 
     settings, prompts = data.settings, answered.prompts
     kl = {who: given.kl for who, given in answered.answers.items()}
@@ -181,10 +180,6 @@ def _judge(
     guards, not_applied = _compare_by_guards(settings.promotion.guards, answered, evaluated)
     texts, budget = answered.texts, Budget.of(settings.judging)
     contests = _contests(data, answered, trained_judge, budget)
-    improvement = None
-    if "reference" in texts:
-        ppo, sft = (contests.comparisons[f"{who}_vs_reference"] for who in ("ppo", "sft"))
-        improvement = compare_policies(ppo, sft)
     baselines = without_ppo(contests.comparisons["ppo_vs_sft"], budget)
     reasons = [*contests.result.reasons, *doubts_about_trained_judge(trained_judge)]
     _write_samples(evaluated, {"prompt": prompts, **texts})
@@ -205,7 +200,7 @@ def _judge(
         ],
         trained_judge=trained_judge,
         champion=version,
-        improvement=improvement,
+        improvement=_improvement(contests.comparisons),
         distinct={who: distinct_share(given) for who, given in texts.items()},
         length={who: mean_words(given) for who, given in texts.items()},
         repetition={who: repeated_share(given) for who, given in texts.items()},
@@ -218,6 +213,15 @@ def _judge(
     return evaluated
 
 
+def _improvement(comparisons: "Mapping[str, Comparison]") -> PairedDifference | None:
+    """Return PPO's win rate minus the win rate of SFT; None if there are no references."""
+    from pipeline.evaluation.win_rate import compare_policies
+
+    if "ppo_vs_reference" not in comparisons:
+        return None
+    return compare_policies(comparisons["ppo_vs_reference"], comparisons["sft_vs_reference"])
+
+
 def _write_samples(evaluated: EvaluatedPolicy, columns: Mapping[str, Sequence[Any]]) -> None:
     rows = zip(*columns.values(), strict=True)
     write_jsonl(evaluated.samples, [dict(zip(columns, row, strict=True)) for row in rows])
@@ -227,13 +231,12 @@ def _contests(
     data: RunData, answered: _Answered, trained_judge: TrainedJudge | None, budget: Budget
 ) -> "Contests":
     """Return the contests between all answers, by the judge of the run."""
-    from pipeline.evaluation.contests import evaluate
+    from pipeline.evaluation.contests import Contestants, evaluate
 
     settings, texts = data.settings, answered.texts
     return evaluate(
         make_judge_of_run(settings, judge_of_run(settings, trained_judge), budget),
-        answered.prompts,
-        texts,
+        Contestants(answered.prompts, texts),
         contests_between(texts),
         rules=_rules(settings.promotion, texts),
         people=list(data.labels() or []),

@@ -7,7 +7,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from pipeline.demo import task
-from pipeline.evaluation.contests import Contests, evaluate, judgements
+from pipeline.evaluation.contests import Contestants, Contests, evaluate, judgements
 from pipeline.evaluation.sequential.equal_weeks import WEEKS, promoted_share
 from pipeline.evaluation.sequential.until_decided import Rule
 from pipeline.evaluation.win_rate import describe, values_of_prompts
@@ -58,21 +58,7 @@ def compare_model(
         ModelError: the model cannot be loaded.
         JudgeError: the judge does not reply.
     """
-    if arguments.against_itself and config.temperature == 0:
-        raise ConfigError(
-            "against_itself compares two samples of the model, and temperature=0 makes them equal, "
-            "so every pair would be a tie. Set a temperature above 0."
-        )
-    if config.rotate:
-        raise ConfigError(
-            f"rotate={config.rotate:g} draws prompts for each champion, and this command knows "
-            "none. Leave rotate out."
-        )
-    if config.baseline_prompts != EvaluationConfig.baseline_prompts:
-        raise ConfigError(
-            f"baseline_prompts={config.baseline_prompts} is for the comparison of PPO with SFT, "
-            "and this command measures one model. Leave baseline_prompts out."
-        )
+    _refuse_what_has_no_effect(arguments, config)
     output = Path(arguments.output_dir)
     check_outputs(arguments.output_dir, arguments.summary_json)
     check_judge(arguments.judge, "", judging)
@@ -106,14 +92,31 @@ def compare_model(
     )
     return evaluate(
         judge,
-        prompts,
-        texts,
+        Contestants(prompts, texts),
         [contest],
         rules={contest: Rule(least=0.5, gain=None, alpha=arguments.alpha)},
         people=list(labels or []),
         config=config,
         seed=arguments.seed,
     )
+
+
+def _refuse_what_has_no_effect(arguments: WinRateArguments, config: EvaluationConfig) -> None:
+    if arguments.against_itself and config.temperature == 0:
+        raise ConfigError(
+            "against_itself compares two samples of the model, and temperature=0 makes them equal, "
+            "so every pair would be a tie. Set a temperature above 0."
+        )
+    if config.rotate:
+        raise ConfigError(
+            f"rotate={config.rotate:g} draws prompts for each champion, and this command knows "
+            "none. Leave rotate out."
+        )
+    if config.baseline_prompts != EvaluationConfig.baseline_prompts:
+        raise ConfigError(
+            f"baseline_prompts={config.baseline_prompts} is for the comparison of PPO with SFT, "
+            "and this command measures one model. Leave baseline_prompts out."
+        )
 
 
 def result_with_settings(

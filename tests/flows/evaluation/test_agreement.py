@@ -11,7 +11,7 @@ from pipeline.evaluation.agreement import (
     measure_agreement,
 )
 from pipeline.evaluation.comparison import compare
-from pipeline.evaluation.contests import evaluate
+from pipeline.evaluation.contests import Contestants, evaluate
 from pipeline.judges.verdict import Verdict
 from pipeline.results.evaluation import JudgedContests
 from pipeline.settings.evaluation_config import EvaluationConfig
@@ -214,8 +214,7 @@ def test_an_evaluation_by_a_judge_that_disagrees_with_people_is_inconclusive():
         texts = {"reference": ["a"] * 4, "ppo": ["bb"] * 4}
         return evaluate(
             RuleJudge(longer),
-            ["w", "x", "y", "z"],
-            texts,
+            Contestants(["w", "x", "y", "z"], texts),
             [("ppo", "reference")],
             rules={("ppo", "reference"): RULE},
             people=rows("second", "first", "second", "first"),

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from pipeline.evaluation.comparison import contests_between
-from pipeline.evaluation.contests import evaluate
+from pipeline.evaluation.contests import Contestants, evaluate
 from pipeline.evaluation.notes import notes_on
 from pipeline.evaluation.sequential.until_decided import Rule
 from pipeline.evaluation.win_rate import compare_policies
@@ -206,8 +206,7 @@ def evaluation_result(
     opponents = ["sft" if champion is None else "champion", *["reference"] * references]
     contests = evaluate(
         FunctionJudge(judge, _most_points, version="1"),
-        prompts,
-        texts,
+        Contestants(prompts, texts),
         contests_between(means),
         rules={("ppo", opponent): RULE for opponent in opponents},
         people=[
