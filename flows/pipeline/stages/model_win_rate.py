@@ -33,7 +33,7 @@ from pipeline.settings.evaluation_config import EvaluationConfig
 from pipeline.settings.gate_configs import PromotionConfig
 from pipeline.settings.judge_config import JudgingConfig
 from pipeline.settings.win_rate_arguments import WinRateArguments
-from ppo_core.config.row_settings import parse_columns
+from ppo_core.config.row_settings import ReadOptions, parse_columns
 from ppo_core.data.chat_template import Messages
 from ppo_core.data.prompts import context_length
 from ppo_core.data.rows.describe import describe_reading, require_columns_read
@@ -68,17 +68,12 @@ def compare_model(
     cache = output / "cache" / CHAMPIONS
     model, tokenizer_path = map(str, find_policy(arguments.model, cache))
     tokenizer = load_tokenizer(tokenizer_path, arguments.prompt_format)
-    renamed = parse_columns(arguments.columns)
-    labels = data_sets.read_labels(
-        "human_labels",
-        config.human_labels,
-        tokenizer,
-        renamed=renamed,
-        allow_urls=arguments.allow_data_urls,
-        max_left_out=arguments.max_left_out,
+    options = ReadOptions(
+        parse_columns(arguments.columns), arguments.allow_data_urls, arguments.max_left_out
     )
-    rows = _read_rows(arguments, source, model, tokenizer)
-    require_columns_read(renamed, rows, *([] if labels is None else [labels]))
+    labels = data_sets.read_labels("human_labels", config.human_labels, tokenizer, options)
+    rows = _read_rows(arguments, source, model, tokenizer, options)
+    require_columns_read(options.renamed, rows, *([] if labels is None else [labels]))
     judged = data_sets.judged_rows(rows, config)
     prompts = [row["prompt"] for row in judged]
     texts = _texts(arguments, config, (model, tokenizer_path), judged, rows.source)
@@ -217,16 +212,11 @@ def _read_rows(
     source: str,
     model: Path | str,
     tokenizer: PreTrainedTokenizerBase,
+    options: ReadOptions,
 ) -> Rows:
     """Return the prompts and references; print which columns were read and which rows left out."""
-    rows = read_rows(
-        source,
-        "prompts",
-        is_chat=tokenizer.chat_template is not None,
-        renamed=parse_columns(arguments.columns),
-        allow_urls=arguments.allow_data_urls,
-        max_left_out=arguments.max_left_out,
-    )
+    is_chat = tokenizer.chat_template is not None
+    rows = read_rows(source, "prompts", is_chat=is_chat, options=options)
     fitting = fit_prompts(
         rows,
         tokenizer,
