@@ -23,10 +23,10 @@ from pipeline.evaluation.sequential.until_decided import (
     compare_until_decided,
 )
 from pipeline.evaluation.win_rate import doubts_of, measure_win_rate
+from pipeline.inputs.preference_pairs import Vote
 from pipeline.judges.verdict import Judge, JudgedPrompt, Verdict
 from pipeline.results.evaluation import ContestResult, JudgedContests, JudgeIdentity, WinRate
 from pipeline.settings.evaluation_config import EvaluationConfig
-from ppo_core.data.rows.forms import Row
 
 Contest = tuple[str, str]
 """Candidate and opponent."""
@@ -75,7 +75,7 @@ def evaluate(
     contests: Sequence[Contest],
     *,
     rules: Mapping[Contest, Rule],
-    people: Sequence[Row],
+    people: Sequence[Vote],
     config: EvaluationConfig,
     canaries_decide: bool = True,
     seed: int,
@@ -94,8 +94,8 @@ def evaluate(
         rules: rules of the contests that decide, in the order in which they are judged; at least
             one. After a contest in which the candidate is not found better, the next contest is
             judged only on the prompts of that contest.
-        people: rows with `prompt`, `first`, `second` and a person's `label`; may be empty. Labels
-            of the contests' own pairs decide with the judge, see `people_and_judge`.
+        people: opinions of people; may be empty. Votes on the contests' own pairs decide with the
+            judge, see `people_and_judge`.
         config: limits of the rates and of kappa; beyond a limit, the result is inconclusive.
         canaries_decide: whether the result is inconclusive if the judge falls for canaries.
         seed: seed of the order of the pairs.
@@ -135,7 +135,7 @@ def _decide(
     judge: Judge,
     contestants: Contestants,
     rules: Mapping[Contest, Rule],
-    people: Sequence[Row],
+    people: Sequence[Vote],
     config: EvaluationConfig,
     seed: int,
 ) -> dict[Contest, DecidedComparison]:

@@ -11,6 +11,7 @@ from pipeline.evaluation.notes import doubts_about_trained_judge, note_on_copies
 from pipeline.inputs.contamination import COPIED
 from pipeline.inputs.data_sets import RunData, references_of
 from pipeline.inputs.json_lines import read_jsonl, write_jsonl
+from pipeline.inputs.preference_pairs import votes_of
 from pipeline.judges.judge_budget import Budget, Spent
 from pipeline.judges.make_judge import make_judge_of_run
 from pipeline.judges.verdict import JudgedPrompt
@@ -239,7 +240,7 @@ def _contests(
         Contestants(answered.prompts, texts),
         contests_between(texts),
         rules=_rules(settings.promotion, texts),
-        people=list(data.labels() or []),
+        people=votes_of(data.labels()),
         config=settings.evaluation,
         # A reward model reads no instructions, and its accuracy on held-out pairs was measured.
         canaries_decide=trained_judge is None,

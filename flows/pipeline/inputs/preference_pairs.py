@@ -4,7 +4,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from statistics import fmean
 
 import pyarrow
@@ -56,6 +56,31 @@ class LabeledPair:
 
     agreement: float | None = None
     """Fraction of the votes for the most frequent opinion; None for a single vote."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vote:
+    """A person's opinion on two answers to a prompt."""
+
+    prompt: str | Messages
+    first: str
+    second: str
+
+    label: str
+    """`first`, `second` or `tie`; `first` means that the first answer is better."""
+
+    annotator: str | None = None
+    """Id of the person; None if it is not known."""
+
+    @classmethod
+    def of(cls, row: Row) -> "Vote":
+        """Return the vote of a row of the kind `votes`."""
+        return cls(**{one.name: row[one.name] for one in fields(cls) if one.name in row})
+
+
+def votes_of(rows: Iterable[Row] | None) -> list[Vote]:
+    """Return the votes of rows of the kind `votes`; none without rows."""
+    return [Vote.of(row) for row in rows or ()]
 
 
 def label_pairs(rows: Iterable[Row]) -> list[LabeledPair]:
@@ -129,14 +154,15 @@ def split_off_judge_pairs(rows: Rows) -> tuple[Rows, Rows]:
 def pairs_of_votes(votes: Rows) -> Rows:
     """Return votes on two answers, `first` and `second`, as pairs; the column `tie` marks ties."""
 
-    def convert(vote: Row) -> Row:
-        chosen, rejected = ("second", "first") if vote["label"] == "second" else ("first", "second")
+    def convert(row: Row) -> Row:
+        vote = Vote.of(row)
+        is_second = vote.label == "second"
         return {
-            "prompt": vote["prompt"],
-            "chosen": vote[chosen],
-            "rejected": vote[rejected],
-            "tie": vote["label"] == "tie",
-            "annotator": vote.get("annotator"),
+            "prompt": vote.prompt,
+            "chosen": vote.second if is_second else vote.first,
+            "rejected": vote.first if is_second else vote.second,
+            "tie": vote.label == "tie",
+            "annotator": vote.annotator,
         }
 
     prompt = votes.table.features.arrow_schema.field("prompt")

@@ -13,6 +13,7 @@ from pipeline.evaluation.sequential.until_decided import Rule
 from pipeline.evaluation.win_rate import describe, values_of_prompts
 from pipeline.inputs import data_sets
 from pipeline.inputs.json_lines import write_jsonl
+from pipeline.inputs.preference_pairs import votes_of
 from pipeline.judges.make_judge import check_judge, make_judge
 from pipeline.launch.answers import answer, answer_processes
 from pipeline.launch.stall_watch import STALL_MINUTES
@@ -90,7 +91,7 @@ def compare_model(
         Contestants(prompts, texts),
         [contest],
         rules={contest: Rule(least=0.5, gain=None, alpha=arguments.alpha)},
-        people=list(labels or []),
+        people=votes_of(labels),
         config=config,
         seed=arguments.seed,
     )

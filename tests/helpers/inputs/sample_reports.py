@@ -12,7 +12,7 @@ from pipeline.evaluation.contests import Contestants, evaluate
 from pipeline.evaluation.notes import notes_on
 from pipeline.evaluation.sequential.until_decided import Rule
 from pipeline.evaluation.win_rate import compare_policies
-from pipeline.inputs.preference_pairs import LabeledPair
+from pipeline.inputs.preference_pairs import LabeledPair, Vote
 from pipeline.judges.function_judge import FunctionJudge
 from pipeline.judges.judge_budget import Spent
 from pipeline.registry.decisions import Decision
@@ -210,7 +210,7 @@ def evaluation_result(
         contests_between(means),
         rules={("ppo", opponent): RULE for opponent in opponents},
         people=[
-            {"prompt": "", "first": "2", "second": str(points), "label": label}
+            Vote(prompt="", first="2", second=str(points), label=label)
             for points, label in enumerate(["first", "first", "first", "second", "tie"])
         ],
         config=EvaluationConfig(),
