@@ -8,8 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from pipeline.demo import task
 from pipeline.evaluation.contests import Contestants, Contests, evaluate, judgements
-from pipeline.evaluation.sequential.equal_weeks import WEEKS, promoted_share
-from pipeline.evaluation.sequential.until_decided import Rule
+from pipeline.evaluation.sequential.until_decided import WEEKS, Rule, promoted_share
 from pipeline.evaluation.win_rate import describe, values_of_prompts
 from pipeline.inputs import data_sets
 from pipeline.inputs.json_lines import write_jsonl

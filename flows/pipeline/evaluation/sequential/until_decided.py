@@ -26,6 +26,9 @@ mistake refuses a good candidate, and never promotes a bad one."""
 SMALLEST_RATE = 1e-9
 """Smallest win rate to bet against: the stakes of a bet against 0 would be infinite."""
 
+WEEKS = 10_000
+"""Number of resampled weeks."""
+
 LARGEST_LOG = 700.0
 """Largest log of the evidence that is reported: JSON has no infinity."""
 
@@ -167,6 +170,27 @@ def compare_at(
         [candidates[n] for n in positions],
         [opponents[n] for n in positions],
     )
+
+
+def promoted_share(values: Array, rule: Rule, *, weeks: int = WEEKS, seed: int) -> float:
+    """Return the share of resampled weeks in which a rule finds the candidate better.
+
+    A week draws as many values as there are, with replacement. Each drawn value x becomes 1 - x
+    with probability 1/2: candidate and opponent are the same policy, so their order is arbitrary.
+
+    Args:
+        values: points (N,) of the candidate in [0, 1], one for each prompt.
+        rule: rule of the gate.
+        weeks: number of resampled weeks.
+        seed: seed of the draws.
+    """
+    rng = np.random.default_rng(seed)
+    promoted = 0
+    for _ in range(weeks):
+        drawn = rng.choice(values, len(values))
+        drawn = np.where(rng.uniform(size=len(values)) < 0.5, drawn, 1 - drawn)
+        promoted += rule.first_decision(drawn)[0] == "better"
+    return promoted / weeks
 
 
 def _batches(prompts: Sequence[JudgedPrompt], seed: Sequence[int]) -> Iterator[list[int]]:
