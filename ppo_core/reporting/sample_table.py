@@ -18,7 +18,7 @@ from transformers.integrations.integration_utils import (
 
 from ppo_core.errors import DataError
 from ppo_core.io.atomic_files import explained_writes, write_atomically
-from ppo_core.reporting.escaping import as_markdown, printable
+from ppo_core.reporting.escaping import as_table, printable
 
 COLUMNS = ("query", "response", "score")
 
@@ -109,13 +109,11 @@ def log_table(
 
 def markdown_table(completions: Completions) -> str:
     """Return all rows and columns as a markdown table."""
-    names = completions.by_column()
-    lines = [names, ["---"] * len(names), *completions.rows()]
-    return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
+    return as_table(completions.by_column(), completions.rows(), _shown)
 
 
-def _cell(value: Any) -> str:
-    return f"{value:z.4g}" if isinstance(value, float) else as_markdown(str(value))
+def _shown(value: Any) -> str:
+    return f"{value:z.4g}" if isinstance(value, float) else str(value)
 
 
 def _write_lines(completions: Completions, path: Path) -> None:
