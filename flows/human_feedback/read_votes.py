@@ -3,6 +3,7 @@
 from datetime import UTC, datetime
 
 from human_feedback.opinions import LeftOut, Opinion, size_fault, time_of
+from pipeline.inputs.preference_pairs import Vote
 from ppo_core.config.row_settings import VOTE_FIELDS
 from ppo_core.data.chat_template import is_messages
 from ppo_core.data.rows.forms import Form, Kind, Row, find_form
@@ -85,9 +86,8 @@ def _answers(row: Row) -> tuple[str | None, str | None] | None:
     """Return the preferred and the other answer of a row; None if none is preferred."""
     if "label" not in row:
         return row["chosen"], row["rejected"]
-    if row["label"] == "first":
-        return row["first"], row["second"]
-    return (row["second"], row["first"]) if row["label"] == "second" else None
+    vote = Vote.of(row)
+    return (vote.chosen, vote.rejected) if vote.label in ("first", "second") else None
 
 
 def _time(value: object) -> datetime | None:

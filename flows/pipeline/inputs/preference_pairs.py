@@ -72,6 +72,16 @@ class Vote:
     annotator: str | None = None
     """Id of the person; None if it is not known."""
 
+    @property
+    def chosen(self) -> str:
+        """The preferred answer; for a tie, the first one."""
+        return self.second if self.label == "second" else self.first
+
+    @property
+    def rejected(self) -> str:
+        """The other answer."""
+        return self.first if self.label == "second" else self.second
+
     @classmethod
     def of(cls, row: Row) -> "Vote":
         """Return the vote of a row of the kind `votes`."""
@@ -156,11 +166,10 @@ def pairs_of_votes(votes: Rows) -> Rows:
 
     def convert(row: Row) -> Row:
         vote = Vote.of(row)
-        is_second = vote.label == "second"
         return {
             "prompt": vote.prompt,
-            "chosen": vote.second if is_second else vote.first,
-            "rejected": vote.first if is_second else vote.second,
+            "chosen": vote.chosen,
+            "rejected": vote.rejected,
             "tie": vote.label == "tie",
             "annotator": vote.annotator,
         }
