@@ -100,16 +100,12 @@ def log_table(
     _write_lines(completions, Path(output_dir) / "completions" / f"step-{step:06d}.jsonl")
     for callback in callbacks:
         if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
-            callback.tb_writer.add_text("completions", markdown_table(completions), step)
+            table = as_table(completions.by_column(), completions.rows(), _shown)
+            callback.tb_writer.add_text("completions", table, step)
         elif isinstance(callback, WandbCallback) and callback._wandb.run is not None:
             _log_to_wandb(completions, step, callback)
         elif isinstance(callback, MLflowCallback) and callback._ml_flow.active_run() is not None:
             _log_to_mlflow(completions, step, callback)
-
-
-def markdown_table(completions: Completions) -> str:
-    """Return all rows and columns as a markdown table."""
-    return as_table(completions.by_column(), completions.rows(), _shown)
 
 
 def _shown(value: Any) -> str:

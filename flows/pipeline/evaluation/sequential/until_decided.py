@@ -142,7 +142,14 @@ def compare_until_decided(
     order: list[int] = []
     # Labels may be of the pairs that an earlier run asked about first; another order spreads them.
     for batch in _batches(prompts, [seed] if labels is None else [seed, 1]):
-        judged.append(compare_at(batch, judge, prompts, candidates, opponents))
+        judged.append(
+            compare(
+                judge,
+                [prompts[n] for n in batch],
+                [candidates[n] for n in batch],
+                [opponents[n] for n in batch],
+            )
+        )
         order += batch
         asked = joined(judged, range(len(order)))
         values = Values(values_of_prompts(asked)) if labels is None else labels.values(asked)
@@ -153,22 +160,6 @@ def compare_until_decided(
         positions=sorted(order),
         test=rule.test(values, asked=len(order), available=len(prompts)),
         people=None if labels is None else labels.rate(asked),
-    )
-
-
-def compare_at(
-    positions: Sequence[int],
-    judge: Judge,
-    prompts: Sequence[JudgedPrompt],
-    candidates: Sequence[str],
-    opponents: Sequence[str],
-) -> Comparison:
-    """Compare the pairs at some positions."""
-    return compare(
-        judge,
-        [prompts[n] for n in positions],
-        [candidates[n] for n in positions],
-        [opponents[n] for n in positions],
     )
 
 
