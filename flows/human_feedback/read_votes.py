@@ -17,9 +17,10 @@ from ppo_core.data.sources.source import named_data, open_source
 def read_votes(source: str) -> tuple[list[Opinion], list[LeftOut]]:
     """Read the rows of a file.
 
-    A row has `prompt` and either `first`, `second` and `label` (first, second or tie), or
-    `completion` and `label` (true or false), or `chosen` and `rejected`, of which one may be
-    missing; and optionally `annotator`, `version` and `time` (ISO 8601, or seconds since 1970).
+    A row has `prompt` and one of three forms of an opinion: `first`, `second` and `label` (first,
+    second or tie); `completion` and `label` (true or false); or `chosen` and `rejected`, one of
+    which may be missing. It may have `annotator`, `version` and `time` (ISO 8601, or seconds since
+    1970).
 
     Raises:
         DataError: the file cannot be read, or a column is missing.

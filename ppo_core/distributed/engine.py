@@ -261,7 +261,7 @@ class Engine:
     def load_weights(self, module: nn.Module, weight_of: Callable[[str], Tensor | None]) -> None:
         """Copy the unsharded tensor `weight_of(name)` into each parameter, bit for bit.
 
-        `module` is a prepared module, trained or frozen. The names are those that
+        `module` is a prepared module, trained or frozen. Its parameters have the names that
         `named_parameters()` returned before the module was prepared. If `weight_of` returns None,
         the parameter stays unchanged.
 

@@ -41,7 +41,7 @@ sharding."""
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingCost:
-    """A training, and functions that compute its size on other processes and its time."""
+    """A training, with functions that compute its time, and its size on other processes."""
 
     training: Training
     size_on: Callable[[Processes], TrainingSize | None]

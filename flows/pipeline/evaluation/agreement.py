@@ -108,23 +108,23 @@ def agree_with_people(judge: Judge, votes: Sequence[Vote]) -> HumanAgreement:
 def compare_with_annotators(votes: Sequence[Vote], outcomes: Sequence[str]) -> AnnotatorTest | None:
     """Test whether the judge may stand for one of the people who labeled pairs.
 
-    The alternative annotator test (Calderon, Reichart and Dror, arXiv:2501.10970). For a person h
-    and a pair i, let S(h, i) be the fraction of the other people whose label of i is that of h,
-    and S(f, i) the fraction whose label is the outcome of the judge f.
+    The alternative annotator test (Calderon, Reichart and Dror, arXiv:2501.10970). For a person h,
+    a pair i and the judge f, S(h, i) is the fraction of the other people who gave i the label that
+    h gave. S(f, i) is the fraction of the same people whose label is the outcome of f.
 
         d[i] = [S(h, i) >= S(f, i)] - [S(f, i) >= S(h, i)]
 
     The judge can replace h if a one-sided t-test rejects that the mean of d is at least COST, with
-    the correction of Benjamini and Yekutieli for the number of people. It may stand for a person
-    if it can replace at least half of them.
+    the correction of Benjamini and Yekutieli for the number of people. The judge may stand for a
+    person if it can replace at least half of the tested people.
 
     Args:
         votes: opinions of people. Only the first label of a person for a pair counts.
         outcomes: the judge's outcome for each vote; `invalid` leaves the vote out.
 
     Returns:
-        The result; None if no vote has an annotator. People with less than LEAST_PAIRS pairs that
-        somebody else labeled, too, are not tested, and are others for those who are.
+        The result; None if no vote has an annotator. A person is tested with at least LEAST_PAIRS
+        pairs that somebody else labeled, too. The labels of all other people count as well.
     """
     labels, judged = _labels_by_pair(votes, outcomes)
     if not labels:

@@ -82,9 +82,9 @@ def evaluate(
 ) -> Contests:
     """Test the judge with canaries and labels, and let the judge compare answers.
 
-    A contest with a rule is judged until the rule decides. Every other contest is judged on the
-    prompts of the contest with a rule against the same opponent, or else of the first contest with
-    a rule. Such a contest decides nothing, and its doubts do not make the result inconclusive.
+    A contest with a rule is judged until the rule decides. Every other contest takes the prompts of
+    the contest with a rule against the same opponent; without one, of the first contest with a
+    rule. It decides nothing, and its doubts do not make the result inconclusive.
 
     Args:
         judge: the judge.

@@ -301,8 +301,8 @@ def answer_as_evaluated(
 ) -> Answers:
     """Return a policy's answers in an evaluation, and its KL divergence from a reference policy.
 
-    The divergence is None if it cannot be estimated with the decoding settings. `changes` are
-    values of the `AnswerJob` in place of those of the settings.
+    The divergence is None if it cannot be estimated with the decoding settings. `changes` replace
+    values of the `AnswerJob`, which are otherwise taken from the settings.
     """
     return _sample(
         settings,

@@ -143,7 +143,7 @@ def training_pairs_of(rows: Rows, others: Rows) -> Rows:
 
 
 def split_off_judge_pairs(rows: Rows) -> tuple[Rows, Rows]:
-    """Return the pairs that train PPO's reward model, and those that train the judge.
+    """Return the pairs that train PPO's reward model, and the pairs that train the judge.
 
     Every third different pair trains the judge. Rows with equal prompts and equal responses, in
     either order, are one pair, so they are in the same part.
@@ -187,8 +187,9 @@ def pairs_of_feedback(feedback: Rows, others: Sequence[Rows]) -> Rows:
     Pairs that are in `others` are left out.
 
     A missing response has a score of 0. So the loss of a judgment is the binary cross-entropy of
-    sigmoid(score + c), with c the log odds of a positive judgment in these rows, by weight: an
-    answer of score 0 is liked as often as the average answer. c is 0 if all judgments are equal.
+    sigmoid(score + c), where c is the log odds of a positive judgment among the weighted rows. An
+    answer of score 0 is then liked as often as the average answer. c is 0 if all judgments are
+    equal.
     """
     liked = disliked = 0.0
     for row in feedback:

@@ -119,7 +119,7 @@ def train_policy(
         return {**_move_policy(run, folder), **later, **_spent_on_rewards(run)}
 
     def train_earlier() -> None:
-        # The metrics of this training are those of the last policy, which are already logged.
+        # The training of the last policy has logged equal metrics already.
         train_all(lambda update, metrics: None)
 
     inputs = _decides_the_result(data, sft, reward_model, validation, fresh)

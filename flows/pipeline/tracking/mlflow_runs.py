@@ -1,4 +1,4 @@
-"""Create the MLflow runs of one run of the flow: a parent, and a child for each step."""
+"""Create and read the MLflow runs of one run of the flow: a parent, and a child for each step."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -155,6 +155,8 @@ def log_data(run_id: str, data: Sequence[DataSet]) -> None:
 @explained()
 def remember_sent_metrics(journal: Journal, run: str) -> None:
     """Make the journal skip the metrics of a run that MLflow already has.
+
+    A machine that was lost together with its journal sent these metrics.
 
     Raises:
         ModelError: MLflow does not answer.
