@@ -22,10 +22,16 @@ from pipeline.evaluation.sequential.until_decided import (
     Rule,
     compare_until_decided,
 )
-from pipeline.evaluation.win_rate import doubts_of, measure_win_rate
+from pipeline.evaluation.win_rate import compare_policies, doubts_of, measure_win_rate
 from pipeline.inputs.preference_pairs import Vote
 from pipeline.judges.verdict import Judge, JudgedPrompt, Verdict
-from pipeline.results.evaluation import ContestResult, JudgedContests, JudgeIdentity, WinRate
+from pipeline.results.evaluation import (
+    ContestResult,
+    JudgedContests,
+    JudgeIdentity,
+    PairedDifference,
+    WinRate,
+)
 from pipeline.settings.evaluation_config import EvaluationConfig
 
 Contest = tuple[str, str]
@@ -67,6 +73,13 @@ class Contests:
     """Comparisons by name of the contest, `CANDIDATE_vs_OPPONENT`."""
 
     result: JudgedContests
+
+    def improvement(self) -> PairedDifference | None:
+        """Return PPO's win rate minus SFT's against the references; None without references."""
+        if "ppo_vs_reference" not in self.comparisons:
+            return None
+        ppo, sft = (self.comparisons[f"{who}_vs_reference"] for who in ("ppo", "sft"))
+        return compare_policies(ppo, sft)
 
 
 def evaluate(

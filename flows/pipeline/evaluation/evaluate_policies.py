@@ -16,7 +16,7 @@ from pipeline.judges.judge_budget import Budget, Spent
 from pipeline.judges.make_judge import make_judge_of_run
 from pipeline.judges.verdict import JudgedPrompt
 from pipeline.launch.answers import answer_in_run
-from pipeline.results.evaluation import Evaluation, GuardResult, PairedDifference, TrainedJudge
+from pipeline.results.evaluation import Evaluation, GuardResult, TrainedJudge
 from pipeline.results.report_files import EVALUATION_FILE, write_report
 from pipeline.results.selection import Selection
 from pipeline.results.step_records import (
@@ -201,7 +201,7 @@ def _judge(
         ],
         trained_judge=trained_judge,
         champion=version,
-        improvement=_improvement(contests.comparisons),
+        improvement=contests.improvement(),
         distinct={who: distinct_share(given) for who, given in texts.items()},
         length={who: mean_words(given) for who, given in texts.items()},
         repetition={who: repeated_share(given) for who, given in texts.items()},
@@ -212,15 +212,6 @@ def _judge(
     )
     write_report(folder / EVALUATION_FILE, report)
     return evaluated
-
-
-def _improvement(comparisons: "Mapping[str, Comparison]") -> PairedDifference | None:
-    """Return PPO's win rate minus the win rate of SFT; None if there are no references."""
-    from pipeline.evaluation.win_rate import compare_policies
-
-    if "ppo_vs_reference" not in comparisons:
-        return None
-    return compare_policies(comparisons["ppo_vs_reference"], comparisons["sft_vs_reference"])
 
 
 def _write_samples(evaluated: EvaluatedPolicy, columns: Mapping[str, Sequence[Any]]) -> None:

@@ -11,7 +11,6 @@ from pipeline.evaluation.comparison import contests_between
 from pipeline.evaluation.contests import Contestants, evaluate
 from pipeline.evaluation.notes import notes_on
 from pipeline.evaluation.sequential.until_decided import Rule
-from pipeline.evaluation.win_rate import compare_policies
 from pipeline.inputs.preference_pairs import LabeledPair, Vote
 from pipeline.judges.function_judge import FunctionJudge
 from pipeline.judges.judge_budget import Spent
@@ -216,10 +215,6 @@ def evaluation_result(
         config=EvaluationConfig(),
         seed=0,
     )
-    improvement = None
-    if references:
-        ppo, sft = (contests.comparisons[f"{who}_vs_reference"] for who in ("ppo", "sft"))
-        improvement = compare_policies(ppo, sft)
     assert contests.result.people
     people = replace(contests.result.people, alternative=annotator_test(judge))
     return Evaluation(
@@ -232,7 +227,7 @@ def evaluation_result(
         ),
         trained_judge=trained_judge,
         champion=champion,
-        improvement=improvement,
+        improvement=contests.improvement(),
         kl={"sft": 0.0, "ppo": 12.3},
         spent={"openai:gpt": Spent(calls=40, tokens=20_000)},
         distinct=dict.fromkeys(means, 1.0) | {"ppo": 0.985},
