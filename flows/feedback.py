@@ -74,13 +74,14 @@ def _label(given: argparse.Namespace) -> None:
     from human_feedback.label_server import label_server
     from human_feedback.labeling import Labeling
     from human_feedback.read_votes import read_pairs
+    from pipeline.inputs.preference_pairs import votes_of
 
     rows = read_pairs(given.pairs)
     file = Path(given.output or Path(given.pairs).with_name("labeled.jsonl"))
     require_writable(file.parent, "output")
     if file.exists() and Path(given.pairs).exists() and file.samefile(given.pairs):
         raise ConfigError(f"--output {file} is the file of the pairs. Name another file.")
-    labeling = Labeling([*rows], given.annotator or getpass.getuser(), file)
+    labeling = Labeling(votes_of(rows), given.annotator or getpass.getuser(), file)
     try:
         server, address = label_server(labeling, given.port)
     except OSError as error:

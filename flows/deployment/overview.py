@@ -69,7 +69,7 @@ def _facts(flow: DeployedFlow | None, tags: Mapping[str, str]) -> list[str]:
     if flow is None:
         return ["not deployed", *[""] * (len(FACTS) - 1)]
     start = f"{next_run(flow.cron, flow.timezone):%Y-%m-%d %H:%M %Z}" if flow.cron else "none"
-    settings = _same(flow.tags, tags, SETTINGS)
+    settings = _settings(flow.tags, tags)
     known = [flow.name, flow.deployed_at[:19], flow.token, settings, _code(flow.tags), start]
     return [*known, flow.last_run or "none", flow.result]
 
@@ -115,10 +115,10 @@ def _code(tags: Mapping[str, str]) -> str:
     return f"{tags.get(COMMIT, 'unknown')[:SHORT_DIGEST]}{changed}"
 
 
-def _same(deployed: Mapping[str, str], now: Mapping[str, str], name: str) -> str:
-    """Return the deployed value of the tag `name`, with the present value if the two differ."""
-    value = deployed.get(name, "unknown")
-    return value if value == now[name] else f"{value}, the file has {now[name]}"
+def _settings(deployed: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """Return the digest of the deployed settings, and the digest in the file if the two differ."""
+    value = deployed.get(SETTINGS, "unknown")
+    return value if value == now[SETTINGS] else f"{value}, the file has {now[SETTINGS]}"
 
 
 def _render(table: Table, lines: list[str]) -> str:

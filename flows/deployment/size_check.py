@@ -281,13 +281,7 @@ def _check_time(
 
 
 def _hours(planned: PlannedTraining, size: PPOSize, settings: Settings) -> float:
-    speed = TableSpeed(
-        gpu=planned.gpu,
-        autocast=size.autocast,
-        processes=size.processes,
-        machines=size.machines,
-        sharding=size.sharding,
-    )
+    speed = TableSpeed.of(planned.gpu, size)
     seconds = ppo_seconds(
         size,
         _schedule(settings, size.processes),

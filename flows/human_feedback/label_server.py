@@ -25,66 +25,76 @@ HEADERS = {
 }
 
 
+class _Server(ThreadingHTTPServer):
+    """A server on 127.0.0.1 of one labeling."""
+
+    def __init__(self, labeling: Labeling, port: int) -> None:
+        super().__init__(("127.0.0.1", port), _Handler)
+        self.labeling = labeling
+        self.secret, self.lock = token_urlsafe(16), Lock()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+
+    def do_GET(self) -> None:
+        if not self._is_ours():
+            self._reply(404, "text/plain", "There is no such page.")
+        elif self.path == f"/{self.server.secret}/":
+            self._reply(200, "text/html; charset=utf-8", PAGE.read_text(encoding="utf-8"))
+        elif self.path == f"/{self.server.secret}/pair":
+            with self.server.lock:
+                self._reply(200, "application/json", json.dumps(self.server.labeling.state()))
+        else:
+            self._reply(404, "text/plain", "There is no such page.")
+
+    def do_POST(self) -> None:
+        size = self.headers.get("Content-Length", "")
+        if not self._is_ours() or self.path != f"/{self.server.secret}/pair":
+            self._reply(404, "text/plain", "There is no such page.")
+        elif not size.isdecimal() or int(size) > MOST_BYTES:
+            self._reply(413, "text/plain", "The request is too large.")
+        else:
+            with self.server.lock:
+                self._label(self.rfile.read(int(size)))
+
+    def _label(self, body: bytes) -> None:
+        try:
+            given = json.loads(body)
+            if given["label"] == "undo":
+                self.server.labeling.undo()
+            else:
+                self.server.labeling.label(int(given["number"]), str(given["label"]))
+        except (ValueError, KeyError, TypeError):
+            self._reply(400, "text/plain", "The request is no label.")
+        except PPOError as error:
+            self._reply(400, "text/plain", str(error))
+        else:
+            self._reply(200, "application/json", json.dumps(self.server.labeling.state()))
+
+    def _is_ours(self) -> bool:
+        # A foreign name that resolves to this machine is refused (DNS rebinding).
+        return self.headers.get("Host") == f"127.0.0.1:{self.server.server_port}"
+
+    def _reply(self, status: int, kind: str, text: str) -> None:
+        content = text.encode()
+        self.send_response(status)
+        for name, value in HEADERS.items():
+            self.send_header(name, value)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
 def label_server(labeling: Labeling, port: int) -> tuple[ThreadingHTTPServer, str]:
     """Return a server on 127.0.0.1 that does not run yet, and the address of its page.
 
     The address has a secret part, so that no other page of the browser can send labels. With
     `port` 0, a free port is chosen.
     """
-    secret, lock = token_urlsafe(16), Lock()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            if not self._is_ours():
-                self._reply(404, "text/plain", "There is no such page.")
-            elif self.path == f"/{secret}/":
-                self._reply(200, "text/html; charset=utf-8", PAGE.read_text(encoding="utf-8"))
-            elif self.path == f"/{secret}/pair":
-                with lock:
-                    self._reply(200, "application/json", json.dumps(labeling.state()))
-            else:
-                self._reply(404, "text/plain", "There is no such page.")
-
-        def do_POST(self) -> None:
-            size = self.headers.get("Content-Length", "")
-            if not self._is_ours() or self.path != f"/{secret}/pair":
-                self._reply(404, "text/plain", "There is no such page.")
-            elif not size.isdecimal() or int(size) > MOST_BYTES:
-                self._reply(413, "text/plain", "The request is too large.")
-            else:
-                with lock:
-                    self._label(self.rfile.read(int(size)))
-
-        def _label(self, body: bytes) -> None:
-            try:
-                given = json.loads(body)
-                if given["label"] == "undo":
-                    labeling.undo()
-                else:
-                    labeling.label(int(given["number"]), str(given["label"]))
-            except (ValueError, KeyError, TypeError):
-                self._reply(400, "text/plain", "The request is no label.")
-            except PPOError as error:
-                self._reply(400, "text/plain", str(error))
-            else:
-                self._reply(200, "application/json", json.dumps(labeling.state()))
-
-        def _is_ours(self) -> bool:
-            # A foreign name that resolves to this machine is refused (DNS rebinding).
-            return self.headers.get("Host") == f"127.0.0.1:{server.server_port}"
-
-        def _reply(self, status: int, kind: str, text: str) -> None:
-            content = text.encode()
-            self.send_response(status)
-            for name, value in HEADERS.items():
-                self.send_header(name, value)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    return server, f"http://127.0.0.1:{server.server_port}/{secret}/"
+    server = _Server(labeling, port)
+    return server, f"http://127.0.0.1:{server.server_port}/{server.secret}/"

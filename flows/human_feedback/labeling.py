@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from hashlib import blake2b
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from filelock import FileLock
 
+from pipeline.inputs.preference_pairs import Vote
 from ppo_core.data.chat_template import Messages, is_messages
 from ppo_core.data.sources.json_rows import read_json_rows
 from ppo_core.errors import DataError
@@ -31,8 +32,8 @@ class Labeling:
     Several people may label into one file at a time.
     """
 
-    pairs: list[Mapping[str, Any]]
-    """Rows with `prompt`, `first` and `second`."""
+    pairs: list[Vote]
+    """The pairs to label; their own labels are not used."""
 
     annotator: str
     """Id of the person."""
@@ -48,7 +49,7 @@ class Labeling:
 
     def __post_init__(self) -> None:
         """Continue from the labels in the file, if it exists."""
-        self._texts = [_texts_of(pair) for pair in self.pairs]
+        self._texts = [_texts_of(vars(pair)) for pair in self.pairs]
         self._set_labeled(self._saved())
 
     @property
@@ -67,7 +68,7 @@ class Labeling:
         shown = None
         if number is not None:
             sides = self._sides(number)
-            prompt = as_text(self.pairs[number]["prompt"])
+            prompt = as_text(self.pairs[number].prompt)
             shown = {"number": number, "prompt": prompt, "left": sides[0], "right": sides[1]}
         return {"pair": shown, "done": self.done, "total": len(self.pairs)}
 
@@ -100,18 +101,20 @@ class Labeling:
 
         self._change(without_last)
 
-    def _row(self, pair: Mapping[str, Any], choice: str, *, left: str) -> dict[str, Any]:
+    def _row(self, pair: Vote, choice: str, *, left: str) -> dict[str, Any]:
         """Return what is saved of a pair, whose left answer was `left`."""
         label = "tie"
         if choice != "tie":
-            label = "first" if (choice == "left") == (left == pair["first"]) else "second"
-        chosen, rejected = ("second", "first") if label == "second" else ("first", "second")
+            label = "first" if (choice == "left") == (left == pair.first) else "second"
+        vote = replace(pair, label=label, annotator=self.annotator)
         return {
-            **{name: pair[name] for name in ("prompt", "first", "second")},
-            "label": label,
+            "prompt": vote.prompt,
+            "first": vote.first,
+            "second": vote.second,
+            "label": vote.label,
             # With these columns, the file can be used as preferences, too.
-            "chosen": pair[chosen],
-            "rejected": pair[rejected],
+            "chosen": vote.chosen,
+            "rejected": vote.rejected,
             "tie": label == "tie",
             "annotator": self.annotator,
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -138,7 +141,7 @@ class Labeling:
         """Return the left and the right answer; they are exchanged in half of the pairs."""
         pair, text = self.pairs[number], json.dumps([*self._texts[number], self.annotator])
         is_swapped = blake2b(text.encode(), digest_size=1).digest()[0] % 2
-        return (pair["second"], pair["first"]) if is_swapped else (pair["first"], pair["second"])
+        return (pair.second, pair.first) if is_swapped else (pair.first, pair.second)
 
 
 def as_text(prompt: str | Messages) -> str:

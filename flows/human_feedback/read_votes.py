@@ -3,6 +3,7 @@
 from datetime import UTC, datetime
 
 from human_feedback.opinions import LeftOut, Opinion, size_fault, time_of
+from pipeline.inputs.preference_pairs import Vote
 from ppo_core.config.row_settings import VOTE_FIELDS
 from ppo_core.data.chat_template import is_messages
 from ppo_core.data.rows.forms import Form, Kind, Row, find_form
@@ -16,9 +17,10 @@ from ppo_core.data.sources.source import named_data, open_source
 def read_votes(source: str) -> tuple[list[Opinion], list[LeftOut]]:
     """Read the rows of a file.
 
-    A row has `prompt` and either `first`, `second` and `label` (first, second or tie), or
-    `completion` and `label` (true or false), or `chosen` and `rejected`, of which one may be
-    missing; and optionally `annotator`, `version` and `time` (ISO 8601, or seconds since 1970).
+    A row has `prompt` and one of three forms of an opinion: `first`, `second` and `label` (first,
+    second or tie); `completion` and `label` (true or false); or `chosen` and `rejected`, one of
+    which may be missing. It may have `annotator`, `version` and `time` (ISO 8601, or seconds since
+    1970).
 
     Raises:
         DataError: the file cannot be read, or a column is missing.
@@ -85,9 +87,8 @@ def _answers(row: Row) -> tuple[str | None, str | None] | None:
     """Return the preferred and the other answer of a row; None if none is preferred."""
     if "label" not in row:
         return row["chosen"], row["rejected"]
-    if row["label"] == "first":
-        return row["first"], row["second"]
-    return (row["second"], row["first"]) if row["label"] == "second" else None
+    vote = Vote.of(row)
+    return (vote.chosen, vote.rejected) if vote.label in ("first", "second") else None
 
 
 def _time(value: object) -> datetime | None:

@@ -310,7 +310,11 @@ class PPOConfig(RunConfig):
     def __post_init__(self) -> None:
         """Check the values before anything is loaded."""
         _check_ranges(self)
-        _check_combinations(self)
+        _check_schedule(self)
+        _check_rewards(self)
+        _check_sampling(self)
+        _check_estimator(self)
+        _check_vllm(self)
 
     @property
     def has_critic(self) -> bool:
@@ -348,7 +352,7 @@ def _check_ranges(config: PPOConfig) -> None:
     require_kept_checkpoints(config)
 
 
-def _check_combinations(config: PPOConfig) -> None:
+def _check_schedule(config: PPOConfig) -> None:
     if config.batch_size is not None and (left := config.batch_size % config.num_mini_batches):
         raise ConfigError(
             f"num_mini_batches={config.num_mini_batches} does not divide "
@@ -365,6 +369,9 @@ def _check_combinations(config: PPOConfig) -> None:
             "lr_scheduler_type='constant' has no warm-up, so warmup_steps and warmup_ratio would "
             "be ignored. Set lr_scheduler_type='constant_with_warmup'."
         )
+
+
+def _check_rewards(config: PPOConfig) -> None:
     if config.missing_eos_penalty and config.stop_token is None and config.stop_token_id is None:
         raise ConfigError(
             f"missing_eos_penalty={config.missing_eos_penalty} would be subtracted from every "
@@ -396,6 +403,12 @@ def _check_combinations(config: PPOConfig) -> None:
             f"response_length={config.response_length}, so every response would be penalized. "
             "Set overlong_buffer to at most response_length."
         )
+    if config.reward_weights is not None:
+        are_finite = all(map(isfinite, config.reward_weights))
+        require(config, "reward_weights", are_finite, "a list of finite numbers")
+
+
+def _check_sampling(config: PPOConfig) -> None:
     if (config.top_k or config.top_p < 1) and config.kl_estimator == "k1":
         raise ConfigError(
             f"top_k={config.top_k} and top_p={config.top_p} truncate sampling, which makes the k1 "
@@ -407,11 +420,6 @@ def _check_combinations(config: PPOConfig) -> None:
             f"model_adapter_name and ref_adapter_name are both {config.ref_adapter_name!r}: the "
             "reference would change with the policy. Name two different adapters."
         )
-    if config.reward_weights is not None:
-        are_finite = all(map(isfinite, config.reward_weights))
-        require(config, "reward_weights", are_finite, "a list of finite numbers")
-    _check_estimator(config)
-    _check_vllm(config)
 
 
 _OF_CRITIC = (

@@ -1,6 +1,7 @@
 """Settings for reading rows: prompt format, rows that are too long, and names of columns."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from ppo_core.errors import ConfigError
@@ -33,6 +34,24 @@ FIELDS = (
     *RANKING_FIELDS,
     *LABEL_FIELDS,
 )
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """How a command reads its data sets."""
+
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Field -> column, see `ppo_core.data.rows.forms.find_form`."""
+
+    allow_urls: bool = False
+    """Whether a data set may be an address."""
+
+    max_left_out: float = MAX_LEFT_OUT
+    """Maximum fraction of the rows that may be left out, in all conversions together."""
+
+
+DEFAULT_READING = ReadOptions()
+"""No renamed columns, no addresses, and the default of `max_left_out`."""
 
 
 def parse_columns(pairs: Sequence[str] | None) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Settings of a run that are not specific to PPO: optimizer, hardware, checkpoints, logs, hub."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from ppo_core.io.validation import (
     Count,
@@ -14,6 +14,9 @@ from ppo_core.io.validation import (
     ShareBelow1,
     Steps,
 )
+
+Sharding: TypeAlias = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp2"]
+"""One process, data parallel, the three stages of DeepSpeed's ZeRO, or PyTorch's FSDP2."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +106,7 @@ class RunConfig:
     use_cpu: bool = False
     """Use the CPU even if there is a GPU."""
 
-    sharding: Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp2"] | None = None
+    sharding: Sharding | None = None
     """Parallelism over several processes: `ddp` replicates all state; zero1 shards optimizer
     states, zero2 also gradients, zero3 and fsdp2 also weights. None: the choice of
     `accelerate launch`, or ddp if accelerate makes no choice and there are several processes."""

@@ -12,8 +12,9 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
 )
 
+from ppo_core.config.run_config import Sharding
 from ppo_core.distributed import deepspeed_settings
-from ppo_core.distributed.strategy import Sharding, launched_by_accelerate, uses_deepspeed
+from ppo_core.distributed.strategy import launched_by_accelerate, uses_deepspeed
 from ppo_core.errors import ConfigError, TrainingError
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ppo_core.config.run_config import Sharding
 from ppo_core.data.types import Record, map_tensors
 from ppo_core.distributed.accelerator import launched_precision, make_accelerator
 from ppo_core.distributed.optimizer_shards import (
@@ -27,7 +28,7 @@ from ppo_core.distributed.optimizer_shards import (
 )
 from ppo_core.distributed.process import let_gloo_finish_at_exit
 from ppo_core.distributed.process_group import ProcessGroup
-from ppo_core.distributed.strategy import SHARD_WEIGHTS, Sharding, fsdp_offloads
+from ppo_core.distributed.strategy import SHARD_WEIGHTS, fsdp_offloads
 
 Model = TypeVar("Model", bound=nn.Module)
 Item = TypeVar("Item")
@@ -260,7 +261,7 @@ class Engine:
     def load_weights(self, module: nn.Module, weight_of: Callable[[str], Tensor | None]) -> None:
         """Copy the unsharded tensor `weight_of(name)` into each parameter, bit for bit.
 
-        `module` is a prepared module, trained or frozen. The names are those that
+        `module` is a prepared module, trained or frozen. Its parameters have the names that
         `named_parameters()` returned before the module was prepared. If `weight_of` returns None,
         the parameter stays unchanged.
 

@@ -3,7 +3,7 @@
 import signal
 import threading
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, Self
 
 EXIT_CODE = 75
 """Exit code of an interrupted process that can resume: EX_TEMPFAIL of sysexits.h."""
@@ -20,11 +20,12 @@ class Interruption:
         self.requested = False
         self._before: Any = None
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
         """Install the handler of SIGTERM, and reset `requested`."""
         self.requested = False
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGTERM, self._request)
+        return self
 
     def __exit__(
         self,

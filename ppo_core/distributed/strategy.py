@@ -4,13 +4,11 @@ import logging
 import os
 from typing import Literal, get_args
 
+from ppo_core.config.run_config import Sharding
 from ppo_core.distributed.process import is_main_process
 from ppo_core.errors import ConfigError
 
 logger = logging.getLogger(__name__)
-
-Sharding = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp2"]
-"""One process, data parallel, the three stages of DeepSpeed's ZeRO, or PyTorch's FSDP2."""
 
 SHARD_WEIGHTS: tuple[Sharding, ...] = ("zero3", "fsdp2")
 """Kinds of sharding in which each process has only a shard of the weights."""

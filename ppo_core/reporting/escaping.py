@@ -1,6 +1,8 @@
 """Escape texts of models and data sets: terminals and Markdown pages then show them literally."""
 
 import re
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
 from ppo_core.errors.control_characters import remove_controls
 
@@ -33,6 +35,16 @@ def as_markdown(text: str) -> str:
     parts = _ADDRESS.split(printable(text))
     return "".join(
         f"`{part}`" if number % 2 else _escaped(part) for number, part in enumerate(parts)
+    )
+
+
+def as_table(
+    headers: Collection[str], rows: Iterable[Iterable[Any]], shown: Callable[[Any], str]
+) -> str:
+    """Return a Markdown table; `shown` turns a value into text, which is then escaped."""
+    lines = [headers, ["---"] * len(headers), *rows]
+    return "\n".join(
+        f"| {' | '.join(as_markdown(shown(value)) for value in line)} |" for line in lines
     )
 
 

@@ -18,7 +18,7 @@ from transformers.integrations.integration_utils import (
 
 from ppo_core.errors import DataError
 from ppo_core.io.atomic_files import explained_writes, write_atomically
-from ppo_core.reporting.escaping import as_markdown, printable
+from ppo_core.reporting.escaping import as_table, printable
 
 COLUMNS = ("query", "response", "score")
 
@@ -100,22 +100,16 @@ def log_table(
     _write_lines(completions, Path(output_dir) / "completions" / f"step-{step:06d}.jsonl")
     for callback in callbacks:
         if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
-            callback.tb_writer.add_text("completions", markdown_table(completions), step)
+            table = as_table(completions.by_column(), completions.rows(), _shown)
+            callback.tb_writer.add_text("completions", table, step)
         elif isinstance(callback, WandbCallback) and callback._wandb.run is not None:
             _log_to_wandb(completions, step, callback)
         elif isinstance(callback, MLflowCallback) and callback._ml_flow.active_run() is not None:
             _log_to_mlflow(completions, step, callback)
 
 
-def markdown_table(completions: Completions) -> str:
-    """Return all rows and columns as a markdown table."""
-    names = completions.by_column()
-    lines = [names, ["---"] * len(names), *completions.rows()]
-    return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
-
-
-def _cell(value: Any) -> str:
-    return f"{value:z.4g}" if isinstance(value, float) else as_markdown(str(value))
+def _shown(value: Any) -> str:
+    return f"{value:z.4g}" if isinstance(value, float) else str(value)
 
 
 def _write_lines(completions: Completions, path: Path) -> None:

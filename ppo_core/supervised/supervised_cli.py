@@ -14,6 +14,7 @@ from ppo_core.config.row_settings import (
     MAX_LEFT_OUT,
     Overlong,
     PromptFormat,
+    ReadOptions,
     parse_columns,
 )
 from ppo_core.config.script_arguments import LoraArguments
@@ -175,9 +176,7 @@ def train_supervised(argv: Sequence[str]) -> dict[str, float]:
         arguments.dataset_name,
         rows_kind,
         is_chat=tokenizer.chat_template is not None,
-        renamed=renamed,
-        allow_urls=arguments.allow_data_urls,
-        max_left_out=arguments.max_left_out,
+        options=ReadOptions(renamed, arguments.allow_data_urls, arguments.max_left_out),
     )
     require_columns_read(renamed, rows)
     # The training takes these encoded rows from the cache.

@@ -1,9 +1,10 @@
 """Settings of supervised training, immutable and validated."""
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 from ppo_core.config.checks import check_fields, is_finite, require, require_kept_checkpoints
+from ppo_core.config.run_config import Sharding
 from ppo_core.io.validation import Count, NotNegative, Seed, ShareBelow1, Steps
 
 _NOT_OF_THE_RESULT = (
@@ -80,7 +81,7 @@ class SupervisedConfig:
     """Recompute activations in the backward pass; this saves memory and takes about a third more
     time."""
 
-    sharding: Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp2"] | None = None
+    sharding: Sharding | None = None
     """How several processes train one model: ddp (each process has the full model), zero1 to zero3
     (DeepSpeed) or fsdp2 (PyTorch). None uses the sharding of accelerate launch if there is one,
     else ddp in several processes."""

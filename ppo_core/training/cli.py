@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_core.checkpointing.fingerprint import Layout
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.reward_names import OWN, read_rewards
-from ppo_core.config.row_settings import PromptFormat, parse_columns
+from ppo_core.config.row_settings import PromptFormat, ReadOptions, parse_columns
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
 from ppo_core.data.prompt_set import make_run_prompts
 from ppo_core.data.prompts import context_length, encode_prompt
@@ -219,10 +219,8 @@ def _read_prompts(
         is_chat=tokenizer.chat_template is not None,
         split=split,
         config_name=script.dataset_config,
-        renamed=renamed,
-        allow_urls=script.allow_data_urls,
         takes_token_ids=True,
-        max_left_out=script.max_left_out,
+        options=ReadOptions(renamed, script.allow_data_urls, script.max_left_out),
     )
     require_columns_read(renamed, rows)
     fitting = fit_prompts(

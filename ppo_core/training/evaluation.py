@@ -76,9 +76,9 @@ def answer_prompts(
     `batch_size` is halved while memory is full. With `numbers`, only the prompts with these numbers
     are answered; an answer does not depend on the other prompts. If a vLLM `server` is given, it
     samples with the model's weights. `load_reference` is called only if the KL divergence is
-    computed, after the last use of the model. The divergence of greedy responses, which have the
-    probability 1, is -log p for their probability p if the reference samples at
-    `reference_temperature`; it is not computed if this is None.
+    computed, after the last use of the model. Greedy responses have the probability 1, so their
+    divergence is -log p, with their probability p under the reference at `reference_temperature`.
+    If `reference_temperature` is None, it is not computed.
 
     Raises:
         ModelError: the tokenizer has no stop token, the model cannot be sampled from, or the
@@ -90,42 +90,49 @@ def answer_prompts(
     if not numbers:
         return Answers(texts=[], kl=None, stopped=[])
     policy = LanguageModel(model)
+    end = stop_token(tokenizer, stop, stop_token_id)
     sampling = SamplingSettings(
-        stop_token_id=stop_token(tokenizer, stop, stop_token_id),
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
+        stop_token_id=end, temperature=temperature, top_k=top_k, top_p=top_p
     )
-    is_sample = temperature > 0 and not sampling.is_restricted
     generator = torch.Generator().manual_seed(seed)
     uniforms = torch.rand(len(prompts), response_length, generator=generator)[list(numbers)]
     encoded = [encode_prompt(tokenizer, prompts[number]) for number in numbers]
-
-    def sample(rows: int) -> Rollout:
-        with progress(len(encoded), "answering", "prompt") as bar:
-            callbacks = SamplingCallbacks(on_finished=bar.update)
-            return sample_responses(
-                policy, encoded, uniforms, sampling, batch_size=rows, callbacks=callbacks
-            )
-
     batches = BatchSize(batch_size, "answering")
-    if server is None:
-        rollout = batches.run(sample)
-    else:
-        rollout = _sample_by_server(server, policy, encoded, uniforms, sampling, batches)
+    rollout = _sample(policy, encoded, uniforms, sampling, batches, server)
     kl = None
     greedy_from = reference_temperature if temperature == 0 else None
+    is_sample = temperature > 0 and not sampling.is_restricted
     if load_reference is not None and (is_sample or greedy_from):
         if greedy_from:
             certain = torch.zeros_like(rollout.logprobs)
             rollout = replace(rollout, logprobs=certain, temperature=greedy_from)
         elif server is not None:
-            own = batches.run(lambda rows: response_logprobs(policy, rollout, rows))
-            rollout = replace(rollout, logprobs=own)
-        compared = LanguageModel(load_reference())
-        kl = batches.run(lambda rows: _divergence(rollout, compared, rows)).mean().item()
+            rollout = replace(rollout, logprobs=_logprobs(policy, rollout, batches))
+        kl = _divergence(rollout, LanguageModel(load_reference()), batches)
     stopped = None if sampling.stop_token_id == NO_STOP_TOKEN else rollout.has_stop.tolist()
     return Answers(texts=response_texts(tokenizer, rollout), kl=kl, stopped=stopped)
+
+
+def _sample(
+    policy: LanguageModel,
+    prompts: Sequence[Tokens],
+    uniforms: Tensor,
+    settings: SamplingSettings,
+    batches: BatchSize,
+    server: ServerSettings | None,
+) -> Rollout:
+    """Return responses that the server samples, or else this process."""
+    if server is not None:
+        return _sample_by_server(server, policy, prompts, uniforms, settings, batches)
+
+    def sample(rows: int) -> Rollout:
+        with progress(len(prompts), "answering", "prompt") as bar:
+            callbacks = SamplingCallbacks(on_finished=bar.update)
+            return sample_responses(
+                policy, prompts, uniforms, settings, batch_size=rows, callbacks=callbacks
+            )
+
+    return batches.run(sample)
 
 
 def _sample_by_server(
@@ -149,7 +156,7 @@ def _sample_by_server(
         prompts[:CHECKED_PROMPTS], uniforms[:CHECKED_PROMPTS, :CHECKED_TOKENS], at_one, version
     )
     mask = tried.response_mask
-    own = batches.run(lambda rows: response_logprobs(policy, tried, rows))[mask]
+    own = _logprobs(policy, tried, batches)[mask]
     assert tried.behavior_logprobs is not None
     kl = sampler_metrics(own, tried.behavior_logprobs[mask], cap=1.0)["vllm/kl"]
     if not kl <= FAR_SERVER:  # also if it is NaN
@@ -163,11 +170,16 @@ def _sample_by_server(
         return sampler.sample(prompts, uniforms, settings, version, on_finished=bar.update)
 
 
-def _divergence(rollout: Rollout, reference: LanguageModel, batch_size: int) -> Tensor:
-    """Return the k1 estimate (B,) of the KL divergence from the reference, in nats."""
-    ref_logprobs = response_logprobs(reference, rollout, batch_size)
+def _logprobs(model: LanguageModel, rollout: Rollout, batches: BatchSize) -> Tensor:
+    """Return the log-probabilities (B, T) of the responses under the model."""
+    return batches.run(lambda rows: response_logprobs(model, rollout, rows))
+
+
+def _divergence(rollout: Rollout, reference: LanguageModel, batches: BatchSize) -> float:
+    """Return the k1 estimate of the KL divergence from the reference, in nats per response."""
+    ref_logprobs = _logprobs(reference, rollout, batches)
     # The log-probabilities of both models are 0 outside response_mask.
-    return kl_per_token(rollout.logprobs, ref_logprobs, "k1").sum(dim=1)
+    return kl_per_token(rollout.logprobs, ref_logprobs, "k1").sum(dim=1).mean().item()
 
 
 def greedy_completions(

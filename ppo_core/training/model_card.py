@@ -16,7 +16,7 @@ from ppo_core.checkpointing.lease import LEASE, LOCK
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.errors import ConfigError, TrainingError
 from ppo_core.io.atomic_files import explained_writes, write_atomically
-from ppo_core.reporting.escaping import as_markdown, printable
+from ppo_core.reporting.escaping import as_markdown, as_table, printable
 from ppo_core.reporting.metrics import Metrics
 from ppo_core.reporting.sample_table import Completions
 
@@ -171,9 +171,7 @@ def _fenced(text: str) -> str:
 
 
 def _table(what: str, rows: Mapping[str, object]) -> str:
-    lines = [f"| {what} | value |", "| --- | --- |"]
-    lines += [f"| {as_markdown(name)} | {as_markdown(_shown(rows[name]))} |" for name in rows]
-    return "\n".join(lines)
+    return as_table((what, "value"), rows.items(), _shown)
 
 
 def _shown(value: object) -> str:

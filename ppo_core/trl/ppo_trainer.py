@@ -102,14 +102,9 @@ class PPOTrainer(ScriptNames):
         self.reward_model = reward_model
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._collator = data_collator
+        asked = models.rewards.asked_columns()
         prompts = make_run_prompts(
-            train_dataset,
-            eval_dataset,
-            processing_class,
-            policy,
-            config,
-            data_collator,
-            models.rewards.asked_columns(),
+            train_dataset, eval_dataset, processing_class, policy, config, data_collator, asked
         )
         texts = make_pretraining_texts(pretrain_dataset, processing_class, policy.config, config)
         super().__init__(

@@ -28,6 +28,7 @@ from pipeline.settings.judge_config import JudgingConfig
 from pipeline.settings.settings import make_settings
 from ppo_core.__main__ import main as train
 from ppo_core.config.reward_names import read_rewards
+from ppo_core.config.row_settings import ReadOptions
 from ppo_core.data.prompts import encode_prompts
 from ppo_core.data.reward_columns import asked_columns, columns_of
 from ppo_core.data.rows.reader import read_rows
@@ -322,9 +323,11 @@ def test_an_allowed_address_is_read_but_no_redirect_is_followed(
     }
     with server_of(replies) as (url, asked):
         for name in ("rows.jsonl", "rows.jsonl.gz"):
-            assert READERS[reader](f"{url}/{name}", allow_urls=True) == ["a"]
+            assert READERS[reader](f"{url}/{name}", options=ReadOptions(allow_urls=True)) == ["a"]
         for path in ("moved.jsonl", "gone.jsonl", "bad.jsonl", "rows.txt"):
-            refuses(reader, f"{url}/{path}", f"127.0.0.1:.*{path}", allow_urls=True)
+            refuses(
+                reader, f"{url}/{path}", f"127.0.0.1:.*{path}", options=ReadOptions(allow_urls=True)
+            )
     assert asked.count("/rows.jsonl") == 1
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from uuid import uuid4
 
@@ -16,7 +17,7 @@ import pytest
 from mlflow import MlflowClient
 
 import registry
-from pipeline.launch.process_tree import identity_of, take_over
+from pipeline.launch.process_tree import ProcessIdentity, take_over
 from pipeline.settings.settings import Settings
 from pipeline.stages.start import prepare_inputs
 from pipeline.tracking.killed_runs import end_killed_runs
@@ -385,10 +386,14 @@ def test_a_run_whose_scheduler_lives_is_not_ended(runs: Runs):
 def dead() -> dict[str, object]:
     """The identity of a process that has ended."""
     process = subprocess.Popen(["sleep", "60"])
-    identity = identity_of(psutil.Process(process.pid))
+    identity = asdict(ProcessIdentity.of(psutil.Process(process.pid)))
     process.kill()
     process.wait()
     return identity
+
+
+def own() -> dict[str, object]:
+    return asdict(ProcessIdentity.of(psutil.Process()))
 
 
 RECORDS: dict[str, Callable[[], str]] = {
@@ -398,7 +403,7 @@ RECORDS: dict[str, Callable[[], str]] = {
     "texts": lambda: '["1", "2"]',
     "a pid as text": lambda: json.dumps([dead() | {"pid": "1"}]),
     "no UTF-8": lambda: "\udcff",
-    "one lives": lambda: json.dumps([dead(), identity_of(psutil.Process())]),
+    "one lives": lambda: json.dumps([dead(), own()]),
 }
 
 
@@ -420,4 +425,4 @@ def test_a_damaged_record_of_the_launcher_is_said_and_replaced(record, tmp_path,
     path.write_text(record)
     take_over(path)
     assert f"'{path}' is damaged" in capsys.readouterr().out
-    assert json.loads(path.read_text()) == identity_of(psutil.Process())
+    assert json.loads(path.read_text()) == own()

@@ -21,6 +21,7 @@ from pipeline.settings.settings import make_settings
 from pipeline.storage.model_lease import Holder
 from pipeline.tracking.mlflow_client import check_model_name
 from ppo_core.checkpointing.lease import Lease
+from ppo_core.config.row_settings import ReadOptions
 from ppo_core.data.rows.describe import describe_reading
 from ppo_core.data.rows.reader import read_rows
 from ppo_core.errors import PPOError
@@ -169,7 +170,7 @@ def test_columns_that_are_read_are_escaped(tmp_path: Path):
     file = tmp_path / "rows.jsonl"
     column = NASTY.replace("\ud83d", "")
     file.write_text(json.dumps({column: "w1"}))
-    rows = read_rows(str(file), "prompts", renamed={"prompt": column})
+    rows = read_rows(str(file), "prompts", options=ReadOptions({"prompt": column}))
     assert rows.column("prompt") == ["w1"]
     described = describe_reading(rows)
     assert "prompt from x" in described

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import psutil
 
@@ -40,7 +41,7 @@ sharding."""
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingCost:
-    """A training, and functions that compute its size on other processes and its time."""
+    """A training, with functions that compute its time, and its size on other processes."""
 
     training: Training
     size_on: Callable[[Processes], TrainingSize | None]
@@ -136,7 +137,7 @@ def _time_and_price(
     if gpu and settings.hardware.gpu and missing:
         return f"time: not computed, because [hardware.gpus.{gpu.name}] lacks {', '.join(missing)}."
     if gpu and not missing:
-        speed_of = _speeds_of(gpu)
+        speed_of: SpeedOf = partial(TableSpeed.of, gpu)
     elif any(memory_of(work.training.size).total > usable for work in works):
         return (
             "time: not computed. Without a GPU of known speed, this machine is timed, and not "
@@ -175,16 +176,6 @@ def _assumed_decoding(size: PPOSize, speed: Speed) -> str:
         f"{size.sampled_rows} responses sampled together, which is at least "
         f"{1000 * LAUNCHES:.2f} ms for each layer, because Python launches its kernels. A larger "
         "local_rollout_forward_batch_size takes less time and more memory."
-    )
-
-
-def _speeds_of(gpu: Gpu) -> SpeedOf:
-    return lambda size: TableSpeed(
-        gpu=gpu,
-        autocast=size.autocast,
-        processes=size.processes,
-        machines=size.machines,
-        sharding=size.sharding,
     )
 
 
@@ -269,4 +260,4 @@ def _fastest(work: TrainingCost, gpu: Gpu) -> tuple[Choice, float] | None:
     way = recommended(training, gpu.usable, on_gpus=True)
     if way is None or way.shares_critic or way.lora != bool(training.size.adapter):
         return None
-    return way, work.seconds(way.size, _speeds_of(gpu)(way.size))
+    return way, work.seconds(way.size, TableSpeed.of(gpu, way.size))

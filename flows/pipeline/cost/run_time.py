@@ -19,7 +19,8 @@ from pipeline.cost.gpu_table import Gpu
 from pipeline.cost.memory.ppo_memory import PPOSize
 from pipeline.cost.memory.sizes import BF16, FP32, ModelSize
 from pipeline.cost.memory.supervised_memory import SupervisedSize
-from ppo_core.distributed.strategy import SHARD_WEIGHTS, Sharding
+from ppo_core.config.run_config import Sharding
+from ppo_core.distributed.strategy import SHARD_WEIGHTS
 from ppo_core.ppo.schedule import Schedule
 
 PEAK_SHARE = 0.4
@@ -95,6 +96,17 @@ class TableSpeed:
 
     sharding: Sharding
     """How the processes share weights and optimizer states."""
+
+    @classmethod
+    def of(cls, gpu: Gpu, size: PPOSize | SupervisedSize) -> "TableSpeed":
+        """Return the speed of a GPU with the precision and the processes of a training."""
+        return cls(
+            gpu=gpu,
+            autocast=size.autocast,
+            processes=size.processes,
+            machines=size.machines,
+            sharding=size.sharding,
+        )
 
     def forward(self, model: ModelSize, tokens: float, logit_tokens: float) -> float:
         """Return seconds of passes without gradients, with logits for some of the tokens."""

@@ -13,8 +13,8 @@ from pipeline.settings.settings import Settings
 from pipeline.settings.training_sections import SupervisedSection
 from ppo_core.config.placement import is_fast_in_bf16
 from ppo_core.config.reward_names import OWN, read_rewards
+from ppo_core.config.run_config import Sharding
 from ppo_core.config.script_arguments import ALL_LINEAR
-from ppo_core.distributed.strategy import Sharding
 from ppo_core.models.loading import empty_model, load_tokenizer
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.ppo.schedule import Schedule

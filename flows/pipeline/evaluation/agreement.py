@@ -13,6 +13,7 @@ from statsmodels.stats.inter_rater import aggregate_raters, fleiss_kappa
 
 from pipeline.evaluation.comparison import POINTS, Comparison, compare
 from pipeline.evaluation.rates import Array
+from pipeline.inputs.preference_pairs import Vote
 from pipeline.judges.verdict import Judge
 from pipeline.results.evaluation import (
     AnnotatorTest,
@@ -22,7 +23,6 @@ from pipeline.results.evaluation import (
     TestedAnnotator,
 )
 from ppo_core.data.rows.dialogues import shown_prompt
-from ppo_core.data.rows.forms import Row
 from ppo_core.errors import DataError
 
 OUTCOMES = tuple(POINTS)
@@ -65,28 +65,31 @@ def measure_agreement(comparison: Comparison) -> EnsembleAgreement:
     )
 
 
-def agree_with_people(judge: Judge, rows: Sequence[Row]) -> HumanAgreement:
+def agree_with_people(judge: Judge, votes: Sequence[Vote]) -> HumanAgreement:
     """Ask a judge about labeled pairs in both orders, and return its agreement with the labels.
 
     Args:
         judge: the judge to test.
-        rows: rows with the keys `prompt`, `first` and `second` (the answers), and `label` (given
-            by people: `first`, `second` or `tie`). If rows have an `annotator`, the judge is also
-            compared with each of these people, see `compare_with_annotators`.
+        votes: opinions of people. If votes have an `annotator`, the judge is also compared with
+            each of these people, see `compare_with_annotators`.
 
     Raises:
         DataError: a label is not `first`, `second` or `tie`.
     """
-    for number, row in enumerate(rows):
-        if row["label"] not in OUTCOMES:
+    for number, vote in enumerate(votes):
+        if vote.label not in OUTCOMES:
             raise DataError(
-                f"The label of row {number} is {row['label']!r}, which no judge can agree with. "
+                f"The label of row {number} is {vote.label!r}, which no judge can agree with. "
                 f"Change the label to one of {', '.join(OUTCOMES)}."
             )
-    prompts, first, second = ([row[name] for row in rows] for name in ("prompt", "first", "second"))
-    comparison = compare(judge, prompts, first, second)
+    comparison = compare(
+        judge,
+        [vote.prompt for vote in votes],
+        [vote.first for vote in votes],
+        [vote.second for vote in votes],
+    )
     # If no pair is valid, nothing is raised: the win rate does not depend on the agreement.
-    both = _valid_for_all([[row["label"] for row in rows], comparison.outcomes])
+    both = _valid_for_all([[vote.label for vote in votes], comparison.outcomes])
     people, judged = [label for label, _ in both], [outcome for _, outcome in both]
     counts = Counter(zip(people, judged, strict=True))
     return HumanAgreement(
@@ -96,35 +99,34 @@ def agree_with_people(judge: Judge, rows: Sequence[Row]) -> HumanAgreement:
         confusion={
             label: {outcome: counts[label, outcome] for outcome in OUTCOMES} for label in OUTCOMES
         },
-        invalid=len(rows) - len(both),
+        invalid=len(votes) - len(both),
         judge=comparison.judge,
-        alternative=compare_with_annotators(rows, comparison.outcomes),
+        alternative=compare_with_annotators(votes, comparison.outcomes),
     )
 
 
-def compare_with_annotators(rows: Sequence[Row], outcomes: Sequence[str]) -> AnnotatorTest | None:
+def compare_with_annotators(votes: Sequence[Vote], outcomes: Sequence[str]) -> AnnotatorTest | None:
     """Test whether the judge may stand for one of the people who labeled pairs.
 
-    The alternative annotator test (Calderon, Reichart and Dror, arXiv:2501.10970). For a person h
-    and a pair i, let S(h, i) be the fraction of the other people whose label of i is that of h,
-    and S(f, i) the fraction whose label is the outcome of the judge f.
+    The alternative annotator test (Calderon, Reichart and Dror, arXiv:2501.10970). For a person h,
+    a pair i and the judge f, S(h, i) is the fraction of the other people who gave i the label that
+    h gave. S(f, i) is the fraction of the same people whose label is the outcome of f.
 
         d[i] = [S(h, i) >= S(f, i)] - [S(f, i) >= S(h, i)]
 
     The judge can replace h if a one-sided t-test rejects that the mean of d is at least COST, with
-    the correction of Benjamini and Yekutieli for the number of people. It may stand for a person
-    if it can replace at least half of them.
+    the correction of Benjamini and Yekutieli for the number of people. The judge may stand for a
+    person if it can replace at least half of the tested people.
 
     Args:
-        rows: rows with `prompt`, `first`, `second`, `label` and maybe `annotator`. Only the first
-            label of a person for a pair counts.
-        outcomes: the judge's outcome for each row; `invalid` leaves the row out.
+        votes: opinions of people. Only the first label of a person for a pair counts.
+        outcomes: the judge's outcome for each vote; `invalid` leaves the vote out.
 
     Returns:
-        The result; None if no row has an annotator. People with less than LEAST_PAIRS pairs that
-        somebody else labeled, too, are not tested, and are others for those who are.
+        The result; None if no vote has an annotator. A person is tested with at least LEAST_PAIRS
+        pairs that somebody else labeled, too. The labels of all other people count as well.
     """
-    labels, judged = _labels_by_pair(rows, outcomes)
+    labels, judged = _labels_by_pair(votes, outcomes)
     if not labels:
         return None
     people = sorted({name for own in labels.values() for name in own})
@@ -152,21 +154,20 @@ def compare_with_annotators(rows: Sequence[Row], outcomes: Sequence[str]) -> Ann
 
 
 def _labels_by_pair(
-    rows: Sequence[Row], outcomes: Sequence[str]
+    votes: Sequence[Vote], outcomes: Sequence[str]
 ) -> tuple[dict[_Pair, dict[str, str]], dict[_Pair, str]]:
     """Return the label of each person, and the judge's outcome, by pair in one order of answers."""
     labels: dict[_Pair, dict[str, str]] = {}
     judged: dict[_Pair, str] = {}
     exchanged = {"first": "second", "second": "first", "tie": "tie"}
-    for row, outcome in zip(rows, outcomes, strict=True):
-        name, first, second = row.get("annotator"), row["first"], row["second"]
-        if name is None or outcome == "invalid":
+    for vote, outcome in zip(votes, outcomes, strict=True):
+        if vote.annotator is None or outcome == "invalid":
             continue
-        one, other = sorted((first, second))
-        pair, is_turned = (shown_prompt(row["prompt"]), one, other), one != first
-        label, outcome = (exchanged[x] if is_turned else x for x in (row["label"], outcome))
+        one, other = sorted((vote.first, vote.second))
+        pair, is_turned = (shown_prompt(vote.prompt), one, other), one != vote.first
+        label, outcome = (exchanged[x] if is_turned else x for x in (vote.label, outcome))
         judged.setdefault(pair, outcome)
-        labels.setdefault(pair, {}).setdefault(name, label)
+        labels.setdefault(pair, {}).setdefault(vote.annotator, label)
     return labels, judged
 
 

@@ -1,6 +1,6 @@
 """Measure win rates between sets of answers, and test the judge that decides them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ from pipeline.evaluation.agreement import (
     measure_agreement,
 )
 from pipeline.evaluation.canaries import run_canaries
-from pipeline.evaluation.comparison import Comparison
+from pipeline.evaluation.comparison import Comparison, compare
 from pipeline.evaluation.length_control import (
     length_controlled_rate,
     rate_by_length_ratio,
@@ -20,20 +20,49 @@ from pipeline.evaluation.sequential.people_and_judge import Labels
 from pipeline.evaluation.sequential.until_decided import (
     DecidedComparison,
     Rule,
-    compare_at,
     compare_until_decided,
 )
-from pipeline.evaluation.win_rate import doubts_of, measure_win_rate
+from pipeline.evaluation.win_rate import compare_policies, doubts_of, measure_win_rate
+from pipeline.inputs.preference_pairs import Vote
 from pipeline.judges.verdict import Judge, JudgedPrompt, Verdict
-from pipeline.results.evaluation import ContestResult, JudgedContests, JudgeIdentity, WinRate
+from pipeline.results.evaluation import (
+    ContestResult,
+    JudgedContests,
+    JudgeIdentity,
+    PairedDifference,
+    WinRate,
+)
 from pipeline.settings.evaluation_config import EvaluationConfig
-from ppo_core.data.rows.forms import Row
 
 Contest = tuple[str, str]
 """Candidate and opponent."""
 
 CANARY_RIVALS = ("reference", "sft", "itself")
 """Contestants whose texts are compared with canaries, the best first."""
+
+
+@dataclass(frozen=True)
+class Contestants:
+    """The contestants' answers to the same prompts."""
+
+    prompts: Sequence[JudgedPrompt]
+
+    texts: Mapping[str, Sequence[str]]
+    """One answer to each prompt, by contestant."""
+
+    def pairs(self, contest: Contest, positions: Iterable[int]) -> "_Pairs":
+        """Return the prompts, and both answers, at some positions."""
+        candidate, opponent = (self.texts[name] for name in contest)
+        at = list(positions)
+        return (
+            [self.prompts[n] for n in at],
+            [candidate[n] for n in at],
+            [opponent[n] for n in at],
+        )
+
+
+_Pairs = tuple[list[JudgedPrompt], list[str], list[str]]
+"""Prompts, answers of the candidate, and answers of the opponent."""
 
 
 @dataclass(frozen=True)
@@ -45,36 +74,41 @@ class Contests:
 
     result: JudgedContests
 
+    def improvement(self) -> PairedDifference | None:
+        """Return PPO's win rate minus SFT's against the references; None without references."""
+        if "ppo_vs_reference" not in self.comparisons:
+            return None
+        ppo, sft = (self.comparisons[f"{who}_vs_reference"] for who in ("ppo", "sft"))
+        return compare_policies(ppo, sft)
+
 
 def evaluate(
     judge: Judge,
-    prompts: Sequence[JudgedPrompt],
-    texts: Mapping[str, Sequence[str]],
+    contestants: Contestants,
     contests: Sequence[Contest],
     *,
     rules: Mapping[Contest, Rule],
-    people: Sequence[Row],
+    people: Sequence[Vote],
     config: EvaluationConfig,
     canaries_decide: bool = True,
     seed: int,
 ) -> Contests:
     """Test the judge with canaries and labels, and let the judge compare answers.
 
-    A contest with a rule is judged until the rule decides. Every other contest is judged on the
-    prompts of the contest with a rule against the same opponent, or else of the first contest with
-    a rule. Such a contest decides nothing, and its doubts do not make the result inconclusive.
+    A contest with a rule is judged until the rule decides. Every other contest takes the prompts of
+    the contest with a rule against the same opponent; without one, of the first contest with a
+    rule. It decides nothing, and its doubts do not make the result inconclusive.
 
     Args:
         judge: the judge.
-        prompts: prompts of the answers.
-        texts: answers to `prompts`, by contestant. The canaries are compared with the texts of the
-            first contestant of CANARY_RIVALS that takes part.
-        contests: contests between contestants of `texts`.
+        contestants: prompts and answers. The canaries are compared with the answers of the first
+            contestant of CANARY_RIVALS that takes part.
+        contests: contests between the contestants.
         rules: rules of the contests that decide, in the order in which they are judged; at least
             one. After a contest in which the candidate is not found better, the next contest is
             judged only on the prompts of that contest.
-        people: rows with `prompt`, `first`, `second` and a person's `label`; may be empty. Labels
-            of the contests' own pairs decide with the judge, see `people_and_judge`.
+        people: opinions of people; may be empty. Votes on the contests' own pairs decide with the
+            judge, see `people_and_judge`.
         config: limits of the rates and of kappa; beyond a limit, the result is inconclusive.
         canaries_decide: whether the result is inconclusive if the judge falls for canaries.
         seed: seed of the order of the pairs.
@@ -83,19 +117,14 @@ def evaluate(
         DataError: a contest has no valid verdict.
         JudgeError: the judge does not answer.
     """
-    rival = next(name for name in CANARY_RIVALS if name in texts)
-    canaries = run_canaries(judge, prompts, texts[rival])
-    decided = _decide(judge, prompts, texts, rules, people, config, seed)
+    rival = next(name for name in CANARY_RIVALS if name in contestants.texts)
+    canaries = run_canaries(judge, contestants.prompts, contestants.texts[rival])
+    decided = _decide(judge, contestants, rules, people, config, seed)
     comparisons = {
-        contest: _comparison(judge, prompts, texts, contest, decided) for contest in contests
+        contest: _comparison(judge, contestants, contest, decided) for contest in contests
     }
     win_rates = {
-        contest: measure_win_rate(
-            comparison,
-            max_invalid=config.max_invalid,
-            max_flip_rate=config.max_flip_rate,
-            **_how_decided(decided.get(contest)),
-        )
+        contest: _win_rate(comparison, decided.get(contest), config)
         for contest, comparison in comparisons.items()
     }
     agreement = agree_with_people(judge, people) if people else None
@@ -117,10 +146,9 @@ def evaluate(
 
 def _decide(
     judge: Judge,
-    prompts: Sequence[JudgedPrompt],
-    texts: Mapping[str, Sequence[str]],
+    contestants: Contestants,
     rules: Mapping[Contest, Rule],
-    people: Sequence[Row],
+    people: Sequence[Vote],
     config: EvaluationConfig,
     seed: int,
 ) -> dict[Contest, DecidedComparison]:
@@ -130,13 +158,9 @@ def _decide(
         return not doubts_of(comparison, config.max_invalid, config.max_flip_rate)
 
     found: dict[Contest, DecidedComparison] = {}
-    positions = list(range(len(prompts)))
-    for (candidate, opponent), rule in rules.items():
-        pairs = (
-            [prompts[n] for n in positions],
-            [texts[candidate][n] for n in positions],
-            [texts[opponent][n] for n in positions],
-        )
+    positions = list(range(len(contestants.prompts)))
+    for contest, rule in rules.items():
+        pairs = contestants.pairs(contest, positions)
         one = compare_until_decided(
             judge,
             *pairs,
@@ -146,15 +170,23 @@ def _decide(
             seed=seed,
         )
         one = replace(one, positions=[positions[n] for n in one.positions])
-        found[candidate, opponent] = one
+        found[contest] = one
         if one.test.decided != "better":
             # The promotion is refused already, so the next contest need not be decided.
             positions = one.positions
     return found
 
 
-def _how_decided(decided: DecidedComparison | None) -> dict[str, Any]:
-    return {} if decided is None else {"test": decided.test, "people": decided.people}
+def _win_rate(
+    comparison: Comparison, decided: DecidedComparison | None, config: EvaluationConfig
+) -> WinRate:
+    return measure_win_rate(
+        comparison,
+        max_invalid=config.max_invalid,
+        max_flip_rate=config.max_flip_rate,
+        test=None if decided is None else decided.test,
+        people=None if decided is None else decided.people,
+    )
 
 
 def name_of(candidate: str, opponent: str) -> str:
@@ -164,18 +196,16 @@ def name_of(candidate: str, opponent: str) -> str:
 
 def _comparison(
     judge: Judge,
-    prompts: Sequence[JudgedPrompt],
-    texts: Mapping[str, Sequence[str]],
+    contestants: Contestants,
     contest: Contest,
     decided: Mapping[Contest, DecidedComparison],
 ) -> Comparison:
     """Return the comparison of a contest, which is judged now if it has no rule."""
     if contest in decided:
         return decided[contest].comparison
-    candidate, opponent = contest
-    against_same = (one for (_, other), one in decided.items() if other == opponent)
+    against_same = (one for (_, opponent), one in decided.items() if opponent == contest[1])
     positions = next(against_same, next(iter(decided.values()))).positions
-    return compare_at(positions, judge, prompts, texts[candidate], texts[opponent])
+    return compare(judge, *contestants.pairs(contest, positions))
 
 
 def judgements(comparisons: Mapping[str, Comparison]) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from pipeline.evaluation.notes import doubts_about_trained_judge, note_on_copies
 from pipeline.inputs.contamination import COPIED
 from pipeline.inputs.data_sets import RunData, references_of
 from pipeline.inputs.json_lines import read_jsonl, write_jsonl
+from pipeline.inputs.preference_pairs import votes_of
 from pipeline.judges.judge_budget import Budget, Spent
 from pipeline.judges.make_judge import make_judge_of_run
 from pipeline.judges.verdict import JudgedPrompt
@@ -166,7 +167,6 @@ def _judge(
     # Imported here because scipy and statsmodels are slow to import and most importers of this
     # module judge nothing.
     from pipeline.evaluation.contests import distinct_share, judgements
-    from pipeline.evaluation.win_rate import compare_policies
 
     settings, prompts = data.settings, answered.prompts
     kl = {who: given.kl for who, given in answered.answers.items()}
@@ -181,10 +181,6 @@ def _judge(
     guards, not_applied = _compare_by_guards(settings.promotion.guards, answered, evaluated)
     texts, budget = answered.texts, Budget.of(settings.judging)
     contests = _contests(data, answered, trained_judge, budget)
-    improvement = None
-    if "reference" in texts:
-        ppo, sft = (contests.comparisons[f"{who}_vs_reference"] for who in ("ppo", "sft"))
-        improvement = compare_policies(ppo, sft)
     baselines = without_ppo(contests.comparisons["ppo_vs_sft"], budget)
     reasons = [*contests.result.reasons, *doubts_about_trained_judge(trained_judge)]
     _write_samples(evaluated, {"prompt": prompts, **texts})
@@ -205,7 +201,7 @@ def _judge(
         ],
         trained_judge=trained_judge,
         champion=version,
-        improvement=improvement,
+        improvement=contests.improvement(),
         distinct={who: distinct_share(given) for who, given in texts.items()},
         length={who: mean_words(given) for who, given in texts.items()},
         repetition={who: repeated_share(given) for who, given in texts.items()},
@@ -227,16 +223,15 @@ def _contests(
     data: RunData, answered: _Answered, trained_judge: TrainedJudge | None, budget: Budget
 ) -> "Contests":
     """Return the contests between all answers, by the judge of the run."""
-    from pipeline.evaluation.contests import evaluate
+    from pipeline.evaluation.contests import Contestants, evaluate
 
     settings, texts = data.settings, answered.texts
     return evaluate(
         make_judge_of_run(settings, judge_of_run(settings, trained_judge), budget),
-        answered.prompts,
-        texts,
+        Contestants(answered.prompts, texts),
         contests_between(texts),
         rules=_rules(settings.promotion, texts),
-        people=list(data.labels() or []),
+        people=votes_of(data.labels()),
         config=settings.evaluation,
         # A reward model reads no instructions, and its accuracy on held-out pairs was measured.
         canaries_decide=trained_judge is None,
@@ -297,8 +292,8 @@ def answer_as_evaluated(
 ) -> Answers:
     """Return a policy's answers in an evaluation, and its KL divergence from a reference policy.
 
-    The divergence is None if it cannot be estimated with the decoding settings. `changes` are
-    values of the `AnswerJob` in place of those of the settings.
+    The divergence is None if it cannot be estimated with the decoding settings. `changes` replace
+    values of the `AnswerJob`, which are otherwise taken from the settings.
     """
     return _sample(
         settings,

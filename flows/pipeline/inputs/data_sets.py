@@ -1,6 +1,6 @@
 """Read the data sets of a run, and leave out or shorten rows that the models cannot read."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -23,7 +23,7 @@ from pipeline.inputs.row_digests import read_digests, without_erased
 from pipeline.inputs.training_prompts import prompt_key, prompts_without
 from pipeline.settings.evaluation_config import EvaluationConfig
 from pipeline.settings.settings import Settings
-from ppo_core.config.row_settings import PromptFormat
+from ppo_core.config.row_settings import PromptFormat, ReadOptions
 from ppo_core.data.chat_template import Messages
 from ppo_core.data.prompts import context_length
 from ppo_core.data.rows.fitting import fit_pairs, fit_prompts
@@ -397,26 +397,16 @@ class RunData:
         return decided_pairs(chain.from_iterable(fitting), trained)
 
     def _labels(self, name: str, source: str) -> Rows | None:
-        rows = read_labels(
-            name,
-            source,
-            self.policy_tokenizer,
-            renamed=self.settings.columns,
-            allow_urls=self.settings.allow_data_urls,
-            max_left_out=self.settings.max_left_out,
-        )
+        rows = read_labels(name, source, self.policy_tokenizer, self._options())
         return None if rows is None else self._without_erased(rows)
 
     def _read(self, source: str, kind: Kind) -> Rows:
-        rows = read_rows(
-            source,
-            kind,
-            is_chat=self.is_chat,
-            renamed=self.settings.columns,
-            allow_urls=self.settings.allow_data_urls,
-            max_left_out=self.settings.max_left_out,
-        )
+        rows = read_rows(source, kind, is_chat=self.is_chat, options=self._options())
         return self._without_erased(rows)
+
+    def _options(self) -> ReadOptions:
+        settings = self.settings
+        return ReadOptions(settings.columns, settings.allow_data_urls, settings.max_left_out)
 
     def _without_erased(self, rows: Rows) -> Rows:
         return without_erased(rows, frozenset().union(*self.erased))
@@ -520,13 +510,7 @@ def _missing_references(rows: Rows) -> int:
 
 
 def read_labels(
-    name: str,
-    source: str,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    renamed: Mapping[str, str],
-    allow_urls: bool,
-    max_left_out: float,
+    name: str, source: str, tokenizer: PreTrainedTokenizerBase, options: ReadOptions
 ) -> Rows | None:
     """Read the pairs of answers that people labeled; None if `source` is empty.
 
@@ -537,14 +521,8 @@ def read_labels(
     """
     if not source:
         return None
-    rows = read_rows(
-        source,
-        "votes",
-        is_chat=tokenizer.chat_template is not None,
-        renamed=renamed,
-        allow_urls=allow_urls,
-        max_left_out=max_left_out,
-    )
+    is_chat = tokenizer.chat_template is not None
+    rows = read_rows(source, "votes", is_chat=is_chat, options=options)
     labels = rows.column("label")
     if unknown := sorted(set(labels) - {"first", "second", "tie", ""}):
         raise DataError(

@@ -4,7 +4,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from statistics import fmean
 
 import pyarrow
@@ -58,6 +58,41 @@ class LabeledPair:
     """Fraction of the votes for the most frequent opinion; None for a single vote."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Vote:
+    """A person's opinion on two answers to a prompt."""
+
+    prompt: str | Messages
+    first: str
+    second: str
+
+    label: str
+    """`first`, `second` or `tie`; `first` means that the first answer is better."""
+
+    annotator: str | None = None
+    """Id of the person; None if it is not known."""
+
+    @property
+    def chosen(self) -> str:
+        """The preferred answer; for a tie, the first one."""
+        return self.second if self.label == "second" else self.first
+
+    @property
+    def rejected(self) -> str:
+        """The other answer."""
+        return self.first if self.label == "second" else self.second
+
+    @classmethod
+    def of(cls, row: Row) -> "Vote":
+        """Return the vote of a row of the kind `votes`."""
+        return cls(**{one.name: row[one.name] for one in fields(cls) if one.name in row})
+
+
+def votes_of(rows: Iterable[Row] | None) -> list[Vote]:
+    """Return the votes of rows of the kind `votes`; none without rows."""
+    return [Vote.of(row) for row in rows or ()]
+
+
 def label_pairs(rows: Iterable[Row]) -> list[LabeledPair]:
     """Merge rows with equal prompts and equal responses, in either order, into one pair.
 
@@ -108,7 +143,7 @@ def training_pairs_of(rows: Rows, others: Rows) -> Rows:
 
 
 def split_off_judge_pairs(rows: Rows) -> tuple[Rows, Rows]:
-    """Return the pairs that train PPO's reward model, and those that train the judge.
+    """Return the pairs that train PPO's reward model, and the pairs that train the judge.
 
     Every third different pair trains the judge. Rows with equal prompts and equal responses, in
     either order, are one pair, so they are in the same part.
@@ -129,14 +164,14 @@ def split_off_judge_pairs(rows: Rows) -> tuple[Rows, Rows]:
 def pairs_of_votes(votes: Rows) -> Rows:
     """Return votes on two answers, `first` and `second`, as pairs; the column `tie` marks ties."""
 
-    def convert(vote: Row) -> Row:
-        chosen, rejected = ("second", "first") if vote["label"] == "second" else ("first", "second")
+    def convert(row: Row) -> Row:
+        vote = Vote.of(row)
         return {
-            "prompt": vote["prompt"],
-            "chosen": vote[chosen],
-            "rejected": vote[rejected],
-            "tie": vote["label"] == "tie",
-            "annotator": vote.get("annotator"),
+            "prompt": vote.prompt,
+            "chosen": vote.chosen,
+            "rejected": vote.rejected,
+            "tie": vote.label == "tie",
+            "annotator": vote.annotator,
         }
 
     prompt = votes.table.features.arrow_schema.field("prompt")
@@ -152,8 +187,9 @@ def pairs_of_feedback(feedback: Rows, others: Sequence[Rows]) -> Rows:
     Pairs that are in `others` are left out.
 
     A missing response has a score of 0. So the loss of a judgment is the binary cross-entropy of
-    sigmoid(score + c), with c the log odds of a positive judgment in these rows, by weight: an
-    answer of score 0 is liked as often as the average answer. c is 0 if all judgments are equal.
+    sigmoid(score + c), where c is the log odds of a positive judgment among the weighted rows. An
+    answer of score 0 is then liked as often as the average answer. c is 0 if all judgments are
+    equal.
     """
     liked = disliked = 0.0
     for row in feedback:

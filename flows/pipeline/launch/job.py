@@ -8,6 +8,7 @@ from pathlib import Path
 from pipeline.inputs.run_rewards import RunRewards
 from pipeline.launch.commands import gpus
 from pipeline.settings.settings import Settings
+from pipeline.settings.training_sections import LoraConfig
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
 from ppo_core.io.atomic_files import write_atomically
@@ -96,17 +97,20 @@ def write_job(
         resume_anyway=pause is not None and pause.has_new_reward,
         stop_after_updates=None if pause is None else pause.after_updates,
     )
-    model = ModelArguments(model_name_or_path=policy)
-    if settings.lora.r:
-        model = replace(
-            model,
-            use_peft=True,
-            lora_r=settings.lora.r,
-            lora_alpha=settings.lora.alpha,
-            lora_target_modules=settings.lora.target_modules,
-            dtype=settings.lora.dtype,
-        )
     path = folder / JOB_FILE
-    everything = config | asdict(script) | asdict(model)
+    everything = config | asdict(script) | asdict(_model_arguments(policy, settings.lora))
     write_atomically(path, json.dumps(everything, indent=2))
     return path
+
+
+def _model_arguments(policy: str, lora: LoraConfig) -> ModelArguments:
+    if not lora.r:
+        return ModelArguments(model_name_or_path=policy)
+    return ModelArguments(
+        model_name_or_path=policy,
+        use_peft=True,
+        lora_r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_target_modules=lora.target_modules,
+        dtype=lora.dtype,
+    )

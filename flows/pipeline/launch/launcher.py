@@ -84,18 +84,13 @@ def train(
         PPOError: a process failed with an error of the project; the same error is raised here.
     """
     if machines.index > 0 and machines.main_address == THIS_MACHINE:
-        # Metaflow's first task starts the tasks of the other "machines", but never ends them.
-        if _orphaned():
-            raise ProcessError("The task of the first machine ended before this task began.")
-        os.environ[PARENT] = str(os.getppid())
-        end_with_parent()
+        _end_with_first_task()
     folder = job.parent
     take_over(folder / f"launcher-{machines.index}.json")
     processes = processes or gpus() or 1
     reason = folder / f"failure-{machines.index}.json"
     reason.unlink(missing_ok=True)
-    interruption = Interruption()
-    with interruption:
+    with Interruption() as interruption:
         child = subprocess.Popen(
             command(job, processes, machines, program),
             env=environment_of(processes, machines, reason),
@@ -116,6 +111,18 @@ def train(
         several = processes * machines.count > 1
         ended = (first_ended if several else ended_alone)(child.pid, code, reason)
         raise as_error(ended, frozen, folder)
+
+
+def _end_with_first_task() -> None:
+    """Make this task end with the first task, which starts the other tasks but never ends them.
+
+    Raises:
+        ProcessError: the first task has already ended.
+    """
+    if _orphaned():
+        raise ProcessError("The task of the first machine ended before this task began.")
+    os.environ[PARENT] = str(os.getppid())
+    end_with_parent()
 
 
 def _orphaned() -> bool:

@@ -5,11 +5,10 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
-from pydantic import BaseModel
 
 from ppo_core.io.atomic_files import explained_writes, write_atomically
 from ppo_core.io.text_files import parse_json
@@ -79,44 +78,36 @@ def take_over(record: Path) -> None:
             _signal(each, kill=True)
         psutil.wait_procs(below, timeout=TIME_TO_SAVE)
     with explained_writes(record):
-        write_atomically(record, json.dumps(identity_of(psutil.Process())))
+        write_atomically(record, json.dumps(asdict(ProcessIdentity.of(psutil.Process()))))
 
 
-class _Identity(BaseModel):
+@dataclass(frozen=True)
+class ProcessIdentity:
+    """What tells a process from all others, also from a later process with the same id."""
+
     host: str
     pid: Natural
     started: Finite
+    """Start time in seconds since 1970."""
+
+    @classmethod
+    def of(cls, process: psutil.Process) -> "ProcessIdentity":
+        """Return the identity of a process on this machine."""
+        return cls(socket.gethostname(), process.pid, process.create_time())
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the process runs or ran on this machine."""
+        return self.host == socket.gethostname()
 
 
-def identity_of(process: psutil.Process) -> dict[str, Any]:
-    """Return host, id and start time of a process on this machine, for `find_process`."""
-    return {
-        "host": socket.gethostname(),
-        "pid": process.pid,
-        "started": process.create_time(),
-    }
-
-
-def is_local(identity: Any) -> bool:
-    """Return whether the process of an identity runs or ran on this machine.
-
-    Raises:
-        ValueError: the value is not what `identity_of` returned.
-    """
-    return read_record(identity, _Identity).host == socket.gethostname()
-
-
-def find_process(identity: Any) -> psutil.Process | None:
-    """Return the process of an identity; None if it has ended or is on another machine.
-
-    Raises:
-        ValueError: the value is not what `identity_of` returned.
-    """
-    if not is_local(identity):
+def find_process(identity: ProcessIdentity) -> psutil.Process | None:
+    """Return the process of an identity; None if it has ended or is on another machine."""
+    if not identity.is_local:
         return None
     try:
-        process = psutil.Process(identity["pid"])
-        is_same = abs(process.create_time() - identity["started"]) < SAME_START
+        process = psutil.Process(identity.pid)
+        is_same = abs(process.create_time() - identity.started) < SAME_START
         return process if is_same and process.status() != psutil.STATUS_ZOMBIE else None
     except psutil.NoSuchProcess:
         return None
@@ -134,7 +125,7 @@ def _still_running(record: Path) -> Iterator[psutil.Process]:
     if not record.is_file():
         return
     try:
-        process = find_process(parse_json(record.read_bytes()))
+        process = find_process(read_record(parse_json(record.read_bytes()), ProcessIdentity))
     except ValueError as error:
         print(f"'{record}' is damaged, so no earlier attempt is ended: {error}.", flush=True)
         return

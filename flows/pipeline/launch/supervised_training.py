@@ -16,40 +16,19 @@ PROGRAM = ("ppo_core.supervised",)
 Training = Literal["sft", "reward"]
 
 
-def train_supervised(
-    training: Training,
-    model: str,
-    rows: Rows,
-    section: SupervisedSection,
-    settings: Settings,
-    *,
-    folder: Path,
-    model_dir: Path,
-    machines: Machines = ONE_MACHINE,
-    on_metrics: OnMetrics,
-) -> None:
-    """Train a model, or resume its training from the last checkpoint in `folder`.
-
-    After the training, `ppo_core.supervised.job.read_result(folder)` returns its metrics.
+def supervised_job(
+    training: Training, model: str, section: SupervisedSection, settings: Settings, model_dir: Path
+) -> SupervisedJob:
+    """Return the job of a training.
 
     Args:
         training: `sft`, or `reward` for a reward model.
         model: folder or hub id of the model to start from.
-        rows: demonstrations or pairs.
         section: settings of the training.
         settings: settings of the run.
-        folder: folder of the job, its metrics and its checkpoints.
         model_dir: folder for the trained model.
-        machines: the machines of the training, which share both folders.
-        on_metrics: see `train`.
-
-    Raises:
-        RunInterruptedError: SIGTERM arrived, and a checkpoint was saved.
-        ProcessError: a process died, failed unexpectedly, was frozen, or made no progress.
-        PPOError: a process failed with an error of the project; the same error is raised here.
     """
-    write_rows(rows, folder)
-    job = SupervisedJob(
+    return SupervisedJob(
         training=training,
         model=model,
         model_dir=str(model_dir),
@@ -58,6 +37,35 @@ def train_supervised(
         config=section.training_settings(),
         lora=section.lora_arguments(),
     )
+
+
+def train_supervised(
+    job: SupervisedJob,
+    rows: Rows,
+    settings: Settings,
+    *,
+    folder: Path,
+    machines: Machines = ONE_MACHINE,
+    on_metrics: OnMetrics,
+) -> None:
+    """Train a model, or resume its training from the last checkpoint in `folder`.
+
+    After the training, `ppo_core.supervised.job.read_result(folder)` returns its metrics.
+
+    Args:
+        job: what is trained, see `supervised_job`.
+        rows: demonstrations or pairs.
+        settings: settings of the run.
+        folder: folder of the job, its metrics and its checkpoints.
+        machines: the machines of the training, which share `folder` and the job's `model_dir`.
+        on_metrics: see `train`.
+
+    Raises:
+        RunInterruptedError: SIGTERM arrived, and a checkpoint was saved.
+        ProcessError: a process died, failed unexpectedly, was frozen, or made no progress.
+        PPOError: a process failed with an error of the project; the same error is raised here.
+    """
+    write_rows(rows, folder)
     train(
         write_job(job, folder),
         processes=settings.processes,

@@ -51,10 +51,8 @@ def decide_promotion(
     while True:
         state = settle(name)
         earlier = state.decided(by, version)
-        # If an earlier attempt of this step has decided, its decision does not count as history.
-        before = Champions(state.decisions[: earlier.number - 1]) if earlier else state
-        limits = limits_now(settings.promotion, before.decisions)
-        with_limits = replace(settings, promotion=limits)
+        before = _before(state, earlier)
+        with_limits = replace(settings, promotion=limits_now(settings.promotion, before.decisions))
         evaluated = partial(_evaluated, with_limits, first, folder, validation.judge)
         if earlier:
             return earlier, evaluated(before.champion)
@@ -64,7 +62,7 @@ def decide_promotion(
         report = evaluation.report()
         against = reasons_to_refuse(
             report,
-            limits,
+            with_limits.promotion,
             reward_model_fit=validation.is_harmless,
             candidate=version,
             champion=state.champion,
@@ -81,6 +79,11 @@ def decide_promotion(
         )
         if decision is not None:
             return decision, evaluation
+
+
+def _before(state: Champions, earlier: Decision | None) -> Champions:
+    """Return the history before this step; `earlier` is the decision of an earlier attempt."""
+    return Champions(state.decisions[: earlier.number - 1]) if earlier else state
 
 
 def _evaluated(

@@ -23,7 +23,7 @@ from pipeline.results.run_cost import RunCost
 from pipeline.settings.settings import flatten
 from ppo_core.data.rows.dialogues import shown_prompt
 from ppo_core.data.rows.row_error import list_reasons
-from ppo_core.reporting.escaping import as_line, as_markdown, as_yaml
+from ppo_core.reporting.escaping import as_line, as_markdown, as_table, as_yaml
 from ppo_core.training.model_card import without_folders
 
 SHOWN_SAMPLES = 5
@@ -254,14 +254,13 @@ def _pairs(what: str, values: Mapping[str, Any]) -> str:
 
 
 def _table(headers: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:
-    lines = [headers, ["---"] * len(headers), *rows]
-    return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
+    return as_table(headers, rows, _shown)
 
 
-def _cell(value: Any) -> str:
+def _shown(value: Any) -> str:
     if value is None:
         return "none"
-    return as_markdown(f"{value:z.4g}" if isinstance(value, float) else str(value))
+    return f"{value:z.4g}" if isinstance(value, float) else str(value)
 
 
 def _settings(settings: Mapping[str, Any]) -> str:

@@ -27,7 +27,7 @@ def baseline_rows(evaluation: Evaluation) -> tuple[tuple[str, ...], ...]:
     return (
         ("SFT", as_percent(0.5), "", "0", "", ""),
         *((BASELINE_TITLES[name], *_cells(one)) for name, one in baselines.found.items()),
-        ("PPO", *_rate(baselines.ppo), as_divergence(evaluation.kl["ppo"]), "", ""),
+        ("PPO", *_rate(baselines.ppo), as_divergence(evaluation.kl_of_ppo), "", ""),
     )
 
 

@@ -72,7 +72,7 @@ def evaluation_document(evaluation: Evaluation, warnings: Sequence[str] = ()) ->
         verdict=verdict,
         tone=tone,
         reasons=(
-            describe_rate(win_rates["ppo_vs_sft"], "SFT"),
+            describe_rate(evaluation.against_sft, "SFT"),
             *evaluation.notes,
             *evaluation.reasons,
             *(worth_of_ppo(evaluation.baselines) if evaluation.baselines else ()),
@@ -125,7 +125,7 @@ def _filled(*sections: Section) -> list[Section]:
 
 
 def _verdict(evaluation: Evaluation) -> tuple[str, Tone]:
-    against_sft = evaluation.win_rate["ppo_vs_sft"]
+    against_sft = evaluation.against_sft
     if not evaluation.conclusive:
         return "Inconclusive", "warning"
     if against_sft.low > 0.5:

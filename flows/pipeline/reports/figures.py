@@ -109,7 +109,7 @@ def win_rate_plot(win_rates: Mapping[str, WinRate]) -> bytes:
 
 def baseline_plot(evaluation: Evaluation) -> bytes | None:
     """Plot win rates against SFT by KL divergence; None if the divergence of PPO is not known."""
-    baselines, kl = evaluation.baselines, evaluation.kl["ppo"]
+    baselines, kl = evaluation.baselines, evaluation.kl_of_ppo
     if baselines is None or baselines.ppo is None or kl is None:
         return None
     points = {

@@ -62,7 +62,7 @@ def evaluation_numbers(evaluation: Evaluation) -> Numbers:
     return {
         **numbers,
         # Without the KL divergence of SFT from itself, which is only a rounding error.
-        **_under("kl", {"ppo": evaluation.kl["ppo"]}),
+        **_under("kl", {"ppo": evaluation.kl_of_ppo}),
         **_under("distinct", evaluation.distinct),
         **_under("length", evaluation.length),
         **_under("repetition", evaluation.repetition),

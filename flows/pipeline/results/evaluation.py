@@ -473,6 +473,16 @@ class Evaluation(JudgedContests):
     """What SFT reaches without PPO; None with `evaluation.baseline_prompts = 0`."""
 
     @property
+    def against_sft(self) -> ContestResult:
+        """The result of the contest of PPO against SFT, which every run has."""
+        return self.win_rate["ppo_vs_sft"]
+
+    @property
+    def kl_of_ppo(self) -> float | None:
+        """KL divergence of the trained policy, see `kl`."""
+        return self.kl["ppo"]
+
+    @property
     def rival(self) -> str:
         """The contestant that the policy must beat: the champion, or SFT if there is none."""
         return "sft" if self.champion is None else "champion"

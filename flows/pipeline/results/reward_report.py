@@ -268,7 +268,12 @@ class OnPolicy:
         """`useless`, `usable` or `good`: what PPO can gain from this model on this policy."""
         if self.low <= self.least:
             return "useless"
-        return "good" if self.best_of["4"] >= GOOD_BEST_OF_4 else "usable"
+        return "good" if self.best_of_four >= GOOD_BEST_OF_4 else "usable"
+
+    @property
+    def best_of_four(self) -> float:
+        """How often the judge prefers the best of four samples, see `best_of`."""
+        return self.best_of["4"]
 
 
 @dataclass(frozen=True, kw_only=True)

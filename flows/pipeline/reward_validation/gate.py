@@ -87,7 +87,7 @@ def _choice(found: OnPolicy, people: Rate | None) -> str:
         )
     return (
         "The best of four of the policy's answers, chosen by this model, wins "
-        f"{found.best_of['4']:.1%} against another answer, 95 % interval {found.low:.1%} .. "
+        f"{found.best_of_four:.1%} against another answer, 95 % interval {found.low:.1%} .. "
         f"{found.high:.1%}, judged by {found.judge}. The lower end must exceed "
         f"min_best_of_4={found.least:.1%}: {cause}" + (f" {_people(people)}" if people else "")
     )

@@ -9,7 +9,7 @@ import numpy as np
 
 from pipeline.evaluation.rates import Array, hits, measure_rate
 from pipeline.inputs.preference_pairs import LabeledPair, label_pairs
-from pipeline.results.reward_report import OnPolicy, Rate, RewardReport, Samples
+from pipeline.results.reward_report import Contract, OnPolicy, Rate, RewardReport, Samples
 from pipeline.reward_validation.accuracy import measure_accuracy
 from pipeline.reward_validation.calibration import calibrate
 from pipeline.reward_validation.contract import check_contract
@@ -76,8 +76,7 @@ def validate(
             references, the probes change the chosen responses of the held-out pairs.
         draw: function that samples the policy from which PPO starts.
         limits: limits of the gate.
-        compare: function that lets the judge compare scored samples; None if the judge cannot be
-            asked.
+        compare: lets the judge compare scored samples; None if the judge cannot be asked.
         training: metrics of the model's training; empty if the run did not train the model.
         seed: seed of the bootstrap intervals and the probes.
 
@@ -92,17 +91,11 @@ def validate(
     blocks = scored_samples(scorer, prompts, draw, limits)
     first = next(blocks)
     references = _score_references(scorer, prompts, max(MAX_REFERENCES, limits.num_prompts))
-
     on_policy = compare(chain([first], blocks)) if compare else None
-    accuracy = measure_accuracy(chosen, rejected, labeled)
-    calibration = calibrate((chosen - rejected)[decided])
-    lengths = measure_lengths(chosen, rejected, labeled, first.scores, first.texts)
     sampled = measure_samples(
         first.scores, None if references is None else references[: limits.num_prompts], seed=seed
     )
-    contracts = [
-        check_contract(one, labeled, tolerance=limits.tolerance) for one in scorer.of_members()
-    ]
+    contract = _contract(scorer, labeled, tolerance=limits.tolerance)
     probes = run_probes(
         scorer, *_good_answers(prompts, labeled), seed=seed, limit=limits.max_degenerate_preferred
     )
@@ -113,17 +106,22 @@ def validate(
         on_policy=on_policy,
         people=_agreement_with_people(scorer, preferences.samples),
         training=dict(training),
-        accuracy=accuracy,
-        calibration=calibration,
-        lengths=lengths,
+        accuracy=measure_accuracy(chosen, rejected, labeled),
+        calibration=calibrate((chosen - rejected)[decided]),
+        lengths=measure_lengths(chosen, rejected, labeled, first.scores, first.texts),
         samples=Samples(**vars(sampled), duplicates=duplicates(first.texts)),
-        # The first member that breaks the contract, if one does.
-        contract=next((one for one in contracts if one.reasons), contracts[0]),
+        contract=contract,
         probes=probes,
         bias=0.0 if references is None else float(references.mean()),
         gain=1 / sampled.deviation if limits.unit_deviation and sampled.deviation else 1.0,
     )
     return _with_verdict(measured, limits)
+
+
+def _contract(scorer: TextScorer, pairs: Sequence[LabeledPair], *, tolerance: float) -> Contract:
+    """Return the check of the first member that breaks the contract, or else of the first one."""
+    checks = [check_contract(one, pairs, tolerance=tolerance) for one in scorer.of_members()]
+    return next((check for check in checks if check.reasons), checks[0])
 
 
 def _agreement_with_people(scorer: TextScorer, pairs: Sequence[LabeledPair]) -> Rate | None:

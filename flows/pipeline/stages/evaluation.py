@@ -93,7 +93,7 @@ def evaluate_win_rate(
 
 def with_judgment(policy: TrainedPolicy, evaluation: Evaluation) -> TrainedPolicy:
     """Return a policy with a further warning if the judge contradicts its reward."""
-    scores, rate = policy.objective["objective/scores"], evaluation.win_rate["ppo_vs_sft"]
+    scores, rate = policy.objective["objective/scores"], evaluation.against_sft
     found = judged_worse(scores.first, scores.last, (rate.rate, rate.low, rate.high))
     return replace(policy, warnings=[*policy.warnings, *map(str, found)])
 

@@ -7,12 +7,12 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from pipeline.demo import task
-from pipeline.evaluation.contests import Contests, evaluate, judgements
-from pipeline.evaluation.sequential.equal_weeks import WEEKS, promoted_share
-from pipeline.evaluation.sequential.until_decided import Rule
+from pipeline.evaluation.contests import Contestants, Contests, evaluate, judgements
+from pipeline.evaluation.sequential.until_decided import WEEKS, Rule, promoted_share
 from pipeline.evaluation.win_rate import describe, values_of_prompts
 from pipeline.inputs import data_sets
 from pipeline.inputs.json_lines import write_jsonl
+from pipeline.inputs.preference_pairs import votes_of
 from pipeline.judges.make_judge import check_judge, make_judge
 from pipeline.launch.answers import answer, answer_processes
 from pipeline.launch.stall_watch import STALL_MINUTES
@@ -33,7 +33,7 @@ from pipeline.settings.evaluation_config import EvaluationConfig
 from pipeline.settings.gate_configs import PromotionConfig
 from pipeline.settings.judge_config import JudgingConfig
 from pipeline.settings.win_rate_arguments import WinRateArguments
-from ppo_core.config.row_settings import parse_columns
+from ppo_core.config.row_settings import ReadOptions, parse_columns
 from ppo_core.data.chat_template import Messages
 from ppo_core.data.prompts import context_length
 from ppo_core.data.rows.describe import describe_reading, require_columns_read
@@ -58,6 +58,45 @@ def compare_model(
         ModelError: the model cannot be loaded.
         JudgeError: the judge does not reply.
     """
+    _refuse_what_has_no_effect(arguments, config)
+    output = Path(arguments.output_dir)
+    check_outputs(arguments.output_dir, arguments.summary_json)
+    check_judge(arguments.judge, "", judging)
+    source = arguments.eval_prompts or str(
+        task.find_demo_task(output / "cache", arguments.seed) / "prompts-eval.jsonl"
+    )
+    cache = output / "cache" / CHAMPIONS
+    model, tokenizer_path = map(str, find_policy(arguments.model, cache))
+    tokenizer = load_tokenizer(tokenizer_path, arguments.prompt_format)
+    options = ReadOptions(
+        parse_columns(arguments.columns), arguments.allow_data_urls, arguments.max_left_out
+    )
+    labels = data_sets.read_labels("human_labels", config.human_labels, tokenizer, options)
+    rows = _read_rows(arguments, source, model, tokenizer, options)
+    require_columns_read(options.renamed, rows, *([] if labels is None else [labels]))
+    judged = data_sets.judged_rows(rows, config)
+    prompts = [row["prompt"] for row in judged]
+    texts = _texts(arguments, config, (model, tokenizer_path), judged, rows.source)
+    contest = ("model", "itself" if arguments.against_itself else "reference")
+    judge = make_judge(
+        arguments.judge,
+        config=judging,
+        cache_folder=output / "cache" / "replies",
+        end_of_text=arguments.end_of_text,
+        precision=arguments.precision,
+    )
+    return evaluate(
+        judge,
+        Contestants(prompts, texts),
+        [contest],
+        rules={contest: Rule(least=0.5, gain=None, alpha=arguments.alpha)},
+        people=votes_of(labels),
+        config=config,
+        seed=arguments.seed,
+    )
+
+
+def _refuse_what_has_no_effect(arguments: WinRateArguments, config: EvaluationConfig) -> None:
     if arguments.against_itself and config.temperature == 0:
         raise ConfigError(
             "against_itself compares two samples of the model, and temperature=0 makes them equal, "
@@ -73,47 +112,6 @@ def compare_model(
             f"baseline_prompts={config.baseline_prompts} is for the comparison of PPO with SFT, "
             "and this command measures one model. Leave baseline_prompts out."
         )
-    output = Path(arguments.output_dir)
-    check_outputs(arguments.output_dir, arguments.summary_json)
-    check_judge(arguments.judge, "", judging)
-    source = arguments.eval_prompts or str(
-        task.find_demo_task(output / "cache", arguments.seed) / "prompts-eval.jsonl"
-    )
-    cache = output / "cache" / CHAMPIONS
-    model, tokenizer_path = map(str, find_policy(arguments.model, cache))
-    tokenizer = load_tokenizer(tokenizer_path, arguments.prompt_format)
-    renamed = parse_columns(arguments.columns)
-    labels = data_sets.read_labels(
-        "human_labels",
-        config.human_labels,
-        tokenizer,
-        renamed=renamed,
-        allow_urls=arguments.allow_data_urls,
-        max_left_out=arguments.max_left_out,
-    )
-    rows = _read_rows(arguments, source, model, tokenizer)
-    require_columns_read(renamed, rows, *([] if labels is None else [labels]))
-    judged = data_sets.judged_rows(rows, config)
-    prompts = [row["prompt"] for row in judged]
-    texts = _texts(arguments, config, (model, tokenizer_path), judged, rows.source)
-    contest = ("model", "itself" if arguments.against_itself else "reference")
-    judge = make_judge(
-        arguments.judge,
-        config=judging,
-        cache_folder=output / "cache" / "replies",
-        end_of_text=arguments.end_of_text,
-        precision=arguments.precision,
-    )
-    return evaluate(
-        judge,
-        prompts,
-        texts,
-        [contest],
-        rules={contest: Rule(least=0.5, gain=None, alpha=arguments.alpha)},
-        people=list(labels or []),
-        config=config,
-        seed=arguments.seed,
-    )
 
 
 def result_with_settings(
@@ -214,16 +212,11 @@ def _read_rows(
     source: str,
     model: Path | str,
     tokenizer: PreTrainedTokenizerBase,
+    options: ReadOptions,
 ) -> Rows:
     """Return the prompts and references; print which columns were read and which rows left out."""
-    rows = read_rows(
-        source,
-        "prompts",
-        is_chat=tokenizer.chat_template is not None,
-        renamed=parse_columns(arguments.columns),
-        allow_urls=arguments.allow_data_urls,
-        max_left_out=arguments.max_left_out,
-    )
+    is_chat = tokenizer.chat_template is not None
+    rows = read_rows(source, "prompts", is_chat=is_chat, options=options)
     fitting = fit_prompts(
         rows,
         tokenizer,

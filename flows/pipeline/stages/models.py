@@ -15,7 +15,7 @@ from pipeline.judges.judge_budget import Spent
 from pipeline.launch.commands import ONE_MACHINE, Machines
 from pipeline.launch.launcher import OnMetrics
 from pipeline.launch.mirror import mirrored
-from pipeline.launch.supervised_training import train_supervised
+from pipeline.launch.supervised_training import Training, supervised_job, train_supervised
 from pipeline.results.step_records import FreshPairs, PreparedModel
 from pipeline.settings.settings import Settings
 from pipeline.settings.training_sections import SupervisedSection
@@ -346,22 +346,15 @@ def _take_part(training: _Training, run: FlowRun, here: Machines) -> None:
 
 
 def _train(training: _Training, run: FlowRun, here: Machines, on_metrics: OnMetrics) -> None:
-    job, rows, is_sft = run.folder / training.name, training.rows, training.name == SFT
+    folder, rows, is_sft = run.folder / training.name, training.rows, training.name == SFT
+    settings = training.data.settings
+    kind: Training = "sft" if is_sft else "reward"
+    job = supervised_job(kind, training.model, training.section, settings, folder / MODEL)
     if run.workspace.store:
         # Put the encoded rows on this disk, because the training processes cannot fetch from S3.
         training.data.encoded("demonstrations" if is_sft else "pairs", rows, training.section)
-    with mirrored(run.workspace, job, here):
-        train_supervised(
-            "sft" if is_sft else "reward",
-            training.model,
-            rows,
-            training.section,
-            training.data.settings,
-            folder=job,
-            model_dir=job / MODEL,
-            machines=here,
-            on_metrics=on_metrics,
-        )
+    with mirrored(run.workspace, folder, here):
+        train_supervised(job, rows, settings, folder=folder, machines=here, on_metrics=on_metrics)
 
 
 def _train_and_log(

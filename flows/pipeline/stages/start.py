@@ -25,8 +25,7 @@ from pipeline.storage.workspace import workspace_of
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.killed_runs import end_killed_runs
 from pipeline.tracking.mlflow_client import check_databases, check_registry
-from pipeline.tracking.mlflow_inputs import log_data
-from pipeline.tracking.mlflow_runs import artifact_root, start_runs
+from pipeline.tracking.mlflow_runs import artifact_root, log_data, start_runs
 from pipeline.tracking.run_log import RunLog
 from pipeline.tracking.run_record import PARENT, record_processes
 from ppo_core.io.atomic_files import require_writable

@@ -86,7 +86,7 @@ def track(run: FlowRun, step: str, *, patient: bool = False) -> Iterator[Tracker
         tracker = Tracker(run.folder, run.tracking, step, patience=patience)
         if run.workspace.store and current.retry_count:
             # Imported here, because it imports MLflow, which a short step does not need.
-            from pipeline.tracking.sent_metrics import remember_sent_metrics
+            from pipeline.tracking.mlflow_runs import remember_sent_metrics
 
             remember_sent_metrics(tracker.journal, tracker.step.run)
         # `parallel` exists only in a step that runs on several machines.

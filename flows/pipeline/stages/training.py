@@ -101,7 +101,6 @@ def train_policy(
     """
     data = RunData(settings)
     reward = _scaled(reward_model, validation)
-
     facts = RunFacts(run=run, settings=settings, curves=curves_of(run, tracker.journal))
     page = LivePage(facts, run.folder / PPO / METRICS_FILE)
 
@@ -120,18 +119,23 @@ def train_policy(
         return {**_move_policy(run, folder), **later, **_spent_on_rewards(run)}
 
     def train_earlier() -> None:
-        # The metrics of this training are those of the last policy, which are already logged.
+        # The training of the last policy has logged equal metrics already.
         train_all(lambda update, metrics: None)
 
     inputs = _decides_the_result(data, sft, reward_model, validation, fresh)
     made = make_or_reuse(run.workspace, POLICY, inputs, train_in)
-    earlier = None
-    if settings.ppo.save_policies:
-        earlier = _earlier_policies(data, inputs, run, train_earlier if made.reused else None)
-    updates = made.values["updates"]
+    earlier = _earlier_policies(data, inputs, run, train_earlier if made.reused else None)
     if made.reused:
-        for metrics in updates:
+        for metrics in made.values["updates"]:
             log_update(metrics[UPDATE], _without_number(metrics))
+    return _track_policy(tracker, made, earlier, run, settings)
+
+
+def _track_policy(
+    tracker: Tracker, made: MadeModel, earlier: MadeModel | None, run: FlowRun, settings: Settings
+) -> TrainedPolicy:
+    """Track the warnings and the last metrics of a training; return its policy."""
+    updates = made.values["updates"]
     warnings = [str(finding) for finding in diagnose(ppo_config(settings), updates)]
     if warnings:
         tracker.step.describe("Warnings", warnings)
@@ -184,8 +188,8 @@ def _move_policy(run: FlowRun, folder: Path) -> dict[str, Any]:
 
 def _earlier_policies(
     data: RunData, inputs: Mapping[str, Any], run: FlowRun, train: Callable[[], None] | None
-) -> MadeModel:
-    """Return the policies before the end of PPO.
+) -> MadeModel | None:
+    """Return the policies before the end of PPO; None if the settings save none.
 
     Args:
         data: data sets and settings of the run.
@@ -193,6 +197,8 @@ def _earlier_policies(
         run: the run of the flow.
         train: trains the policies if they are not in the cache; None if the run has just trained.
     """
+    if not data.settings.ppo.save_policies:
+        return None
     saved = run.folder / PPO / POLICIES
 
     def copy_into(folder: Path) -> dict[str, Any]:

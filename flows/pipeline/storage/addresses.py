@@ -38,7 +38,7 @@ class S3Address:
                 f"{text!r:.300} is not an address in S3. Write s3://BUCKET/KEY; the name of a "
                 "bucket has 3 to 63 lower-case letters, digits, points and hyphens."
             )
-        return cls(bucket=found["bucket"], key=found["key"], digest=found["digest"] or "")
+        return cls(**found.groupdict(default=""))
 
     def below(self, name: str) -> "S3Address":
         """Return the address of a file or folder within this folder."""

@@ -1,5 +1,6 @@
-"""Create the MLflow runs of one run of the flow: a parent, and a child for each step."""
+"""Create and read the MLflow runs of one run of the flow: a parent, and a child for each step."""
 
+import json
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
@@ -7,14 +8,15 @@ from typing import Any
 
 import mlflow
 from mlflow import MlflowClient
-from mlflow.entities import Param, Run
+from mlflow.entities import Dataset, DatasetInput, InputTag, Param, Run
 from mlflow.exceptions import MlflowException
 from mlflow.tracking.context.registry import resolve_tags
-from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
+from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT, MLFLOW_PARENT_RUN_ID
 from sqlalchemy.exc import SQLAlchemyError
 
-from pipeline.inputs.lineage import FLOW_RUN
+from pipeline.inputs.lineage import FLOW_RUN, DataSet
 from pipeline.settings.settings import flatten
+from pipeline.tracking.journal import Journal
 from pipeline.tracking.limits import MAX_PARAM_CHARACTERS
 from pipeline.tracking.mlflow_client import (
     EXPERIMENT,
@@ -138,6 +140,42 @@ def artifact_root(*, create: bool) -> str:
         experiment_of(client)
     found = client.get_experiment_by_name(EXPERIMENT)
     return str(found.artifact_location) if found else ""
+
+
+@explained()
+def log_data(run_id: str, data: Sequence[DataSet]) -> None:
+    """Log data sets as inputs of an MLflow run; repeated calls change nothing.
+
+    Raises:
+        ModelError: MLflow does not answer.
+    """
+    connect().log_inputs(run_id, [_input(one) for one in data])
+
+
+@explained()
+def remember_sent_metrics(journal: Journal, run: str) -> None:
+    """Make the journal skip the metrics of a run that MLflow already has.
+
+    A machine that was lost together with its journal sent these metrics.
+
+    Raises:
+        ModelError: MLflow does not answer.
+    """
+    client = connect()
+    for name in client.get_run(run).data.metrics:
+        for metric in client.get_metric_history(run, name):
+            journal.remember_metric(run, metric.step, name)
+
+
+def _input(one: DataSet) -> DatasetInput:
+    dataset = Dataset(
+        name=one.name,
+        digest=one.digest,
+        source_type="local",
+        source=json.dumps({"uri": one.source}),
+        profile=json.dumps({"num_rows": one.rows, "left_out": one.left_out}),
+    )
+    return DatasetInput(dataset, [InputTag(MLFLOW_DATASET_CONTEXT, one.name)])
 
 
 def _parent(

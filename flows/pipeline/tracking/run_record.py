@@ -7,12 +7,13 @@ A run that ends removes its record.
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import psutil
 
-from pipeline.launch.process_tree import find_process, identity_of, is_local
+from pipeline.launch.process_tree import ProcessIdentity, find_process
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.run_log import RunLog
 from ppo_core.io.atomic_files import explained_writes, write_atomically
@@ -49,7 +50,8 @@ def record_processes(folder: Path) -> None:
         TrainingError: the record cannot be written.
     """
     me = psutil.Process()
-    identities = [identity_of(process) for process in (me, me.parent()) if process is not None]
+    processes = [process for process in (me, me.parent()) if process is not None]
+    identities = [asdict(ProcessIdentity.of(process)) for process in processes]
     path = folder / RECORD
     with explained_writes(path):
         write_atomically(path, json.dumps(identities), durable=False)
@@ -67,8 +69,8 @@ def was_killed(folder: Path) -> bool:
     """
     try:
         found = parse_json((folder / RECORD).read_bytes())
-        identities = read_record(found, list[dict[str, Any]])
-        return all(is_local(each) and find_process(each) is None for each in identities)
+        identities = read_record(found, list[ProcessIdentity])
+        return all(each.is_local and find_process(each) is None for each in identities)
     except (OSError, ValueError):
         return False
 

@@ -31,14 +31,8 @@ def write_rows(rows: Rows, folder: Path) -> None:
             for batch in rows.table.with_format("arrow").iter(ROWS_AT_ONCE):
                 table.write_table(batch)
         unfinished.replace(folder / _TABLE)
-    facts = {
-        "source": rows.source,
-        "digest": rows.digest,
-        "reading": rows.reading,
-        "left_out": rows.left_out,
-        "key": rows.key,
-        "max_left_out": rows.max_left_out,
-    }
+    stays = {"table", "left_out_files"}
+    facts = {name: value for name, value in vars(rows).items() if name not in stays}
     write_atomically(folder / _FACTS, json.dumps(facts))
 
 

@@ -14,7 +14,7 @@ import pyarrow
 from datasets import Dataset, config, disable_progress_bars
 from tqdm import tqdm
 
-from ppo_core.config.row_settings import MAX_LEFT_OUT
+from ppo_core.config.row_settings import DEFAULT_READING, MAX_LEFT_OUT, ReadOptions
 from ppo_core.data.rows.forms import Kind, Row, find_form, pair_schema_of
 from ppo_core.data.rows.rankings import pairing
 from ppo_core.data.rows.row_error import RowError, attempt, list_reasons
@@ -122,10 +122,8 @@ def read_rows(
     is_chat: bool = False,
     split: str | None = None,
     config_name: str | None = None,
-    renamed: Mapping[str, str] | None = None,
-    allow_urls: bool = False,
     takes_token_ids: bool = False,
-    max_left_out: float = MAX_LEFT_OUT,
+    options: ReadOptions = DEFAULT_READING,
 ) -> Rows:
     """Read a data set; a second reading of the same content takes the rows from the cache.
 
@@ -135,23 +133,17 @@ def read_rows(
         is_chat: whether prompts become messages.
         split: name of a split, or a slice of a split.
         config_name: name of a configuration, see `open_source`.
-        renamed: field -> column, see `find_form`.
-        allow_urls: whether `source` may be an address.
         takes_token_ids: whether prompts may be token ids.
-        max_left_out: maximum fraction of the rows that may be left out, here and in `derive`.
+        options: names of columns, and what is allowed.
 
     Raises:
         ConfigError: a local file or folder has no such configuration.
         DataError: the data set or a column is missing or unreadable, there is no row, or too many
             rows cannot be used.
     """
+    opened = open_source(source, split, config_name, allow_urls=options.allow_urls)
     return read_source(
-        open_source(source, split, config_name, allow_urls=allow_urls),
-        kind,
-        is_chat=is_chat,
-        renamed=renamed,
-        takes_token_ids=takes_token_ids,
-        max_left_out=max_left_out,
+        opened, kind, is_chat=is_chat, takes_token_ids=takes_token_ids, options=options
     )
 
 
@@ -160,9 +152,8 @@ def read_source(
     kind: Kind,
     *,
     is_chat: bool,
-    renamed: Mapping[str, str] | None = None,
     takes_token_ids: bool = False,
-    max_left_out: float = MAX_LEFT_OUT,
+    options: ReadOptions = DEFAULT_READING,
 ) -> Rows:
     """Read the rows of a source, see `read_rows`.
 
@@ -173,7 +164,7 @@ def read_source(
     form = {"kind": kind, "is_chat": is_chat, "takes_token_ids": takes_token_ids}
     inputs = {
         "source": opened.digest,
-        "renamed": dict(renamed or {}),
+        "renamed": dict(options.renamed),
         "code": digest_of_code(*_CODE),
         **form,
     }
@@ -192,7 +183,7 @@ def read_source(
                 dict.fromkeys(name for row in first for name in row),
                 is_chat=is_chat,
                 takes_token_ids=takes_token_ids,
-                renamed=renamed,
+                renamed=options.renamed,
             )
         numbered = enumerate(chain(first, rows))
         facts = _write(folder, numbered, each(found.convert), found.schema, source)
@@ -200,8 +191,8 @@ def read_source(
 
     # `max_left_out` is not among the inputs, because the rows do not depend on it.
     made = _made(f"rows-{kind}", inputs, make)
-    _check_left_out(made, source, max_left_out)
-    rows = _opened(made, source, max_left_out)
+    _check_left_out(made, source, options.max_left_out)
+    rows = _opened(made, source, options.max_left_out)
     return _pairs_of_judgements(rows) if made.values["is_judged"] else rows
 
 

@@ -134,7 +134,7 @@ def find_hub_data(name: str) -> HubData | None:
     return None if os.path.lexists(place) else _hub_data(name, place, split, config)
 
 
-def source_of_rows(rows: Any, name: str = "the rows") -> Source:
+def source_of_rows(rows: Any) -> Source:
     """Return rows in memory, or a `datasets.Dataset`, as a source.
 
     Raises:
@@ -146,11 +146,11 @@ def source_of_rows(rows: Any, name: str = "the rows") -> Source:
             "data set. Load the data set first, or choose one of its splits."
         )
     if hasattr(rows, "features"):
-        return _of_data_set(name, digest_of([rows._fingerprint]), rows)
+        return _of_data_set("the rows", digest_of([rows._fingerprint]), rows)
     digest = hashlib.sha256()
     for row in rows:
         digest.update(json.dumps(row, sort_keys=True, default=repr).encode())
-    return Source(name, digest.hexdigest(), lambda: iter(rows))
+    return Source("the rows", digest.hexdigest(), lambda: iter(rows))
 
 
 def _open_local(path: Path, split: str, config: str | None) -> Source:

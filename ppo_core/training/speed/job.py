@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ppo_core.distributed.strategy import Sharding
+from ppo_core.config.run_config import Sharding
 from ppo_core.io.atomic_files import write_atomically
 
 _JOB, _RESULT = "settings.json", "result.json"

@@ -79,17 +79,11 @@ class ClassicPPOTrainer:
         self.model.eval()
         self.engine = choose_engine()
         self._settings = self.config.update_settings()
-        if ref_model is not None and num_shared_layers is not None:
-            warnings.warn(
-                f"{num_shared_layers=} has no effect: ref_model is a model of its own.",
-                stacklevel=2,
-            )
-        elif num_shared_layers is not None:
-            ref_model = create_reference_model(self.model, num_shared_layers=num_shared_layers)
+        if num_shared_layers is not None:
+            ref_model = self._share_layers(ref_model, num_shared_layers)
         self._step = self._make_step(ref_model, optimizer)
-        self.ref_model = ref_model
-        if ref_model is None and not self.model.is_peft_model:
-            self.ref_model = self.reference.model
+        is_copied = ref_model is None and not self.model.is_peft_model
+        self.ref_model = self.reference.model if is_copied else ref_model
         self.lr_scheduler = lr_scheduler
         self._last_stats: Stats = {}
         self._warned: set[str] = set()
@@ -104,6 +98,15 @@ class ClassicPPOTrainer:
                 f"batch_size={self.config.batch_size} responses to step().",
                 stacklevel=2,
             )
+
+    def _share_layers(self, ref_model: nn.Module | None, num_shared_layers: int) -> nn.Module:
+        """Return the given reference, or else a copy that shares its first layers."""
+        if ref_model is None:
+            return create_reference_model(self.model, num_shared_layers=num_shared_layers)
+        warnings.warn(
+            f"{num_shared_layers=} has no effect: ref_model is a model of its own.", stacklevel=3
+        )
+        return ref_model
 
     def _make_step(
         self, ref_model: nn.Module | None, optimizer: torch.optim.Optimizer | None

@@ -1,4 +1,4 @@
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -11,7 +11,8 @@ from pipeline.evaluation.agreement import (
     measure_agreement,
 )
 from pipeline.evaluation.comparison import compare
-from pipeline.evaluation.contests import evaluate
+from pipeline.evaluation.contests import Contestants, evaluate
+from pipeline.inputs.preference_pairs import Vote
 from pipeline.judges.verdict import Verdict
 from pipeline.results.evaluation import JudgedContests
 from pipeline.settings.evaluation_config import EvaluationConfig
@@ -125,11 +126,11 @@ def test_one_judge_has_nobody_to_agree_with():
         measure_agreement(judged(["first"]))
 
 
-def rows(*labels: str) -> list[dict[str, str]]:
+def rows(*labels: str) -> list[Vote]:
     """Pairs of which the first is longer, then the second, then neither, and so on."""
     texts = [("aa", "b"), ("a", "bb"), ("a", "b")]
     return [
-        {"prompt": str(n), "first": texts[n % 3][0], "second": texts[n % 3][1], "label": label}
+        Vote(prompt=str(n), first=texts[n % 3][0], second=texts[n % 3][1], label=label)
         for n, label in enumerate(labels)
     ]
 
@@ -214,8 +215,7 @@ def test_an_evaluation_by_a_judge_that_disagrees_with_people_is_inconclusive():
         texts = {"reference": ["a"] * 4, "ppo": ["bb"] * 4}
         return evaluate(
             RuleJudge(longer),
-            ["w", "x", "y", "z"],
-            texts,
+            Contestants(["w", "x", "y", "z"], texts),
             [("ppo", "reference")],
             rules={("ppo", "reference"): RULE},
             people=rows("second", "first", "second", "first"),
@@ -234,17 +234,11 @@ def test_a_judge_without_a_verdict_has_no_agreement_with_people():
     assert (result.n, result.invalid, result.share, result.kappa) == (0, 1, None, None)
 
 
-def votes(**words: str) -> list[dict[str, str | None]]:
+def votes(**words: str) -> list[Vote]:
     """The labels of each annotator for pairs 0, 1, ...: f, s or t."""
     labels = {"f": "first", "s": "second", "t": "tie"}
     return [
-        {
-            "prompt": str(number),
-            "first": "x",
-            "second": "y",
-            "label": labels[letter],
-            "annotator": name,
-        }
+        Vote(prompt=str(number), first="x", second="y", label=labels[letter], annotator=name)
         for name, letters in words.items()
         for number, letter in enumerate(letters)
     ]
@@ -254,7 +248,7 @@ def alternative(judge: str, **words: str):
     """The alternative annotator test of a judge with these outcomes."""
     rows = votes(**words)
     labels = {"f": "first", "s": "second", "t": "tie", "i": "invalid"}
-    return rows, compare_with_annotators(rows, [labels[judge[int(row["prompt"])]] for row in rows])
+    return rows, compare_with_annotators(rows, [labels[judge[int(vote.prompt)]] for vote in rows])
 
 
 def test_the_alternative_annotator_test_matches_the_sums_done_by_hand():
@@ -276,17 +270,18 @@ def test_the_alternative_annotator_test_matches_the_sums_done_by_hand():
     assert found.winning_rate == pytest.approx(1 / 3)
     # Neither the order of the answers nor rows without annotator or verdict change anything.
     turned = [
-        row | {"first": "y", "second": "x", "label": {"first": "second"}.get(row["label"], "first")}
+        replace(vote, first="y", second="x", label={"first": "second"}.get(vote.label, "first"))
         if number % 2
-        else row
-        for number, row in enumerate(rows)
+        else vote
+        for number, vote in enumerate(rows)
     ]
     says = "f" * 26 + "ssss" + "f" * 10
     outcomes = [
-        "first" if (says[int(row["prompt"])] == "f") == (row["first"] == "x") else "second"
-        for row in turned
+        "first" if (says[int(vote.prompt)] == "f") == (vote.first == "x") else "second"
+        for vote in turned
     ]
-    more = [rows[0] | {"annotator": None}, rows[0] | {"prompt": "new"}, rows[0] | {"label": "tie"}]
+    changes = {"annotator": None}, {"prompt": "new"}, {"label": "tie"}
+    more = [replace(rows[0], **one) for one in changes]
     again = compare_with_annotators(turned + more, [*outcomes, "tie", "invalid", "first"])
     assert again == found
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.evaluation.contests import evaluate
+from pipeline.evaluation.contests import Contestants, evaluate
 from pipeline.evaluation.notes import notes_on
 from pipeline.judges.verdict import Verdict
 from pipeline.results.evaluation import CanaryKind, CanaryReport, TrainedJudge
@@ -53,8 +53,7 @@ def test_canaries_decide_about_a_named_judge_only(canaries_decide: bool):
     texts = {"sft": ["a long answer"] * 20, "ppo": ["brief"] * 20}
     found = evaluate(
         Briefest(),
-        prompts,
-        texts,
+        Contestants(prompts, texts),
         [("ppo", "sft")],
         rules={("ppo", "sft"): RULE},
         people=[],

@@ -14,6 +14,7 @@ import feedback
 from human_feedback.label_server import label_server
 from human_feedback.labeling import Labeling
 from human_feedback.read_votes import read_pairs
+from pipeline.inputs.preference_pairs import votes_of
 from ppo_core.data.rows.reader import read_rows
 from tests.helpers.inputs.pipeline_inputs import write_rows
 from tests.helpers.servers.browser import CHROMEDRIVER, CHROMIUM, Browser, chromium
@@ -32,7 +33,7 @@ def write_pairs(folder: Path, count: int = 20) -> str:
 
 @contextmanager
 def served(pairs: str, file: Path, annotator: str = "ann") -> Iterator[str]:
-    server, address = label_server(Labeling([*read_pairs(pairs)], annotator, file), 0)
+    server, address = label_server(Labeling(votes_of(read_pairs(pairs)), annotator, file), 0)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
     try:
@@ -113,7 +114,7 @@ def test_undo_leaves_the_labels_of_other_pairs(tmp_path: Path):
     file = tmp_path / "labeled.jsonl"
     rows = [{"prompt": "other", "first": "a", "second": "b", "label": "first", "annotator": "ann"}]
     write_rows(file, rows)
-    labeling = Labeling([*read_pairs(write_pairs(tmp_path, 2))], "ann", file)
+    labeling = Labeling(votes_of(read_pairs(write_pairs(tmp_path, 2))), "ann", file)
     labeling.undo()
     assert read(file) == rows
 
@@ -155,7 +156,7 @@ def test_messages_are_shown_with_their_roles(tmp_path: Path):
     messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello"}]
     row = {"prompt": messages, "first": "Hi", "second": "No", "label": ""}
     pairs = write_rows(tmp_path / "chat.jsonl", [row])
-    labeling = Labeling([*read_pairs(pairs)], "ann", tmp_path / "labeled.jsonl")
+    labeling = Labeling(votes_of(read_pairs(pairs)), "ann", tmp_path / "labeled.jsonl")
     assert labeling.state()["pair"]["prompt"] == "system: Be kind.\n\nuser: Hello"
     labeling.label(0, "tie")
     assert read(tmp_path / "labeled.jsonl")[0]["prompt"] == messages

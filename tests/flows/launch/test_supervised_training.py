@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from pipeline.launch.supervised_training import Training, train_supervised
+from pipeline.launch.supervised_training import Training, supervised_job, train_supervised
 from pipeline.settings.settings import Settings, make_settings
 from pipeline.settings.training_sections import SupervisedSection
 from ppo_core.data.rows.reader import read_source
@@ -62,14 +62,12 @@ def start(base: Path) -> Start:
         **changes: Any,
     ) -> Mapping[str, float]:
         rows = read_source(source_of_rows(ROWS[training]), KINDS[training], is_chat=True)
+        given = replace(settings(), **{"processes": 1, **changes})
         train_supervised(
-            training,
-            str(base),
+            supervised_job(training, str(base), section, given, folder / "model"),
             rows,
-            section,
-            replace(settings(), **{"processes": 1, **changes}),
+            given,
             folder=folder / "job",
-            model_dir=folder / "model",
             on_metrics=lambda step, metrics: then() if step == at else None,
         )
         return read_result(folder / "job")

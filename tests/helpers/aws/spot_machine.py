@@ -51,14 +51,13 @@ def train_sft(folder: Path, inputs: dict[str, str], program: tuple[str, ...]) ->
     """Train as the step `load_policy` does."""
     supervised_training.PROGRAM = program
     rows = [{"prompt": f"w{n}", "completion": "w1 " * (1 + n % 6)} for n in range(2 * STEPS)]
+    settings = make_settings({"processes": 1}, {"policy": "p", "preferences": "a", "prompts": "b"})
+    model = inputs["model_name_or_path"]
     supervised_training.train_supervised(
-        "sft",
-        inputs["model_name_or_path"],
+        supervised_training.supervised_job("sft", model, SFT, settings, folder.parent / "model"),
         read_source(source_of_rows(rows), "demonstrations", is_chat=False),
-        SFT,
-        make_settings({"processes": 1}, {"policy": "p", "preferences": "a", "prompts": "b"}),
+        settings,
         folder=folder,
-        model_dir=folder.parent / "model",
         on_metrics=lambda step, metrics: None,
     )
 

@@ -8,11 +8,10 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from pipeline.evaluation.comparison import contests_between
-from pipeline.evaluation.contests import evaluate
+from pipeline.evaluation.contests import Contestants, evaluate
 from pipeline.evaluation.notes import notes_on
 from pipeline.evaluation.sequential.until_decided import Rule
-from pipeline.evaluation.win_rate import compare_policies
-from pipeline.inputs.preference_pairs import LabeledPair
+from pipeline.inputs.preference_pairs import LabeledPair, Vote
 from pipeline.judges.function_judge import FunctionJudge
 from pipeline.judges.judge_budget import Spent
 from pipeline.registry.decisions import Decision
@@ -206,21 +205,16 @@ def evaluation_result(
     opponents = ["sft" if champion is None else "champion", *["reference"] * references]
     contests = evaluate(
         FunctionJudge(judge, _most_points, version="1"),
-        prompts,
-        texts,
+        Contestants(prompts, texts),
         contests_between(means),
         rules={("ppo", opponent): RULE for opponent in opponents},
         people=[
-            {"prompt": "", "first": "2", "second": str(points), "label": label}
+            Vote(prompt="", first="2", second=str(points), label=label)
             for points, label in enumerate(["first", "first", "first", "second", "tie"])
         ],
         config=EvaluationConfig(),
         seed=0,
     )
-    improvement = None
-    if references:
-        ppo, sft = (contests.comparisons[f"{who}_vs_reference"] for who in ("ppo", "sft"))
-        improvement = compare_policies(ppo, sft)
     assert contests.result.people
     people = replace(contests.result.people, alternative=annotator_test(judge))
     return Evaluation(
@@ -233,7 +227,7 @@ def evaluation_result(
         ),
         trained_judge=trained_judge,
         champion=champion,
-        improvement=improvement,
+        improvement=contests.improvement(),
         kl={"sft": 0.0, "ppo": 12.3},
         spent={"openai:gpt": Spent(calls=40, tokens=20_000)},
         distinct=dict.fromkeys(means, 1.0) | {"ppo": 0.985},

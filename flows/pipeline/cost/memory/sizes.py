@@ -7,7 +7,8 @@ its tensors.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ppo_core.distributed.strategy import SHARD_WEIGHTS, Sharding
+from ppo_core.config.run_config import Sharding
+from ppo_core.distributed.strategy import SHARD_WEIGHTS
 
 FP32, BF16 = 4, 2
 """Bytes of a number in fp32 and in bfloat16."""

@@ -6,13 +6,13 @@ pairs; then a bias of the judge widens the interval and does not move it.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from pipeline.evaluation.comparison import POINTS, Comparison, valid_pairs
 from pipeline.evaluation.rates import Array
 from pipeline.evaluation.sequential.betting import Values, mean_interval
+from pipeline.inputs.preference_pairs import Vote
 from pipeline.judges.verdict import JudgedPrompt
 from pipeline.results.evaluation import PeopleAndJudge
 from ppo_core.data.rows.dialogues import shown_prompt
@@ -37,7 +37,7 @@ class Labels:
     @classmethod
     def of(
         cls,
-        rows: Sequence[Mapping[str, Any]],
+        votes: Sequence[Vote],
         prompts: Sequence[JudgedPrompt],
         candidates: Sequence[str],
         opponents: Sequence[str],
@@ -45,17 +45,17 @@ class Labels:
         """Return the labels of a contest's pairs; None if too few prompts have one to decide.
 
         Args:
-            rows: rows with `prompt`, `first`, `second` and a person's `label`. A row labels a pair
-                if it has the pair's prompt and both answers, in either order.
+            votes: opinions of people. A vote labels a pair if it has the pair's prompt and both
+                answers, in either order.
             prompts: prompts of the pairs.
             candidates: answers of the candidate.
             opponents: answers of the opponent.
         """
         given: dict[Pair, list[float]] = {}
-        for row in rows:
-            first, prompt = POINTS[row["label"]], shown_prompt(row["prompt"])
-            given.setdefault((prompt, row["first"], row["second"]), []).append(first)
-            given.setdefault((prompt, row["second"], row["first"]), []).append(1 - first)
+        for vote in votes:
+            first, prompt = POINTS[vote.label], shown_prompt(vote.prompt)
+            given.setdefault((prompt, vote.first, vote.second), []).append(first)
+            given.setdefault((prompt, vote.second, vote.first), []).append(1 - first)
         pairs = list(zip(map(shown_prompt, prompts), candidates, opponents, strict=True))
         points = {pair: float(np.mean(given[pair])) for pair in pairs if pair in given}
         labeled = {prompt for prompt, _, _ in points}

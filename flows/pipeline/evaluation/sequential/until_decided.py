@@ -26,6 +26,9 @@ mistake refuses a good candidate, and never promotes a bad one."""
 SMALLEST_RATE = 1e-9
 """Smallest win rate to bet against: the stakes of a bet against 0 would be infinite."""
 
+WEEKS = 10_000
+"""Number of resampled weeks."""
+
 LARGEST_LOG = 700.0
 """Largest log of the evidence that is reported: JSON has no infinity."""
 
@@ -139,7 +142,14 @@ def compare_until_decided(
     order: list[int] = []
     # Labels may be of the pairs that an earlier run asked about first; another order spreads them.
     for batch in _batches(prompts, [seed] if labels is None else [seed, 1]):
-        judged.append(compare_at(batch, judge, prompts, candidates, opponents))
+        judged.append(
+            compare(
+                judge,
+                [prompts[n] for n in batch],
+                [candidates[n] for n in batch],
+                [opponents[n] for n in batch],
+            )
+        )
         order += batch
         asked = joined(judged, range(len(order)))
         values = Values(values_of_prompts(asked)) if labels is None else labels.values(asked)
@@ -153,20 +163,25 @@ def compare_until_decided(
     )
 
 
-def compare_at(
-    positions: Sequence[int],
-    judge: Judge,
-    prompts: Sequence[JudgedPrompt],
-    candidates: Sequence[str],
-    opponents: Sequence[str],
-) -> Comparison:
-    """Compare the pairs at some positions."""
-    return compare(
-        judge,
-        [prompts[n] for n in positions],
-        [candidates[n] for n in positions],
-        [opponents[n] for n in positions],
-    )
+def promoted_share(values: Array, rule: Rule, *, weeks: int = WEEKS, seed: int) -> float:
+    """Return the share of resampled weeks in which a rule finds the candidate better.
+
+    A week draws as many values as there are, with replacement. Each drawn value x becomes 1 - x
+    with probability 1/2: candidate and opponent are the same policy, so their order is arbitrary.
+
+    Args:
+        values: points (N,) of the candidate in [0, 1], one for each prompt.
+        rule: rule of the gate.
+        weeks: number of resampled weeks.
+        seed: seed of the draws.
+    """
+    rng = np.random.default_rng(seed)
+    promoted = 0
+    for _ in range(weeks):
+        drawn = rng.choice(values, len(values))
+        drawn = np.where(rng.uniform(size=len(values)) < 0.5, drawn, 1 - drawn)
+        promoted += rule.first_decision(drawn)[0] == "better"
+    return promoted / weeks
 
 
 def _batches(prompts: Sequence[JudgedPrompt], seed: Sequence[int]) -> Iterator[list[int]]:

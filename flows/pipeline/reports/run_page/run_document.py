@@ -135,7 +135,7 @@ def _win_rates(evaluation: Evaluation) -> Section:
 
 
 def _front(evaluation: Evaluation) -> Section:
-    title, baselines, kl = FRONT, evaluation.baselines, evaluation.kl["ppo"]
+    title, baselines, kl = FRONT, evaluation.baselines, evaluation.kl_of_ppo
     if baselines is None:
         return Section(title=title, text=("Not measured: evaluation.baseline_prompts is 0.",))
     if baselines.ppo is None:

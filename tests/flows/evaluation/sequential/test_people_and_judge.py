@@ -1,6 +1,7 @@
 """People's labels of some pairs correct a biased judge: by hand, and in simulation."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from pipeline.evaluation.sequential.until_decided import (
     Rule,
     compare_until_decided,
 )
+from pipeline.inputs.preference_pairs import Vote
 from pipeline.judges.verdict import Verdict
 
 NAN = np.nan
@@ -127,17 +129,17 @@ def contest(count: int) -> tuple[list[str], list[str], list[str]]:
     )
 
 
-def row(number: int, label: str, *, turned: bool = False) -> dict[str, str]:
+def row(number: int, label: str, *, turned: bool = False) -> Vote:
     first, second = f"good {number}", f"bad {number}"
     if turned:
         first, second = second, first
         label = {"first": "second", "second": "first"}.get(label, label)
-    return {"prompt": f"p{number}", "first": first, "second": second, "label": label}
+    return Vote(prompt=f"p{number}", first=first, second=second, label=label)
 
 
 def test_labels_of_both_orders_and_several_people_belong_to_the_pair():
     rows = [row(n, "first", turned=n % 2 == 0) for n in range(LEAST_LABELS)]
-    rows += [row(0, "second"), row(1, "tie"), {**row(2, "first"), "second": "another"}]
+    rows += [row(0, "second"), row(1, "tie"), replace(row(2, "first"), second="another")]
     labels = Labels.of(rows, *contest(60))
     assert labels is not None
     assert labels.share == 0.5
@@ -148,7 +150,7 @@ def test_labels_of_both_orders_and_several_people_belong_to_the_pair():
 
 def test_fewer_labels_than_the_least_decide_nothing():
     rows = [row(n, "first") for n in range(LEAST_LABELS - 1)]
-    assert Labels.of([*rows, {**row(50, "first"), "first": "other"}], *contest(60)) is None
+    assert Labels.of([*rows, replace(row(50, "first"), first="other")], *contest(60)) is None
 
 
 @pytest.mark.parametrize(("wins", "decided"), [(30, "undecided"), (60, "better")])

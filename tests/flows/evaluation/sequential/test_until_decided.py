@@ -8,7 +8,12 @@ import pytest
 
 from pipeline.evaluation.comparison import Comparison
 from pipeline.evaluation.sequential.betting import BETS, Values
-from pipeline.evaluation.sequential.until_decided import PAIRS_AT_ONCE, Rule, compare_until_decided
+from pipeline.evaluation.sequential.until_decided import (
+    PAIRS_AT_ONCE,
+    Rule,
+    compare_until_decided,
+    promoted_share,
+)
 from pipeline.evaluation.win_rate import doubts_of, values_of_prompts
 from pipeline.judges.verdict import Verdict
 from pipeline.settings.gate_configs import PromotionConfig
@@ -221,3 +226,20 @@ def test_a_later_turn_does_not_change_the_first_decision():
     assert rule.first_decision(values) == ("better", 32)
     assert rule.decide(Values(values)) == "not better"
     assert rule.first_decision(1 - values)[0] == "not better"
+
+
+def test_the_share_keeps_to_alpha_also_where_one_side_won_all_pairs():
+    rule = Rule(least=0.5, gain=None, alpha=0.05)
+    share = promoted_share(np.ones(200), rule, weeks=2000, seed=1)
+    assert 0.001 < share < 0.05
+    assert promoted_share(np.ones(200), rule, weeks=2000, seed=1) == share
+
+
+def test_pairs_that_are_all_ties_promote_nothing():
+    rule = Rule(least=0.5, gain=None, alpha=0.05)
+    assert promoted_share(np.full(200, 0.5), rule, weeks=50, seed=1) == 0
+
+
+def test_a_gate_that_asks_for_less_than_half_promotes_equal_policies():
+    rule = Rule(least=0.3, gain=None, alpha=0.05)
+    assert promoted_share(np.ones(200), rule, weeks=200, seed=1) > 0.99

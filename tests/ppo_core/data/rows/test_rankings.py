@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ppo_core.config.row_settings import ReadOptions
 from ppo_core.data.rows.rankings import MAX_PAIRS, MAX_RANKED, pairs_of_ranking
 from ppo_core.data.rows.reader import read_rows
 from ppo_core.errors import DataError
@@ -151,7 +152,7 @@ def test_a_judgement_without_another_one_is_left_out_with_a_reason(tmp_path: Pat
         match=r"3 of the 303 rows .* cannot be used: 2 without a rejected completion of the same "
         r"prompt \(label\), 1 without .* set max_left_out=0.01 to",
     ):
-        read_rows(path, "pairs", max_left_out=0.005)
+        read_rows(path, "pairs", options=ReadOptions(max_left_out=0.005))
 
 
 def test_a_faulty_judgement_counts_with_the_unpaired_ones():

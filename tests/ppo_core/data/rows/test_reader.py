@@ -8,6 +8,7 @@ from datasets import Dataset, config
 
 from pipeline.settings.settings import make_settings
 from pipeline.settings.win_rate_arguments import WinRateArguments
+from ppo_core.config.row_settings import ReadOptions
 from ppo_core.config.script_arguments import ScriptArguments
 from ppo_core.data.rows import reader
 from ppo_core.data.rows.describe import describe_reading
@@ -149,21 +150,21 @@ def test_the_limit_that_an_error_names_lets_the_rows_pass_and_changes_no_row(tmp
     assert str(found.value).count("max_left_out") == 2
     alone = rows_of("prompts", rows[:65])
     monkeypatch.setattr(reader, "find_form", None)
-    read = read_rows(path, "prompts", max_left_out=0.03)
+    read = read_rows(path, "prompts", options=ReadOptions(max_left_out=0.03))
     assert (len(read), read.left_out) == (65, {"with an empty prompt": 2})
     assert (read.digest, plain(read)) == (alone.digest, plain(alone))
-    assert read_rows(path, "prompts", max_left_out=0.9).key == read.key
+    assert read_rows(path, "prompts", options=ReadOptions(max_left_out=0.9)).key == read.key
     for limit in (0.0, 0.029):
         with pytest.raises(DataError, match=rf"max_left_out={limit:g}\)"):
-            read_rows(path, "prompts", max_left_out=limit)
+            read_rows(path, "prompts", options=ReadOptions(max_left_out=limit))
 
 
 def test_a_conversion_counts_with_the_limit_of_its_rows(tmp_path):
     path = write_rows(tmp_path / "rows.jsonl", [*PROMPTS, {"prompt": ""}])
-    rows = read_rows(path, "prompts", max_left_out=0.2)
+    rows = read_rows(path, "prompts", options=ReadOptions(max_left_out=0.2))
     with pytest.raises(DataError, match=r"1 were left out before.* set max_left_out=0.223 to"):
         derive(rows, "one more", {}, each(leave_out_first))
-    rows = read_rows(path, "prompts", max_left_out=0.223)
+    rows = read_rows(path, "prompts", options=ReadOptions(max_left_out=0.223))
     found = derive(rows, "one more", {}, each(leave_out_first))
     # 2 of 9 rows are 22.23 %. Another process converts the rows further.
     write_handed_over(found, tmp_path / "job")
@@ -174,7 +175,7 @@ def test_a_conversion_counts_with_the_limit_of_its_rows(tmp_path):
 def test_no_limit_is_named_if_no_row_is_left(tmp_path):
     path = write_rows(tmp_path / "rows.jsonl", [{"prompt": ""}] * 3)
     with pytest.raises(DataError, match=r"3 of the 3 rows .* Correct or remove these rows\.$"):
-        read_rows(path, "prompts", max_left_out=0.999)
+        read_rows(path, "prompts", options=ReadOptions(max_left_out=0.999))
 
 
 @pytest.mark.parametrize(
