@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, TextIO, cast
 
 from metaflow import Flow, FlowSpec
+from metaflow._vendor.click import utils
 from metaflow.exception import MetaflowException
 from metaflow.parameters import flow_context
 from metaflow.runtime import NativeRuntime
@@ -57,7 +58,7 @@ _CONTINUED = re.compile(r"- ")
 
 
 def show_run_briefly(flow: type[FlowSpec], argv: Sequence[str]) -> None:
-    """Show the run of a flow that these arguments start: its steps, their progress, warnings, and the result.
+    """Show the run of a flow: its steps, their progress, warnings, and the lines of the last step.
 
     The other lines of a step are shown only if the step fails. With `--quiet`, only warnings,
     failures and the result are shown. Metaflow has no setting for its output, so its functions
@@ -77,6 +78,9 @@ def show_run_briefly(flow: type[FlowSpec], argv: Sequence[str]) -> None:
     with flow_context(flow):
         from metaflow import cli
     cli.logger = terminal.show
+    if os.environ.get("NO_COLOR"):
+        # The click of Metaflow does not read this variable.
+        utils.should_strip_ansi = lambda *_, **__: True
     execute = NativeRuntime.execute
 
     def shown(runtime: Any) -> Any:
@@ -132,7 +136,8 @@ class RunTerminal:
         nl: bool = True,
     ) -> None:
         """Show a line, or hold it back; the arguments are those of Metaflow's logger."""
-        task = _TASK.match(head)
+        # Native libraries of a step write past its own redaction.
+        body, task = escape_controls(redact(body)), _TASK.match(head)
         if system_msg or bad or task is None:
             self._show_message(body, head, task["step"] if task else "", is_bad=bad)
         else:
@@ -179,7 +184,7 @@ class RunTerminal:
 
     def _print(self, line: str, *, is_bad: bool = False) -> None:
         # Without soft_wrap, rich would break long lines in logs.
-        text = Text(escape_controls(redact(line)), style="red" if is_bad else "")
+        text = Text(line, style="red" if is_bad else "")
         self._console.print(text, soft_wrap=True)
         self._console.file.flush()
 
