@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from textwrap import shorten
 from typing import Any, TextIO, cast
 
 from metaflow import Flow, FlowSpec
@@ -24,7 +25,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from pipeline.reports.live_panel import LivePanel
+from pipeline.reports.live_panel import WIDTH, LivePanel
 from ppo_core.errors.control_characters import escape_controls
 from ppo_core.errors.redaction import redact
 from ppo_core.io.progress_bar import PROGRESS
@@ -35,7 +36,7 @@ QUIET = "--quiet"
 HELD_LINES = 10_000
 """Number of the last lines of a step that are shown if the step fails."""
 
-_TASK = re.compile(r"\[[^/\]]+/(?P<step>\w+)/")
+_TASK = re.compile(r"\[[^/\]]+/(?P<step>\w+)/\S+( \(pid (?P<pid>\d+)\))?\]")
 """What Metaflow writes before a line: run, step, task and process."""
 
 _RUN = re.compile(r"Workflow starting \(run-id (\S+)\):")
@@ -139,14 +140,17 @@ class RunTerminal:
         # Native libraries of a step write past its own redaction.
         body, task = escape_controls(redact(body)), _TASK.match(head)
         if system_msg or bad or task is None:
-            self._show_message(body, head, task["step"] if task else "", is_bad=bad)
+            self._show_message(body, head, task, is_bad=bad)
         else:
             self._show_line(body, head, task["step"])
 
-    def _show_message(self, body: str, head: str, step: str, *, is_bad: bool) -> None:
+    def _show_message(
+        self, body: str, head: str, task: re.Match[str] | None, *, is_bad: bool
+    ) -> None:
         """Show a message of Metaflow itself."""
-        if body.startswith("Task is starting"):
-            self._start_step(step, body)
+        step = task["step"] if task else ""
+        if task and body.startswith("Task is starting"):
+            self._start_step(step, task["pid"], is_retry="retry" in body)
         elif body.startswith(_FAILED):
             for line in self._held.pop(head, ()):
                 self._print(line)
@@ -160,12 +164,13 @@ class RunTerminal:
         else:
             self._print(f"{step}: {body}" if step else body)
 
-    def _start_step(self, step: str, body: str) -> None:
+    def _start_step(self, step: str, pid: str, *, is_retry: bool) -> None:
         if self._panel is not None:
             self._panel.start_step(step)
         elif not self._is_quiet:
-            again = " (retry)" if "retry" in body else ""
-            self._print(f"{datetime.now():%H:%M:%S} {step}{again}: {self._docs.get(step, '')}")
+            again = ", retry" if is_retry else ""
+            line = f"{datetime.now():%H:%M:%S} {step} (pid {pid}){again}: {self._docs[step]}"
+            self._print(shorten(line, WIDTH, placeholder=" ..."))
 
     def _show_line(self, line: str, head: str, step: str) -> None:
         """Show a line of a step, or hold it back until the step fails."""

@@ -14,6 +14,7 @@ from ppo_core.errors.control_characters import escape_controls
 from ppo_core.io.progress_bar import read_progress
 
 WIDTH = 100
+"""Columns of the panel."""
 
 
 class LivePanel:

@@ -148,7 +148,7 @@ def _guards(guards: Mapping[str, GuardResult]) -> list[str | Table]:
 
 
 def _table(first_column: str) -> Table:
-    return Table(first_column, box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="")
+    return Table(first_column, box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="")
 
 
 def _the_rest(summary: Summary) -> list[str | Table]:

@@ -98,7 +98,7 @@ def run(folder: Path, *words: str, **changes: str) -> tuple[int, list[str]]:
 
 
 def without_time(lines: list[str]) -> list[str]:
-    return [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in lines]
+    return [re.sub(r"^\d\d:\d\d:\d\d (\w+) \(pid \d+\)", r"\1", line) for line in lines]
 
 
 def test_a_log_has_a_line_for_each_step_and_each_tenth_and_no_details(tmp_path: Path):
