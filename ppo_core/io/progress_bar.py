@@ -19,7 +19,7 @@ from ppo_core.io.validation import read_record
 Item = TypeVar("Item")
 
 SECONDS_BETWEEN_LINES = 30.0
-"""Minimum seconds between two lines of a phase in a log; a shorter phase has no line."""
+"""Minimum seconds between two lines of a phase in a log."""
 
 BAR_DELAY = 5.0
 """Seconds after which a phase that is often short shows a bar."""
@@ -143,9 +143,17 @@ class ProgressFile:
 class ProgressBar(tqdm):  # type: ignore[misc]
     """A bar that tells the listeners of this process, and a watching process, about each step."""
 
-    def __init__(self, *, desc: str, in_log: bool, **options: Any) -> None:
-        """Begin the phase `desc`, shown in a log or on a terminal; the options go to `tqdm`."""
+    def __init__(self, *, desc: str, in_log: bool, always_ends: bool, **options: Any) -> None:
+        """Begin a phase.
+
+        Args:
+            desc: name of the phase.
+            in_log: show lines of a log, not a bar of a terminal.
+            always_ends: show the last line of a log also of a short phase.
+            options: options of `tqdm`.
+        """
         self._phase, self._in_log, self._shown = desc, in_log, time.monotonic()
+        self._always_ends = always_ends
         self._written = -math.inf
         super().__init__(desc=desc, **options)
         tell_moved(desc)
@@ -180,9 +188,11 @@ class ProgressBar(tqdm):  # type: ignore[misc]
         """End the phase."""
         for listener in _listeners:
             listener.ended(self._phase)
-        # The last line of a log may already show the end.
-        if self._in_log and not self.disable and self.n == self.last_print_n:
-            self.leave = False
+        if self._in_log and not self.disable:
+            # The last line may already show the end.
+            self.leave = self.n != self.last_print_n
+            if self._always_ends:
+                self.delay = 0.0
         super().close()
 
     def _write_progress(self) -> None:
@@ -231,12 +241,19 @@ def progress(
     """Return a progress bar: a context manager with the method `update(n)`.
 
     On a terminal the bar is redrawn in place. A log (of a Metaflow task, for example) has no bar
-    but a line for each 10 % of a phase that is longer than SECONDS_BETWEEN_LINES. `total` is None
-    if the total is unknown. A phase that ends within `delay` seconds shows no bar.
+    but a line for each 10 %, at most one in SECONDS_BETWEEN_LINES, and a line at the end. `total`
+    is None if the total is unknown. A phase that ends within `delay` seconds shows no bar; with a
+    delay, a phase shorter than SECONDS_BETWEEN_LINES has no line in a log.
     """
     if sys.stderr.isatty():
         return ProgressBar(
-            total=total, desc=description, unit=unit, disable=hidden, delay=delay, in_log=False
+            total=total,
+            desc=description,
+            unit=unit,
+            disable=hidden,
+            delay=delay,
+            in_log=False,
+            always_ends=True,
         )
     return ProgressBar(
         total=total,
@@ -251,4 +268,5 @@ def progress(
         disable=hidden,
         delay=max(delay, SECONDS_BETWEEN_LINES),
         in_log=True,
+        always_ends=not delay,
     )

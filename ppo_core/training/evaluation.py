@@ -15,7 +15,7 @@ from ppo_core.data.types import Rollout
 from ppo_core.distributed.choose_engine import choose_engine
 from ppo_core.errors import TrainingError
 from ppo_core.errors.out_of_memory import BatchSize
-from ppo_core.io.progress_bar import progress
+from ppo_core.io.progress_bar import BAR_DELAY, progress
 from ppo_core.models.policy import LanguageModel
 from ppo_core.ppo.model_bundle import ModelBundle, reward_holders
 from ppo_core.ppo.sampling import FAR_SERVER
@@ -102,7 +102,7 @@ def answer_prompts(
     encoded = [encode_prompt(tokenizer, prompts[number]) for number in numbers]
 
     def sample(rows: int) -> Rollout:
-        with progress(len(encoded), "answering", "prompt") as bar:
+        with progress(len(encoded), "answering", "prompt", delay=BAR_DELAY) as bar:
             callbacks = SamplingCallbacks(on_finished=bar.update)
             return sample_responses(
                 policy, encoded, uniforms, sampling, batch_size=rows, callbacks=callbacks
@@ -159,7 +159,7 @@ def _sample_by_server(
             "use all of the policy's weights, so another policy would have answered. See "
             "the server's log and docs/vllm.md, or set use_vllm=False."
         )
-    with progress(len(prompts), "answering", "prompt") as bar:
+    with progress(len(prompts), "answering", "prompt", delay=BAR_DELAY) as bar:
         return sampler.sample(prompts, uniforms, settings, version, on_finished=bar.update)
 
 

@@ -307,7 +307,7 @@ def test_the_summary_of_a_run_is_printed_so():
     place = f"outputs/runs/{number}/index.html, and index.html of the run in MLflow"
     text = render_summary(changed(run, changes)) + render_places(
         page=f"Page of the run: {place}",
-        run_id=f"RLHF/{number}",
+        run_id=number,
         mlflow="mlflow ui --backend-store-uri sqlite:///mlflow.db",
         model="rlhf-policy",
         decision=run.promotion,

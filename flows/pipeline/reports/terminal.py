@@ -1,7 +1,7 @@
 """Render the end of a run for the terminal: a table, sentences, and where everything is."""
 
 import io
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from shlex import quote
 
 from rich.console import Console
@@ -56,7 +56,7 @@ def render_places(*, page: str, run_id: str, mlflow: str, model: str, decision: 
 
     Args:
         page: sentence with the place of the page of the run.
-        run_id: FLOW/NUMBER of the run.
+        run_id: Metaflow's id of the run, which a resumed run does not share with its origin.
         mlflow: address of the run in MLflow, or the command that opens MLflow.
         model: name of the registered model.
         decision: the decision on the policy.
@@ -65,13 +65,10 @@ def render_places(*, page: str, run_id: str, mlflow: str, model: str, decision: 
     decided = decision_in_words(version, decision.champion)
     next_move = f"mlflow models serve -m {quote(f'models:/{model}@champion')} --env-manager local"
     if decision.champion != version:
-        next_move = (
-            f"python flows/registry.py promote {name} {version} --reason TEXT overrules this"
-        )
-    number = run_id.rpartition("/")[2]
+        next_move = f"to overrule, python flows/registry.py promote {name} {version} --reason TEXT"
     lines = [
         page,
-        f"Card: python flows/rlhf.py card view {number}/evaluate_win_rate",
+        f"Card: python flows/rlhf.py card view {run_id}/evaluate_win_rate",
         f"MLflow: {mlflow}",
         f"Policy: models:/{model}/{version}, {decided}",
         f"Next: {next_move}",
@@ -116,9 +113,8 @@ def reward_model_in_words(report: RewardReport) -> str:
 
 
 def _win_rates(win_rates: Mapping[str, ContestResult]) -> Table:
-    table = _table("contest")
-    for column in ("wins", "95 % interval", "same length", "pairs", "ties", "flips", "invalid"):
-        table.add_column(column, justify="right")
+    columns = ("wins", "95 % interval", "same length", "pairs", "ties", "flips", "invalid")
+    table = _table("contest", columns)
     for name, win_rate in win_rates.items():
         table.add_row(
             CONTEST_TITLES[name],
@@ -138,17 +134,20 @@ def _guards(guards: Mapping[str, GuardResult]) -> list[str | Table]:
     passed = [name for name, guard in guards.items() if guard.passed]
     parts: list[str | Table] = [f"Guards passed: {', '.join(passed)}"] if passed else []
     if refused := {name: guard for name, guard in guards.items() if not guard.passed}:
-        table = _table("guard")
-        for column in GUARD_COLUMNS:
-            table.add_column(column or "result", justify="right")
+        table = _table("guard", (column or "result" for column in GUARD_COLUMNS))
         for name, guard in refused.items():
             table.add_row(name, *guard_cells(guard))
         parts.append(table)
     return parts
 
 
-def _table(first_column: str) -> Table:
-    return Table(first_column, box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="")
+def _table(first_column: str, columns: Iterable[str]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="")
+    # A second line of a row would begin with spaces.
+    table.add_column(first_column, no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
 
 
 def _the_rest(summary: Summary) -> list[str | Table]:

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from metaflow import current
+
 from pipeline.cost.measured_cost import cost_numbers, cost_of_run
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.judges.judge_budget import sum_spent
@@ -84,7 +86,7 @@ def summarize(
         write_report(Path(settings.summary_json), summary, indent=2)
     places = render_places(
         page=page,
-        run_id=run.id,
+        run_id=str(current.run_id),
         mlflow=address_of_run(run.tracking[PARENT]),
         model=settings.registered_model,
         decision=registered.promotion,

@@ -728,7 +728,7 @@ def test_whether_the_judge_may_stand_for_a_person_is_said_beside_kappa(evaluatio
 
 def places(made: Decision, model: str = "rlhf-policy") -> list[str]:
     return render_places(
-        page="Page of the run: x", run_id="RLHF/7", mlflow="m", model=model, decision=made
+        page="Page of the run: x", run_id="7", mlflow="m", model=model, decision=made
     ).splitlines()
 
 
@@ -747,7 +747,7 @@ def test_the_terminal_says_what_became_of_the_version():
     assert " ".join(shown).count("itself") == 30
     told = places(refused, model="a b")
     assert told[3] == "Policy: models:/a b/3, refused, and version 2 stays champion"
-    assert told[4].endswith("python flows/registry.py promote 'a b' 3 --reason TEXT")
+    assert told[4].endswith("to overrule, python flows/registry.py promote 'a b' 3 --reason TEXT")
     nobody = places(decision("refused", champion=None))
     assert nobody[3].endswith("refused, and there is no champion")
 
@@ -760,7 +760,7 @@ def test_no_line_of_the_terminal_begins_with_a_space_or_has_more_than_100_column
     long = "python:/a/path/of/a/judge/that/is/not/short.py:judge, prompt 3fa91c02 " * 3
     refused = guard_result(policy=0.1, difference=-0.8, low=-0.9, high=-0.7, passed=False)
     evaluation = evaluation_result(judge=long, champion=2)
-    direct = replace(evaluation.win_rate["ppo_vs_sft"], length_controlled=None, n=100_000)
+    direct = replace(evaluation.win_rate["ppo_vs_sft"], length_controlled=None, n=1000)
     evaluation = replace(
         evaluation,
         win_rate={**evaluation.win_rate, "ppo_vs_sft": direct},

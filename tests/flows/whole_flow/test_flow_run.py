@@ -242,6 +242,7 @@ def test_a_log_has_few_lines_and_no_bars(journey: Journey):
     for ran in (journey.refused, journey.failed, journey.resumed):
         assert len(ran.log.splitlines()) < 60
         assert "%|" not in ran.log and "\r" not in ran.log and "[MFLOG" not in ran.log
+    assert re.search(r"^ppo 100 %: 24/24 episode, .*kl=", journey.failed.log, re.M)
     # The details are in the logs of the steps.
     assert "prompts.jsonl: " in journey.failed.steps["start"]
     assert "prompts.jsonl: " not in journey.failed.log
