@@ -111,8 +111,15 @@ class deployment_of_file(FlowMutator):  # noqa: N801
             add_decorators(mutable_flow, deployment, is_scheduled=self.is_scheduled)
 
 
-def run_command(flow: type[FlowSpec]) -> None:
-    """Run the command line of a flow."""
+RUN_COMMANDS = {"run", "resume"}
+"""Commands that execute the steps of a flow on this machine."""
+
+
+def run_command(flow: type[FlowSpec], *, is_brief: bool = False) -> None:
+    """Run the command line of a flow.
+
+    If `is_brief`, a run shows few lines of its steps, or a panel; see `run_terminal`.
+    """
     prepare_environment()
     try:
         keep_secrets_from_metaflow(sys.argv[1:])
@@ -124,4 +131,9 @@ def run_command(flow: type[FlowSpec]) -> None:
     explain_unknown_options(parameters)
     if set(COMMANDS) & set(sys.argv):
         quote_parameters(parameters)
+    if is_brief and RUN_COMMANDS & set(sys.argv):
+        # Imported here, because a step does not need it.
+        from metaflow_glue.run_terminal import show_run_briefly
+
+        show_run_briefly(flow, sys.argv)
     flow()

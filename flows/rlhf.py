@@ -425,4 +425,4 @@ def result_of_first_machine(flow: Any, inputs: Any) -> Any:
 
 
 if __name__ == "__main__":
-    run_command(RLHF)
+    run_command(RLHF, is_brief=True)

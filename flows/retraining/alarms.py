@@ -39,7 +39,7 @@ def alarm_refused_policies(topic: str, settings: "Settings", run: str) -> None:
         decisions = read_champions(settings.registered_model).decisions
     except ModelError as error:
         # The version is registered already, so an MLflow server that is down must not fail the run.
-        print(f"Whether to send an alarm is unknown: {error}", file=sys.stderr, flush=True)
+        print(f"Warning: Whether to send an alarm is unknown: {error}", file=sys.stderr, flush=True)
         return
     last = decisions[-REFUSED_IN_A_ROW:]
     if len(last) < REFUSED_IN_A_ROW or any(each.action != "refused" for each in last):
@@ -82,7 +82,11 @@ def send_alarm(topic: str, subject: str, sentences: Sequence[str]) -> None:
         )
     except (BotoCoreError, ClientError) as error:
         # The result of the run is known already; a lost message must not turn it into a failure.
-        print(f"The alarm was not sent: {error}\n{subject}\n{text}", file=sys.stderr, flush=True)
+        print(
+            f"Warning: The alarm was not sent: {error}\n{subject}\n{text}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _as_subject(text: str) -> str:

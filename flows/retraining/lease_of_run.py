@@ -90,7 +90,9 @@ class KeptLease:
             # For example, credentials that are missing for a moment. The time limit of a lease is
             # much longer than RENEWAL_SECONDS, so the next renewal is in time.
             except (ConfigError, StorageError) as error:
-                print(f"The lease could not be renewed: {error}", file=sys.stderr, flush=True)
+                print(
+                    f"Warning: The lease could not be renewed: {error}", file=sys.stderr, flush=True
+                )
 
 
 def lease_of(settings: Settings, owner: str) -> "Lease":
@@ -122,4 +124,4 @@ def release_lease(owner: str, settings: Settings | None, run: str) -> None:
     try:
         lease_of(settings, owner).release(run)
     except (ConfigError, StorageError) as error:
-        print(f"The lease was not released: {error}", file=sys.stderr, flush=True)
+        print(f"Warning: The lease was not released: {error}", file=sys.stderr, flush=True)

@@ -102,12 +102,19 @@ def quiet_libraries() -> None:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
+def name_log_levels() -> None:
+    """Begin each line of a logger without a handler by its level, such as `WARNING: `."""
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+
+
 def prepare_command() -> None:
     """Prepare the process of a command that trains or samples; call before the large imports."""
     install_redaction()
     end_with_parent()
     write_stacks_on_request()
     quiet_libraries()
+    name_log_levels()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -93,7 +93,10 @@ def make_once(
     if folder.is_dir():
         if is_made(folder):
             return _cached(folder, reused=True)
-        print(f"{name}: {folder} was changed after it was made, so it is made again", flush=True)
+        print(
+            f"Warning: {name}: {folder} was changed after it was made, so it is made again",
+            flush=True,
+        )
         _remove(folder)
     # Processes of several machines may share the cache, and may have equal process ids.
     unfinished = root / f".{folder.name}.{uuid4().hex}"

@@ -1,24 +1,50 @@
-"""Progress bars of long phases, on a terminal or in a log."""
+"""Progress of long phases: bars on a terminal, lines in a log, and a file for another process."""
 
+import json
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO, TypeVar
 
 from tqdm import tqdm
 
+from ppo_core.io.atomic_files import write_atomically
+from ppo_core.io.validation import read_record
+
 Item = TypeVar("Item")
 
-SECONDS_BETWEEN_LINES = 5.0
+SECONDS_BETWEEN_LINES = 30.0
+"""Minimum seconds between two lines of a phase in a log."""
+
+BAR_DELAY = 5.0
+"""Seconds after which a phase that is often short shows a bar."""
+
+LINES_PER_PHASE = 10
+"""Lines of a long phase in a log: one for each 10 %."""
+
+SECONDS_OF_SILENCE = 600.0
+"""Seconds without a line after which a log shows a phase again; see `ProgressBar.keep_showing`."""
+
+_IN_LOGS = (
+    "{desc} {percentage:.0f} %: {n_fmt}/{total_fmt}{unit}, {rate_noinv_fmt}, {remaining} left"
+    "{postfix}"
+)
+_WITHOUT_TOTAL = "{desc}: {n_fmt}{unit}, {rate_noinv_fmt}, {elapsed}"
+
+PROGRESS = "PPO_CORE_PROGRESS"
+"""Environment variable with the file to which the current phase is written for another process,
+which shows it on a terminal; see `read_progress`."""
 
 PROGRESS_FILE = "progress.txt"
 """Name of the file that `ProgressFile` writes into the folder of a job."""
 
 SECONDS_BETWEEN_WRITES = 1.0
-"""Minimum seconds between two writes of the progress file."""
+"""Minimum seconds between two writes of a progress file."""
 
 
 class _OneLineEach:
@@ -115,18 +141,29 @@ class ProgressFile:
 
 
 class ProgressBar(tqdm):  # type: ignore[misc]
-    """A bar that tells the listeners of this process about each of its steps."""
+    """A bar that tells the listeners of this process, and a watching process, about each step."""
 
-    def __init__(self, *, desc: str, **options: Any) -> None:
-        """Begin the phase `desc`; the options go to `tqdm`."""
-        self._phase, self._shown = desc, time.monotonic()
+    def __init__(self, *, desc: str, in_log: bool, always_ends: bool, **options: Any) -> None:
+        """Begin a phase.
+
+        Args:
+            desc: name of the phase.
+            in_log: show lines of a log, not a bar of a terminal.
+            always_ends: show the last line of a log also of a short phase.
+            options: options of `tqdm`.
+        """
+        self._phase, self._in_log, self._shown = desc, in_log, time.monotonic()
+        self._always_ends = always_ends
+        self._written = -math.inf
         super().__init__(desc=desc, **options)
         tell_moved(desc)
+        self._write_progress()
 
     def update(self, n: float = 1) -> None:
         """Advance by n."""
         tell_moved(self._phase)
         super().update(n)
+        self._write_progress()
 
     def keep_showing(self, inner: str = "") -> None:
         """Show the bar again if it was not shown for a while; call this during a long step.
@@ -136,7 +173,8 @@ class ProgressBar(tqdm):  # type: ignore[misc]
         # A hidden bar has no `mininterval`.
         if self.disable or inner == self._phase:
             return
-        if time.monotonic() - self._shown < 2 * self.mininterval:
+        silence = SECONDS_OF_SILENCE if self._in_log else 2 * self.mininterval
+        if time.monotonic() - self._shown < silence:
             return
         self.set_description_str(f"{self._phase}, {inner}" if inner else self._phase)
         self.set_description_str(self._phase, refresh=False)
@@ -150,7 +188,51 @@ class ProgressBar(tqdm):  # type: ignore[misc]
         """End the phase."""
         for listener in _listeners:
             listener.ended(self._phase)
+        if self._in_log and not self.disable:
+            # The last line may already show the end.
+            self.leave = self.n != self.last_print_n
+            if self._always_ends:
+                self.delay = 0.0
         super().close()
+
+    def _write_progress(self) -> None:
+        """Write the phase to the file that PROGRESS names, at most once a second."""
+        now, path = time.monotonic(), os.environ.get(PROGRESS)
+        if self.disable or not path or now - self._written < SECONDS_BETWEEN_WRITES:
+            return
+        self._written = now
+        progress = PhaseProgress(
+            phase=self._phase,
+            done=self.n,
+            total=self.total,
+            unit=self.unit.strip(),
+            notes=self.postfix,
+        )
+        # A run does not fail because the process that watches it has ended.
+        with suppress(OSError):
+            write_atomically(Path(path), json.dumps(asdict(progress)), durable=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseProgress:
+    """How far a phase is."""
+
+    phase: str
+    done: float
+    total: float | None
+    unit: str
+    """What is counted, in the singular."""
+
+    notes: str | None
+    """Numbers such as the loss, as text."""
+
+
+def read_progress(path: Path) -> PhaseProgress | None:
+    """Return what was last written to the file that PROGRESS names; None if nothing was."""
+    try:
+        return read_record(json.loads(path.read_text(encoding="utf-8")), PhaseProgress)
+    except (OSError, ValueError):
+        return None
 
 
 def progress(
@@ -158,20 +240,33 @@ def progress(
 ) -> ProgressBar:
     """Return a progress bar: a context manager with the method `update(n)`.
 
-    On a terminal the bar is redrawn in place. In a log (of a Metaflow task, for example), the bar
-    is written as a line every few seconds. `total` is None if the total is unknown. A phase that
-    ends within `delay` seconds shows no bar.
+    On a terminal the bar is redrawn in place. A log (of a Metaflow task, for example) has no bar
+    but a line for each 10 %, at most one in SECONDS_BETWEEN_LINES, and a line at the end. `total`
+    is None if the total is unknown. A phase that ends within `delay` seconds shows no bar; with a
+    delay, a phase shorter than SECONDS_BETWEEN_LINES has no line in a log.
     """
     if sys.stderr.isatty():
-        return ProgressBar(total=total, desc=description, unit=unit, disable=hidden, delay=delay)
+        return ProgressBar(
+            total=total,
+            desc=description,
+            unit=unit,
+            disable=hidden,
+            delay=delay,
+            in_log=False,
+            always_ends=True,
+        )
     return ProgressBar(
         total=total,
         desc=description,
-        unit=unit,
+        unit=f" {unit}",
         file=_OneLineEach(sys.stderr),
-        mininterval=SECONDS_BETWEEN_LINES,
-        ncols=100,
-        ascii=True,
+        miniters=math.ceil(total / LINES_PER_PHASE) if total else None,
+        mininterval=SECONDS_BETWEEN_LINES if total else SECONDS_OF_SILENCE,
+        # Otherwise tqdm would show a slow phase every 10 seconds.
+        maxinterval=math.inf,
+        bar_format=_IN_LOGS if total else _WITHOUT_TOTAL,
         disable=hidden,
-        delay=delay,
+        delay=max(delay, SECONDS_BETWEEN_LINES),
+        in_log=True,
+        always_ends=not delay,
     )

@@ -15,7 +15,7 @@ from ppo_core.data.types import Rollout
 from ppo_core.distributed.choose_engine import choose_engine
 from ppo_core.errors import TrainingError
 from ppo_core.errors.out_of_memory import BatchSize
-from ppo_core.io.progress_bar import progress
+from ppo_core.io.progress_bar import BAR_DELAY, progress
 from ppo_core.models.policy import LanguageModel
 from ppo_core.ppo.model_bundle import ModelBundle, reward_holders
 from ppo_core.ppo.sampling import FAR_SERVER
@@ -126,7 +126,7 @@ def _sample(
         return _sample_by_server(server, policy, prompts, uniforms, settings, batches)
 
     def sample(rows: int) -> Rollout:
-        with progress(len(prompts), "answering", "prompt") as bar:
+        with progress(len(prompts), "answering", "prompt", delay=BAR_DELAY) as bar:
             callbacks = SamplingCallbacks(on_finished=bar.update)
             return sample_responses(
                 policy, prompts, uniforms, settings, batch_size=rows, callbacks=callbacks
@@ -166,7 +166,7 @@ def _sample_by_server(
             "use all of the policy's weights, so another policy would have answered. See "
             "the server's log and docs/vllm.md, or set use_vllm=False."
         )
-    with progress(len(prompts), "answering", "prompt") as bar:
+    with progress(len(prompts), "answering", "prompt", delay=BAR_DELAY) as bar:
         return sampler.sample(prompts, uniforms, settings, version, on_finished=bar.update)
 
 

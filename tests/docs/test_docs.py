@@ -15,12 +15,12 @@ import torch
 
 import ppo_core
 import ppo_core.classic
-from deployment.deployment_file import STEPS, read_deployment
+from deployment.deployment_file import read_deployment
 from pipeline.evaluation.win_rate import describe
 from pipeline.registry.artifact import VersionContents, write_artifact
 from pipeline.registry.change_champion import promote_by_hand
 from pipeline.registry.versions import register_version
-from pipeline.reports.terminal import render_summary
+from pipeline.reports.terminal import render_places, render_summary
 from pipeline.results.evaluation import (
     Baseline,
     Baselines,
@@ -30,7 +30,6 @@ from pipeline.results.evaluation import (
 )
 from pipeline.results.run_cost import TokenCounts
 from pipeline.results.step_records import Change
-from pipeline.results.summary import Timings
 from pipeline.settings.decoding import Decoding
 from pipeline.settings.evaluation_config import EvaluationConfig
 from pipeline.settings.gate_configs import PromotionConfig, RewardGateConfig
@@ -101,7 +100,8 @@ PAGES = [
 ]
 
 OTHERS_FLAGS = set(
-    "backend-store-uri config config-file env-manager logprobs-mode max-model-len upgrade".split()
+    "backend-store-uri config config-file env-manager logprobs-mode max-model-len quiet "
+    "upgrade".split()
 )
 """Flags of MLflow, Metaflow, accelerate, vLLM and uv."""
 
@@ -240,7 +240,6 @@ def test_the_summary_of_a_run_is_printed_so():
 
     page = PRINTED.read_text().splitlines()
     start = page.index("    Win rates, judged by rule")
-    times = times_of_the_run("\n".join(page[start:]))
     metrics = {"scores": (-0.998, 2.216), "rlhf_reward": (-0.998, 1.903)}
     metrics |= {"kl": (0.0, 2.089), "entropy": (3.202, 0.255)}
     won_by = "It wins {} of {} pairs against {}, 95 % interval {}, judged by rule."
@@ -248,7 +247,7 @@ def test_the_summary_of_a_run_is_printed_so():
         won_by.format("76.6%", 32, "SFT", "58.5% .. 89.9%"),
         won_by.format("75.8%", 64, "the references", "62.5% .. 86.6%"),
     )
-    trained = replace(run_cost().steps["train_policy"], cpu_seconds=3600 * times["CPU hours"])
+    trained = replace(run_cost().steps["train_policy"], cpu_seconds=3600 * 0.07)
     accuracy = {"accuracy": 0.894, "n": 1000, "low": 0.873, "high": 0.912}
     changes = {f"reward_model.accuracy.{name}": value for name, value in accuracy.items()}
     chosen = {"best_of": {"2": 0.641, "4": 0.767}, "low": 0.539, "high": 0.848}
@@ -294,11 +293,6 @@ def test_the_summary_of_a_run_is_printed_so():
         ),
         kl={"ppo": 1.92},
         distinct={"ppo": 0.977},
-        timings=Timings(
-            seconds={phase: times[phase] for phase in STEPS[:-1]},
-            episodes_per_second=times["episodes/s"],
-            peak_rss_bytes=round(times["GiB"] * 2**30),
-        ),
         cost=run_cost(
             gpu_hours=0.0,
             steps={"train_policy": trained},
@@ -309,17 +303,17 @@ def test_the_summary_of_a_run_is_printed_so():
         model={"uri": "models:/rlhf-policy/1", "name": "rlhf-policy", "version": "1"},
         promotion=decision(version=1, champion=1, reasons=reasons),
     )
-    text = render_summary(changed(run, changes))
+    number = "1795736811895441"
+    place = f"outputs/runs/{number}/index.html, and index.html of the run in MLflow"
+    text = render_summary(changed(run, changes)) + render_places(
+        page=f"Page of the run: {place}",
+        run_id=number,
+        mlflow="mlflow ui --backend-store-uri sqlite:///mlflow.db",
+        model="rlhf-policy",
+        decision=run.promotion,
+    )
     printed = [f"    {line}".rstrip() for line in text.splitlines()]
     assert page[start : start + len(printed)] == printed
-
-
-def times_of_the_run(tables: str) -> dict[str, float]:
-    """Read what differs from run to run: seconds of each phase, speed, memory, CPU hours."""
-    phases = rf"({'|'.join(STEPS)}) ([\d.]+)"
-    units = r"([\d.]+) (episodes/s|GiB|CPU hours)"
-    found = re.findall(phases, tables) + [pair[::-1] for pair in re.findall(units, tables)]
-    return {name: float(value) for name, value in found}
 
 
 def test_the_win_rate_on_the_pages_is_printed_so():

@@ -12,7 +12,7 @@ from pipeline.storage.workspace import original_names
 from ppo_core.data.rows.dialogues import shown_prompt
 from ppo_core.errors import ConfigError, DataError, user_code_errors
 from ppo_core.io.folder_cache import digest_of_code
-from ppo_core.io.progress_bar import SECONDS_BETWEEN_LINES, progress
+from ppo_core.io.progress_bar import BAR_DELAY, progress
 from ppo_core.io.user_code import load_function
 
 JudgeFunction = Callable[[list[str], list[tuple[str, str]]], Iterable[Any]]
@@ -55,7 +55,7 @@ class FunctionJudge:
     def _verdicts(self, prompts: list[str], pairs: list[tuple[str, str]]) -> list[Verdict]:
         """Call the function and read what it returns, up to one verdict more than expected."""
         verdicts = []
-        with progress(len(pairs), "judging", "pair", delay=SECONDS_BETWEEN_LINES) as bar:
+        with progress(len(pairs), "judging", "pair", delay=BAR_DELAY) as bar:
             given = self._function(prompts, pairs)
             if not isinstance(given, Iterable):
                 raise DataError(

@@ -10,7 +10,7 @@ from pipeline.judges.chat_model import ChatModel, Question, Reply
 from pipeline.storage.addresses import S3Address
 from ppo_core.errors import JudgeError, reason_of
 from ppo_core.io.atomic_files import write_atomically
-from ppo_core.io.progress_bar import SECONDS_BETWEEN_LINES, progress
+from ppo_core.io.progress_bar import BAR_DELAY, progress
 
 Case: TypeAlias = tuple[str, str, str]
 """(prompt, first answer, second answer); the second answer is empty if one answer is scored."""
@@ -158,7 +158,7 @@ def _replies(
     if not missing:
         return replies
     # A batch of PPO has few questions, so a bar that ends at once is not shown.
-    delay = SECONDS_BETWEEN_LINES
+    delay = BAR_DELAY
     with progress(len(missing), description, "question", delay=delay) as bar:
 
         def keep(number: int, reply: Reply) -> None:

@@ -115,7 +115,7 @@ class _Mirror:
                 self._copy(self._next())
             # The training continues. The next check tries again, and so does `stop`, which raises.
             except (PPOError, OSError) as error:
-                print(f"The checkpoint was not copied: {error}", flush=True)
+                print(f"Warning: The checkpoint was not copied: {error}", flush=True)
 
     def _next(self) -> Path | None:
         """Return the checkpoint to copy.

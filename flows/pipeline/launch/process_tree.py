@@ -68,7 +68,8 @@ def take_over(record: Path) -> None:
     """
     for process in _still_running(record):
         print(
-            f"Ending an earlier attempt that is still running (process {process.pid}).", flush=True
+            f"Warning: Ending an earlier attempt that is still running (process {process.pid}).",
+            flush=True,
         )
         below = tree(process.pid)
         _signal(process, kill=False)
@@ -127,7 +128,9 @@ def _still_running(record: Path) -> Iterator[psutil.Process]:
     try:
         process = find_process(read_record(parse_json(record.read_bytes()), ProcessIdentity))
     except ValueError as error:
-        print(f"'{record}' is damaged, so no earlier attempt is ended: {error}.", flush=True)
+        print(
+            f"Warning: '{record}' is damaged, so no earlier attempt is ended: {error}.", flush=True
+        )
         return
     if process is not None and process.pid != os.getpid():
         yield process

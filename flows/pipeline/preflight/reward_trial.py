@@ -14,7 +14,7 @@ from pipeline.storage.workspace import original_names
 from ppo_core.config.reward_names import NamedReward
 from ppo_core.data.prompts import prompt_text
 from ppo_core.errors import JudgeError
-from ppo_core.io.progress_bar import SECONDS_BETWEEN_LINES, progress
+from ppo_core.io.progress_bar import BAR_DELAY, progress
 from ppo_core.models.files.finite_weights import require_finite_weights
 from ppo_core.models.files.model_folder import check_model_folder
 from ppo_core.models.loading import (
@@ -45,7 +45,7 @@ def try_rewards(data: RunData) -> None:
     rewards = RunRewards(data)
     # An error of `prompts` names its function by itself; the function may be any in the list.
     rows = rewards.prompts() if rewards.functions else []
-    number, delay = len(rewards.named), SECONDS_BETWEEN_LINES
+    number, delay = len(rewards.named), BAR_DELAY
     with watched_trial(data.settings), progress(number, "trying", "reward", delay=delay) as bar:
         for one in rewards.named:
             with named_in_errors(one):

@@ -1,14 +1,14 @@
-"""Render the summary of a run as tables in the terminal."""
+"""Render the end of a run for the terminal: a table, sentences, and where everything is."""
 
 import io
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from shlex import quote
 
 from rich.console import Console
 from rich.table import Table
 
 from pipeline.registry.decisions import Decision
-from pipeline.reports.baselines import BASELINE_COLUMNS, baseline_rows, worth_of_ppo
+from pipeline.reports.baselines import worth_of_ppo
 from pipeline.reports.document import (
     GUARD_COLUMNS,
     as_decimal,
@@ -30,30 +30,50 @@ CONTEST_TITLES = {
 }
 """Titles of all contests."""
 
+WIDTH = 100
+"""Columns of the tables."""
+
 SHOWN_METRICS = ("objective/scores", "objective/rlhf_reward", "objective/kl", "objective/entropy")
 
 
 def render_summary(summary: Summary) -> str:
-    """Return the summary as text, 106 columns wide."""
+    """Return the summary as text, 100 columns wide; no line begins with a space.
+
+    The page of the run has all tables. Metaflow removes spaces at the beginning of a line.
+    """
     # Markup is off, because names of judges and data sets may contain brackets.
-    console = Console(file=io.StringIO(), width=106, markup=False, emoji=False)
+    console = Console(file=io.StringIO(), width=WIDTH, markup=False, emoji=False)
     with console.capture() as capture:
+        console.print(f"Win rates, judged by {summary.win_rate['ppo_vs_sft'].judge}")
         console.print(_win_rates(summary.win_rate))
-        if summary.guards:
-            console.print(_guards(summary.guards))
-        if summary.baselines:
-            console.print(_without_ppo(summary))
-            for sentence in worth_of_ppo(summary.baselines):
-                console.print(sentence)
-        console.print(_the_rest(summary))
-        for note in summary.notes:
-            console.print(f"Note: {note}")
-        for reason in summary.reasons:
-            console.print(f"Inconclusive: {reason}")
-        for warning in summary.warnings:
-            console.print(f"Warning: {warning}")
-        console.print(_promotion(summary.model, summary.promotion))
-    return capture.get()
+        for line in _the_rest(summary):
+            console.print(line)
+    return "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines())
+
+
+def render_places(*, page: str, run_id: str, mlflow: str, model: str, decision: Decision) -> str:
+    """Return the lines at the end of a run: where everything is, and what to do next.
+
+    Args:
+        page: sentence with the place of the page of the run.
+        run_id: Metaflow's id of the run, which a resumed run does not share with its origin.
+        mlflow: address of the run in MLflow, or the command that opens MLflow.
+        model: name of the registered model.
+        decision: the decision on the policy.
+    """
+    version, name = decision.version, quote(model)
+    decided = decision_in_words(version, decision.champion)
+    next_move = f"mlflow models serve -m {quote(f'models:/{model}@champion')} --env-manager local"
+    if decision.champion != version:
+        next_move = f"to overrule, python flows/registry.py promote {name} {version} --reason TEXT"
+    lines = [
+        page,
+        f"Card: python flows/rlhf.py card view {run_id}/evaluate_win_rate",
+        f"MLflow: {mlflow}",
+        f"Policy: models:/{model}/{version}, {decided}",
+        f"Next: {next_move}",
+    ]
+    return "".join(f"{line}\n" for line in lines)
 
 
 def decision_in_words(version: int, champion: int | None) -> str:
@@ -93,10 +113,8 @@ def reward_model_in_words(report: RewardReport) -> str:
 
 
 def _win_rates(win_rates: Mapping[str, ContestResult]) -> Table:
-    judge = win_rates["ppo_vs_sft"].judge
-    table = Table("", title=f"Win rates, judged by {judge}", title_justify="left")
-    for column in ("wins", "95 % interval", "same length", "pairs", "ties", "flips", "invalid"):
-        table.add_column(column, justify="right")
+    columns = ("wins", "95 % interval", "same length", "pairs", "ties", "flips", "invalid")
+    table = _table("contest", columns)
     for name, win_rate in win_rates.items():
         table.add_row(
             CONTEST_TITLES[name],
@@ -111,49 +129,51 @@ def _win_rates(win_rates: Mapping[str, ContestResult]) -> Table:
     return table
 
 
-def _guards(guards: Mapping[str, GuardResult]) -> Table:
-    table = Table("", title="Guards", title_justify="left")
-    for column in GUARD_COLUMNS:
-        table.add_column(column, justify="right")
-    for name, guard in guards.items():
-        table.add_row(name, *guard_cells(guard))
+def _guards(guards: Mapping[str, GuardResult]) -> list[str | Table]:
+    """Return the guards that refused the policy as a table, and the other guards as a line."""
+    passed = [name for name, guard in guards.items() if guard.passed]
+    parts: list[str | Table] = [f"Guards passed: {', '.join(passed)}"] if passed else []
+    if refused := {name: guard for name, guard in guards.items() if not guard.passed}:
+        table = _table("guard", (column or "result" for column in GUARD_COLUMNS))
+        for name, guard in refused.items():
+            table.add_row(name, *guard_cells(guard))
+        parts.append(table)
+    return parts
+
+
+def _table(first_column: str, columns: Iterable[str]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="")
+    # A second line of a row would begin with spaces.
+    table.add_column(first_column, no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
     return table
 
 
-def _without_ppo(summary: Summary) -> Table:
-    table = Table("", title="What SFT reaches without PPO", title_justify="left")
-    for column in BASELINE_COLUMNS:
-        table.add_column(column, justify="right")
-    for row in baseline_rows(summary):
-        table.add_row(*row)
-    return table
-
-
-def _the_rest(summary: Summary) -> Table:
-    table = Table(show_header=False)
-    timings, kl = summary.timings, summary.kl["ppo"]
-    table.add_row("Reward model", reward_model_in_words(summary.reward_model))
+def _the_rest(summary: Summary) -> list[str | Table]:
+    kl = summary.kl["ppo"]
+    lines: list[str | Table] = []
     if summary.improvement:
-        table.add_row("PPO gained on SFT", _improvement(summary.improvement))
+        lines.append(f"PPO gained on SFT: {_improvement(summary.improvement)}")
+    if summary.baselines:
+        lines += worth_of_ppo(summary.baselines)
+    lines += _guards(summary.guards)
+    lines.append(f"Reward model: {reward_model_in_words(summary.reward_model)}")
     parts = [name for name in summary.objective if name.startswith("rewards/")]
-    for name in [*(parts if len(parts) > 1 else []), *SHOWN_METRICS]:
-        metric = summary.objective[name]
-        table.add_row(name, f"{as_decimal(metric.first, 3)} -> {as_decimal(metric.last, 3)}")
-    table.add_row(
-        "KL of an answer", "greedy, not measured" if kl is None else f"{as_decimal(kl, 2)} nats"
+    changes = (
+        f"{name.removeprefix('objective/')} {as_decimal(metric.first, 3)} -> "
+        f"{as_decimal(metric.last, 3)}"
+        for name in [*(parts if len(parts) > 1 else []), *SHOWN_METRICS]
+        for metric in [summary.objective[name]]
     )
-    table.add_row("Distinct answers", f"{summary.distinct['ppo']:.1%}")
-    table.add_row(
-        "Seconds",
-        ", ".join(f"{phase} {seconds:.0f}" for phase, seconds in timings.seconds.items()),
-    )
-    table.add_row(
-        "PPO",
-        f"{timings.episodes_per_second:.1f} episodes/s, "
-        f"peak memory {timings.peak_rss_bytes / 2**30:.2f} GiB",
-    )
-    table.add_row("Cost", cost_in_words(summary.cost))
-    return table
+    lines.append(f"PPO: {', '.join(changes)}")
+    divergence = "greedy, KL not measured" if kl is None else f"{as_decimal(kl, 2)} nats of KL"
+    lines.append(f"Answers: {divergence}, {summary.distinct['ppo']:.1%} distinct")
+    lines.append(f"Cost: {cost_in_words(summary.cost)}")
+    lines += [f"Note: {note}" for note in summary.notes]
+    lines += [f"Inconclusive: {reason}" for reason in summary.reasons]
+    lines += [f"Warning: {warning}" for warning in summary.warnings]
+    return [*lines, *summary.promotion.reasons]
 
 
 def cost_in_words(cost: RunCost) -> str:
@@ -169,18 +189,6 @@ def cost_in_words(cost: RunCost) -> str:
     if cost.price is not None:
         price = f"{cost.price:.2f} US dollars for GPUs and judges"
     return "; ".join([*parts, price])
-
-
-def _promotion(model: Mapping[str, str], promotion: Decision) -> Table:
-    table = Table(show_header=False, title="Promotion", title_justify="left")
-    decided = decision_in_words(promotion.version, promotion.champion)
-    table.add_row("Registered", f"{model['uri']}, {decided}")
-    for reason in promotion.reasons:
-        table.add_row("", reason)
-    if promotion.champion != promotion.version:
-        chosen = f"{quote(model['name'])} {model['version']}"
-        table.add_row("To overrule", f"python flows/registry.py promote {chosen} --reason TEXT")
-    return table
 
 
 def _improvement(difference: PairedDifference) -> str:

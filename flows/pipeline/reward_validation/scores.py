@@ -10,7 +10,7 @@ from pipeline.inputs.preference_pairs import LabeledPair
 from pipeline.reward_validation.vocabulary import known_tokens
 from ppo_core.data.chat_template import Messages
 from ppo_core.errors import ModelError
-from ppo_core.io.progress_bar import SECONDS_BETWEEN_LINES, progress
+from ppo_core.io.progress_bar import BAR_DELAY, progress
 from ppo_core.models.reward_model import RewardModel
 
 BATCH_SIZE = 16
@@ -39,7 +39,7 @@ class TextScorer:
         new = sorted(
             {tuple(row) for row in rows} - self._known.keys(), key=lambda row: (-len(row), row)
         )
-        with progress(len(new), "scoring", "text", delay=SECONDS_BETWEEN_LINES) as bar:
+        with progress(len(new), "scoring", "text", delay=BAR_DELAY) as bar:
             for start in range(0, len(new), BATCH_SIZE):
                 batch = new[start : start + BATCH_SIZE]
                 with torch.autocast(self.model.model.device.type, torch.bfloat16, self._bf16):

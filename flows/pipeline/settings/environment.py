@@ -8,7 +8,7 @@ from pathlib import Path
 
 from metaflow.util import get_username
 
-from ppo_core.distributed.process import quiet_libraries
+from ppo_core.distributed.process import name_log_levels, quiet_libraries
 from ppo_core.errors.redacted_output import install_redaction
 from ppo_core.models.kernels.cpu_memory import keep_few_compiled_matmuls
 
@@ -44,6 +44,7 @@ def prepare_environment() -> None:
     """
     install_redaction()
     quiet_libraries()
+    name_log_levels()
     # Metaflow starts the tasks of the other machines as `python`; this interpreter must be found.
     folder, search = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
     if search.split(os.pathsep)[0] != folder:

@@ -4,13 +4,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from metaflow import current
+
 from pipeline.cost.measured_cost import cost_numbers, cost_of_run
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.judges.judge_budget import sum_spent
 from pipeline.reports.run_page.differences import differences_section
 from pipeline.reports.run_page.facts import RunFacts, curves_of
 from pipeline.reports.run_page.write_page import write_run_page
-from pipeline.reports.terminal import decision_in_words, render_summary
+from pipeline.reports.terminal import decision_in_words, render_places, render_summary
 from pipeline.results.report_files import as_json, write_report
 from pipeline.results.step_records import (
     FreshPairs,
@@ -22,6 +24,7 @@ from pipeline.results.summary import Summary, Timings
 from pipeline.settings.settings import Settings, as_plain_dict
 from pipeline.stages.tracked import track
 from pipeline.storage.workspace import original_names
+from pipeline.tracking.mlflow_runs import address_of_run
 from pipeline.tracking.run_record import PARENT
 
 
@@ -81,7 +84,14 @@ def summarize(
         tracker.require_all_sent()
     if settings.summary_json:
         write_report(Path(settings.summary_json), summary, indent=2)
-    print(render_summary(summary), page, sep="", flush=True)
+    places = render_places(
+        page=page,
+        run_id=str(current.run_id),
+        mlflow=address_of_run(run.tracking[PARENT]),
+        model=settings.registered_model,
+        decision=registered.promotion,
+    )
+    print(render_summary(summary), places, sep="", end="", flush=True)
     # A plain dict, because clients read Metaflow's artifacts without the classes of this code.
     return as_json(summary)
 

@@ -108,11 +108,15 @@ def validate_reward_model(
     if not (validation.fit or validation.is_used):
         reasons = _listed(validation)
         print(
-            f"The reward model is not fit, but PPO does not learn from it:\n{reasons}", flush=True
+            f"Warning: The reward model is not fit, but PPO does not learn from it:\n{reasons}",
+            flush=True,
         )
     elif validation.accepted_by_hand:
         reasons = _listed(validation)
-        print(f"The reward model was refused, but a person accepted it:\n{reasons}", flush=True)
+        print(
+            f"Warning: The reward model was refused, but a person accepted it:\n{reasons}",
+            flush=True,
+        )
     return validation
 
 
@@ -225,9 +229,9 @@ def _comparer(settings: Settings, trained: PreparedModel | None) -> Compare | No
         least = settings.reward_gate.min_best_of_4
         return partial(measure_on_policy, judge, budget, least=least, seed=settings.seed)
     print(
-        f"judge={settings.judge} is not asked about the policy's samples, because this step has no "
-        "key of the judge, so only the accuracy on held-out pairs decides. To measure the reward "
-        "model where PPO uses it, give steps.validate_reward_model the secret of "
+        f"Warning: judge={settings.judge} is not asked about the policy's samples, because this "
+        "step has no key of the judge, so only the accuracy on held-out pairs decides. To measure "
+        "the reward model where PPO uses it, give steps.validate_reward_model the secret of "
         "steps.evaluate_win_rate in the deployment file.",
         flush=True,
     )
@@ -255,7 +259,7 @@ def _measure_judge(data: RunData, judge: PreparedModel) -> TrainedJudge:
         path=judge.path, accuracy=found.accuracy, low=found.low, high=found.high, n=found.n
     )
     doubts = [
-        f"The evaluation will be inconclusive. {doubt}"
+        f"Warning: The evaluation will be inconclusive. {doubt}"
         for doubt in doubts_about_trained_judge(measured)
     ]
     print(*(doubts or [describe_accuracy(measured)]), flush=True)

@@ -21,9 +21,9 @@ from pipeline.storage.manifest import MANIFEST, Manifest, StoredFile, safe_name,
 from pipeline.storage.objects import head_object, list_objects, read_object
 from pipeline.storage.s3_client import CONNECTIONS, TransferFaultError, repeated
 from pipeline.storage.transfer_manager import TransferClient, transfer_manager
-from pipeline.storage.upload import BAR_SECONDS, key_of
+from pipeline.storage.upload import key_of
 from ppo_core.errors import DataError, StorageError
-from ppo_core.io.progress_bar import progress
+from ppo_core.io.progress_bar import BAR_DELAY, progress
 
 WEIGHTS = (".bin", ".pt", ".safetensors")
 """File name extensions of a model's weights."""
@@ -193,7 +193,7 @@ def _fill(folder: Path, sources: Sequence[_Source], address: S3Address) -> None:
     total = sum(one.size for one in sources)
     try:
         with (
-            progress(total, f"fetch {address.key}", "B", delay=BAR_SECONDS) as bar,
+            progress(total, f"fetch {address.key}", "B", delay=BAR_DELAY) as bar,
             ThreadPoolExecutor(CONNECTIONS) as pool,
             transfer_manager(TransferClient()) as manager,
         ):

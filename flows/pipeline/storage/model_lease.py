@@ -114,7 +114,7 @@ class Lease:
         if not (take_over or holder.is_over()):
             return holder
         if holder.owner:
-            print(f"The lease of '{self.name}' is taken over from {holder}.", flush=True)
+            print(f"Warning: The lease of '{self.name}' is taken over from {holder}.", flush=True)
         return self._write(begun, IfMatch=version)
 
     def renew(self, run: str) -> None:
@@ -162,8 +162,8 @@ class Lease:
         if abs(ahead) > TOLERANCE:
             side = "ahead of" if ahead > timedelta(0) else "behind"
             print(
-                f"The clock of this machine is {describe_duration(ahead)} {side} the store's, so "
-                f"the lease of '{self.name}' has the store's time. Set the clock.",
+                f"Warning: The clock of this machine is {describe_duration(ahead)} {side} the "
+                f"store's, so the lease of '{self.name}' has the store's time. Set the clock.",
                 file=sys.stderr,
                 flush=True,
             )

@@ -22,10 +22,7 @@ from pipeline.storage.objects import (
 from pipeline.storage.s3_client import is_refused_write
 from pipeline.storage.transfer_manager import TransferClient, address_of, transfer_manager
 from ppo_core.errors import ConfigError, StorageError
-from ppo_core.io.progress_bar import progress
-
-BAR_SECONDS = 5.0
-"""Seconds after which a transfer shows a progress bar."""
+from ppo_core.io.progress_bar import BAR_DELAY, progress
 
 
 def publish(source: Path, address: S3Address) -> S3Address:
@@ -131,7 +128,7 @@ def _upload(files: Mapping[str, Path], manifest: Manifest, address: S3Address) -
     )
     total = sum(described[key][1].size for key in missing)
     with (
-        progress(total, f"publish {address.key}", "B", delay=BAR_SECONDS) as bar,
+        progress(total, f"publish {address.key}", "B", delay=BAR_DELAY) as bar,
         transfer_manager(_UploadClient(described)) as manager,
     ):
         watch, checksum = ProgressCallbackInvoker(bar.update), {"ChecksumAlgorithm": "SHA256"}

@@ -30,7 +30,7 @@ def end_killed_runs(folder: Path, flow: str) -> None:
         for killed in sorted(path for path in folder.iterdir() if was_killed(path)):
             _end(killed, f"{flow}/{killed.name}")
     except (PPOError, MlflowException, OSError) as error:
-        print(f"An earlier run was not ended in MLflow: {redact(error)}", flush=True)
+        print(f"Warning: An earlier run was not ended in MLflow: {redact(error)}", flush=True)
 
 
 def _end(folder: Path, flow_run: str) -> None:

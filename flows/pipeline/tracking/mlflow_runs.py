@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
+from shlex import quote
 from typing import Any
 
 import mlflow
@@ -79,8 +80,25 @@ def start_runs(
             "another server, and run again."
         ) from error
     if server.startswith("http"):
-        print(f"MLflow: {server}/#/experiments/{experiment}/runs/{parent}", flush=True)
+        print(f"MLflow: {address_of_run(parent)}", flush=True)
     return runs
+
+
+def address_of_run(run_id: str) -> str:
+    """Return the address of a run in MLflow's pages; without a server, the command that shows them.
+
+    Raises:
+        ModelError: MLflow does not answer.
+    """
+    server = mlflow.get_tracking_uri()
+    if not server.startswith("http"):
+        return f"mlflow ui --backend-store-uri {quote(server)}"
+    return f"{server}/#/experiments/{_experiment_of_run(run_id)}/runs/{run_id}"
+
+
+@explained()
+def _experiment_of_run(run_id: str) -> str:
+    return str(connect().get_run(run_id).info.experiment_id)
 
 
 @explained()

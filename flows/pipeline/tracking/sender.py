@@ -95,7 +95,7 @@ class Sender:
                 self._awake.clear()
         except PPOError as error:  # the disk of the journal is full
             self.trouble = str(error)
-            print(f"Nothing more is sent to MLflow. {error}", flush=True)
+            print(f"Warning: Nothing more is sent to MLflow. {error}", flush=True)
 
     def _send_some(self, client: Any) -> bool:
         """Send the next entries; return False if no entries are left or the thread is stopped."""
@@ -126,7 +126,7 @@ class Sender:
         )(call, *given)
         if self.trouble and answer is not None:
             self.trouble = ""
-            print("MLflow answers again; the stored entries are being sent.", flush=True)
+            print("Warning: MLflow answers again; the stored entries are being sent.", flush=True)
         return answer
 
     def _note_trouble(self, state: RetryCallState) -> None:
@@ -140,8 +140,9 @@ class Sender:
         self.trouble = " ".join(message.split())[:MAX_TROUBLE_CHARACTERS]
         if first:
             print(
-                f"MLflow does not accept tracked entries ({self.trouble}). The step continues; "
-                f"they are stored in {self._journal.folder} and sent when MLflow answers.",
+                f"Warning: MLflow does not accept tracked entries ({self.trouble}). The step "
+                f"continues; they are stored in {self._journal.folder} and sent when MLflow "
+                "answers.",
                 flush=True,
             )
 
@@ -154,7 +155,8 @@ class Sender:
         if kind not in self._refused:
             self._refused.add(kind)
             print(
-                f"MLflow refuses {entry['kind']} {', '.join(names)} of run {entry.get('run')}: "
-                f"{reason}. This entry and all of its kind are stored in {self._journal.refused}.",
+                f"Warning: MLflow refuses {entry['kind']} {', '.join(names)} of run "
+                f"{entry.get('run')}: {reason}. This entry and all of its kind are stored in "
+                f"{self._journal.refused}.",
                 flush=True,
             )

@@ -64,7 +64,9 @@ class SystemMetrics:
             try:
                 self._log.log_metrics(sample, step=step)
             except PPOError as error:  # the disk of the journal is full
-                print(f"The load of the machine is not sampled any more. {error}", flush=True)
+                print(
+                    f"Warning: The load of the machine is not sampled any more. {error}", flush=True
+                )
                 return
             step += 1
 

@@ -119,7 +119,7 @@ class Tracker:
             if value is None:
                 raise
             # The first error is the cause; this error follows from it, or from a full disk.
-            print(f"The end of the step is not tracked: {also}", flush=True)
+            print(f"Warning: The end of the step is not tracked: {also}", flush=True)
         finally:
             self._sender.stop()
 
@@ -139,7 +139,9 @@ class Tracker:
         left_to_the_next = not is_last and not self._sender.sends
         seconds = FAILED_SECONDS if is_last else FLUSH_SECONDS
         if not left_to_the_next and not self._sender.flush(seconds):
-            print(f"{self._kept()} The next step, or a resumed run, sends them.", flush=True)
+            print(
+                f"Warning: {self._kept()} The next step, or a resumed run, sends them.", flush=True
+            )
         elif is_last or self._name == PARENT:
             remove_record(self.journal.folder)
 

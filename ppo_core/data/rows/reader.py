@@ -23,7 +23,7 @@ from ppo_core.data.sources.source import Source, named_data, open_source
 from ppo_core.errors import DataError
 from ppo_core.io.atomic_files import explained_writes
 from ppo_core.io.folder_cache import Cached, digest_of, digest_of_code, make_once
-from ppo_core.io.progress_bar import SECONDS_BETWEEN_LINES, progress
+from ppo_core.io.progress_bar import BAR_DELAY, progress
 
 LEAST_SHARED = 5_000
 """Minimum number of rows for which machines share a copy of the converted rows. Fewer rows are
@@ -328,7 +328,7 @@ def _progress(source: str, count: int | None) -> tqdm:
     # torchrun and accelerate set RANK. All processes read the rows; only the first shows the bar.
     hidden = os.environ.get("RANK", "0") != "0"
     description = f"preparing {Path(source).name:.40}"
-    return progress(count, description, "row", hidden=hidden, delay=SECONDS_BETWEEN_LINES)
+    return progress(count, description, "row", hidden=hidden, delay=BAR_DELAY)
 
 
 def _shown(raw: RawRow) -> str:

@@ -188,7 +188,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> RunFacts:
 def page(facts: RunFacts) -> Path:
     said = write_run_page(facts, RunLog(Journal(facts.run.folder), "parent"))
     path = facts.run.folder / PAGE_FILE
-    assert said == f"Page of the run: {path}, and the artifact index.html of the run in MLflow"
+    assert said == f"Page of the run: {path}, and index.html of the run in MLflow"
     assert (
         json.loads((facts.run.folder / "journal.jsonl").read_text().splitlines()[-1])["path"]
         == PAGE_FILE

@@ -57,7 +57,7 @@ def test_a_score_that_is_not_finite_stays_what_it_is():
 
 def test_a_long_validation_says_how_far_it_is(monkeypatch, capsys):
     monkeypatch.setattr(scores, "BATCH_SIZE", 1)
-    monkeypatch.setattr(scores, "SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(scores, "BAR_DELAY", 0.0)
     monkeypatch.setattr("ppo_core.io.progress_bar.SECONDS_BETWEEN_LINES", 0.0)
     TextScorer(CountingModel()).scores(ROWS)
     said = capsys.readouterr().err

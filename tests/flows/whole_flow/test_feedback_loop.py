@@ -50,11 +50,12 @@ def test_judgments_of_users_train_the_next_version(tmp_path: Path):
     assert found
     second = run_flow(tmp_path, *RUN, "--set", found[1])
     assert second.code == 0, second.log
-    assert "feedback.jsonl: 500 rows" in second.log
+    assert "feedback.jsonl: 500 rows" in second.steps["start"]
     client = client_of(tmp_path)
     tags = [client.get_model_version(NAME, version).tags for version in ("1", "2")]
     assert "data/feedback" not in tags[0]
     assert tags[1]["data/feedback"]
     # The reward model of the first run is not that of the second.
-    made = [re.findall(r"reward-model: made (\S+)", ran.log) for ran in (first, second)]
+    logs = [ran.steps["load_reward_model"] for ran in (first, second)]
+    made = [re.findall(r"reward-model: made (\S+)", log) for log in logs]
     assert len(made[0]) == len(made[1]) == 1 and made[0] != made[1]

@@ -20,6 +20,7 @@ from torch.testing import assert_close
 from ppo_core.reporting.metrics_file import METRICS_FILE, read_metrics
 from tests.helpers.inputs.pipeline_inputs import as_toml, tiny_table, write_model
 from tests.helpers.paths import ROOT
+from tests.helpers.runs.flow_runs import step_logs
 
 UPDATES = 20
 
@@ -37,13 +38,17 @@ class Run:
     def log(self) -> str:
         return self.log_file.read_text()
 
+    def steps(self) -> str:
+        """What the steps printed, as Metaflow's logs have it."""
+        return "".join(step_logs(self.folder).values())
+
     def id(self) -> str:
         """Its number in Metaflow."""
-        return re.findall(r"run-id (\d+)", self.log())[0]
+        return re.findall(r"^Run (\d+)$", self.log(), re.M)[0]
 
     def pids(self, step: str) -> list[int]:
         """Ids of the processes of a step, the latest last."""
-        return [int(pid) for pid in re.findall(rf"/{step}/\d+ \(pid (\d+)\)\] Task is", self.log())]
+        return [int(pid) for pid in re.findall(rf" {step} \(pid (\d+)\)", self.log())]
 
     def task(self) -> psutil.Process:
         """The latest process of the PPO step."""
@@ -173,8 +178,8 @@ def test_a_task_that_is_killed_is_tried_again_and_gives_the_same(origin: Undistu
     task.kill()
     assert psutil.wait_procs(below, timeout=10)[1] == []
     run.finish_training()
-    assert "Task is starting (retry)" in run.log()
-    assert "Resumed from " in run.log()
+    assert "), retry: " in run.log()
+    assert "Resumed from " in run.steps()
     assert run.updates() == [*range(1, UPDATES + 1)]
     assert run.policy() == origin.policy
 
@@ -185,7 +190,7 @@ def test_a_task_that_is_told_to_stop_saves_and_goes_on(origin: Undisturbed):
     run.task().send_signal(signal.SIGTERM)
     run.finish_training()
     assert "The training stopped after SIGTERM," in run.log()
-    assert "Task is starting (retry)" in run.log()
+    assert "), retry: " in run.log()
     assert run.policy() == origin.policy
 
 
@@ -199,7 +204,7 @@ def test_a_run_whose_scheduler_was_killed_is_resumed(origin: Undisturbed):
     resumed = origin.resumed(run)
     resumed.finish_training()
     assert not task.is_running()
-    assert "Resumed from " in resumed.log()
+    assert "Resumed from " in resumed.steps()
     assert resumed.updates() == [*range(1, UPDATES + 1)]
     assert resumed.policy() == origin.policy
 
@@ -211,7 +216,7 @@ def test_an_error_that_a_further_attempt_would_not_mend_is_not_tried_again(tmp_p
     assert "kl_horizon=1 is too short for 8 episodes" in run.log()
     assert run.log().count("The run stopped:") == 1
     assert "This failed task will not be retried." in run.log()
-    assert "(retry)" not in run.log()
+    assert "), retry: " not in run.log()
 
 
 def test_two_machines_train_the_policy_that_two_processes_do(

@@ -60,9 +60,8 @@ def finished(tmp_path_factory) -> Finished:
 
 
 def test_functions_are_tried_before_anything_is_trained(finished: Finished):
-    log = finished.ran.log
     tried = "rewards=python:rewards.py:level: 0 for a chosen answer, 1000 for an empty one"
-    assert 0 < log.index(tried) < log.index("/load_policy/")
+    assert tried in finished.ran.steps["start"]
 
 
 def test_an_unfit_reward_model_that_is_only_logged_ends_no_run(finished: Finished):

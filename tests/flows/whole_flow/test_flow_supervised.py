@@ -58,8 +58,8 @@ def test_sft_that_is_killed_is_retried_and_resumes(
     run.wait_until(lambda: run.pids("validate_reward_model"))
     run.stop()
     assert "was ended by SIGKILL" in run.log()
-    assert "Task is starting (retry)" in run.log()
-    assert "Resumed from " in run.log()
+    assert "), retry: " in run.log()
+    assert "Resumed from " in run.steps()
     # The checkpoints of a finished training are removed.
     assert not [*tmp_path.glob("outputs/runs/*/sft")]
     assert [*tmp_path.glob("outputs/cache/sft-*/model.safetensors")]

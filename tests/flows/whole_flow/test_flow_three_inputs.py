@@ -73,7 +73,7 @@ def test_ppo_is_trained_on_no_prompt_that_it_is_judged_on(bare: Bare):
     judged = [json.loads(line)["prompt"] for line in samples]
     # The prompts of PPO are gone with its job, whose policy is in the cache; the log counts them.
     assert judged == [json.loads(line)["prompt"] for line in every[-3:]]
-    assert f"PPO: prompts {len(every) - 3}," in bare.ran.log
+    assert f"PPO: prompts {len(every) - 3}," in bare.ran.steps["start"]
 
 
 def test_the_result_is_told_without_references(bare: Bare):

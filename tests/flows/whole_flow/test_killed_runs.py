@@ -9,6 +9,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -93,7 +94,13 @@ class Chain:
 
     def finished(self) -> Counter[str]:
         """How often each step was finished by a task that did its work."""
-        return Counter(re.findall(r"/(\w+)/\d+ \(pid \d+\)\] Task finished success", self.log()))
+        done: Counter[str] = Counter()
+        for path in self.logs:
+            log = path.read_text()
+            begun = re.findall(r"^[\d:]{8} (\w+) \(pid", log, re.M)
+            done.update(before for before, after in pairwise(begun) if before != after)
+            done.update(begun[-1:] if "\nNext: " in log else ())
+        return done
 
     def outcome(self) -> Outcome:
         client = client_of(self.folder)

@@ -1,6 +1,7 @@
 """Runs of the flow as a user starts them, and what they leave in MLflow."""
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -19,6 +20,16 @@ class Ran:
 
     code: int
     log: str
+    """What it printed."""
+
+    steps: dict[str, str]
+    """What each step printed, as Metaflow's logs have it."""
+
+    @property
+    def number(self) -> str:
+        """Metaflow's id of the run."""
+        (number,) = re.findall(r"^Run (\d+)$", self.log, re.M)
+        return number
 
 
 def run_flow(folder: Path, *arguments: str) -> Ran:
@@ -43,7 +54,19 @@ def run_flow(folder: Path, *arguments: str) -> Ran:
         text=True,
         check=False,
     )
-    return Ran(ran.returncode, ran.stdout + ran.stderr)
+    log = ran.stdout + ran.stderr
+    begun = re.search(r"^Run (\d+)$", log, re.M)
+    return Ran(ran.returncode, log, step_logs(folder, begun[1]) if begun else {})
+
+
+def step_logs(folder: Path, number: str = "*") -> dict[str, str]:
+    """What each step of a run printed, as Metaflow has stored it; of all runs without a number."""
+    logs: dict[str, str] = {}
+    for file in sorted(folder.glob(f".metaflow/RLHF/{number}/*/*/*.log")):
+        step = file.parts[-3]
+        lines = re.sub(r"^\[MFLOG\|[^\]]*\]", "", file.read_text(), flags=re.M)
+        logs[step] = logs.get(step, "") + lines
+    return logs
 
 
 def client_of(folder: Path) -> mlflow.MlflowClient:

@@ -1,6 +1,4 @@
-"""Progress within a step: who is told, and what a log shows after a long silence."""
-
-import re
+"""Progress within a step: who is told, and which lines a log has."""
 
 import pytest
 
@@ -44,18 +42,17 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_a_silent_bar_is_shown_with_the_phase_and_a_moving_one_is_not(clock: Clock, capsys):
+def test_a_silent_phase_is_shown_every_ten_minutes_and_a_moving_one_is_not(clock: Clock, capsys):
     with progress(100, "ppo", "episode") as bar, listening(PhaseLines(bar)):
-        capsys.readouterr()
-        for seconds, phase in ((5, "sampling"), (11, "scoring"), (15, "scoring"), (22, "updating")):
+        phases = ((300, "sampling"), (601, "scoring"), (900, "scoring"), (1202, "updating"))
+        for seconds, phase in phases:
             clock.now = seconds
             list(each_pass([1], phase))
         lines = capsys.readouterr().err.splitlines()
-        assert [line.partition(":")[0] for line in lines] == ["ppo, scoring", "ppo, updating"]
-        # The bar itself moved, so its next silence begins here.
+        assert [line.partition(" 0 %")[0] for line in lines] == ["ppo, scoring", "ppo, updating"]
+        # The phase itself moved, so its next silence begins here.
         bar.update(10)
-        clock.now += 9
-        capsys.readouterr()
+        clock.now += 599
         list(each_pass([1], "sampling"))
         assert "sampling" not in capsys.readouterr().err
 
@@ -67,22 +64,48 @@ def test_a_hidden_bar_shows_no_phase(clock: Clock, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_a_long_step_has_a_line_every_ten_seconds(monkeypatch, capsys):
-    now = 1000.0
-    monkeypatch.setattr("time.monotonic", lambda: now)
+def lines_of(clock: Clock, capsys, *, step: int, seconds: float, delay: float = 0.0) -> list[str]:
+    """The lines of 100 episodes, `step` at a time and each for `seconds`."""
+    with progress(100, "ppo", "episode", delay=delay) as bar:
+        for _ in range(100 // step):
+            clock.now += seconds
+            bar.update(step)
+    return [line.partition(":")[0] for line in capsys.readouterr().err.splitlines()]
+
+
+def test_a_long_phase_has_a_line_for_each_tenth(clock: Clock, monkeypatch, capsys):
+    monkeypatch.setattr("tqdm.std.time", clock.monotonic)
+    tenths = [f"ppo {percent} %" for percent in range(10, 101, 10)]
+    assert lines_of(clock, capsys, step=1, seconds=4.0) == tenths
+    assert lines_of(clock, capsys, step=10, seconds=3600.0) == tenths
+    # A tenth takes 10 seconds: one line in 30.
+    shown = [f"ppo {percent} %" for percent in (30, 60, 90, 100)]
+    assert lines_of(clock, capsys, step=1, seconds=1.0) == shown
+    assert lines_of(clock, capsys, step=1, seconds=0.2) == ["ppo 100 %"]
+    assert lines_of(clock, capsys, step=1, seconds=0.2, delay=5.0) == []
+
+
+def test_a_line_tells_rate_time_and_numbers(clock: Clock, monkeypatch, capsys):
+    monkeypatch.setattr("tqdm.std.time", clock.monotonic)
+    with progress(100, "ppo", "episode") as bar:
+        clock.now += 40
+        bar.set_postfix(score="1.50", kl="0.25", refresh=False)
+        bar.update(20)
+        told = "ppo 20 %: 20/100 episode,  0.50 episode/s, 02:40 left, kl=0.25, score=1.50"
+        assert capsys.readouterr().err.splitlines() == [told]
+    # The end of a phase that was interrupted was already shown.
+    assert capsys.readouterr().err == ""
+
+
+def test_a_phase_of_unknown_length_has_a_line_every_ten_minutes(clock: Clock, capsys):
     lines = []
     with progress(None, "timing", "pass") as bar:
-        capsys.readouterr()
-        for _ in range(60):
-            now += 1
+        for _ in range(40):
+            clock.now += 60
             bar.keep_showing()
-            lines += [(now, line) for line in capsys.readouterr().err.splitlines() if line]
-        bar.total = 4
-        bar.update(1)
-    assert progress_bar.SECONDS_BETWEEN_LINES * 2 == 10
-    assert [at for at, _ in lines] == [1010, 1020, 1030, 1040, 1050, 1060]
-    assert all(line.startswith("timing: 0pass [") for _, line in lines)
-    assert re.search(r"timing:  25%\|.*1/4", capsys.readouterr().err)
+            lines += [(clock.now, line) for line in capsys.readouterr().err.splitlines() if line]
+    assert [at for at, _ in lines] == [600, 1200, 1800, 2400]
+    assert all(line.startswith("timing: 0 pass, ") for _, line in lines)
 
 
 def test_a_hidden_bar_has_no_line(monkeypatch, capsys):

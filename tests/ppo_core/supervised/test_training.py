@@ -119,8 +119,9 @@ def test_passes_of_few_tokens_give_the_weights_of_large_ones(
 def test_the_bar_counts_rows_and_moves_within_a_step(base, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(training_loop, "TOKENS_ON_CPU", 40)
     monkeypatch.setattr("ppo_core.io.progress_bar.SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr("ppo_core.io.progress_bar.LINES_PER_PHASE", 20)
     train_sft(base, EXAMPLES * 5, settings(batch_size=6, num_epochs=2), tmp_path / "sft")
-    counts = [int(n) for n in re.findall(r" (\d+)/20 ", capsys.readouterr().err)]
+    counts = [int(n) for n in re.findall(r": (\d+)/20 row", capsys.readouterr().err)]
     assert counts == sorted(counts) and counts[-1] == 20
     # Of 4 steps.
     assert len(set(counts)) > 5

@@ -8,7 +8,7 @@ import numpy as np
 from pipeline.evaluation.rates import Array
 from pipeline.settings.gate_configs import GuardsConfig
 from ppo_core.errors import ConfigError, DataError, user_code_errors
-from ppo_core.io.progress_bar import SECONDS_BETWEEN_LINES, progress
+from ppo_core.io.progress_bar import BAR_DELAY, progress
 from ppo_core.io.user_code import LoadedFunction, load_function
 
 NUMBERS = "biuf"
@@ -55,7 +55,7 @@ def score_by_function(
             response.
     """
     # A watched step ends a function that hangs only while a progress bar is shown.
-    with progress(1, "guarding", "call", delay=SECONDS_BETWEEN_LINES) as bar:
+    with progress(1, "guarding", "call", delay=BAR_DELAY) as bar:
         with user_code_errors(DataError, f"The guard {name}"):
             given = function(list(prompts), list(responses))
         bar.update()

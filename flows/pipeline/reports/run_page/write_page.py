@@ -19,7 +19,7 @@ def write_run_page(facts: RunFacts, parent: RunLog) -> str:
         return f"The page of the run was not written: {error}"
     parent.log_artifact(facts.run.folder / PAGE_FILE)
     place = "" if facts.run.workspace.store else f"{facts.place_of(PAGE_FILE)}, and "
-    return f"Page of the run: {place}the artifact {PAGE_FILE} of the run in MLflow"
+    return f"Page of the run: {place}{PAGE_FILE} of the run in MLflow"
 
 
 def write_page_file(facts: RunFacts) -> PPOError | None:

@@ -66,9 +66,10 @@ def test_a_long_reading_shows_progress_and_a_short_one_shows_none(tmp_path, monk
     path = write_rows(tmp_path / "rows.jsonl", PROMPTS)
     read_rows(path, "prompts")
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(reader, "SECONDS_BETWEEN_LINES", 0)
+    monkeypatch.setattr(reader, "BAR_DELAY", 0)
+    monkeypatch.setattr("ppo_core.io.progress_bar.SECONDS_BETWEEN_LINES", 0)
     read_rows(path, "prompts", is_chat=True)
-    assert "preparing rows.jsonl: 8row" in capsys.readouterr().err
+    assert "preparing rows.jsonl: 8 row" in capsys.readouterr().err
 
 
 def test_the_rows_are_mapped_from_disk(tmp_path):
