@@ -41,11 +41,7 @@ _TASK = re.compile(r"\[[^/\]]+/(?P<step>\w+)/\S+( \(pid (?P<pid>\d+)\))?\]")
 
 _RUN = re.compile(r"Workflow starting \(run-id (\S+)\):")
 
-_FAILED = "Task failed"
-
-_NOISE = re.compile(
-    r"Done!|Task finished|Foreach yields|Cloning results|(No|\d+) tasks? |.* not started"
-)
+_NOISE = re.compile(r"Done!|Foreach yields|Cloning results|(No|\d+) tasks? |.* not started")
 """Beginnings of Metaflow's messages that say nothing new."""
 
 _PROGRESS = re.compile(r"[^:]{1,200} \d+ %: \d")
@@ -151,7 +147,9 @@ class RunTerminal:
         step = task["step"] if task else ""
         if task and body.startswith("Task is starting"):
             self._start_step(step, task["pid"], is_retry="retry" in body)
-        elif body.startswith(_FAILED):
+        elif body.startswith("Task finished"):
+            self._held.pop(head, None)
+        elif body.startswith("Task failed"):
             for line in self._held.pop(head, ()):
                 self._print(line)
             self._print(f"{step}: {body}", is_bad=True)
