@@ -147,7 +147,7 @@ class TrainingLoop:
         optimizer = make_optimizer(module, config)
         warmup = math.ceil(config.warmup_ratio * self._order.steps)
         scheduler = get_scheduler("linear", optimizer, warmup, self._order.steps)
-        _set_mode(module, adapted, recomputes=config.gradient_checkpointing)
+        set_mode(module, adapted, recomputes=config.gradient_checkpointing)
         self._module, self._optimizer = engine.prepare(module, optimizer)
         # Each process draws its own dropout.
         seed_global_generators(config.seed + engine.rank)
@@ -371,7 +371,7 @@ def identity_of(config: SupervisedConfig, data: TrainingData) -> dict[str, Any]:
     return config.settings_of_result() | {"rows": data.digest}
 
 
-def _set_mode(module: Any, adapted: "PeftModel | None", *, recomputes: bool) -> None:
+def set_mode(module: Any, adapted: "PeftModel | None", *, recomputes: bool) -> None:
     """Set a `SummedLoss` to training mode, or only its adapters if that changes no result.
 
     The fast path needs a backbone in evaluation mode. That mode would switch off dropout, and the

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tests.benchmarks.worker import own_stdout, peak_bytes, resident_bytes
+from tests.benchmarks.worker import own_stdout, peak_bytes
 
 RATE = 1e-4
 MAX_LENGTH = 512
@@ -67,11 +67,10 @@ def trl(kind: str, folder: Path, rows: list[dict[str, str]], sizes: tuple[int, i
 
 def main(side: str, kind: str, folder: Path, sizes: tuple[int, int]) -> None:
     """Train, and print the measurements."""
-    imports = resident_bytes()
     channel = own_stdout()
     rows = json.loads((folder / f"{kind}.json").read_text())
     seconds = (ours if side == "ours" else trl)(kind, folder, rows, sizes)
-    found = {"seconds": seconds, "peak_bytes": peak_bytes("cpu"), "imports_bytes": imports}
+    found = {"seconds": seconds, "peak_bytes": peak_bytes("cpu")}
     print(json.dumps(found), file=channel, flush=True)
 
 

@@ -15,7 +15,7 @@ from transformers import (
 from ppo_core.models.adapters import add_adapter, lora_config
 from ppo_core.supervised.examples.sft_examples import collate_examples
 from ppo_core.supervised.next_token_loss import NextTokenLoss
-from ppo_core.supervised.training_loop import _set_mode
+from ppo_core.supervised.training_loop import set_mode
 from tests.helpers.models.tiny import VOCABULARY, make_policy
 from tests.ppo_core.models.kernels.test_decoder_forward import PLAIN
 
@@ -99,7 +99,7 @@ def test_parameters_keep_the_names_that_checkpoints_have():
 def test_dropout_of_adapters_acts_on_the_fast_path():
     adapted = add_adapter(make_policy(), lora_config(target_modules=["q_proj"], lora_dropout=0.5))
     objective = NextTokenLoss(adapted)
-    _set_mode(objective, adapted, recomputes=False)
+    set_mode(objective, adapted, recomputes=False)
     assert objective.backbone.fast_layers() is not None
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
@@ -112,7 +112,7 @@ def test_a_model_with_dropout_of_its_own_trains_with_it():
     model = make_policy()
     model.model.layers[0].self_attn.attention_dropout = 0.5
     objective = NextTokenLoss(model)
-    _set_mode(objective, None, recomputes=False)
+    set_mode(objective, None, recomputes=False)
     assert objective.backbone.fast_layers() is None
     losses = {objective(**collate_examples(EXAMPLES), weights=WEIGHTS)[0].item() for _ in range(3)}
     assert len(losses) == 3
