@@ -161,6 +161,12 @@ def using_adapter(model: "PeftModel", name: str | None) -> Iterator[None]:
         yield
 
 
+def train_adapters(model: "PeftModel") -> None:
+    """Set the layers with adapters to training mode, in which the adapters' dropout acts."""
+    for layer, _, _ in _switches(model):
+        layer.train()
+
+
 def checkpoint_activations(model: "PeftModel") -> None:
     """Recompute activations in the backward pass, with the adapter of their forward pass.
 

@@ -14,6 +14,7 @@ from ppo_core.algorithm.masking import length_mask
 from ppo_core.data.types import TokenRows
 from ppo_core.errors import ModelError
 from ppo_core.models.kernels import attention
+from ppo_core.models.kernels.branched_pairs import last_states
 from ppo_core.models.kernels.decoder_families import DecoderLayers, fast_path
 from ppo_core.models.kernels.decoder_forward import states_at
 from ppo_core.models.kernels.matmul_backend import large_matmuls
@@ -135,6 +136,19 @@ class DecoderBackbone:
         with self.within(), _products_of(decoder, ids):
             return states_at(decoder, ids, sequence, position)
 
+    def last_states(self, pairs: Tensor, lengths: Tensor) -> Tensor:
+        """Return hidden states (2B, D) at the last tokens of right-padded pairs (B, 2, S).
+
+        On the fast path for short sequences on a CPU, the common start of a pair is computed once.
+        `lengths` (B, 2) are at least 1.
+        """
+        ids, decoder = pairs.flatten(0, 1), self.fast_layers()
+        if decoder is None or not _uses_own_attention(ids):
+            sequence = torch.arange(len(ids), device=ids.device)
+            return self.states_at(ids, sequence, lengths.flatten() - 1, lengths.flatten())
+        with self.within(), _products_of(decoder, ids):
+            return last_states(decoder, pairs, lengths)
+
     def products(self, ids: Tensor) -> AbstractContextManager[None]:
         """Return a context that computes matmuls by oneDNN, if the layers' matrices are large.
 
@@ -169,9 +183,13 @@ def _inputs_of(head: nn.Module) -> Iterator[list[Tensor]]:
 
 
 def _products_of(decoder: DecoderLayers | None, ids: Tensor) -> AbstractContextManager[None]:
-    if decoder is None or not attention.uses_own_attention(ids.shape[1], ids.shape[1], ids.device):
+    if decoder is None or not _uses_own_attention(ids):
         return nullcontext()
     return large_matmuls(max(weight.numel() for weight in decoder.layers[0].mlp.parameters()))
+
+
+def _uses_own_attention(ids: Tensor) -> bool:
+    return attention.uses_own_attention(ids.shape[1], ids.shape[1], ids.device)
 
 
 class EncoderDecoderBackbone:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ppo_core.models.kernels.attention import Masking
 from ppo_core.models.kernels.decoder_families import DecoderLayers
 from ppo_core.models.kernels.decoder_forward import forward
 from ppo_core.models.kernels.rotary import Angles, by_head
@@ -113,7 +114,7 @@ class _FixedNextTokens:
     every column.
     """
 
-    is_causal = False
+    masking = Masking.ANY
 
     def __init__(self, cache: KVCache, lengths: Tensor, column: Tensor, columns: int) -> None:
         self._cache = cache

@@ -10,6 +10,7 @@ from torch import Tensor
 from ppo_core.algorithm.masking import length_mask
 from ppo_core.data.batching import pad_rows
 from ppo_core.data.prompts import Tokens
+from ppo_core.models.kernels.attention import Masking
 from ppo_core.models.kernels.decoder_families import DecoderLayers
 from ppo_core.models.kernels.decoder_forward import FullSequences, Selection, forward
 from ppo_core.models.kernels.rotary import Angles, write_by_head
@@ -80,7 +81,7 @@ class _Prompts(FullSequences):
 class _NextTokens:
     """Context of a decoding step: each new token attends to itself and to its cached sequence."""
 
-    is_causal = False
+    masking = Masking.ANY
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache

@@ -1,5 +1,6 @@
 """The loss of SFT: a language model's cross entropy at the labels that count."""
 
+import logging
 from collections.abc import Mapping
 
 import torch
@@ -7,38 +8,80 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from ppo_core.algorithm.logits import at_least_fp32
+from ppo_core.data.types import TokenRows
+from ppo_core.errors import ModelError
+from ppo_core.models.adapters import plain_model
+from ppo_core.models.backbones import DecoderBackbone
+from ppo_core.models.policy import LanguageModel
 from ppo_core.supervised.examples.sft_examples import IGNORED_LABEL
+
+logger = logging.getLogger(__name__)
 
 
 class NextTokenLoss(nn.Module):
-    """A module around a language model; its forward pass returns the summed loss of examples."""
+    """A module around a language model; its forward pass returns the weighted loss of examples.
+
+    The LM head is applied only at counted positions, and the logits of all these positions are
+    never in memory together. If PPO could not train the model in this way, the loss is computed
+    from the model's own logits.
+    """
 
     metrics = ()
 
     def __init__(self, model: nn.Module) -> None:
         """Wrap a causal language model or its PeftModel; the model is trained in place."""
         super().__init__()
+        # Assigned first: checkpoints have the parameters' names in this attribute.
         self.model = model
+        self.backbone: DecoderBackbone | None = None
+        try:
+            self.language_model = LanguageModel(plain_model(model))
+        except ModelError as error:
+            logger.info("The logits of all tokens are computed. %s", error)
+            return
+        if isinstance(backbone := self.language_model.backbone, DecoderBackbone):
+            backbone.passes_mask = True
+            self.backbone = backbone
 
     def forward(
         self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor, weights: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the loss () summed over counted tokens, and the sums of `metrics` (0,).
 
-        input_ids, labels and attention_mask are (B, S), and weights are (B,). An example of weight
-        0 does not count.
+        input_ids, labels and attention_mask are (B, S), and weights (B,) are the weights of each
+        token of the examples.
         """
-        row, position = _counted(labels, weights).nonzero(as_tuple=True)
-        output = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
-        predicted = at_least_fp32(output.logits[row, position])
-        loss = cross_entropy(predicted, labels[row, position + 1], reduction="sum")
-        return loss, torch.zeros(0, device=loss.device)
+        row, position = _counted(labels).nonzero(as_tuple=True)
+        targets, weight = labels[row, position + 1], weights[row]
+        no_metrics = torch.zeros(0, device=labels.device)
+        if self.backbone is None:
+            output = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+            predicted = at_least_fp32(output.logits[row, position])
+            losses = cross_entropy(predicted, targets, reduction="none")
+            return (weight * losses).sum(), no_metrics
+        lengths = attention_mask.sum(dim=1)
+        rows = TokenRows(
+            ids=input_ids,
+            lengths=lengths,
+            prompt_lengths=torch.ones_like(lengths),
+            row=row,
+            state=position,
+            targets=targets,
+        )
+        states = self.backbone.states(rows)
+        loss = self.language_model.predict(
+            states, rows, 1.0, lambda logprobs, part: -weight[part] * logprobs
+        ).loss
+        return loss, no_metrics
 
     def units(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the number () of counted tokens of a batch; a step's loss is a mean over them."""
-        return _counted(batch["labels"], batch["weights"]).sum()
+        """Return the number () of counted tokens of a batch; a step's loss is a mean over them.
+
+        Tokens of an example of weight 0 do not count.
+        """
+        return (_counted(batch["labels"]) & (batch["weights"] > 0).unsqueeze(1)).sum()
 
 
-def _counted(labels: Tensor, weights: Tensor) -> Tensor:
-    """Return whether the token after each position counts, as (B, S - 1)."""
-    return (labels[:, 1:] != IGNORED_LABEL) & (weights > 0).unsqueeze(1)
+def _counted(labels: Tensor) -> Tensor:
+    """Return whether the token after each position has a loss, as (B, S - 1)."""
+    return labels[:, 1:] != IGNORED_LABEL

@@ -11,6 +11,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from ppo_core.algorithm.logits import at_least_fp32
 from ppo_core.errors import ModelError
+from ppo_core.models.backbones import DecoderBackbone
 
 
 def make_classifier(policy: PreTrainedModel, pad_token_id: int | None) -> PreTrainedModel:
@@ -64,6 +65,7 @@ class PairRanker(nn.Module):
         if not isinstance(head, nn.Linear) or classifier.base_model is classifier:
             raise no_ranker(classifier, "it has no linear layer 'score' on the policy's backbone")
         self.classifier = classifier
+        self.backbone = DecoderBackbone(classifier.base_model)
         self._centering = center_rewards_coefficient
         nn.init.normal_(head.weight, std=1 / math.sqrt(head.in_features + 1))
 
@@ -84,12 +86,13 @@ class PairRanker(nn.Module):
         `given` (N,) has the numbers, in `input_ids.flatten(0, 1)`, of the sequences that exist; the
         score of a missing response is 0. If None, all sequences exist.
         """
-        sequences, tokens = input_ids.flatten(0, 1), lengths.flatten()
         if given is None:
-            scores = at_least_fp32(self.score(sequences, tokens))
+            scores = self.score(self.backbone.last_states(input_ids, lengths))
         else:
-            existing = at_least_fp32(self.score(sequences[given], tokens[given]))
-            scores = existing.new_zeros(len(tokens)).index_copy(0, given, existing)
+            sequences, last = input_ids.flatten(0, 1)[given], lengths.flatten()[given] - 1
+            number = torch.arange(len(given), device=given.device)
+            existing = self.score(self.backbone.states_at(sequences, number, last))
+            scores = existing.new_zeros(lengths.numel()).index_copy(0, given, existing)
         chosen, rejected = scores.view(-1, 2).unbind(1)
         losses = preference_losses(chosen, rejected, margins)
         losses = losses + self._centering * centering_losses(chosen, rejected)
@@ -106,13 +109,10 @@ class PairRanker(nn.Module):
         """
         return (batch["weights"] > 0).sum()
 
-    def score(self, input_ids: Tensor, lengths: Tensor) -> Tensor:
-        """Return the scores (N,) of right-padded sequences input_ids (N, S)."""
-        # Attention is causal, so padding on the right needs no mask.
-        hidden = self.classifier.base_model(input_ids, use_cache=False).last_hidden_state
-        sequences = torch.arange(len(lengths), device=input_ids.device)
-        scores: Tensor = self.classifier.get_submodule("score")(hidden[sequences, lengths - 1])
-        return scores.squeeze(-1)
+    def score(self, states: Tensor) -> Tensor:
+        """Return the scores (N,) of sequences by the hidden states (N, D) of their last tokens."""
+        scores: Tensor = self.classifier.get_submodule("score")(states)
+        return at_least_fp32(scores.squeeze(-1))
 
 
 def no_ranker(classifier: PreTrainedModel, reason: str) -> ModelError:

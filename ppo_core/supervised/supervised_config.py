@@ -44,7 +44,8 @@ class SupervisedConfig:
     """Number of passes over the data."""
 
     batch_size: Count = 32
-    """Maximum number of examples or pairs in one forward and backward pass on one device."""
+    """A forward and backward pass on one device has at most the tokens, padding included, of this
+    number of the step's longest examples or pairs; of short ones it may have more."""
 
     gradient_accumulation_steps: Count = 1
     """Number of batches in one optimizer step, which has batch_size * gradient_accumulation_steps

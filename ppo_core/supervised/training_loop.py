@@ -1,8 +1,10 @@
 """The loop of supervised training: optimizer steps, lines of metrics, and checkpoints."""
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -24,7 +26,8 @@ from ppo_core.distributed.interruption import Interruption
 from ppo_core.errors import NotFiniteError, RunInterruptedError
 from ppo_core.errors.out_of_memory import explained_out_of_memory
 from ppo_core.io.progress_bar import progress
-from ppo_core.models.adapters import adapter_settings
+from ppo_core.models.adapters import adapter_settings, train_adapters
+from ppo_core.models.backbones import DecoderBackbone
 from ppo_core.models.kernels.freed_memory import release_freed_memory
 from ppo_core.ppo.random_state import seed_global_generators
 from ppo_core.reporting.metrics_file import MetricsFile
@@ -57,7 +60,7 @@ LESS_MEMORY = (
 """Advice in the error of a training that ran out of memory."""
 
 TOKENS_ON_CPU = 1024
-"""Maximum number of tokens of a pass in one process on a CPU.
+"""Maximum number of tokens of a pass of a process on a CPU.
 
 Larger passes need more memory and are no faster. If a row has more tokens, the maximum is the
 number of tokens of this row."""
@@ -68,9 +71,12 @@ Batch = dict[str, Tensor]
 class SummedLoss(Protocol):
     """A module whose forward pass takes a batch's tensors by name.
 
-    The forward pass returns the loss summed over the units that count (tokens or pairs), and the
-    sums of `metrics` over the same units.
+    The forward pass returns the loss, weighted and summed over the units that count (tokens or
+    pairs), and the sums of `metrics` over the same units.
     """
+
+    backbone: DecoderBackbone | None
+    """The trained backbone; None if the module calls the model's own forward pass."""
 
     metrics: Sequence[str]
     """Names of the metrics other than the loss."""
@@ -141,7 +147,8 @@ class TrainingLoop:
         optimizer = make_optimizer(module, config)
         warmup = math.ceil(config.warmup_ratio * self._order.steps)
         scheduler = get_scheduler("linear", optimizer, warmup, self._order.steps)
-        self._module, self._optimizer = engine.prepare(module.train(), optimizer)
+        set_mode(module, adapted, recomputes=config.gradient_checkpointing)
+        self._module, self._optimizer = engine.prepare(module, optimizer)
         # Each process draws its own dropout.
         seed_global_generators(config.seed + engine.rank)
         self._scheduler = scheduler
@@ -230,52 +237,66 @@ class TrainingLoop:
         batches = self._own_batches(rows)
         engine, module = self._engine, self._module
         own_units = sum((self._objective.units(batch) for batch in batches), torch.zeros(()))
-        units = engine.sum(own_units.double().cpu())
+        units = float(engine.sum(own_units.double().cpu()))
         sums = torch.zeros(1 + len(self._objective.metrics), dtype=torch.float64)
         for number, batch in enumerate(batches):
             if self._trains_adapter and engine.device.type == "cpu":
                 release_freed_memory()
-            with engine.accumulate_only(module, number < len(batches) - 1):
+            # The loss is divided here: the gradients of the LM head would otherwise be copied.
+            batch["weights"] /= units
+            with (
+                engine.accumulate_only(module, number < len(batches) - 1),
+                self._matmuls(batch["input_ids"]),
+            ):
                 loss, metrics = module(**batch)
-                engine.backward(loss / float(units))
-            sums += torch.cat([loss.detach().view(1), metrics]).double().cpu()
+                engine.backward(loss)
+            sums += torch.cat([loss.detach().view(1) * units, metrics]).double().cpu()
             done, before = (len(rows) * n // len(batches) for n in (number + 1, number))
             bar.update(done - before)
         norm = float(engine.step(module, self._optimizer, MAX_GRAD_NORM))
         sums = engine.sum(sums)
         self._scheduler.step()
-        return self._count_step([*sums.tolist(), float(units)], norm)
+        return self._count_step([*sums.tolist(), units], norm)
+
+    def _matmuls(self, ids: Tensor) -> AbstractContextManager[None]:
+        """Return the context of a pass of token ids (..., S), see `DecoderBackbone.products`."""
+        backbone = self._objective.backbone
+        return nullcontext() if backbone is None else backbone.products(ids.flatten(0, -2))
 
     def _own_batches(self, rows: list[int]) -> list[Batch]:
-        """Return this process's batches of a step; all processes have the same number of them."""
-        share = self._engine.share(len(rows))
-        # If there are too few rows, the last processes repeat a row, with weight 0.
-        first = self._engine.rank
-        own = [n * self._engine.num_processes + first < len(rows) for n in range(len(share))]
-        encoded = self._data.rows.__getitems__([rows[number] for number in share])
+        """Return this process's batches of a step; all processes have the same number of them.
+
+        The rows of a batch of all processes have similar lengths. A process without a row of such a
+        batch has its first row, with weight 0.
+        """
+        engine, data = self._engine, self._data
+        parts = self._parts([self._order.lengths[row] for row in rows])
+        own = [part[engine.rank :: engine.num_processes] for part in parts]
+        passed = [rest or part[:1] for rest, part in zip(own, parts, strict=True)]
+        encoded = iter(data.rows.__getitems__([rows[n] for part in passed for n in part]))
         batches = []
-        for part in self._parts([row["length"] for row in encoded]):
-            batch = self._data.collate([encoded[number] for number in part])
-            counted = torch.tensor([own[number] for number in part]).float()
-            batch["weights"] = counted * batch.get("weights", 1.0)
-            batches.append({name: t.to(self._engine.device) for name, t in batch.items()})
+        for part, counted in zip(passed, own, strict=True):
+            batch = data.collate(list(itertools.islice(encoded, len(part))))
+            batch["weights"] = float(bool(counted)) * batch.get("weights", torch.ones(len(part)))
+            batches.append({name: t.to(engine.device) for name, t in batch.items()})
         return batches
 
     def _parts(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Split this process's rows into passes; return the row numbers of each pass.
+        """Split the rows of a step into passes of all processes; return the numbers of the rows.
 
-        `lengths` are the lengths of the rows. Several processes make equally many passes. In one
-        process on a CPU, `TOKENS_ON_CPU` limits the tokens of a pass.
+        `lengths` are the lengths of the rows. A pass has at most the tokens of `batch_size` rows of
+        the greatest length, and on a CPU at most `TOKENS_ON_CPU`, for each process.
         """
-        size, engine = self._config.batch_size, self._engine
-        if engine.device.type != "cpu" or engine.num_processes > 1:
-            return [
-                list(range(start, min(start + size, len(lengths))))
-                for start in range(0, len(lengths), size)
-            ]
+        engine = self._engine
         tokens = torch.tensor(lengths) * self._data.texts_per_row
-        most = max(TOKENS_ON_CPU, int(tokens.max()))
-        return [part.tolist() for part in token_batches(tokens, size, max_tokens=most)]
+        longest = int(tokens.max())
+        most = self._config.batch_size * longest
+        if engine.device.type == "cpu":
+            most = min(most, max(TOKENS_ON_CPU, longest))
+        size = self._config.batch_size * engine.num_processes
+        limit = most * engine.num_processes
+        parts = token_batches(tokens, size, max_tokens=limit, device=engine.device)
+        return [part.tolist() for part in parts]
 
     def _count_step(self, sums: list[float], norm: float) -> float:
         """Count a step with its sums of losses, metrics and units; write a line if it is due.
@@ -348,6 +369,31 @@ def identity_of(config: SupervisedConfig, data: TrainingData) -> dict[str, Any]:
     A resumed training must share both.
     """
     return config.settings_of_result() | {"rows": data.digest}
+
+
+def set_mode(module: Any, adapted: "PeftModel | None", *, recomputes: bool) -> None:
+    """Set a `SummedLoss` to training mode, or only its adapters if that changes no result.
+
+    The fast path needs a backbone in evaluation mode. That mode would switch off dropout, and the
+    recomputation of activations.
+    """
+    module.eval()
+    is_fast = module.backbone is not None and module.backbone.fast_layers() is not None
+    if recomputes or not is_fast or _drops(module):
+        module.train()
+    elif adapted is not None:
+        train_adapters(adapted)
+
+
+def _drops(module: nn.Module) -> bool:
+    """Return whether a module of a family of the fast path has dropout outside of its adapters."""
+    return any(
+        value > 0
+        for name, part in module.named_modules()
+        if "lora_dropout" not in name
+        for key, value in vars(part).items()
+        if isinstance(value, float) and ("drop" in key or isinstance(part, nn.Dropout))
+    )
 
 
 def make_optimizer(module: nn.Module, config: SupervisedConfig) -> Optimizer:

@@ -31,6 +31,7 @@ from tests.benchmarks.machine import machine_lines
 from tests.benchmarks.models import save_models
 from tests.benchmarks.processes import TRL_PYTHON, MeasurementError, run_python
 from tests.benchmarks.results import write_results
+from tests.benchmarks.trainings import measure_trainings
 
 THREADS = 2
 SAMPLED_TOKENS = 53
@@ -53,6 +54,15 @@ def sampling(folder: Path, rounds: int) -> Table:
     return tables.sampling_table(seconds, SAMPLED_TOKENS)
 
 
+TRAININGS = ("sft", "reward")
+
+
+def trainings(kind: str, folder: Path, rounds: int, *, trl_python: Path) -> Table:
+    """Return the table of a kind of supervised training against TRL's, for each model."""
+    found = measure_trainings(kind, folder, rounds=rounds, trl_python=trl_python)
+    return tables.trainings_table(kind, found)
+
+
 EXTRAS: dict[str, Callable[[Path, int], Table]] = {
     "sampling": sampling,
     "padding": lambda folder, rounds: tables.padding_table(
@@ -71,7 +81,7 @@ EXTRAS: dict[str, Callable[[Path, int], Table]] = {
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Read the command line: cases, number of pairs and output file."""
-    names = [case.name for case in CASES] + list(EXTRAS)
+    names = [case.name for case in CASES] + [*EXTRAS, *TRAININGS]
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
     parser.add_argument(
         "--cases",
@@ -105,7 +115,9 @@ def cpu_tables(chosen: argparse.Namespace) -> Iterator[Table]:
         if wanted(case.name):
             comparison = compared(case, partial(compare_cpu, case, **how_often(chosen)))
             yield tables.comparison_table(comparison, rates)
-    for name, extra in EXTRAS.items():
+    of_trl = partial(trainings, trl_python=chosen.trl_python)
+    extras = EXTRAS | {kind: partial(of_trl, kind) for kind in TRAININGS}
+    for name, extra in extras.items():
         if wanted(name):
             started = time.monotonic()
             with tempfile.TemporaryDirectory() as folder:

@@ -99,15 +99,22 @@ def environment(task: Task) -> dict[str, str]:
     return {**os.environ, **settings}
 
 
-def run_python(module: str, *arguments: str, threads: int = 2) -> str:
+def run_python(
+    module: str, *arguments: str, threads: int = 2, python: str | Path = sys.executable
+) -> str:
     """Run a module of this package in a new process; return its standard output.
 
     Raises:
         MeasurementError: the process failed.
     """
-    variables = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    variables = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": "1",
+    }
     ended = subprocess.run(
-        [sys.executable, "-m", f"tests.benchmarks.{module}", *arguments],
+        [python, "-m", f"tests.benchmarks.{module}", *arguments],
         cwd=ROOT,
         env=variables,
         capture_output=True,

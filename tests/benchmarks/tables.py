@@ -10,6 +10,7 @@ from tests.benchmarks.estimators import Estimators
 from tests.benchmarks.floor import BF16
 from tests.benchmarks.growth import Growth, Padding, VocabularyMemory, exponent
 from tests.benchmarks.tasks import Run
+from tests.benchmarks.trainings import ROWS, Trainings
 
 MIB = 2**20
 
@@ -153,4 +154,19 @@ def estimators_table(measured: Estimators) -> Table:
     for run, own in ((measured.with_critic, ("", "")), (measured.without, ratios)):
         peak, above = run.peak_bytes / MIB, run.bytes_above_imports / MIB
         table.add_row(run.task.estimator, phases(run), f"{peak:.0f}", f"{above:.0f}", *own)
+    return table
+
+
+def trainings_table(kind: str, found: Sequence[Trainings]) -> Table:
+    """Return speed and memory of SFT (`sft`) or of reward-model training (`reward`)."""
+    unit = "examples" if kind == "sft" else "pairs"
+    table = make_table(
+        f"{kind}: one epoch of {ROWS} {unit} in fp32, ours and TRL in turns",
+        f"model|side|{unit}/s|peak, MiB|ratio (min-max)|memory ratio",
+    )
+    for one in found:
+        memory = one.ours.peak_bytes / one.theirs.peak_bytes
+        for side, ratios in ((one.ours, (spread(one.ratios), f"{memory:.2f}")), (one.theirs, ())):
+            speeds, peak = spread(side.rows_per_second), f"{side.peak_bytes / MIB:.0f}"
+            table.add_row(side.shape.name, side.side, speeds, peak, *ratios)
     return table

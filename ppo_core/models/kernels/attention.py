@@ -4,6 +4,7 @@ Dimensions: H query heads, G key-value heads, E size of a head; others as in `al
 """
 
 from collections.abc import Sequence
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,14 @@ For longer sequences PyTorch's blockwise attention is faster."""
 
 BLOCK = 64
 """Queries per block under a causal mask. A block's queries do not read the keys after the block."""
+
+
+class Masking(Enum):
+    """What a mask hides."""
+
+    ANY = "any keys"
+    CAUSAL = "exactly the keys after the query, see `causal_mask`"
+    BRANCHED = "the keys after the query, and some earlier keys"
 
 
 def causal_mask(length: int, device: torch.device) -> Tensor:
@@ -36,17 +45,18 @@ def attend(
     values: Tensor,
     mask: Tensor,
     scale: float,
-    *,
-    is_causal: bool = False,
+    masking: Masking = Masking.ANY,
 ) -> Tensor:
     """Return softmax(scale * queries @ keys.T + mask) @ values, (B, T, H * E).
 
-    queries are (B, H, T, E), keys and values (B, G, S, E), and mask is (B or 1, T, S). `is_causal`
-    must be True only if the mask is a `causal_mask`.
+    queries are (B, H, T, E), keys and values (B, G, S, E), and mask is (B or 1, T, S). `masking`
+    must be true of the mask.
     """
     batch, heads, length, size = queries.shape
-    if uses_own_attention(length, keys.shape[2], queries.device):
-        blocks = _blocks(length, keys.shape[2], is_causal=is_causal)
+    is_causal = masking is Masking.CAUSAL
+    # PyTorch's attention would compute the scores that a branched mask hides.
+    if masking is Masking.BRANCHED or uses_own_attention(length, keys.shape[2], queries.device):
+        blocks = _blocks(length, keys.shape[2], masking)
         inputs = queries, keys, values, mask, scale, blocks
         if torch.is_grad_enabled():
             output: Tensor = _OwnAttention.apply(*inputs)  # type: ignore[no-untyped-call]
@@ -74,12 +84,14 @@ class _Block(NamedTuple):
     """Keys that the mask may hide from some queries of the block."""
 
 
-def _blocks(queries: int, keys: int, *, is_causal: bool) -> list[_Block]:
-    if not is_causal:
+def _blocks(queries: int, keys: int, masking: Masking) -> list[_Block]:
+    if masking is Masking.ANY:
         return [_Block(slice(queries), slice(keys), slice(keys))]
     starts = range(0, queries, BLOCK)
     parts = [slice(start, min(start + BLOCK, queries)) for start in starts]
-    return [_Block(part, slice(part.stop), part) for part in parts]
+    if masking is Masking.CAUSAL:
+        return [_Block(part, slice(part.stop), part) for part in parts]
+    return [_Block(part, slice(part.stop), slice(part.stop)) for part in parts]
 
 
 class _Attended(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ppo_core.models.kernels.attention import attend, causal_mask
+from ppo_core.models.kernels.attention import Masking, attend, causal_mask
 from ppo_core.models.kernels.decoder_families import DecoderLayer, DecoderLayers
 from ppo_core.models.kernels.rotary import Angles, by_head
 
@@ -25,8 +25,8 @@ class Context(Protocol):
     mask: Tensor
     """(B or 1, S, keys), -inf or 0, added to the attention scores."""
 
-    is_causal: bool
-    """Whether the mask is a `causal_mask`."""
+    masking: Masking
+    """What the mask hides."""
 
     def update(
         self, layer: int, keys: Tensor, values: Tensor, angles: Angles | None
@@ -40,7 +40,7 @@ class Context(Protocol):
 class FullSequences:
     """Right-padded sequences (B, S) that are read completely; nothing is cached."""
 
-    is_causal = True
+    masking = Masking.CAUSAL
 
     def __init__(self, ids: Tensor) -> None:
         """Take token ids (B, S)."""
@@ -114,17 +114,21 @@ def _layer_forward(
     keys, values = context.update(number, keys, values, angles)
     if selected is None:
         queries = by_head(queries, angles)
-        attended = attend(
-            queries, keys, values, context.mask, layer.scale, is_causal=context.is_causal
-        )
+        attended = attend(queries, keys, values, context.mask, layer.scale, context.masking)
         return layer.finish(states, attended)
     sequences, positions, column = selected.by_sequence(len(states))
     if angles is not None:
-        angles = Angles(*(angle[0, positions] for angle in angles))
+        angles = Angles(*(_at(angle, sequences, positions) for angle in angles))
     queries = by_head(queries[sequences, positions], angles)
-    attended = attend(queries, keys, values, context.mask[0, positions], layer.scale)
+    mask = _at(context.mask, sequences, positions)
+    attended = attend(queries, keys, values, mask, layer.scale)
     sequence, position = selected.sequence, selected.position
     return layer.finish(states[sequence, position], attended[sequence, column])
+
+
+def _at(values: Tensor, sequences: Tensor, positions: Tensor) -> Tensor:
+    """Return `values` (B or 1, S, ...) at some positions of the sequences, both (B, T)."""
+    return values.expand(len(sequences), *values.shape[1:])[sequences, positions]
 
 
 def _embed(decoder: DecoderLayers, ids: Tensor, positions: Tensor) -> Tensor:

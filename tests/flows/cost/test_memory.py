@@ -163,8 +163,8 @@ def test_supervised_training_by_hand():
     size = SupervisedSize(model=MODEL, writes=True, tokens=7)
     (step,) = supervised_phases(size)
     assert (step.weights, step.gradients, step.optimizer) == (4_000, 4_000, 8_000)
-    # Activations as in PPO, and logits, their log-softmax and its gradient for each token.
-    assert step.activations == 7 * 4 * 210 * 2 + 3 * 4 * 7 * 20
+    # Activations as in PPO, and the logits of 7 tokens, which are fewer than a chunk.
+    assert step.activations == 7 * 4 * 210 * 2 + 4 * 7 * 20
     (ranked,) = supervised_phases(replace(size, writes=False))
     assert ranked.activations == 7 * 4 * 210 * 2
 

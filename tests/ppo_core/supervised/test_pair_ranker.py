@@ -122,7 +122,9 @@ def test_a_judgment_of_one_response_has_the_loss_of_its_cross_entropy():
 def test_the_sums_of_a_batch_are_exact_under_bf16(monkeypatch):
     ranker = PairRanker(make_classifier()).eval()
     # The model's own products round differently by the size of the batch.
-    monkeypatch.setattr(ranker, "score", lambda ids, lengths: 0.1 * lengths.float())
+    monkeypatch.setattr(
+        ranker, "score", lambda states: torch.tensor([0.3, 0.2]).repeat(len(states) // 2)
+    )
     row = {"chosen": [3, 4, 1], "rejected": [3, 5], "margin": 0.0}
     with torch.autocast("cpu", torch.bfloat16):
         (one, ones), (many, sums) = (
@@ -145,11 +147,14 @@ def test_scores_do_not_depend_on_padding_neighbours_or_pad_tokens_in_the_text(ba
     classifier = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
     ranker = PairRanker(classifier).eval().double()
     # The first sequence ends with the token that pads the second.
-    ids = torch.tensor([[4, 9, 0, 0], [7, 8, 0, 0]])
-    both = ranker.score(ids, torch.tensor([4, 2]))
-    first = ranker.score(ids[:1], torch.tensor([4]))
-    second = ranker.score(ids[1:, :2], torch.tensor([2]))
-    assert_close(both, torch.cat([first, second]), rtol=0, atol=1e-6)
+    pairs = torch.tensor([[[4, 9, 0, 0], [7, 8, 0, 0]], [[4, 9, 0, 0], [4, 9, 5, 0]]])
+    lengths = torch.tensor([[4, 2], [2, 3]])
+    together = ranker.score(ranker.backbone.last_states(pairs, lengths))
+    alone = [
+        ranker.score(ranker.backbone.hidden_states(ids[None, :length])[:, -1])
+        for ids, length in zip(pairs.flatten(0, 1), lengths.flatten().tolist(), strict=True)
+    ]
+    assert_close(together, torch.cat(alone), rtol=0, atol=1e-6)
 
 
 def test_the_head_starts_at_the_published_scale(base):

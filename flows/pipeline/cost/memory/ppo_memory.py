@@ -10,21 +10,19 @@ from dataclasses import dataclass
 from pipeline.cost.memory.sizes import (
     BF16,
     FP32,
+    LOGIT_COPIES,
     PROCESS,
     Memory,
     ModelSize,
     Shards,
+    attention_weights,
+    chunk_of_logits,
     kept_activations,
     largest,
     passing_activations,
 )
-from ppo_core.models.kernels.attention import BLOCK, MAX_SCORES
+from ppo_core.models.kernels.attention import MAX_SCORES
 from ppo_core.models.kernels.packed_linear import MAX_NUMEL, MIN_PASSES
-from ppo_core.models.lm_head import LOGITS_PER_CHUNK
-
-LOGIT_COPIES = 3
-"""Number of fp32 copies of the logits while tokens are drawn, and in the loss under autocast. In
-the loss, autograd keeps the logits, the probabilities and their gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,9 +264,8 @@ def _packed(size: PPOSize) -> int:
 
 
 def _chunk(size: PPOSize, rows: int) -> int:
-    """Bytes of the logits of a chunk of response tokens; see `ChunkedLMHead`."""
-    logits = min(LOGITS_PER_CHUNK, rows * size.response_tokens * size.policy.vocabulary)
-    return (LOGIT_COPIES if size.autocast else 1) * FP32 * logits
+    """Bytes of the logits of a chunk of response tokens."""
+    return chunk_of_logits(size.policy, rows * size.response_tokens, autocast=size.autocast)
 
 
 def _kept(size: PPOSize, model: ModelSize) -> int:
@@ -280,17 +277,7 @@ def _kept(size: PPOSize, model: ModelSize) -> int:
         recomputes=size.recomputes,
         adapted=bool(size.adapter) and model is size.policy,
     )
-    return kept + (0 if size.recomputes else _attention_weights(size, model))
-
-
-def _attention_weights(size: PPOSize, model: ModelSize) -> int:
-    """Bytes of the attention weights that `kernels.attention` keeps for short texts on a CPU.
-
-    Under a causal mask, the kernel computes blocks of queries, each with the keys up to the end of
-    its block.
-    """
     length = size.prompt_tokens + size.response_tokens
-    if not size.on_cpu or size.shards_weights or length**2 > MAX_SCORES:
-        return 0
-    keys = min(length, (length + BLOCK) // 2)
-    return FP32 * size.trained_tokens * keys * model.heads * model.layers
+    if not size.on_cpu or size.shards_weights or size.recomputes or length**2 > MAX_SCORES:
+        return kept
+    return kept + attention_weights(model, size.trained_tokens, length)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from ppo_core.config.run_config import Sharding
 from ppo_core.distributed.strategy import SHARD_WEIGHTS
+from ppo_core.models.kernels.attention import BLOCK
+from ppo_core.models.lm_head import LOGITS_PER_CHUNK
 
 FP32, BF16 = 4, 2
 """Bytes of a number in fp32 and in bfloat16."""
@@ -18,6 +20,10 @@ PROCESS = 650 * 2**20
 and what they keep. Measured with the CPU build of torch 2.13 and transformers 5.23: 587 MiB are
 resident before the models, `KEPT_MATMULS` compiled matmuls take about 1 MiB each, and the threads
 and connections of a training take the rest."""
+
+LOGIT_COPIES = 3
+"""Number of fp32 copies of the logits while tokens are drawn, and in the loss under autocast. In
+the loss, autograd keeps the logits, the probabilities and their gradient."""
 
 ZERO_BUCKET = 500_000_000
 """Number of gradients that DeepSpeed collects before it sends them (default of its setting
@@ -206,3 +212,19 @@ def passing_activations(model: ModelSize, tokens: int, *, autocast: bool) -> int
     """Return the bytes of the activations of one layer, which the next layer replaces."""
     inside = BF16 if autocast else FP32
     return tokens * (4 * FP32 * model.width + 3 * inside * model.mlp_width)
+
+
+def attention_weights(model: ModelSize, tokens: int, length: int) -> int:
+    """Return bytes of the attention weights that `kernels.attention` keeps for texts of `length`.
+
+    Under a causal mask, the kernel computes blocks of queries, each with the keys up to the end of
+    its block.
+    """
+    keys = min(length, (length + BLOCK) // 2)
+    return FP32 * tokens * keys * model.heads * model.layers
+
+
+def chunk_of_logits(model: ModelSize, tokens: int, *, autocast: bool) -> int:
+    """Return bytes of the logits of a chunk of `tokens`; see `ChunkedLMHead`."""
+    logits = min(LOGITS_PER_CHUNK, tokens * model.vocabulary)
+    return (LOGIT_COPIES if autocast else 1) * FP32 * logits

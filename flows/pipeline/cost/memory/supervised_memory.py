@@ -9,6 +9,8 @@ from pipeline.cost.memory.sizes import (
     Memory,
     ModelSize,
     Shards,
+    attention_weights,
+    chunk_of_logits,
     kept_activations,
     largest,
 )
@@ -36,6 +38,10 @@ class SupervisedSize(Shards):
     tokens: int
     """Tokens in a forward and backward pass of a process, including padding and both texts of a
     pair."""
+
+    attended: int = 0
+    """Tokens of the longest row, with both texts of a pair; 0 if `kernels.attention` does not
+    compute its attention."""
 
     on_cpu: bool = False
     """Whether the processes compute on the CPU. Loading models and copying checkpoints then use the
@@ -95,7 +101,7 @@ def _kept_base(size: SupervisedSize) -> int:
 
 
 def _activations(size: SupervisedSize) -> int:
-    """Bytes of activations, of bfloat16 copies of weights, and of the logits of every token."""
+    """Bytes of activations, of bfloat16 copies of weights, and of a chunk of logits."""
     kept = kept_activations(
         size.model,
         size.tokens,
@@ -103,15 +109,8 @@ def _activations(size: SupervisedSize) -> int:
         recomputes=size.recomputes,
         adapted=bool(size.adapter),
     )
-    copies = BF16 * size.trained if size.autocast else 0
-    return kept + copies + (_logits(size) if size.writes else 0)
-
-
-def _logits(size: SupervisedSize) -> int:
-    """Bytes of the logits in the model's precision, and of their log-softmax and gradient in fp32.
-
-    The result is an upper limit: if prompts are not in the loss, log-softmax and gradient are
-    smaller.
-    """
-    numbers = size.tokens * size.model.vocabulary
-    return (BF16 if size.autocast else FP32) * numbers + 2 * FP32 * numbers
+    if size.on_cpu and not (size.shards_weights or size.recomputes):
+        kept += attention_weights(size.model, size.tokens, size.attended)
+    if size.writes:
+        kept += chunk_of_logits(size.model, size.tokens, autocast=size.autocast)
+    return kept + (BF16 * size.trained if size.autocast else 0)
