@@ -258,7 +258,12 @@ class RLHF(FlowSpec):
         sizes = stages.check.describe_sizes(settings, has_champion=has_champion)
         print(sizes, flush=True)
         self.tracked = stages.start.start_run(
-            given, settings, current.flow_name, current.run_id, self._tracked_steps()
+            given,
+            settings,
+            current.flow_name,
+            current.run_id,
+            self._tracked_steps(),
+            self.champion,
         )
         self.settings = stages.start.share_inputs(settings, self.tracked)
 

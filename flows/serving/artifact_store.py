@@ -2,7 +2,7 @@
 
 import os
 import posixpath
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -48,9 +48,21 @@ def open_store(found: ModelVersion, what: str, timeout: float) -> ArtifactReposi
             be opened.
     """
 
+    def address() -> str:
+        return MlflowClient().get_model_version_download_uri(found.name, found.version)
+
+    return open_store_at(address, what, timeout)
+
+
+def open_store_at(address: Callable[[], str], what: str, timeout: float) -> ArtifactRepository:
+    """Return the artifact store at an address of MLflow, which may be models:/ or runs:/.
+
+    Raises:
+        ModelError: see `open_store`.
+    """
+
     def find() -> ArtifactRepository:
-        address = MlflowClient().get_model_version_download_uri(found.name, found.version)
-        store = get_artifact_repository(address)
+        store = get_artifact_repository(address())
         while isinstance(store, ModelsArtifactRepository | RunsArtifactRepository):
             store = store.repo  # the store that a models:/ or runs:/ address resolves to
         return store

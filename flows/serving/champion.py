@@ -15,7 +15,7 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ import mlflow
 from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
+from mlflow.store.artifact.artifact_repo import ArtifactRepository
 from sqlalchemy.exc import SQLAlchemyError
 
 from ppo_core.config.placement import Precision, placement_for_reading
@@ -174,17 +175,42 @@ def fetch_champion(
     """
     found = _find_version(name, alias, version, timeout)
     what = f"Version {found.version} of '{name}'"
-    digest = _manifest_digest(found, what)
-    folder = Path(cache or CACHE) / digest
+    digest = manifest_digest(found.tags, MANIFEST_TAG, what)
+    folder = fetch_verified(
+        lambda: open_store(found, what, timeout), digest, Path(cache or CACHE), what, timeout
+    )
+    return Fetched(name, str(found.version), folder, digest)
+
+
+def fetch_verified(
+    open_files: Callable[[], ArtifactRepository],
+    digest: str,
+    cache: Path,
+    what: str,
+    timeout: float,
+) -> Path:
+    """Return the folder in the cache with the files of a manifest; download it if it is missing.
+
+    Args:
+        open_files: returns the store of the files, if they must be downloaded.
+        digest: SHA-256 of the manifest, and name of the folder.
+        cache: folder for downloads.
+        what: name of the files in error messages.
+        timeout: see `fetch_champion`.
+
+    Raises:
+        ModelError: see `fetch_champion`.
+    """
+    folder = cache / digest
     try:
         if not _is_intact(folder, digest):
-            _fetch_into(folder, found, digest, what, timeout)
+            _fetch_into(folder, open_files, digest, what, timeout)
     except OSError as error:
         raise ModelError(
             f"{what} cannot be stored in {folder.parent}: {error}. Free disk space, or pass "
             "another folder as `cache`."
         ) from error
-    return Fetched(name, str(found.version), folder, digest)
+    return folder
 
 
 def _find_version(name: str, alias: str, version: str | int | None, timeout: float) -> ModelVersion:
@@ -222,17 +248,21 @@ def _find_version(name: str, alias: str, version: str | int | None, timeout: flo
         ) from None
 
 
-def _manifest_digest(found: ModelVersion, what: str) -> str:
-    digest = found.tags.get(MANIFEST_TAG)
+def manifest_digest(tags: Mapping[str, str], tag: str, what: str) -> str:
+    """Return the digest of a manifest, which is in a tag of a version.
+
+    Raises:
+        ModelError: there is no such tag, or its value is no digest.
+    """
+    digest = tags.get(tag)
     if digest is None:
         raise refusal(
             what,
-            f"it has no tag '{MANIFEST_TAG}', so its files cannot be verified; the flow did not "
-            "register it",
+            f"it has no tag '{tag}', so its files cannot be verified; the flow did not register it",
         )
     # The digest becomes a folder name in the cache, where any other text could be an unsafe path.
     if not is_digest(digest):
-        raise refusal(what, f"its tag '{MANIFEST_TAG}' is not a SHA-256: {digest!r:.80}")
+        raise refusal(what, f"its tag '{tag}' is not a SHA-256: {digest!r:.80}")
     return digest
 
 
@@ -247,12 +277,18 @@ def _is_intact(folder: Path, digest: str) -> bool:
     return True
 
 
-def _fetch_into(folder: Path, found: ModelVersion, digest: str, what: str, timeout: float) -> None:
+def _fetch_into(
+    folder: Path,
+    open_files: Callable[[], ArtifactRepository],
+    digest: str,
+    what: str,
+    timeout: float,
+) -> None:
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     _remove_abandoned(folder.parent)
     unfinished = Path(tempfile.mkdtemp(prefix=".fetching-", dir=folder.parent))
     try:
-        files = download(open_store(found, what, timeout), unfinished, digest, what, timeout)
+        files = download(open_files(), unfinished, digest, what, timeout)
         _publish(unfinished, folder, files, digest)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -76,6 +76,13 @@ class ScriptArguments(DatasetArguments):
     policy_dir: str | None = None
     """Folder for the final policy; None: `output_dir`."""
 
+    critic_path: str | None = None
+    """Folder of a critic that an earlier training wrote into its `critic_dir`, to start from. None:
+    the critic starts from the reward model, or from the policy."""
+
+    critic_dir: str | None = None
+    """Folder for the final critic; None: the critic is not saved."""
+
     resume_from_checkpoint: str | None = None
     """Folder of the checkpoint to resume from; `latest` takes the newest checkpoint in output_dir,
     or starts a new run if there is no checkpoint."""

@@ -86,6 +86,9 @@ _NOT_COMPUTED = re.compile(
 )
 """Entries of a configuration that no layer reads."""
 
+_OF_THE_HEAD = re.compile("architectures|num_labels|id2label|label2id|problem_type")
+"""Entries of a configuration that only the head on the backbone reads."""
+
 
 def load_config(path: str | Path, revision: str | None = None) -> Any:
     """Return the transformers configuration of a folder or hub id, without loading weights.
@@ -111,11 +114,29 @@ def is_same_architecture(model: str | Path, other: str | Path) -> bool:
     Raises:
         ModelError: see `load_config`.
     """
-    settings, others = (
-        {k: v for k, v in load_config(path).to_dict().items() if not _NOT_COMPUTED.fullmatch(k)}
-        for path in (model, other)
-    )
-    return settings == others
+    return _computed(model) == _computed(other)
+
+
+def backbone_differences(model: str | Path, other: str | Path) -> list[str]:
+    """Return which settings of two models' backbones differ, as texts; the heads do not count.
+
+    Only the configurations are read.
+
+    Raises:
+        ModelError: see `load_config`.
+    """
+    settings, others = _computed(model), _computed(other)
+    names = sorted(name for name in {*settings, *others} if not _OF_THE_HEAD.fullmatch(name))
+    return [
+        f"{name} is {settings.get(name)!r:.80} and not {others.get(name)!r:.80}"
+        for name in names
+        if settings.get(name) != others.get(name)
+    ]
+
+
+def _computed(path: str | Path) -> dict[str, Any]:
+    entries = load_config(path).to_dict()
+    return {k: v for k, v in entries.items() if not _NOT_COMPUTED.fullmatch(k)}
 
 
 def commit_of(path: str) -> str:
@@ -279,6 +300,16 @@ def check_policy_config(path: str | Path, revision: str | None = None) -> None:
         )
 
 
+def is_classifier(path: str | Path) -> bool:
+    """Return whether a folder or hub id has a sequence classifier, such as a reward model.
+
+    Raises:
+        ModelError: see `load_config`.
+    """
+    names = load_config(path).architectures or []
+    return any(name.endswith("ForSequenceClassification") for name in names)
+
+
 def check_reward_config(path: str | Path) -> None:
     """Raise unless a configuration describes a reward model with one score.
 
@@ -287,10 +318,10 @@ def check_reward_config(path: str | Path) -> None:
             exactly one label.
     """
     config = load_config(path)
-    architectures = config.architectures or []
-    if not any(name.endswith("ForSequenceClassification") for name in architectures):
+    if not is_classifier(path):
+        names = ", ".join(config.architectures or []) or "of unknown kind"
         raise ModelError(
-            f"'{path}' is {', '.join(architectures) or 'of unknown kind'}, not a "
+            f"'{path}' is {names}, not a "
             "...ForSequenceClassification. Its head would be random, and its scores meaningless. "
             "Train a reward model from this model with --preferences."
         )
@@ -325,8 +356,6 @@ def load_reward_model(
         ModelError: the folder or hub id has no supported sequence classifier with one label, a
             file is refused, or the vocabulary is smaller than the tokenizer's.
     """
-    from transformers import AutoModelForSequenceClassification
-
     from ppo_core.models.reward_model import RewardEnsemble, RewardModel
 
     load_member = partial(
@@ -339,14 +368,27 @@ def load_reward_model(
     )
     if folders := member_folders(path):
         return RewardEnsemble([load_member(one) for one in folders])
+    model = load_classifier(path, placement=placement)
+    tokenizer = load_tokenizer(path, prompt_format)
+    check_vocabulary(model.config, tokenizer, path)
+    return RewardModel(model, tokenizer, bias=bias, gain=gain, end_of_text=end_of_text)
+
+
+def load_classifier(path: str | Path, *, placement: Placement | None = None) -> "PreTrainedModel":
+    """Return the sequence classifier of a reward model, in evaluation mode.
+
+    `placement` is as in `load_policy`.
+
+    Raises:
+        ModelError: see `check_reward_config`; or a file is refused.
+    """
+    from transformers import AutoModelForSequenceClassification
+
     check_reward_config(path)
     with reading("reward model", path):
         options = {"dtype": "float32" if placement is None else placement.dtype}
         model = load_model(AutoModelForSequenceClassification, path, options)
-    model = _placed(model, placement)
-    tokenizer = load_tokenizer(path, prompt_format)
-    check_vocabulary(model.config, tokenizer, path)
-    return RewardModel(model.eval(), tokenizer, bias=bias, gain=gain, end_of_text=end_of_text)
+    return _placed(model, placement).eval()
 
 
 def member_folders(path: str | Path) -> list[Path]:

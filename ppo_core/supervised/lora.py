@@ -14,7 +14,7 @@ from ppo_core.distributed.engine import Engine
 from ppo_core.errors import ConfigError, ModelError
 from ppo_core.models.adapters import add_adapter, plain_model
 from ppo_core.models.files.model_folder import adapter_refusal
-from ppo_core.models.loading import load_policy
+from ppo_core.models.loading import is_classifier, load_classifier, load_policy
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -85,7 +85,8 @@ def exact_weights(adapted: "PeftModel", start: str | Path) -> dict[str, Tensor] 
     rounded = [name for name, weight in _frozen_matrices(adapted) if weight.dtype == torch.bfloat16]
     if not rounded:
         return None
-    exact = load_policy(start).base_model.state_dict()
+    load = load_classifier if is_classifier(start) else load_policy
+    exact = load(start).base_model.state_dict()
     weights = {name: weight.cpu() for name, weight in adapted.state_dict().items()}
     prefix = f"base_model.model.{plain_model(adapted).base_model_prefix}."
     for name in rounded:

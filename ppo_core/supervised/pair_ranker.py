@@ -49,12 +49,16 @@ class PairRanker(nn.Module):
     """
 
     def __init__(
-        self, classifier: PreTrainedModel, *, center_rewards_coefficient: float = 0.0
+        self,
+        classifier: PreTrainedModel,
+        *,
+        center_rewards_coefficient: float = 0.0,
+        keeps_head: bool = False,
     ) -> None:
         """Initialize the classifier's head; the classifier is trained in place.
 
         The head's weights are drawn from N(0, 1 / (d + 1)) for a hidden size of d, so that the
-        initial scores are near 0 (arXiv:2403.17031).
+        initial scores are near 0 (arXiv:2403.17031). With `keeps_head`, a trained head stays.
 
         Raises:
             ModelError: the classifier has no linear layer `score` on a backbone.
@@ -67,7 +71,8 @@ class PairRanker(nn.Module):
         self.classifier = classifier
         self.backbone = DecoderBackbone(classifier.base_model)
         self._centering = center_rewards_coefficient
-        nn.init.normal_(head.weight, std=1 / math.sqrt(head.in_features + 1))
+        if not keeps_head:
+            nn.init.normal_(head.weight, std=1 / math.sqrt(head.in_features + 1))
 
     def forward(
         self,

@@ -27,7 +27,14 @@ from ppo_core.io.atomic_files import require_writable
 from ppo_core.models.adapters import adapter_settings, recompute_activations
 from ppo_core.models.files.adapter_weights import save_adapter
 from ppo_core.models.files.model_folder import refuse_adapter
-from ppo_core.models.loading import count_parameters, load_config, load_policy, load_tokenizer
+from ppo_core.models.loading import (
+    count_parameters,
+    is_classifier,
+    load_classifier,
+    load_config,
+    load_policy,
+    load_tokenizer,
+)
 from ppo_core.ppo.random_state import seed_global_generators
 from ppo_core.supervised.examples.encoded_rows import TrainingKind, encode_rows, max_tokens
 from ppo_core.supervised.examples.reward_pairs import collate_pairs
@@ -133,11 +140,13 @@ def train_reward_model(
 ) -> dict[str, float]:
     """Train a reward model to score chosen responses above rejected responses.
 
-    The model gets a new score head, which is applied to the last token. The trained model and its
-    tokenizer are saved. Call this function in every process, like `train_sft`.
+    A language model gets a new score head, which is applied to the last token; the training of a
+    reward model continues with its own head. The trained model and its tokenizer are saved. Call
+    this function in every process, like `train_sft`.
 
     Args:
-        model: folder or hub id of a decoder-only model, for example the SFT policy.
+        model: folder or hub id of a decoder-only model, for example the SFT policy, or of a reward
+            model with one label.
         pairs: preferences from `read_rows`, or rows in a form that `read_rows` reads.
         config: the settings.
         output_dir: folder for the trained model, metrics.jsonl, and checkpoints.
@@ -232,9 +241,18 @@ def _make_ranker(
 ) -> tuple[PairRanker, "PeftModel | None"]:
     """Return the reward model before its training, and the PeftModel in it if there is one."""
     seed_global_generators(config.seed)
-    classifier = make_classifier(_load_start(model), pad_token_id)
+    continues = is_classifier(model)
+    if continues:
+        classifier = load_classifier(model)
+        require_plain(classifier, model)
+    else:
+        classifier = make_classifier(_load_start(model), pad_token_id)
     _checkpoint_activations(classifier, config)
-    ranker = PairRanker(classifier, center_rewards_coefficient=config.center_rewards_coefficient)
+    ranker = PairRanker(
+        classifier,
+        center_rewards_coefficient=config.center_rewards_coefficient,
+        keeps_head=continues,
+    )
     if peft_config is None:
         return ranker, None
     # This adds the adapters in place, so the ranker uses them as well.

@@ -27,7 +27,10 @@ from ppo_core.distributed.process import is_main_process
 from ppo_core.errors import ConfigError
 from ppo_core.io.atomic_files import require_writable, write_atomically
 from ppo_core.models.adapters import get_peft_config
+from ppo_core.models.files.critic_files import load_critic, require_whole_critic
 from ppo_core.models.loading import (
+    check_vocabulary,
+    is_classifier,
     load_config,
     load_policy,
     load_reward_model,
@@ -73,6 +76,8 @@ def train_ppo(
     require_writable(Path(config.output_dir), "output_dir")
     if script.policy_dir is not None:
         require_writable(Path(script.policy_dir), "policy_dir")
+    if script.critic_dir is not None:
+        require_writable(Path(script.critic_dir), "critic_dir")
     start = config.sft_model_path or model.model_name_or_path
     if start is None:
         raise ConfigError("There is no policy. Set --model_name_or_path to a folder or hub id.")
@@ -92,6 +97,8 @@ def train_ppo(
         # Save also if an integration fails at the end, for example a tracking server that is down.
         if trainer.is_done:
             trainer.save_model(script.policy_dir)
+            if script.critic_dir is not None:
+                trainer.save_critic(Path(script.critic_dir))
             if trainer.engine.is_main:
                 record = json.dumps(trainer.self_check.as_record())
                 write_atomically(Path(config.output_dir) / SELF_CHECK_FILE, record)
@@ -109,10 +116,16 @@ def _make_trainer(
     policy, (train_rows, eval_rows) = load_start(start, model), rows
     reward, prints = _load_rewards(config, script, start, tokenizer, load_language_model)
     adapter = get_peft_config(model)
+    critic = None
+    if script.critic_path is not None:
+        check_vocabulary(load_config(script.critic_path), tokenizer, script.critic_path)
+        critic = load_critic(script.critic_path)
     config, engine = join_processes(config, policy)
     models = set_up_models(
-        config, tokenizer, engine, policy=policy, reward=reward, peft_config=adapter
+        config, tokenizer, engine, policy=policy, critic=critic, reward=reward, peft_config=adapter
     )
+    if script.critic_dir is not None:
+        require_whole_critic(models.critic, models.policy)
     models = replace(models, fingerprints={**models.fingerprints, **prints})
     asked = models.rewards.asked_columns()
     if asked:
@@ -278,9 +291,7 @@ def load_reward(
         ModelError: the folder or hub id has no model, or the model returns several scores.
     """
     base = path or start
-    are_several = bool(member_folders(base))
-    architectures = [] if are_several else load_config(base).architectures or []
-    if are_several or any(name.endswith("ForSequenceClassification") for name in architectures):
+    if member_folders(base) or is_classifier(base):
         return load_reward_model(base, prompt_format=prompt_format, **reading)
     given = f"reward_model_path={path!r} is no reward model" if path else "No reward_model_path"
     warnings.warn(

@@ -12,6 +12,7 @@ from ppo_core.data.model_files import replaced_together, save_tokenizer
 from ppo_core.distributed.saving import gather_weights, save_plain
 from ppo_core.errors import TrainingError
 from ppo_core.models.files.adapter_weights import save_adapter
+from ppo_core.models.files.critic_files import write_critic
 from ppo_core.ppo.run_state import RunContext
 from ppo_core.training.model_card import push_folder, write_model_card
 
@@ -77,6 +78,21 @@ class PolicyExporter(RunContext):
                 save_adapter(adapted, unfinished / ADAPTER, weights=weights)
             save_plain(model, adapted, unfinished, weights, self.models.saved_dtype)
             save_tokenizer(self.tokenizer, unfinished)
+
+    def save_critic(self, folder: Path) -> None:
+        """Save the critic completely or not at all, see `write_critic`.
+
+        Raises:
+            TrainingError: see `save_policy`.
+        """
+        critic = self.models.critic
+        assert critic is not None  # `require_whole_critic` has checked it
+        weights = self.engine.full_state_dict(critic.model)
+        head = self.engine.full_state_dict(critic.head)
+        if weights is None or head is None:
+            return
+        with replaced_together(folder) as unfinished:
+            write_critic(critic, weights, head, unfinished)
 
     def write_card(self, *, model_name: str | None = None, **details: Any) -> None:
         """Write README.md with the settings and the last metrics."""

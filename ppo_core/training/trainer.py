@@ -384,6 +384,10 @@ class Trainer:
         if self.config.push_to_hub and output_dir is None:
             self._files.push("The policy after training")
 
+    def save_critic(self, folder: Path) -> None:
+        """Save the critic, see `load_critic`; only after `require_whole_critic`."""
+        self._files.save_critic(folder)
+
     def _answer(self, prompts: PromptSet) -> Completions:
         averaged = self._average.swapped_in() if self._average else nullcontext()
         with averaged, self.engine.autocast():

@@ -21,7 +21,7 @@ from pipeline.demo.task import build_demo_task
 from pipeline.evaluation.evaluate_policies import evaluate_policies
 from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.run_rewards import RunRewards
-from pipeline.launch.job import write_job
+from pipeline.launch.job import JobModels, write_job
 from pipeline.preflight.check_inputs import check_inputs
 from pipeline.results.reward_report import RewardReport
 from pipeline.results.step_records import PreparedModel
@@ -78,10 +78,12 @@ def work_of(settings: Settings, folder: Path) -> dict[str, Callable[[], object]]
     def train_policy() -> None:
         job = write_job(
             RunRewards(RunData(settings)),
-            policy=str(sft),
-            reward_model=str(rewarder),
-            reward_bias=reports[0].bias,
-            reward_gain=reports[0].gain,
+            JobModels(
+                policy=str(sft),
+                reward_model=str(rewarder),
+                reward_bias=reports[0].bias,
+                reward_gain=reports[0].gain,
+            ),
             folder=folder / "ppo",
             policy_dir=policy,
         )

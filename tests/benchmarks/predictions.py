@@ -223,15 +223,17 @@ def job(case: Case, folder: Path) -> dict[str, Any]:
     """Write the job of the training."""
     from pipeline.inputs.data_sets import RunData
     from pipeline.inputs.run_rewards import RunRewards
-    from pipeline.launch.job import write_job
+    from pipeline.launch.job import JobModels, write_job
 
     settings = _settings(case, folder)
     write_job(
         RunRewards(RunData(settings)),
-        policy=settings.policy,
-        reward_model=settings.reward_model,
-        reward_bias=0.0,
-        reward_gain=1.0,
+        JobModels(
+            policy=settings.policy,
+            reward_model=settings.reward_model,
+            reward_bias=0.0,
+            reward_gain=1.0,
+        ),
         folder=folder / "ppo",
         policy_dir=folder / "ppo" / "policy",
     )

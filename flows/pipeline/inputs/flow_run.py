@@ -2,12 +2,33 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from pipeline.inputs.lineage import DataSet
 from pipeline.storage.workspace import Workspace
 
 SETTINGS_FILE = "settings.toml"
 """File in the folder of a run with all settings of the run. A new run can use it again."""
+
+
+REWARD_MODEL, CRITIC = "reward-model", "critic"
+"""Subfolders of a start with the models."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChampionStart:
+    """Reward model and critic of the champion's run, from which those of a run start."""
+
+    FILE_FIELDS: ClassVar = ("path",)
+
+    version: int
+    """Version number of the champion."""
+
+    path: str
+    """Place of the folder with both models and the digests of their rows, see `start_models`."""
+
+    digest: str
+    """SHA-256 of the manifest of the folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +49,9 @@ class FlowRun:
 
     data: list[DataSet]
     """The data sets that the run reads."""
+
+    start: ChampionStart | None = None
+    """Where reward model and critic start, see `Settings.start_from`; None if from nothing."""
 
     @property
     def folder(self) -> Path:

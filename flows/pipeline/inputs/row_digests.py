@@ -125,15 +125,20 @@ def without_erased(rows: Rows, erased: Collection[bytes]) -> Rows:
     return replace(kept, source=f"{rows.source}, less {gone} erased")
 
 
-def write_digests(data: Mapping[str, tuple[Rows, Rows]], path: Path) -> None:
+def write_digests(
+    data: Mapping[str, tuple[Rows, Rows]], path: Path, inherited: pyarrow.Table | None = None
+) -> None:
     """Write the digests of data sets to a file, see ROWS_FILE.
 
     Args:
         data: for each data set, the rows as they were given, and the rows that the run reads, of
             which only the row numbers are used: their texts may be shortened or encoded.
         path: file to write.
+        inherited: further digests, of rows that trained the models from which the run starts.
     """
     tables = [_table_of(name, given, read) for name, (given, read) in data.items()]
+    if inherited is not None:
+        tables.append(inherited)
     parquet.write_table(pyarrow.concat_tables(tables), path)
 
 

@@ -5,6 +5,7 @@ import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from pipeline.inputs.flow_run import CRITIC
 from pipeline.inputs.run_rewards import RunRewards
 from pipeline.launch.commands import gpus
 from pipeline.settings.settings import Settings
@@ -26,6 +27,25 @@ class Pause:
 
     has_new_reward: bool
     """Whether this part starts from a checkpoint that was trained with another reward model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobModels:
+    """The models of a training, as folders or hub ids."""
+
+    policy: str
+    """The policy to start from, which is also the reference."""
+
+    reward_model: str
+
+    reward_bias: float
+    """Offset that is subtracted from each score of the reward model."""
+
+    reward_gain: float
+    """Factor for a score after subtracting `reward_bias`."""
+
+    critic: str | None = None
+    """The critic to start from; None: it starts from the reward model."""
 
 
 def ppo_config(settings: Settings) -> PPOConfig:
@@ -52,11 +72,8 @@ def updates_of_ppo(settings: Settings, num_prompts: int) -> int:
 
 def write_job(
     rewards: RunRewards,
+    models: JobModels,
     *,
-    policy: str,
-    reward_model: str,
-    reward_bias: float,
-    reward_gain: float,
     folder: Path,
     policy_dir: Path,
     pause: Pause | None = None,
@@ -65,11 +82,9 @@ def write_job(
 
     Args:
         rewards: rewards of the run, with its data sets.
-        policy: folder or hub id of the policy to start from.
-        reward_model: folder or hub id of the reward model.
-        reward_bias: offset that is subtracted from each score of the reward model.
-        reward_gain: factor for a score after subtracting `reward_bias`.
-        folder: folder of the input files, the checkpoints and the metrics.
+        models: the models to train and to train with.
+        folder: folder of the input files, the checkpoints and the metrics; with `start_from`, also
+            of the final critic.
         policy_dir: folder of the final policy.
         pause: where the training pauses; None if it does not.
     """
@@ -80,8 +95,8 @@ def write_job(
     config = {
         **asdict(ppo_config(settings)),
         "output_dir": str(folder),
-        "sft_model_path": policy,
-        "reward_model_path": rewards.own_path(reward_model),
+        "sft_model_path": models.policy,
+        "reward_model_path": rewards.own_path(models.reward_model),
         # The evaluation shows answers after the training, so PPO need not sample any to show.
         "num_sample_generations": 0,
     }
@@ -90,15 +105,17 @@ def write_job(
         prompt_format=settings.prompt_format,
         resume_from_checkpoint="latest",
         rewards=settings.rewards or None,
-        reward_bias=reward_bias,
-        reward_gain=reward_gain,
+        reward_bias=models.reward_bias,
+        reward_gain=models.reward_gain,
         reward_end_of_text=settings.reward_model_training.end_of_text,
         policy_dir=str(policy_dir),
+        critic_path=models.critic,
+        critic_dir=str(folder / CRITIC) if settings.start_from else None,
         resume_anyway=pause is not None and pause.has_new_reward,
         stop_after_updates=None if pause is None else pause.after_updates,
     )
     path = folder / JOB_FILE
-    everything = config | asdict(script) | asdict(_model_arguments(policy, settings.lora))
+    everything = config | asdict(script) | asdict(_model_arguments(models.policy, settings.lora))
     write_atomically(path, json.dumps(everything, indent=2))
     return path
 

@@ -17,6 +17,7 @@ from pipeline.promotion.version_card import NamedModel, VersionFacts, version_ca
 from pipeline.registry.artifact import VersionContents, write_artifact
 from pipeline.registry.change_champion import challenge, read_champions
 from pipeline.registry.decisions import Decision
+from pipeline.registry.start_models import START_TAG, publish_start
 from pipeline.registry.versions import decided_on, register_version, write_card
 from pipeline.results.evaluation import JudgeIdentity
 from pipeline.results.step_records import (
@@ -113,7 +114,7 @@ def register(candidate: Candidate) -> RegisteredPolicy:
         run_id=run.tracking["parent"],
         flow_run=run.id,
         write=partial(_write_judged, candidate, contents),
-        tags=_tags(candidate, facts.evaluation.judge),
+        tags=_tags(candidate, facts.evaluation.judge) | _start_of_next_run(candidate),
         card=card,
         scratch=run.folder,
     )
@@ -140,6 +141,23 @@ def register(candidate: Candidate) -> RegisteredPolicy:
             settings.registered_model, before, EVALUATION_DATA, run.origin[EVALUATION_DATA]
         ),
     )
+
+
+def _start_of_next_run(candidate: Candidate) -> dict[str, str]:
+    """Upload reward model and critic for the next run; return the tag of the version."""
+    critic, reward_model, run = candidate.trained.critic, candidate.reward_model, candidate.run
+    if critic is None:
+        return {}
+    for model, what in ((reward_model, "The reward model"), (critic, "The critic")):
+        require_unchanged(model.path, model.digest, what)
+    digest = publish_start(
+        run.tracking["parent"],
+        Path(reward_model.path),
+        Path(critic.path),
+        run.folder / ROWS_FILE,
+        run.folder,
+    )
+    return {START_TAG: digest}
 
 
 def _write_judged(

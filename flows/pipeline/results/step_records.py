@@ -200,6 +200,9 @@ class TrainedPolicy:
     """Policies that may be chosen in place of this one; None if there are none, or after the
     choice."""
 
+    critic: PreparedModel | None = None
+    """The critic at the end of PPO; None without `start_from`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluatedPolicy:

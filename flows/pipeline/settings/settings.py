@@ -129,6 +129,12 @@ class Settings:
     """Fraction of the rows to hold out, taken from the end: of `preferences` if `preferences_test`
     is empty, and of `prompts` if `eval_prompts` is empty."""
 
+    start_from: Literal["", "champion"] = ""
+    """Where the reward model and the critic start: `champion`, from those of the run that made the
+    champion of `registered_model`; if empty, from the policy. With `champion`, each version keeps
+    both models for the next run; see docs/retraining.md. Policy and reference always start from
+    `policy`."""
+
     prompts: str = ""
     """Rows with prompt and optionally reference, on whose prompts PPO trains."""
 
@@ -269,6 +275,7 @@ class Settings:
         self._check_rewards()
         self._check_fresh_pairs()
         self._refuse_feedback_without_training()
+        self._check_start()
         if self.task:
             self._refuse_inputs_of_a_task()
         else:
@@ -424,6 +431,39 @@ class Settings:
                 f"feedback={self.feedback!r} would be ignored, because reward_model="
                 f"{self.reward_model!r} is not trained. Remove either setting."
             )
+
+    def _check_start(self) -> None:
+        if not self.start_from:
+            return
+        reasons = (
+            (
+                f"reward_model={self.reward_model!r}",
+                bool(self.reward_model),
+                "this reward model is not trained",
+            ),
+            (
+                f"fresh_pairs.count={self.fresh_pairs.count}",
+                self.fresh_pairs.wanted,
+                "no version lists the pairs of samples that trained its reward model, so pairs "
+                "that are held out now may be among them",
+            ),
+            (
+                f"ppo.advantage_estimator={self.ppo.advantage_estimator!r}",
+                not self.ppo.has_critic,
+                "there is no critic",
+            ),
+            (
+                "ppo.shared_critic=true",
+                self.ppo.shared_critic,
+                "the critic is a head on the policy, which starts from SFT",
+            ),
+        )
+        for setting, is_given, reason in reasons:
+            if is_given:
+                raise ConfigError(
+                    f"start_from={self.start_from!r} cannot be used with {setting}: {reason}. "
+                    "Remove either setting."
+                )
 
     def _refuse_inputs_of_a_task(self) -> None:
         named = [name for name in INPUTS if getattr(self, name)]

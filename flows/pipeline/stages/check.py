@@ -14,6 +14,7 @@ from pipeline.cost.run_size import (
 )
 from pipeline.inputs.data_sets import RunData
 from pipeline.promotion.fetch_champion import look_up_champion
+from pipeline.promotion.find_start import find_start
 from pipeline.settings.settings import Settings
 from pipeline.stages.start import prepare_inputs
 from ppo_core.config.placement import free_memory, placement_for_reading
@@ -34,7 +35,8 @@ BESIDE_WEIGHTS = 0.25
 def check_run(given: Settings) -> Iterator[str]:
     """Check what the first step checks, and yield each text of the result as soon as it is known.
 
-    The first texts are the sizes and the memory of the run. Then comes the self-check, which loads
+    With `start_from`, the first text says where reward model and critic would start. The next texts
+    are the sizes and the memory of the run. Then comes the self-check, which loads
     the given models. The last text is the time and the price, for which this machine may be timed.
 
     Nothing is trained or registered, and no run is created. The files of a built-in task and the
@@ -47,6 +49,8 @@ def check_run(given: Settings) -> Iterator[str]:
     """
     settings = prepare_inputs(given)
     champion = look_up_champion(settings)
+    if text := find_start(settings, None if champion is None else champion.version).text:
+        yield text
     size = measure_run(settings, has_champion=champion is not None)
     yield describe_run(size)
     yield describe_memory(size, settings)

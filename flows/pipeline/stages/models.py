@@ -8,9 +8,10 @@ from statistics import fmean
 from typing import Any
 
 from pipeline.inputs.data_sets import RunData
-from pipeline.inputs.flow_run import FlowRun
+from pipeline.inputs.flow_run import REWARD_MODEL, FlowRun
 from pipeline.inputs.model_digests import digest_of_model
 from pipeline.inputs.preference_pairs import label_pairs
+from pipeline.inputs.replayed_pairs import new_and_replayed, read_start_rows, trained_pairs
 from pipeline.judges.judge_budget import Spent
 from pipeline.launch.commands import ONE_MACHINE, Machines
 from pipeline.launch.launcher import OnMetrics
@@ -28,12 +29,13 @@ from ppo_core.data.rows.reader import Rows
 from ppo_core.errors.out_of_memory import free_unused
 from ppo_core.io.folder_cache import digest_of_code
 from ppo_core.models.files.finite_weights import require_finite_weights
-from ppo_core.models.loading import MEMBER
+from ppo_core.models.loading import MEMBER, member_folders
 from ppo_core.supervised.job import read_result
 from ppo_core.supervised.training_code import modules_of_training
 
-SFT, REWARD_MODEL, FRESH, JUDGE = "sft", "reward-model", "fresh-reward-model", "judge"
-"""Names of the trainings; the names of their folders in the cache begin with them."""
+SFT, FRESH, JUDGE = "sft", "fresh-reward-model", "judge"
+"""Names of the trainings beside REWARD_MODEL; the names of their folders in the cache begin with
+them."""
 
 MODEL = "model"
 """Subfolder of a training's folder for the trained model, before it is moved into the cache."""
@@ -203,8 +205,12 @@ def _policy_training(settings: Settings, run: FlowRun) -> _Training:
 @with_files("settings", "sft")
 def _reward_training(settings: Settings, sft: PreparedModel, run: FlowRun) -> _Training:
     data, section = RunData(settings), settings.reward_model_training
-    rows = data.reward_training_pairs()
-    return _Training(name=REWARD_MODEL, model=sft.path, rows=rows, section=section, data=data)
+    rows, model = data.reward_training_pairs(), sft.path
+    if run.start is not None:
+        start = run.workspace.fetch_files(run.start).path
+        model = str(Path(start) / REWARD_MODEL)
+        rows = new_and_replayed(rows, trained_pairs(read_start_rows(start)), settings.seed)
+    return _Training(name=REWARD_MODEL, model=model, rows=rows, section=section, data=data)
 
 
 @with_files("settings", "sft")
@@ -304,10 +310,20 @@ def _train_once(
 
 
 def _members(training: _Training) -> list[_Training]:
-    """Return the trainings of the members of a reward model; the first is the given training."""
+    """Return the trainings of the members of a reward model.
+
+    Each member starts from the same model, or from its own member of an earlier reward model.
+    """
     section = training.data.settings.reward_model_training
-    return [training] + [
-        replace(training, name=f"{training.name}-{number}", section=section.of_member(number))
+    starts = [*map(str, member_folders(training.model))] or [training.model] * section.members
+    first = replace(training, model=starts[0])
+    return [first] + [
+        replace(
+            training,
+            name=f"{training.name}-{number}",
+            section=section.of_member(number),
+            model=starts[number - 1],
+        )
         for number in range(2, section.members + 1)
     ]
 

@@ -11,13 +11,16 @@ from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
 from pipeline.inputs.lineage import Lineage, trace
 from pipeline.inputs.model_digests import digest_of_model
+from pipeline.inputs.replayed_pairs import inherited_rows, read_start_rows
 from pipeline.inputs.row_digests import ROWS_FILE, write_digests
 from pipeline.inputs.run_rewards import RunRewards
 from pipeline.preflight.check_inputs import QUARANTINE, check_inputs
 from pipeline.preflight.fetch_inputs import fetch_inputs, share_inputs
 from pipeline.preflight.remote_machine import refuse_proxied_artifacts
 from pipeline.promotion.fetch_champion import find_champion
+from pipeline.promotion.find_start import find_start
 from pipeline.registry.seen_rows import describe_versions_that_saw
+from pipeline.results.step_records import FetchedChampion
 from pipeline.settings.settings import Settings, as_plain_dict
 from pipeline.settings.settings_file import settings_text
 from pipeline.stages.tracked import shared_journal
@@ -90,7 +93,12 @@ def trace_run(name: str, given: Settings, settings: Settings) -> Lineage:
 
 
 def start_run(
-    given: Settings, settings: Settings, flow: str, number: str, steps: Sequence[str]
+    given: Settings,
+    settings: Settings,
+    flow: str,
+    number: str,
+    steps: Sequence[str],
+    champion: FetchedChampion | None = None,
 ) -> FlowRun:
     """Create the folder and the MLflow runs of a run of the flow, and record its lineage.
 
@@ -100,20 +108,37 @@ def start_run(
         flow: name of the flow.
         number: Metaflow's id of the run.
         steps: names of the steps that get an MLflow run.
+        champion: the champion, from whose run the models may start.
+
+    Raises:
+        ConfigError, DataError, ModelError: see `find_start`; or MLflow does not answer.
     """
     refuse_proxied_artifacts(artifact_root(create=True), settings.policy)
     name = f"{flow}/{number}"
+    found = find_start(settings, None if champion is None else champion.version)
+    if found.text:
+        print(found.text, flush=True)
     origin = trace_run(name, given, settings)
+    origin.tags.update(found.tags)
     runs = start_runs(settings.registered_model, name, as_plain_dict(given), origin.tags, steps)
     workspace = workspace_of(settings)
-    run = FlowRun(id=name, workspace=workspace, tracking=runs, origin=origin.tags, data=origin.data)
+    start = found.start
+    run = FlowRun(
+        id=name,
+        workspace=workspace,
+        tracking=runs,
+        origin=origin.tags,
+        data=origin.data,
+        start=workspace.publish_files(start),
+    )
     run.folder.mkdir(parents=True, exist_ok=True)
     record_processes(run.folder)
     end_killed_runs(run.folder.parent, flow)
     log_data(runs[PARENT], origin.data)
     with shared_journal(run):
         (run.folder / SETTINGS_FILE).write_text(settings_text(given), encoding="utf-8")
-        write_digests(RunData(settings).digested(), run.folder / ROWS_FILE)
+        inherited = None if start is None else inherited_rows(read_start_rows(start.path))
+        write_digests(RunData(settings).digested(), run.folder / ROWS_FILE, inherited)
         if (workspace.root / QUARANTINE).is_dir():
             shutil.copytree(
                 workspace.root / QUARANTINE, run.folder / QUARANTINE, dirs_exist_ok=True

@@ -10,14 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.inputs.data_sets import RunData
-from pipeline.inputs.flow_run import FlowRun
+from pipeline.inputs.flow_run import CRITIC, ChampionStart, FlowRun
 from pipeline.inputs.run_rewards import RunRewards
 from pipeline.judges.judge_budget import Spent, sum_spent
 from pipeline.judges.rubric.job import PROGRAM as RUBRIC_PROGRAM
 from pipeline.judges.rubric.job import job_of_run, read_spent, write_rubric_job
 from pipeline.launch.commands import ONE_MACHINE, Machines, gpus
 from pipeline.launch.commands import PPO as PPO_PROGRAM
-from pipeline.launch.job import Pause, ppo_config, updates_of_ppo, write_job
+from pipeline.launch.job import (
+    JobModels,
+    Pause,
+    ppo_config,
+    updates_of_ppo,
+    write_job,
+)
 from pipeline.launch.launcher import OnMetrics, train
 from pipeline.launch.mirror import mirrored
 from pipeline.reports.run_page.facts import RunFacts, curves_of
@@ -51,6 +57,9 @@ folder in the folder of the run."""
 EARLIER = "earlier-policies"
 """Name of the policies before the end of PPO, first part of the name of their folder in the
 cache."""
+
+_SOURCES = {EARLIER: f"{PPO}/{POLICIES}", CRITIC: f"{PPO}/{CRITIC}"}
+"""Result of PPO beside the policy -> its place in the folder of the run."""
 
 CODE = "ppo_core.__main__"
 """Entry module of the training. Its code and its imports are part of the cache key."""
@@ -118,21 +127,30 @@ def train_policy(
         later = train_all(log_update)
         return {**_move_policy(run, folder), **later, **_spent_on_rewards(run)}
 
-    def train_earlier() -> None:
-        # The training of the last policy has logged equal metrics already.
+    def train_again() -> None:
+        # The metrics of this training are those of the last policy, which are already logged.
         train_all(lambda update, metrics: None)
 
-    inputs = _decides_the_result(data, sft, reward_model, validation, fresh)
+    inputs = _decides_the_result(data, sft, reward_model, validation, fresh, run.start)
     made = make_or_reuse(run.workspace, POLICY, inputs, train_in)
-    earlier = _earlier_policies(data, inputs, run, train_earlier if made.reused else None)
+    beside = {
+        name: _copied_once(run, name, needed, train_again if made.reused else None)
+        for name, needed in _beside_the_policy(data, inputs).items()
+    }
+    for folder in (*_SOURCES.values(), POLICY):
+        shutil.rmtree(run.folder / folder, ignore_errors=True)
     if made.reused:
         for metrics in made.values["updates"]:
             log_update(metrics[UPDATE], _without_number(metrics))
-    return _track_policy(tracker, made, earlier, run, settings)
+    return _track_policy(tracker, made, beside, run, settings)
 
 
 def _track_policy(
-    tracker: Tracker, made: MadeModel, earlier: MadeModel | None, run: FlowRun, settings: Settings
+    tracker: Tracker,
+    made: MadeModel,
+    beside: Mapping[str, MadeModel],
+    run: FlowRun,
+    settings: Settings,
 ) -> TrainedPolicy:
     """Track the warnings and the last metrics of a training; return its policy."""
     updates = made.values["updates"]
@@ -140,7 +158,7 @@ def _track_policy(
     if warnings:
         tracker.step.describe("Warnings", warnings)
     tracker.step.set_tags({"reused": str(made.reused)})
-    trained = _trained_policy(made, earlier, warnings, run, settings.ppo.num_ppo_epochs)
+    trained = _trained_policy(made, beside, warnings, run, settings.ppo.num_ppo_epochs)
     cost = {
         "episodes_per_second": trained.episodes_per_second,
         "peak_rss_bytes": trained.peak_rss_bytes,
@@ -160,10 +178,8 @@ def train_policy_as_worker(
 ) -> None:
     """Take part in the training of `train_policy`, on any machine except the first."""
     data = RunData(settings)
-    inputs = _decides_the_result(data, sft, reward_model, validation)
-    needed = {POLICY: inputs}
-    if settings.ppo.save_policies:
-        needed[EARLIER] = _decides_earlier(data, inputs)
+    inputs = _decides_the_result(data, sft, reward_model, validation, start=run.start)
+    needed = {POLICY: inputs, **_beside_the_policy(data, inputs)}
     if not all(can_be_reused(run.workspace, *each) for each in needed.items()):
         reward = _scaled(reward_model, validation)
         _train(data, sft, reward, run, here, lambda update, metrics: None)
@@ -186,37 +202,40 @@ def _move_policy(run: FlowRun, folder: Path) -> dict[str, Any]:
     }
 
 
-def _earlier_policies(
-    data: RunData, inputs: Mapping[str, Any], run: FlowRun, train: Callable[[], None] | None
-) -> MadeModel | None:
-    """Return the policies before the end of PPO; None if the settings save none.
+def _copied_once(
+    run: FlowRun, name: str, inputs: Mapping[str, Any], train: Callable[[], None] | None
+) -> MadeModel:
+    """Return a result of PPO beside the policy.
 
     Args:
-        data: data sets and settings of the run.
-        inputs: everything that the trained policy depends on.
         run: the run of the flow.
-        train: trains the policies if they are not in the cache; None if the run has just trained.
+        name: name of the result, a key of `_SOURCES`.
+        inputs: everything that the result depends on.
+        train: trains the policy if the result is not in the cache; None if the run has just
+            trained.
     """
-    if not data.settings.ppo.save_policies:
-        return None
-    saved = run.folder / PPO / POLICIES
 
     def copy_into(folder: Path) -> dict[str, Any]:
         if train is not None:
             train()
         # Not moved: if this process is killed, a training that is resumed has no others.
-        shutil.copytree(saved, folder, dirs_exist_ok=True)
+        shutil.copytree(run.folder / _SOURCES[name], folder, dirs_exist_ok=True)
         return {"run": run.id}
 
-    made = make_or_reuse(run.workspace, EARLIER, _decides_earlier(data, inputs), copy_into)
-    for copied in (saved, run.folder / POLICY):
-        shutil.rmtree(copied, ignore_errors=True)
-    return made
+    return make_or_reuse(run.workspace, name, inputs, copy_into)
 
 
-def _decides_earlier(data: RunData, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return everything that the policies before the end of PPO depend on."""
-    return {**inputs, "save_policies": data.settings.ppo.save_policies}
+def _beside_the_policy(data: RunData, inputs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return what each result of PPO beside the policy depends on, by name.
+
+    `inputs` is everything that the trained policy depends on.
+    """
+    settings, needed = data.settings, {}
+    if saved := settings.ppo.save_policies:
+        needed[EARLIER] = {**inputs, "save_policies": saved}
+    if settings.start_from:
+        needed[CRITIC] = dict(inputs)
+    return needed
 
 
 def _decides_the_result(
@@ -225,6 +244,7 @@ def _decides_the_result(
     reward_model: PreparedModel,
     validation: ValidatedReward,
     fresh: FreshPairs | None = None,
+    start: ChampionStart | None = None,
 ) -> dict[str, Any]:
     """Return everything that the trained policy depends on."""
     settings, config = data.settings, data.settings.ppo
@@ -245,6 +265,7 @@ def _decides_the_result(
         "code": digest_of_code(*modules_of_training(CODE)),
         **RunRewards(data).decides_the_result(),
         **decides_the_rounds(data, fresh),
+        **({"start": start.digest} if start else {}),
     }
 
 
@@ -303,12 +324,17 @@ def _train_part(
     """Train up to the pause, or to the end, from the newest checkpoint."""
     fetch = run.workspace.fetch_files
     rewards, settings = RunRewards(data), data.settings
-    job = write_job(
-        rewards,
+    start = fetch(run.start)
+    models = JobModels(
         policy=fetch(sft).path,
         reward_model=fetch(reward.model).path,
         reward_bias=reward.bias,
         reward_gain=reward.gain,
+        critic=None if start is None else str(Path(start.path) / CRITIC),
+    )
+    job = write_job(
+        rewards,
+        models,
         folder=run.folder / PPO,
         policy_dir=run.folder / POLICY,
         pause=pause,
@@ -327,14 +353,19 @@ def _train_part(
 
 
 def _trained_policy(
-    made: MadeModel, earlier: MadeModel | None, warnings: list[str], run: FlowRun, epochs: int
+    made: MadeModel,
+    beside: Mapping[str, MadeModel],
+    warnings: list[str],
+    run: FlowRun,
+    epochs: int,
 ) -> TrainedPolicy:
     updates = made.values["updates"]
     first, last = _without_number(updates[0]), _without_number(updates[-1])
     # A run that reuses the policy of another run pays for no tokens. A run that was killed after
     # its training reuses its own policy when it is resumed, and has paid for it.
-    trained = [each for each in (made, earlier) if each is not None]
+    trained = (made, *beside.values())
     paid = any(not each.reused or each.values.get("run") == run.id for each in trained)
+    earlier, critic = beside.get(EARLIER), beside.get(CRITIC)
     sampled = _tokens_sampled(updates) if paid else 0
     return TrainedPolicy(
         path=made.place,
@@ -352,6 +383,11 @@ def _trained_policy(
         spent=_spent(made.values) if paid else {},
         earlier=(
             None if earlier is None else EarlierPolicies(path=earlier.place, digest=earlier.digest)
+        ),
+        critic=(
+            None
+            if critic is None
+            else PreparedModel(path=critic.place, digest=critic.digest, metrics={})
         ),
     )
 

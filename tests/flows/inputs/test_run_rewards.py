@@ -13,7 +13,7 @@ import pytest
 from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.run_rewards import RunRewards
 from pipeline.judges.judge_names import SCORED_ELSEWHERE, check_reward_names
-from pipeline.launch.job import write_job
+from pipeline.launch.job import JobModels, write_job
 from pipeline.preflight.fetch_inputs import fetch_inputs
 from pipeline.preflight.reward_trial import try_rewards
 from pipeline.settings.settings import Settings, make_settings
@@ -91,10 +91,7 @@ def job_of(settings: Settings) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     folder = Path(settings.output_dir) / "ppo"
     path = write_job(
         rewards_of(settings),
-        policy="sft",
-        reward_model="trained",
-        reward_bias=0.0,
-        reward_gain=1.0,
+        JobModels(policy="sft", reward_model="trained", reward_bias=0.0, reward_gain=1.0),
         folder=folder,
         policy_dir=folder / "policy",
     )

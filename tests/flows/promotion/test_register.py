@@ -19,9 +19,11 @@ from pipeline.inputs.json_lines import read_jsonl
 from pipeline.inputs.row_digests import ROWS_FILE, write_digests
 from pipeline.promotion import register as register_module
 from pipeline.registry import change_champion
+from pipeline.registry.start_models import fetch_start
 from pipeline.results.step_records import (
     EvaluatedPolicy,
     FetchedChampion,
+    PreparedModel,
     RegisteredPolicy,
     ValidatedReward,
 )
@@ -29,8 +31,10 @@ from pipeline.settings.settings import Settings, make_settings
 from pipeline.settings.settings_file import settings_text
 from pipeline.storage.workspace import Workspace
 from pipeline.tracking.mlflow_client import connect
+from ppo_core.io.folder_cache import digest_of_folder
 from serving.champion import load_champion
 from tests.helpers.runs.candidates import FIT, World, artifact_root, make_world
+from tests.helpers.runs.start_models import write_start
 from tests.helpers.servers.fault_proxy import Fault, fault_proxy, start_process
 from tests.helpers.servers.mlflow_store import tracking_to
 from tests.helpers.servers.servers import MlflowServer, shared_server
@@ -313,6 +317,34 @@ KILLED_AT = {
     "the card was written again": Fault("model-versions/update"),
 }
 QUICK = ("the decision was written down",)
+
+
+def test_the_models_for_the_next_run_are_beside_the_version_and_no_service_loads_them(
+    world: World, name: str, tmp_path: Path
+):
+    models = write_start(tmp_path / "models")
+    reward_model, critic = (
+        PreparedModel(path=str(path), digest=digest_of_folder(path), metrics={})
+        for path in (models / "reward-model", models / "critic")
+    )
+    one = candidate(world, name, tmp_path / "outputs")
+    trained = replace(one.trained, critic=critic)
+    settings = replace(one.settings, start_from="champion")
+    one = replace(one, settings=settings, reward_model=reward_model, trained=trained)
+    version = int(register_module.register(one).model["version"])
+    tags = connect().get_model_version(name, str(version)).tags
+    start = fetch_start(name, version, tmp_path / "starts")
+    assert start is not None and tags["start_manifest"] == start.digest
+    assert {path.name for path in Path(start.path).iterdir()} == {
+        "critic",
+        "manifest.json",
+        "reward-model",
+        "rows.parquet",
+    }
+    loaded = load_champion(name, version=version, cache=tmp_path / "served")
+    assert loaded.version == str(version)
+    served = {path.name for path in (tmp_path / "served").rglob("*")}
+    assert served.isdisjoint({"critic", "reward-model", "value_head.safetensors"})
 
 
 @pytest.mark.parametrize(

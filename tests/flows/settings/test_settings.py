@@ -134,6 +134,23 @@ def test_the_plain_dict_holds_every_setting():
         ({"lora": {"r": 4, "target_modules": "q_proj"}}, r"lora\.target_modules='q_proj'"),
         ({"lora": {"r": 4, "target_modules": ["all-linear", "q"]}}, r"read as a module name"),
         ({"lora": {"alpha": 8}}, r"alpha=8 would be ignored"),
+        (
+            {"start_from": "champion", "reward_model": "m"},
+            r"start_from='champion' cannot be used with reward_model='m'",
+        ),
+        (
+            {"start_from": "champion", "fresh_pairs": {"count": 64, "labeller": "rule"}},
+            r"cannot be used with fresh_pairs\.count=64",
+        ),
+        (
+            {"start_from": "champion", "ppo": {"advantage_estimator": "reinforce"}},
+            r"cannot be used with ppo\.advantage_estimator='reinforce': there is no critic",
+        ),
+        (
+            {"start_from": "champion", "ppo": {"shared_critic": True}},
+            r"cannot be used with ppo\.shared_critic=true",
+        ),
+        ({"start_from": "chmpion"}, r"start_from='chmpion'"),
         ({"lora": {"target_modules": ["q"]}}, r"target_modules=\['q'\] would be ignored"),
         ({"lora": {"dropout": 0.1}}, r"Unknown setting lora\.dropout"),
         ({"ppo": {"model_adapter_name": "a"}}, r"ppo\.model_adapter_name='a' would be ignored"),

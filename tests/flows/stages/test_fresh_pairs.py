@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from pipeline.inputs.data_sets import RunData
-from pipeline.inputs.flow_run import FlowRun
+from pipeline.inputs.flow_run import REWARD_MODEL, FlowRun
 from pipeline.inputs.json_lines import read_jsonl, write_jsonl
 from pipeline.inputs.preference_pairs import label_pairs
 from pipeline.results.step_records import FreshPairs
 from pipeline.reward_validation.accuracy import measure_model
 from pipeline.settings.settings import Settings, make_settings
 from pipeline.stages.given_settings import read_settings
-from pipeline.stages.models import FRESH, REWARD_MODEL, load_policy, load_reward_models
+from pipeline.stages.models import FRESH, load_policy, load_reward_models
 from pipeline.stages.start import prepare_inputs, start_run
 from pipeline.stages.validation import validate_reward_model
 from ppo_core.errors import ConfigError, DataError

@@ -71,6 +71,25 @@ def test_sft_learns_its_examples(base, tmp_path):
     assert tokenizer.decode(answer) == "lost ring <eos>"
 
 
+def reward_weights(folder: Path) -> dict[str, torch.Tensor]:
+    return AutoModelForSequenceClassification.from_pretrained(folder).state_dict()
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_the_training_of_a_reward_model_continues_with_its_head(base, tmp_path, lora: bool):
+    first = train_reward_model(base, PAIRS, settings(num_epochs=10), tmp_path / "first")
+    adapter = LoraConfig(r=2, target_modules="all-linear") if lora else None
+    again = train_reward_model(
+        tmp_path / "first",
+        PAIRS,
+        settings(learning_rate=1e-12),
+        tmp_path / "again",
+        peft_config=adapter,
+    )
+    assert_close(reward_weights(tmp_path / "again"), reward_weights(tmp_path / "first"))
+    assert again["loss"] < first["loss"] < 0.7
+
+
 def test_reward_model_learns_its_pairs_and_loads_as_a_classifier_with_one_label(base, tmp_path):
     metrics = train_reward_model(base, PAIRS, settings(num_epochs=30), tmp_path / "rm")
     assert metrics["loss"] < 0.1

@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
+from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from ppo_core import ConfigError, DataError, ModelError, get_peft_config
 from ppo_core.config.argument_parser import field_docs, parse_arguments
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
+from ppo_core.models.files.critic_files import load_critic
 from ppo_core.training.cli import load_prompts, load_reward, load_start, train_ppo
 from tests.helpers.models.tiny import make_classifier, make_policy, make_tokenizer
 from tests.helpers.paths import ROOT
@@ -439,7 +441,32 @@ def test_a_run_without_checkpoints_saves_its_policy_in_a_new_folder(models, data
     assert "backend" in json.loads((new / "self-check.json").read_text())
 
 
-@pytest.mark.parametrize("flag", ["--output_dir", "--policy_dir"])
+def test_a_run_starts_from_the_critic_of_another_run(models, data, tmp_path):
+    model = f"--model_name_or_path {models / 'policy'} --reward_model_path {models / 'reward'}"
+
+    def train(output: Path, *words: str) -> dict[str, torch.Tensor]:
+        flags = f"--dataset_name {data} --output_dir {output} --critic_dir {output / 'critic'}"
+        run(*SMALL, *model.split(), *flags.split(), "--save_strategy=no", *words)
+        return load_critic(output / "critic").state_dict()
+
+    first = train(tmp_path / "first")
+    # With this rate, the second run changes nothing.
+    still = "--learning_rate=1e-12"
+    critic = ("--critic_path", str(tmp_path / "first" / "critic"))
+    assert_close(train(tmp_path / "second", still, *critic), first)
+    cold = train(tmp_path / "cold", still)
+    assert any(not torch.allclose(cold[name], first[name]) for name in first)
+
+
+def test_a_run_without_a_critic_of_its_own_saves_none(models, data, tmp_path):
+    flags = f"--dataset_name {data} --model_name_or_path {models / 'policy'} --shared_critic true"
+    folders = f"--output_dir {tmp_path / 'out'} --critic_dir {tmp_path / 'critic'}"
+    ran = run(*SMALL, *flags.split(), *folders.split(), check=False)
+    assert ran.returncode == 1
+    assert "a critic on the policy's own backbone, so no critic can be saved" in ran.stderr
+
+
+@pytest.mark.parametrize("flag", ["--output_dir", "--policy_dir", "--critic_dir"])
 def test_a_file_in_the_place_of_a_folder_is_refused_before_anything_is_loaded(
     flag, models, data, tmp_path
 ):

@@ -1,0 +1,178 @@
+"""Find the reward model and the critic of the champion's run, and check that a run can start there.
+
+A run starts from nothing if there is nothing to start from, and says so. It is refused if there is
+something that does not fit, because a person has changed the settings or the registry.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.inputs.data_sets import RunData
+from pipeline.inputs.flow_run import CRITIC, REWARD_MODEL, ChampionStart
+from pipeline.inputs.replayed_pairs import (
+    REPLAYED,
+    count_trained,
+    read_start_rows,
+    trained_pairs,
+)
+from pipeline.inputs.row_digests import count_seen
+from pipeline.registry.start_models import fetch_start
+from pipeline.settings.settings import Settings
+from ppo_core.data.rows.reader import ROW
+from ppo_core.errors import ConfigError, DataError, ModelError
+from ppo_core.models.files.critic_files import check_critic
+from ppo_core.models.files.finite_weights import require_finite_weights
+from ppo_core.models.files.model_folder import check_model_folder
+from ppo_core.models.loading import (
+    backbone_differences,
+    check_reward_config,
+    load_tokenizer,
+    member_folders,
+)
+
+STARTS = "starts"
+"""Folder of the downloaded models, in the cache."""
+
+MOST_TRAINED = 0.02
+"""Largest share of the pairs to validate or to judge with that have trained the reward model. Equal
+pairs may stand twice in the preferences of two weeks; a file in another order has more."""
+
+REMEDY = "Remove start_from to start this run from nothing."
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundStart:
+    """Where the reward model and the critic of a run start."""
+
+    start: ChampionStart | None
+    """The models of the champion's run; None if the run starts from nothing."""
+
+    text: str
+    """Description of the start, and why it is not the champion; empty without `start_from`."""
+
+    @property
+    def tags(self) -> dict[str, str]:
+        """Lineage tags: version and digest of the start; empty without `start_from`."""
+        if self.start is None:
+            return {"start/version": "none"} if self.text else {}
+        return {"start/version": str(self.start.version), "start/manifest": self.start.digest}
+
+
+def find_start(settings: Settings, champion: int | None) -> FoundStart:
+    """Return where reward model and critic start; download and check the champion's models.
+
+    Args:
+        settings: settings with inputs on this machine.
+        champion: version of the champion; None if there is none.
+
+    Raises:
+        ConfigError: the models do not fit the policy or the settings.
+        DataError: pairs of the validation have trained the champion's reward model.
+        ModelError: MLflow does not answer, or a file is missing, damaged or refused.
+    """
+    if not settings.start_from:
+        return FoundStart(start=None, text="")
+    name = settings.registered_model
+    if champion is None:
+        return _nothing(f"'{name}' has no champion yet. The version of this run is a start")
+    which = f"version {champion} of '{name}'"
+    try:
+        start = fetch_start(name, champion, Path(settings.output_dir) / "cache" / STARTS)
+        if start is None:
+            return _nothing(
+                f"{which} has no reward model and critic registered: an earlier release made it, "
+                "or a run without start_from. The version of this run has both"
+            )
+        seen, data = read_start_rows(start.path), RunData(settings)
+        if data.erased and count_seen(seen, data.erased):
+            return _nothing(f"{which} has learned from rows that erase names")
+        _check_files(Path(start.path))
+    except ModelError as error:
+        raise ModelError(f"start_from='champion', {which}: {error} {REMEDY}") from error
+    _require_fitting(data, Path(start.path), which)
+    trained = trained_pairs(seen)
+    _refuse_trained(data, trained, which)
+    rows = data.reward_training_pairs()
+    old = count_trained(rows, trained)
+    return FoundStart(
+        start=start,
+        text=f"start_from: reward model and critic of {which}, manifest {start.digest}. Of "
+        f"{len(rows):,} pairs, {len(rows) - old:,} are new; {REPLAYED:.0%} of the others train "
+        "again.",
+    )
+
+
+def _nothing(reason: str) -> FoundStart:
+    return FoundStart(start=None, text=f"start_from: nothing, because {reason}.")
+
+
+def _models(start: Path) -> list[Path]:
+    """Return the folders of all models of a start: the members of the reward model, the critic."""
+    return [*(member_folders(start / REWARD_MODEL) or [start / REWARD_MODEL]), start / CRITIC]
+
+
+def _check_files(start: Path) -> None:
+    """Raise if a model would be refused if a user named it."""
+    *members, critic = _models(start)
+    for folder in (*members, critic):
+        check_model_folder(folder)
+        require_finite_weights(folder)
+    for folder in members:
+        check_reward_config(folder)
+    check_critic(critic)
+
+
+def _require_fitting(data: RunData, start: Path, which: str) -> None:
+    """Raise if the models have another backbone or tokenizer than the policy of this run.
+
+    Raises:
+        ConfigError: a model does not fit.
+    """
+    settings = data.settings
+    *members, critic = _models(start)
+    for folder in (*members, critic):
+        if different := backbone_differences(folder, settings.policy):
+            raise ConfigError(
+                f"start_from='champion': the {folder.relative_to(start)} of {which} has another "
+                f"architecture than the policy '{settings.policy}': {different[0]}. {REMEDY}"
+            )
+    if len(members) != (wanted := settings.reward_model_training.members):
+        raise ConfigError(
+            f"start_from='champion': the reward model of {which} has {len(members)} members, and "
+            f"reward_model_training.members={wanted}. Set it to {len(members)}. {REMEDY}"
+        )
+    own = data.policy_tokenizer
+    for folder in members:
+        tokenizer = load_tokenizer(folder, settings.prompt_format)
+        is_same = tokenizer.get_vocab() == own.get_vocab()
+        if not (is_same and tokenizer.chat_template == own.chat_template):
+            part = "chat template" if is_same else "vocabulary"
+            raise ConfigError(
+                f"start_from='champion': the reward model of {which} has another tokenizer than "
+                f"the policy '{settings.policy}': the {part} differs, so it would read other "
+                f"texts. {REMEDY}"
+            )
+
+
+def _refuse_trained(data: RunData, trained: frozenset[bytes], which: str) -> None:
+    """Raise if the champion's reward model was trained on pairs that this run measures with.
+
+    Raises:
+        DataError: there are more than the share MOST_TRAINED.
+    """
+    uses = {
+        "preferences-test": "its accuracy would be measured on pairs that it knows",
+        "judge-preferences": "the judge would be trained on pairs of the reward model",
+        "human-labels": "its agreement with people would be measured on pairs that it knows",
+    }
+    for use, (given, read) in data.digested().items():
+        if use not in uses:
+            continue
+        taken = set(read.column(ROW))
+        count = count_trained((row for row in given if row[ROW] in taken), trained)
+        if count > MOST_TRAINED * len(taken):
+            raise DataError(
+                f"start_from='champion': {count} of {len(taken)} rows of {use} have trained the "
+                f"reward model of {which}: {uses[use]}. Keep one file as preferences_test, add new "
+                f"pairs at the end of preferences, and name a judge. {REMEDY}"
+            )
