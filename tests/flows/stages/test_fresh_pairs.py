@@ -328,7 +328,9 @@ def test_prompts_have_several_pairs_if_there_are_fewer_than_pairs(tmp_path: Path
     assert [len(list(same)) for _, same in groupby(prompts)] == [3] * 20 + [2] * 20
 
 
-def test_a_labeller_that_cannot_be_called_is_found_before_any_training(tmp_path: Path):
+def test_a_labeller_that_cannot_be_called_is_found_before_any_training(
+    tmp_path: Path, mlflow_client
+):
     table = fresh(tmp_path)
     Path(tmp_path / "labeller.py").write_text("def prefer(prompt):\n    return 'first'\n")
     with pytest.raises(ConfigError, match="is called with two lists"):
