@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from pipeline.evaluation.baselines import JudgedBaselines, Score
     from pipeline.evaluation.comparison import Comparison
     from pipeline.evaluation.contests import Contest, Contests
+    from pipeline.evaluation.guards.tasks import PolicyFiles, TaskScore
     from pipeline.evaluation.sequential.until_decided import Rule
 
 
@@ -64,6 +65,7 @@ def evaluate_policies(
     """
     # Imported here for the same reason as in `_judge`.
     from pipeline.evaluation.baselines import JudgedBaselines, measure_baselines
+    from pipeline.evaluation.guards.tasks import PolicyFiles
 
     def without_ppo(against_sft: "Comparison", budget: Budget) -> JudgedBaselines:
         if score is None or not settings.evaluation.baseline_prompts:
@@ -83,7 +85,8 @@ def evaluate_policies(
         "sft": answer_as_evaluated(settings, sft, prompts, sft, folder),
         "ppo": answer_as_evaluated(settings, policy, prompts, sft, folder),
     }
-    answered = _Answered(prompts, references_of(rows), answers)
+    policies = {"sft": PolicyFiles(sft, sft), "ppo": PolicyFiles(policy, policy)}
+    answered = _Answered(prompts, references_of(rows), answers, policies)
     spent = selection.spent if selection else {}
     return _judge(data, answered, champion, folder, judge, selection, spent, without_ppo)
 
@@ -102,10 +105,12 @@ def evaluate_again(
     the other arguments see `evaluate_policies`.
     """
     from pipeline.evaluation.baselines import JudgedBaselines
+    from pipeline.evaluation.guards.tasks import TaskScore
 
     rows, earlier = read_jsonl(evaluation.samples), evaluation.report()
     texts = {who: [row[who] for row in rows] for who in rows[0]}
     stopped = _stopped(evaluation)
+    scored = read_jsonl(evaluation.task_scores) if settings.promotion.guards.tasks else []
     answered = _Answered(
         texts["prompt"],
         texts.get("reference"),
@@ -113,6 +118,8 @@ def evaluate_again(
             who: Answers(texts=texts[who], kl=kl, stopped=stopped.get(who))
             for who, kl in earlier.kl.items()
         },
+        {},
+        [TaskScore(**row) for row in scored if row["policy"] in earlier.kl],
     )
     return _judge(
         RunData(settings),
@@ -136,11 +143,16 @@ def _stopped(evaluation: EvaluatedPolicy) -> dict[str, list[bool]]:
 
 
 class _Answered(NamedTuple):
-    """Prompts, references, and the answers of each policy."""
+    """Prompts, references, the answers of each policy, and what its scores on tasks need."""
 
     prompts: Sequence[JudgedPrompt]
     references: Sequence[str] | None
     answers: Mapping[str, Answers]
+    policies: "Mapping[str, PolicyFiles]"
+    """The policies to score on the tasks that are guards."""
+
+    task_scores: "Sequence[TaskScore]" = ()
+    """Scores of other policies on these tasks."""
 
     @property
     def texts(self) -> dict[str, Sequence[str]]:
@@ -167,18 +179,24 @@ def _judge(
     # Imported here because scipy and statsmodels are slow to import and most importers of this
     # module judge nothing.
     from pipeline.evaluation.contests import distinct_share, judgements
+    from pipeline.evaluation.guards.tasks import PolicyFiles
 
     settings, prompts = data.settings, answered.prompts
     kl = {who: given.kl for who, given in answered.answers.items()}
     if champion is not None:
         given = _answer_as_champion(settings, champion, prompts, folder)
-        answered = answered._replace(answers={**answered.answers, "champion": given})
+        files = PolicyFiles(champion.model, champion.tokenizer)
+        answered = answered._replace(
+            answers={**answered.answers, "champion": given},
+            policies={**answered.policies, "champion": files},
+        )
     version = None if champion is None else champion.version
     evaluated = EvaluatedPolicy(
         champion=version, kl=kl["ppo"], folder=str(folder), selection=selection
     )
     # Before the judge is asked, because a guard of a user may fail, and a judge may cost money.
     guards, not_applied = _compare_by_guards(settings.promotion.guards, answered, evaluated)
+    guards |= _compare_on_tasks(settings, answered, evaluated)
     texts, budget = answered.texts, Budget.of(settings.judging)
     contests = _contests(data, answered, trained_judge, budget)
     baselines = without_ppo(contests.comparisons["ppo_vs_sft"], budget)
@@ -264,6 +282,25 @@ def _compare_by_guards(
         ],
     )
     return compared.results, compared.notes
+
+
+def _compare_on_tasks(
+    settings: Settings, answered: _Answered, evaluated: EvaluatedPolicy
+) -> dict[str, GuardResult]:
+    """Compare the policies on the tasks that are guards, and write the scores of all documents."""
+    from pipeline.evaluation.guards.tasks import compare_on_tasks
+
+    if not settings.promotion.guards.tasks:
+        return {}
+    results, scores = compare_on_tasks(
+        settings,
+        answered.policies,
+        answered.task_scores,
+        "sft" if evaluated.champion is None else "champion",
+        Path(evaluated.folder),
+    )
+    write_jsonl(evaluated.task_scores, [score._asdict() for score in scores])
+    return results
 
 
 def _rules(limits: PromotionConfig, contestants: Collection[str]) -> "dict[Contest, Rule]":

@@ -16,7 +16,7 @@ from pipeline.judges.judge_names import read_judges
 from pipeline.judges.make_judge import check_judge
 from pipeline.launch.commands import gpus
 from pipeline.launch.job import updates_of_ppo
-from pipeline.preflight.guard_trial import try_guards
+from pipeline.preflight.guard_trial import try_guards, try_tasks
 from pipeline.preflight.judge_trial import try_judges
 from pipeline.preflight.model_types import check_model_types
 from pipeline.preflight.reward_trial import try_rewards
@@ -83,6 +83,7 @@ def check_inputs(settings: Settings) -> None:
     _check_prompts(data)
     _check_rewards(data)
     try_guards(data)
+    try_tasks(settings)
     if settings.columns:
         read = data.by_use().values()
         require_columns_read(settings.columns, *read, *labels)

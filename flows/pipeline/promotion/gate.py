@@ -182,11 +182,16 @@ def _guard(name: str, result: GuardResult, champion: int | None) -> str:
     else:
         scores = f"its answers score {own} on average, and those of {opponent} {other}"
     difference, interval = as_points(result)
+    if result.is_task:
+        scores = f"the policy scores {own} on this task, and {opponent} {other}"
+        unit, advice = "documents", "the documents with a low score in tasks.jsonl"
+    else:
+        unit, advice = "prompts", "the answers with a low score in guards.jsonl"
     return (
         f"Guard {name}: {scores}. The difference is {difference}, 95 % interval {interval}, on "
-        f"{result.n} prompts: the policy is worse, and a loss of more than "
-        f"{as_margin(result)} is not ruled out. Read the answers with a low score in "
-        "guards.jsonl, or change [promotion.guards] if this loss is wanted."
+        f"{result.n} {unit}: the policy is worse, and a loss of more than "
+        f"{as_margin(result)} is not ruled out. Read {advice}, or "
+        "change [promotion.guards] if this loss is wanted."
     )
 
 

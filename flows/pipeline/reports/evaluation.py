@@ -330,7 +330,7 @@ def _judges(contest: str, agreement: EnsembleAgreement) -> list[tuple[str, ...]]
 def _guards(guards: Mapping[str, GuardResult]) -> Section:
     return Section(
         title="Guards: what the policy must not lose against its rival, the champion or SFT",
-        headers=("Guard", *GUARD_COLUMNS, "Prompts"),
+        headers=("Guard", *GUARD_COLUMNS, "Prompts or documents"),
         rows=tuple(
             (guard_title(name), *guard_cells(guard), str(guard.n)) for name, guard in guards.items()
         ),

@@ -37,3 +37,5 @@ def log_evaluation(tracker: Tracker, evaluated: EvaluatedPolicy) -> None:
     tracker.step.log_table(read_jsonl(evaluated.samples)[:NUM_SAMPLES], "samples.json")
     tracker.step.log_artifact(evaluated.judgements)
     tracker.step.log_artifact(evaluated.guard_scores)
+    if evaluated.task_scores.exists():
+        tracker.step.log_artifact(evaluated.task_scores)

@@ -398,11 +398,16 @@ class ModelWinRate(JudgedContests):
     promotes an equal policy; None unless the model is compared with itself."""
 
 
+TASK_SOURCE = "lm_eval"
+"""Beginning of the source of a guard that is a task of lm-evaluation-harness."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class GuardResult:
     """Comparison of one property of the policy's answers with the rival's answers.
 
-    The rival is the champion, or SFT if there is no champion.
+    For a task, its documents stand in the place of the prompts, and their scores are those of the
+    task. The rival is the champion, or SFT if there is no champion.
     """
 
     policy: float
@@ -431,7 +436,13 @@ class GuardResult:
     not ruled out."""
 
     source: str
-    """`built-in`, or the function with the digest of its file."""
+    """`built-in`, the function with the digest of its file, or version, metric and task of
+    lm_eval."""
+
+    @property
+    def is_task(self) -> bool:
+        """Whether the guard is a task of lm-evaluation-harness."""
+        return self.source.startswith(f"{TASK_SOURCE} ")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from pipeline.registry.decisions import Decision
 
 SAMPLES, JUDGEMENTS, GUARD_SCORES = "samples.jsonl", "judgements.jsonl", "guards.jsonl"
+TASK_SCORES = "tasks.jsonl"
 """Files in an evaluation's folder: SAMPLES contains the answers to each prompt, JUDGEMENTS all
-verdicts, and GUARD_SCORES the scores of the answers by guard and policy."""
+verdicts, GUARD_SCORES the scores of the answers by guard and policy, and TASK_SCORES the scores on
+the tasks that are guards."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,6 +238,11 @@ class EvaluatedPolicy:
     def guard_scores(self) -> Path:
         """File of the scores of all answers by the guards."""
         return Path(self.folder) / GUARD_SCORES
+
+    @property
+    def task_scores(self) -> Path:
+        """File of the scores on the tasks that are guards; missing without such tasks."""
+        return Path(self.folder) / TASK_SCORES
 
     def report(self) -> Evaluation:
         """Read all measurements."""

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Annotated
 
 from pydantic import Field
@@ -91,6 +92,18 @@ BUILT_IN_GUARDS = {
 
 _GUARD_NAME = re.compile(r"[A-Za-z]\w{0,49}", re.ASCII)
 
+_TASK_NAME = re.compile(r"[\w-]{1,100}", re.ASCII)
+
+
+def is_task_file(task: str) -> bool:
+    """Return whether a task is a file of its own, not a task of lm-evaluation-harness."""
+    return task.endswith((".yaml", ".yml"))
+
+
+def name_of_task(task: str) -> str:
+    """Return the name of a task's guard: the task, or the name of its file without the ending."""
+    return PurePath(task).stem if is_task_file(task) else task
+
 
 @dataclass(frozen=True, kw_only=True)
 class GuardsConfig:
@@ -119,6 +132,11 @@ class GuardsConfig:
     """Guards of your own, by name: python:FILE_OR_MODULE:FUNCTION, a function of prompts and
     responses that returns a number in [0, 1] for each response, 1 if it is as it should be."""
 
+    tasks: dict[str, int] = field(default_factory=dict)
+    """Tasks of lm-evaluation-harness on which the policy must not lose, with the maximum number of
+    documents of each task. A task is a name of the package lm_eval, or the path of a task file that
+    ends in .yaml; the name of its guard is the name of the file without the ending."""
+
     def __post_init__(self) -> None:
         """Raise if a name is unknown or a value is out of range."""
         check_fields(self)
@@ -134,6 +152,7 @@ class GuardsConfig:
                 raise ConfigError(
                     f"functions.{name}={source!r:.80} must be python:FILE_OR_MODULE:FUNCTION."
                 )
+        self._check_tasks()
         _require_known("margins", self.margins, self.names)
         for name, margin in self.margins.items():
             if not (is_finite(margin) and 0 < margin <= 1):
@@ -146,6 +165,26 @@ class GuardsConfig:
                 f"format={self.format!r:.80} is no regular expression: {error}."
             ) from error
 
+    def _check_tasks(self) -> None:
+        taken = {*BUILT_IN_GUARDS, *self.functions}
+        for task, limit in self.tasks.items():
+            if not (is_finite(limit) and isinstance(limit, int) and limit >= 1):
+                raise ConfigError(
+                    f"tasks.{task:.80}={limit!r:.80} must be a whole number, at least 1."
+                )
+            name = name_of_task(task)
+            if not _TASK_NAME.fullmatch(name):
+                raise ConfigError(
+                    f"tasks.{task:.80} is no name of a task: a name has at most 100 letters, "
+                    "digits, underscores and hyphens, and the path of a task file ends in .yaml."
+                )
+            if name in taken:
+                raise ConfigError(
+                    f"tasks.{task:.80}: another guard has the name {name}, so a margin would "
+                    "belong to two guards. Rename the function, or the file of the task."
+                )
+            taken.add(name)
+
     @property
     def applied(self) -> list[str]:
         """Names of the built-in guards that are applied."""
@@ -155,7 +194,7 @@ class GuardsConfig:
     @property
     def names(self) -> list[str]:
         """Names of all guards that are applied."""
-        return [*self.applied, *self.functions]
+        return [*self.applied, *self.functions, *map(name_of_task, self.tasks)]
 
     def margin_of(self, name: str) -> float:
         """Return the margin of a guard."""
