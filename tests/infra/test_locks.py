@@ -34,8 +34,12 @@ def locked(name: str) -> dict[str, Version]:
 
 
 def requirements(name: str) -> list[Requirement]:
-    """The requirements of the project and of its extras; the images do without the extra dev."""
+    """The requirements of the project and of its extras; the images do without the extra dev.
+
+    No lock has the extra lm-eval, which a user adds.
+    """
     extras = dict(PROJECT["project"]["optional-dependencies"])
+    del extras["lm-eval"]
     if name != "dev":
         del extras["dev"]
     texts = [*PROJECT["project"]["dependencies"], *chain(*extras.values())]

@@ -52,6 +52,8 @@ def try_tasks(settings: Settings) -> None:
         DataError: a task cannot be run, or its scores are no numbers in [0, 1].
     """
     config = settings.promotion.guards
+    if not config.tasks:
+        return
     files = [task for task in config.tasks if is_task_file(task)]
     if files and workspace_of(settings).store:
         raise ConfigError(

@@ -53,8 +53,6 @@ def load_tasks(config: GuardsConfig) -> dict[str, Any]:
         ConfigError: the package is not installed; a task is unknown, is a group of tasks, or cannot
             be loaded; or its first metric is better if lower.
     """
-    if not config.tasks:
-        return {}
     require_package("lm_eval", extra="lm-eval", needed_by="promotion.guards.tasks")
     from lm_eval.tasks import TaskManager
 
@@ -202,9 +200,8 @@ def compare_on_tasks(
     """
     config = settings.promotion.guards
     tasks, scores = load_tasks(config), list(earlier)
-    if tasks:
-        for who, files in policies.items():
-            scores += _scores_of_policy(settings, tasks, who, files, folder)
+    for who, files in policies.items():
+        scores += _scores_of_policy(settings, tasks, who, files, folder)
     results = {}
     for source in config.tasks:
         name = name_of_task(source)
