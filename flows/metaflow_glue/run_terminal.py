@@ -173,11 +173,12 @@ class RunTerminal:
     def _show_line(self, line: str, head: str, step: str) -> None:
         """Show a line of a step, or hold it back until the step fails."""
         was_warning = self._is_warning.get(head, False)
-        is_warning = bool(_WARNING.match(line) or (was_warning and _CONTINUED.match(line)))
+        begins = bool(_WARNING.match(line))
+        is_warning = begins or bool(was_warning and _CONTINUED.match(line))
         self._is_warning[head] = is_warning
         if step == self._last_step or is_warning:
             self._print(line)
-            if is_warning and self._panel is not None:
+            if begins and self._panel is not None:
                 self._panel.warn(line)
         elif _PROGRESS.match(line):
             if not self._is_quiet and self._panel is None:

@@ -117,6 +117,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         yield cluster
 
 
+@pytest.mark.slow
 def test_metaflow_deploys_and_starts_with_the_rights_of_the_accounts(
     cluster: Cluster, variables: dict[str, str], tmp_path: Path
 ):

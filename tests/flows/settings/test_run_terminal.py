@@ -168,6 +168,8 @@ class Terminal:
             stdout=self.child,
             stderr=self.child,
             start_new_session=True,
+            # A program in the background of a script, such as CI, would ignore Ctrl-C.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         os.set_blocking(self.parent, False)
         self._decoder = codecs.getincrementaldecoder("utf-8")()

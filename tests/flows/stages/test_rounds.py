@@ -104,6 +104,7 @@ def test_a_pause_without_new_pairs_changes_no_weight_and_no_metric(tmp_path: Pat
     }
 
 
+@pytest.mark.slow
 def test_ppo_continues_with_a_reward_model_of_the_pairs_of_all_rounds(
     tmp_path: Path, begin, mlflow_client, capsys
 ):

@@ -52,7 +52,7 @@ def test_a_check_prints_the_sizes_and_leaves_no_run(tmp_path: Path):
     beginnings = ("policy: parameters", "PPO: prompts", "memory: about", "self-check", "time:")
     found = [one for line in lines for one in beginnings if line.startswith(one)]
     assert list(dict.fromkeys(found)) == list(beginnings), ran.stdout
-    assert re.search(r"timing this machine \(fp32, none\): 100%\|#+\| (\d+)/\1 \[", ran.stderr)
+    assert re.search(r"timing this machine \(fp32, none\): \d+ pass, ", ran.stderr)
     assert "backend the fast path" in checked
     assert not list((tmp_path / ".metaflow").glob("RLHF/*/_parameters"))
     assert not (tmp_path / ".metaflow" / "RLHF" / "latest_run").exists()

@@ -54,6 +54,7 @@ assert not is_progress_bar_enabled()
 """
 
 
+@pytest.mark.slow
 def test_libraries_print_nothing_in_a_process_of_a_command():
     given = {name: value for name, value in os.environ.items() if name[:3] not in ("HF_", "DS_")}
     end = subprocess.run(
