@@ -1,7 +1,7 @@
 """A judge for stories, and people who label them: the happier text wins by vaderSentiment."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
@@ -15,10 +15,16 @@ WRONG = 26
 def judge(prompts: Sequence[str], pairs: Sequence[tuple[str, str]]) -> list[str]:
     """Compare the compound scores of the two answers; a text without a story loses."""
     analyzer = SentimentIntensityAnalyzer()
+    return prefer_happier(pairs, lambda text: analyzer.polarity_scores(text)["compound"])
+
+
+def prefer_happier(
+    pairs: Sequence[tuple[str, str]], happiness: Callable[[str], float]
+) -> list[str]:
+    """Prefer the happier story of each pair; a text without a story loses."""
 
     def grade(text: str) -> tuple[bool, float]:
-        tells = len(text.split()) >= FEWEST_WORDS
-        return tells, analyzer.polarity_scores(text)["compound"]
+        return len(text.split()) >= FEWEST_WORDS, happiness(text)
 
     def compare(first: str, second: str) -> str:
         one, other = grade(first), grade(second)
