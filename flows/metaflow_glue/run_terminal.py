@@ -12,12 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
+from pickle import UnpicklingError
 from tempfile import TemporaryDirectory
 from textwrap import shorten
 from typing import Any, TextIO, cast
 
 from metaflow import Flow, FlowSpec
 from metaflow._vendor.click import utils
+from metaflow._vendor.click.types import BoolParamType
 from metaflow.exception import MetaflowException
 from metaflow.parameters import flow_context
 from metaflow.runtime import NativeRuntime
@@ -30,11 +32,20 @@ from ppo_core.errors.control_characters import escape_controls
 from ppo_core.errors.redaction import redact
 from ppo_core.io.progress_bar import PROGRESS
 
-QUIET = "--quiet"
-"""Metaflow's option, before the command `run`."""
+QUIET, QUIET_VARIABLE = "--quiet", "METAFLOW_QUIET"
+"""Metaflow's option, before the command `run`, and the environment variable of the same meaning."""
 
 HELD_LINES = 10_000
 """Number of the last lines of a step that are shown if the step fails."""
+
+_KILLED = "[KILLED BY ORCHESTRATOR]"
+"""Metaflow's message on a task that did not end by itself in time."""
+
+_UNREADABLE = (
+    *(MetaflowException, UnpicklingError),
+    *(AttributeError, EOFError, KeyError, OSError, TypeError, ValueError),
+)
+"""Errors of reading a result of another run, which may be missing, old or damaged."""
 
 _TASK = re.compile(r"\[[^/\]]+/(?P<step>\w+)/\S+( \(pid (?P<pid>\d+)\))?\]")
 """What Metaflow writes before a line: run, step, task and process."""
@@ -66,11 +77,13 @@ def show_run_briefly(flow: type[FlowSpec], argv: Sequence[str]) -> None:
         argv: arguments of a process that runs or resumes a flow.
     """
     # Metaflow reads its options from variables with this prefix, too.
-    os.environ["METAFLOW_QUIET"] = "true"
+    given = os.environ.get(QUIET_VARIABLE, "")
+    is_quiet = QUIET in argv or BoolParamType().convert(given or "0", None, None)
+    os.environ[QUIET_VARIABLE] = "true"
     stream = _stream_below(sys.stdout)
     # Otherwise FORCE_COLOR would make rich take a log for a terminal.
     console = Console(file=stream, highlight=False, force_terminal=stream.isatty())
-    terminal = RunTerminal(console, QUIET in argv)
+    terminal = RunTerminal(console, is_quiet)
     # The options of the command line, which this module creates on import, depend on the flow.
     with flow_context(flow):
         from metaflow import cli
@@ -153,6 +166,9 @@ class RunTerminal:
             for line in self._held.pop(head, ()):
                 self._print(line)
             self._print(f"{step}: {body}", is_bad=True)
+        elif body == _KILLED:
+            for line in self._held.pop(head, ()):
+                self._print(line)
         elif is_bad:
             self._print(body, is_bad=True)
         elif self._is_quiet or _NOISE.match(body):
@@ -194,8 +210,8 @@ class RunTerminal:
 
 
 def seconds_of_last_run(flow: str) -> dict[str, float]:
-    """Return the duration of each step in the last successful run; {} if there is none."""
-    with suppress(MetaflowException, AttributeError, KeyError):
+    """Return the duration of each step in the last successful run; {} if it cannot be read."""
+    with suppress(*_UNREADABLE):
         run = Flow(flow).latest_successful_run
         return dict(run.data.seconds) if run else {}
     return {}

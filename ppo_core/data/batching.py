@@ -45,6 +45,7 @@ def token_batches(
     *,
     max_tokens: int | None = None,
     device: torch.device | None = None,
+    processes: int = 1,
 ) -> list[Tensor]:
     """Return indices of sequences in batches of similar length, longest first, at minimum cost.
 
@@ -53,6 +54,9 @@ def token_batches(
     cost. A batch has at most `max_tokens` tokens, padding included, or is a single longer sequence.
     If `max_tokens` is None, a batch has at most the tokens of `batch_size` sequences of the
     greatest length. Sequences of equal length keep their order.
+
+    If several `processes` share each batch evenly, cost and tokens are those of the process with
+    the most sequences.
     """
     order = torch.argsort(lengths, descending=True, stable=True)
     ordered = lengths[order].double().numpy(force=True)
@@ -62,7 +66,7 @@ def token_batches(
     # least[n]: lowest cost of the first n sequences. starts[n]: where their last batch starts.
     least, starts = np.zeros(len(ordered) + 1), [0]
     for n in numbers:
-        padded = ordered[:n] * (n - numbers[:n] + 1)
+        padded = ordered[:n] * np.ceil((n - numbers[:n] + 1) / processes)
         cost = least[:n] + padded + pass_cost
         cost[:-1][padded[:-1] > max_tokens] = np.inf
         starts.append(int(cost.argmin()))

@@ -44,12 +44,12 @@ class SupervisedConfig:
     """Number of passes over the data."""
 
     batch_size: Count = 32
-    """A forward and backward pass on one device has at most the tokens, padding included, of this
-    number of the step's longest examples or pairs; of short ones it may have more."""
+    """A pass on one device has at most `batch_size` times the tokens of the step's longest example
+    or pair, padding included. So it may have more examples if they are short."""
 
     gradient_accumulation_steps: Count = 1
-    """Number of batches in one optimizer step, which has batch_size * gradient_accumulation_steps
-    examples or pairs in all. Several processes divide these among themselves."""
+    """An optimizer step has batch_size * gradient_accumulation_steps examples or pairs in all.
+    Several processes divide these among themselves."""
 
     max_length: Count = 512
     """Maximum number of tokens of prompt plus response."""

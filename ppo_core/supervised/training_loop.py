@@ -62,8 +62,8 @@ LESS_MEMORY = (
 TOKENS_ON_CPU = 1024
 """Maximum number of tokens of a pass of a process on a CPU.
 
-Larger passes need more memory and are no faster. If a row has more tokens, the maximum is the
-number of tokens of this row."""
+Larger passes need more memory and are no faster, unless weights or gradients are sharded. If a row
+has more tokens, the maximum is the number of tokens of this row."""
 
 Batch = dict[str, Tensor]
 
@@ -266,8 +266,8 @@ class TrainingLoop:
     def _own_batches(self, rows: list[int]) -> list[Batch]:
         """Return this process's batches of a step; all processes have the same number of them.
 
-        The rows of a batch of all processes have similar lengths. A process without a row of such a
-        batch has its first row, with weight 0.
+        The processes share the rows of a pass, which have similar lengths. A process that gets no
+        row takes the longest one of the pass, with weight 0.
         """
         engine, data = self._engine, self._data
         parts = self._parts([self._order.lengths[row] for row in rows])
@@ -284,8 +284,8 @@ class TrainingLoop:
     def _parts(self, lengths: Sequence[int]) -> list[list[int]]:
         """Split the rows of a step into passes of all processes; return the numbers of the rows.
 
-        `lengths` are the lengths of the rows. A pass has at most the tokens of `batch_size` rows of
-        the greatest length, and on a CPU at most `TOKENS_ON_CPU`, for each process.
+        `lengths` are the lengths of the rows. In a pass, a process has at most the tokens of
+        `batch_size` rows of the greatest length, and on a CPU at most `TOKENS_ON_CPU`.
         """
         engine = self._engine
         tokens = torch.tensor(lengths) * self._data.texts_per_row
@@ -293,9 +293,13 @@ class TrainingLoop:
         most = self._config.batch_size * longest
         if engine.device.type == "cpu":
             most = min(most, max(TOKENS_ON_CPU, longest))
-        size = self._config.batch_size * engine.num_processes
-        limit = most * engine.num_processes
-        parts = token_batches(tokens, size, max_tokens=limit, device=engine.device)
+        parts = token_batches(
+            tokens,
+            self._config.batch_size,
+            max_tokens=most,
+            device=engine.device,
+            processes=engine.num_processes,
+        )
         return [part.tolist() for part in parts]
 
     def _count_step(self, sums: list[float], norm: float) -> float:

@@ -15,7 +15,7 @@ from tests.benchmarks.tasks import Side
 SHAPES = (NEOX_0_9M, NEOX_10M, PYTHIA_31M)
 ROWS = 256
 PART_TOKENS = (16, 128)
-"""Fewest and most tokens of a prompt and of a response, which end a text of 32 to 256 tokens."""
+"""Range of the tokens of a prompt, and of a response, without its upper end. A text has both."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,11 +16,14 @@ from pyarrow import parquet
 from pipeline.inputs.row_digests import ROWS_FILE, digest_of_row
 from ppo_core.data.rows.forms import Row
 from ppo_core.data.rows.reader import ROW, Rows, derive, each
-from ppo_core.errors import DataError
+from ppo_core.errors import DataError, ModelError
 from ppo_core.io.folder_cache import digest_of, digest_of_code
 
 REPLAYED = 0.25
 """Share of the pairs that trained the reward model before, and train it again."""
+
+SALT_BYTES = 64
+"""Maximum length of the key of `blake2b`."""
 
 INHERITED, INHERITED_PAIRS = "start", "start-pairs"
 """Names in ROWS_FILE of the rows that a run has seen only through the models from which it starts.
@@ -33,8 +36,17 @@ _ONLY_READ = ("preferences-test", "judge-preferences", "eval-prompts", "human-la
 
 
 def read_start_rows(folder: str | Path) -> pyarrow.Table:
-    """Return the digests of the rows behind the models in a folder, see ROWS_FILE."""
-    return parquet.read_table(Path(folder) / ROWS_FILE, memory_map=False)
+    """Return the digests of the rows behind the models in a folder, see ROWS_FILE.
+
+    Raises:
+        ModelError: the file is missing, is no parquet file, or has other columns.
+    """
+    try:
+        table = parquet.read_table(Path(folder) / ROWS_FILE, memory_map=False)
+        return table.select(["data_set", "digest", "is_row"])
+    # The errors of pyarrow are of these kinds.
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"'{folder}' has no readable {ROWS_FILE}: {error}.") from error
 
 
 def inherited_rows(seen: pyarrow.Table) -> pyarrow.Table:
@@ -58,12 +70,14 @@ def trained_pairs(seen: pyarrow.Table) -> frozenset[bytes]:
 def new_and_replayed(rows: Rows, trained: Collection[bytes], seed: int) -> Rows:
     """Return the pairs that are not in `trained`, and the share REPLAYED of the others.
 
-    A pair is replayed or not by its digest and the seed, wherever it stands.
+    A pair is drawn by its digest, the seed and all pairs in `trained`, wherever it stands. So a
+    start from later models draws other pairs.
 
     Raises:
         DataError: no pair is left.
     """
-    salt = seed.to_bytes(8, "little")
+    known = digest_of(sorted(one.hex() for one in trained))
+    salt = f"{seed} {known}".encode()[:SALT_BYTES]
 
     def is_replayed(digest: bytes) -> bool:
         lot = blake2b(digest, digest_size=8, key=salt).digest()
@@ -76,7 +90,7 @@ def new_and_replayed(rows: Rows, trained: Collection[bytes], seed: int) -> Rows:
         return {name: value for name, value in row.items() if name != ROW}
 
     inputs = {
-        "trained": digest_of(sorted(one.hex() for one in trained)),
+        "trained": known,
         "seed": seed,
         "code": digest_of_code(__name__),
     }

@@ -85,7 +85,7 @@ def find_start(settings: Settings, champion: int | None) -> FoundStart:
             )
         seen, data = read_start_rows(start.path), RunData(settings)
         if data.erased and count_seen(seen, data.erased):
-            return _nothing(f"{which} has learned from rows that erase names")
+            return _nothing(f"{which} has read rows that erase names")
         _check_files(Path(start.path))
     except ModelError as error:
         raise ModelError(f"start_from='champion', {which}: {error} {REMEDY}") from error

@@ -1,5 +1,6 @@
 """Show on a terminal how far a run is: one panel that is redrawn in place."""
 
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,20 +38,25 @@ class LivePanel:
         self._begun = time.time()
         self._phase = ""
         self._warning = ""
+        # rich draws the panel in a thread of its own, and in this one before it prints a line.
+        self._lock = threading.RLock()
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(),
             TaskProgressColumn(),
             TextColumn("{task.completed:,.0f}/{task.total:,.0f} {task.fields[unit]}", markup=False),
             TextColumn("{task.fields[notes]}", markup=False),
+            # Two updates of PPO may be minutes apart.
+            speed_estimate_period=3600.0,
         )
         self._task: TaskID | None = None
 
     def start_step(self, step: str) -> None:
         """Show the next step, or another attempt of the same step."""
-        self._step = step
-        self._started, self._begun = time.monotonic(), time.time()
-        self._end_phase()
+        with self._lock:
+            self._step = step
+            self._started, self._begun = time.monotonic(), time.time()
+            self._end_phase()
 
     def warn(self, line: str) -> None:
         """Show a line as the last warning."""
@@ -58,6 +64,10 @@ class LivePanel:
 
     def __rich__(self) -> RenderableType:
         """Return the panel as it is now; the file is read again."""
+        with self._lock:
+            return self._draw()
+
+    def _draw(self) -> Panel:
         self._read_progress()
         seconds = time.monotonic() - self._started
         number = self._steps.index(self._step) + 1

@@ -76,7 +76,9 @@ def find_inputs(given: Settings) -> Settings:
 
 
 def trace_run(name: str, given: Settings, settings: Settings) -> Lineage:
-    """Return the lineage of a run: its code, settings, data, and the models from which it starts.
+    """Return the lineage of a run: its code, its settings, its data and the models it is given.
+
+    The tags of `start_from` are not part of it: a new champion alone starts no training.
 
     Args:
         name: id of the run.

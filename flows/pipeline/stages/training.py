@@ -5,7 +5,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +127,8 @@ def train_policy(
         later = train_all(log_update)
         return {**_move_policy(run, folder), **later, **_spent_on_rewards(run)}
 
+    # Once, for all results that are missing.
+    @cache
     def train_again() -> None:
         # The metrics of this training are those of the last policy, which are already logged.
         train_all(lambda update, metrics: None)

@@ -17,7 +17,7 @@ from pipeline.inputs.replayed_pairs import (
 from pipeline.inputs.row_digests import ROWS_FILE, digest_of_row, write_digests
 from pipeline.settings.settings import make_settings
 from ppo_core.data.rows.reader import Rows, read_rows
-from ppo_core.errors import DataError
+from ppo_core.errors import DataError, ModelError
 from tests.helpers.inputs.pipeline_inputs import tiny_table, write_rows
 
 
@@ -54,18 +54,27 @@ def test_without_old_pairs_nothing_is_left_out_and_the_digest_tells(tmp_path: Pa
 
 
 def test_if_no_pair_is_left_an_error_says_so(tmp_path: Path):
-    for number in range(20):
-        one = pairs(tmp_path, [number])
-        if not len(digests(one) & drawn(tmp_path, 20)):
-            with pytest.raises(DataError, match="all 1 pairs have trained the reward model"):
-                new_and_replayed(one, digests(one), seed=1)
-            return
-    pytest.fail("All of 20 pairs are replayed.")
+    one = pairs(tmp_path, [0])
+    with pytest.raises(DataError, match="all 1 pairs have trained the reward model"):
+        # Each seed replays the pair with a probability of a quarter.
+        for seed in range(20):
+            new_and_replayed(one, digests(one), seed=seed)
 
 
-def drawn(folder: Path, count: int) -> set[bytes]:
-    rows = pairs(folder, range(count))
-    return digests(new_and_replayed(rows, digests(rows), seed=1))
+def test_later_models_draw_other_pairs(tmp_path: Path):
+    first, second = digests(pairs(tmp_path, range(1000))), digests(pairs(tmp_path, range(1100)))
+    everything = pairs(tmp_path, range(1200))
+    drawn = [digests(new_and_replayed(everything, old, seed=1)) & first for old in (first, second)]
+    # Independent draws of a quarter have a quarter of each other.
+    assert len(drawn[0] & drawn[1]) / len(drawn[0]) == pytest.approx(REPLAYED, abs=0.1)
+
+
+def test_rows_that_cannot_be_read_are_an_error_that_names_the_folder(tmp_path: Path):
+    with pytest.raises(ModelError, match=r"has no readable rows\.parquet"):
+        read_start_rows(tmp_path)
+    (tmp_path / ROWS_FILE).write_text("no parquet")
+    with pytest.raises(ModelError, match=r"has no readable rows\.parquet"):
+        read_start_rows(tmp_path)
 
 
 def test_the_rows_of_a_start_come_down_to_the_versions_after_it(tmp_path: Path):

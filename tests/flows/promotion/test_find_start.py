@@ -87,7 +87,7 @@ def test_erased_rows_that_the_champion_has_seen_are_not_carried_on(settings, mod
     erasing = replace(settings, erase=write_rows(tmp_path / "erase.jsonl", [row]))
     found = find_start(erasing, version)
     assert found.start is None
-    assert "has learned from rows that erase names" in found.text
+    assert "has read rows that erase names" in found.text
     other = replace(settings, erase=write_rows(tmp_path / "other.jsonl", [{"prompt": "w9 w8 w7"}]))
     assert find_start(other, version).start is not None
 

@@ -652,3 +652,13 @@ def test_a_mask_of_numbers_weighs_the_values():
     assert masked_mean(values, tensor([[1.0, 3.0, 0.0]])).item() == 4.0
     assert masked_mean(values, tensor([[1, 0, 1]])).item() == 5.0
     assert masked_mean(values, torch.zeros(1, 3)).item() == 0.0
+
+
+def test_no_process_has_more_tokens_than_the_limit_of_its_share():
+    lengths = tensor([4096] + [3600] * 15)
+    parts = token_batches(lengths, 1, max_tokens=4096, processes=8)
+    assert sorted(index for part in parts for index in part.tolist()) == list(range(16))
+    for part in parts:
+        shares = [part[rank::8] for rank in range(8)]
+        assert max(len(share) for share in shares) * int(lengths[part].max()) <= 4096
+    assert [len(part) for part in parts] == [8, 8]
