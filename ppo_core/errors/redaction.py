@@ -20,6 +20,8 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from urllib.parse import quote, quote_plus, unquote
 
+from markupsafe import escape
+
 MASK = "(hidden)"
 """Text in the place of a secret; Metaflow would read asterisks as marks of bold text."""
 
@@ -212,5 +214,7 @@ def _forms(secret: str) -> set[str]:
     """Return the forms in which URLs, JSON, Python and HTML show a secret."""
     plain = {secret, unquote(secret)}
     quoted = {write(one) for one in plain for write in (quote, quote_plus, repr, json.dumps)}
-    quoted |= {quote(one, safe="") for one in plain} | {html.escape(one) for one in plain}
+    # Python's escapes of quotes are &#x27; and &quot;, those of Jinja &#39; and &#34;.
+    quoted |= {html.escape(one) for one in plain} | {str(escape(one)) for one in plain}
+    quoted |= {quote(one, safe="") for one in plain}
     return plain | {one.strip("\"'") for one in quoted}

@@ -37,6 +37,7 @@ def merged_copy(
         ModelError: there is no adapter of this name.
     """
     name = name or model.active_adapter
+    check_adapter(model, name)
     if is_quantized(model):
         weights = _dequantized(model)
     if weights is not None:

@@ -1,6 +1,12 @@
 """The redaction of texts."""
 
+import html
+import json
+from collections.abc import Callable
+from urllib.parse import quote, quote_plus
+
 import pytest
+from markupsafe import escape
 
 from ppo_core.errors import ModelError
 from ppo_core.errors.redaction import describe_secret, mask_secrets, redact
@@ -78,3 +84,10 @@ def test_a_harmless_setting_is_no_secret(harmless: str):
 def test_no_text_takes_long(unit: str):
     text = unit * (1_000_000 // len(unit))
     redact(text)
+
+
+@pytest.mark.parametrize("write", [html.escape, escape, json.dumps, repr, quote, quote_plus])
+def test_a_secret_is_hidden_however_a_text_writes_it(monkeypatch, write: Callable[[str], str]):
+    secret = "o'one \"two\" <three> & four"
+    monkeypatch.setenv("SERVICE_TOKEN", secret)
+    assert "two" not in redact(f"<p>{write(secret)}</p>")

@@ -435,6 +435,13 @@ def test_a_merged_copy_is_a_plain_model_and_the_adapted_one_is_left_as_it_was(me
         assert_close(logits(model, name), before)
 
 
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_merging_an_adapter_that_is_not_there_names_it(is_sharded: bool):
+    model = make_adapted("lora")
+    with pytest.raises(ModelError, match="'reward'"):
+        merged_copy(model, "reward", weights=model.state_dict() if is_sharded else None)
+
+
 @pytest.mark.parametrize("name", ["policy", "default"])
 def test_a_saved_adapter_loads_again_onto_the_base(tmp_path, name: str):
     model = add_adapter(make_policy("qwen2"), METHODS["lora"], name)
