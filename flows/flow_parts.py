@@ -2,7 +2,7 @@
 
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -115,10 +115,15 @@ RUN_COMMANDS = {"run", "resume"}
 """Commands that execute the steps of a flow on this machine."""
 
 
-def run_command(flow: type[FlowSpec], *, is_brief: bool = False) -> None:
+def run_command(
+    flow: type[FlowSpec], *, is_brief: bool = False, imported: Sequence[str] = ()
+) -> None:
     """Run the command line of a flow.
 
-    If `is_brief`, a run shows few lines of its steps, or a panel; see `run_terminal`.
+    Args:
+        flow: class of the flow.
+        is_brief: whether a run shows few lines of its steps, or a panel; see `run_terminal`.
+        imported: modules that a run imports once for all its steps; see `forked_steps`.
     """
     prepare_environment()
     try:
@@ -131,9 +136,14 @@ def run_command(flow: type[FlowSpec], *, is_brief: bool = False) -> None:
     explain_unknown_options(parameters)
     if set(COMMANDS) & set(sys.argv):
         quote_parameters(parameters)
-    if is_brief and RUN_COMMANDS & set(sys.argv):
-        # Imported here, because a step does not need it.
+    # The following modules are imported here, because a step does not need them.
+    is_run = bool(RUN_COMMANDS & set(sys.argv))
+    if is_run and is_brief:
         from metaflow_glue.run_terminal import show_run_briefly
 
         show_run_briefly(flow, sys.argv)
+    if is_run and imported:
+        from metaflow_glue.forked_steps import fork_steps
+
+        fork_steps(imported)
     flow()

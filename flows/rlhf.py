@@ -46,6 +46,20 @@ from ppo_core.io.atomic_files import explained_full_disk
 from retraining import alarms, lease_of_run
 from step_wrapper import RECORDS, alarms_of, phase, run_id
 
+IMPORTED = [
+    f"pipeline.stages.{stage}"
+    for stage in (
+        "start",
+        "models",
+        "validation",
+        "training",
+        "evaluation",
+        "registration",
+        "cards",
+    )
+]
+"""Modules that import nearly all that the steps need."""
+
 
 class machines_of_settings(FlowMutator):  # noqa: N801
     """Replace steps by those of `SeveralMachines` if the settings file has num_nodes above 1."""
@@ -430,4 +444,4 @@ def result_of_first_machine(flow: Any, inputs: Any) -> Any:
 
 
 if __name__ == "__main__":
-    run_command(RLHF, is_brief=True)
+    run_command(RLHF, is_brief=True, imported=IMPORTED)

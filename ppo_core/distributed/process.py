@@ -70,11 +70,16 @@ def end_with_parent() -> None:
     started_by = os.environ.get(PARENT)
     if sys.platform != "linux" or (started_by is None and _UNDER_TORCHRUN not in os.environ):
         return
+    end_with(os.getppid() if started_by is None else int(started_by))
+
+
+def end_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent, with this process id, ends; on Linux."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     # A parent that ended before the call sends no signal.
-    if started_by is not None and os.getppid() != int(started_by):
+    if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 
 

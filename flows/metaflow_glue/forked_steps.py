@@ -1,0 +1,142 @@
+"""Fork the steps of a run on this machine from a step server, which has imported everything.
+
+Each step is a process of its own, and its imports of torch, transformers and MLflow take 5 to 9
+seconds. The server imports them once. Steps on other machines are started as before.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from metaflow import runtime
+
+from metaflow_glue.step_server import NUMBER
+
+REMOTE = ("batch", "kubernetes")
+"""Commands of Metaflow before `step` that start the step elsewhere and wait for it."""
+
+
+def fork_steps(modules: Sequence[str]) -> None:
+    """Fork the steps of a Metaflow run from a step server.
+
+    Metaflow has no setting for how a step starts, so its runtime gets another module `subprocess`.
+    Linux only: elsewhere, a fork of a process that has imported native libraries may fail.
+
+    Args:
+        modules: modules that the server imports.
+    """
+    if sys.platform != "linux":
+        return
+    forking = ModuleType("subprocess")
+    vars(forking).update(vars(subprocess), Popen=StepServer(modules).start)
+    runtime.subprocess = forking
+
+
+class StepServer:
+    """A process that forks for each step; it starts with the first step."""
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        """Prepare a server that imports `modules`."""
+        self._modules = modules
+
+    def start(
+        self, argv: Sequence[str], env: Mapping[str, str], **options: Any
+    ) -> "ForkedStep | subprocess.Popen[bytes]":
+        """Start a step: Metaflow's call of `subprocess.Popen`.
+
+        A step of another Python is not forked, nor a step elsewhere, nor any step if the server has
+        died.
+        """
+        is_here = "step" in argv and argv[argv.index("step") - 1] not in REMOTE
+        step = self._fork(argv[1:], env) if is_here and argv[0] == sys.executable else None
+        return step or subprocess.Popen(argv, env=env, **options)
+
+    def _fork(self, argv: Sequence[str], env: Mapping[str, str]) -> "ForkedStep | None":
+        """Return a forked step, or None if the server has died."""
+        request = {"argv": argv, "environment": dict(env), "folder": os.getcwd()}
+        text = json.dumps(request).encode()
+        (output, to_output), (error, to_error) = os.pipe(), os.pipe()
+        status, to_status = socket.socketpair()
+        try:
+            streams = [to_status.fileno(), to_output, to_error]
+            socket.send_fds(self._channel, [len(text).to_bytes(NUMBER)], streams)
+            self._channel.sendall(text)
+        except OSError:
+            pass  # The empty answer below says that the server has died.
+        finally:
+            to_status.close()
+            os.close(to_output)
+            os.close(to_error)
+        step = ForkedStep(status, output, error)
+        return step if step.pid else None
+
+    @cached_property
+    def _channel(self) -> socket.socket:
+        """Start the server, and return the socket of its requests."""
+        here, there = socket.socketpair()
+        program = str(Path(__file__).with_name("step_server.py"))
+        with there:
+            subprocess.Popen(
+                [sys.executable, "-u", program, *self._modules],
+                stdin=there.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+        return here
+
+
+class ForkedStep:
+    """A forked step, with the part of the interface of `Popen` that Metaflow's runtime uses."""
+
+    def __init__(self, status: socket.socket, output: int, error: int) -> None:
+        """Wait until the server has forked; `pid` is 0 if the server has died.
+
+        Args:
+            status: socket on which the server sends the process id, and at the end the wait status.
+            output: file descriptor of what the step prints.
+            error: the same for its standard error.
+        """
+        self._status = status
+        self.stdout, self.stderr = os.fdopen(output, "rb"), os.fdopen(error, "rb")
+        self.pid = self._receive() or 0
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None while the step runs."""
+        self._status.setblocking(False)
+        try:
+            return self.wait()
+        except BlockingIOError:
+            return None
+        finally:
+            self._status.setblocking(True)
+
+    def wait(self) -> int:
+        """Wait for the end of the step, and return its exit code."""
+        if self.returncode is None:
+            status = self._receive()
+            # The kernel kills a step whose server was killed.
+            killed = -signal.SIGKILL
+            self.returncode = killed if status is None else os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def kill(self) -> None:
+        """Kill the step if it runs."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def _receive(self) -> int | None:
+        """Return the next number from the server, or None if the server has died."""
+        try:
+            number = self._status.recv(NUMBER)
+        except ConnectionError:
+            return None
+        return int.from_bytes(number) if number else None
