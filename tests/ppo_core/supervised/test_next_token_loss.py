@@ -159,6 +159,12 @@ def test_parameters_keep_the_names_that_checkpoints_have():
     assert names == [f"model.{name}" for name, _ in model.named_parameters()]
 
 
+def test_no_module_is_registered_twice():
+    # DeepSpeed adds its hooks for each name of a module.
+    objective = NextTokenLoss(make_policy())
+    assert len([*objective.named_modules(remove_duplicate=False)]) == len([*objective.modules()])
+
+
 def test_dropout_of_adapters_acts_on_the_fast_path():
     adapted = add_adapter(make_policy(), lora_config(target_modules=["q_proj"], lora_dropout=0.5))
     objective = NextTokenLoss(adapted)
