@@ -103,7 +103,7 @@ def _kept_base(size: SupervisedSize) -> int:
 
 
 def _activations(size: SupervisedSize) -> int:
-    """Bytes of activations, of bfloat16 copies of weights, and of the head's gradient and logits."""
+    """Bytes of activations, bfloat16 copies of weights, and the head's gradient and logits."""
     kept = kept_activations(
         size.model,
         size.tokens,
