@@ -267,12 +267,12 @@ class TrainingLoop:
         """Return this process's batches of a step; all processes have the same number of them.
 
         The processes share the rows of a pass, which have similar lengths. A process that gets no
-        row takes the longest one of the pass, with weight 0.
+        row takes the shortest one of the pass, with weight 0.
         """
         engine, data = self._engine, self._data
         parts = self._parts([self._order.lengths[row] for row in rows])
         own = [part[engine.rank :: engine.num_processes] for part in parts]
-        passed = [rest or part[:1] for rest, part in zip(own, parts, strict=True)]
+        passed = [rest or part[-1:] for rest, part in zip(own, parts, strict=True)]
         encoded = iter(data.rows.__getitems__([rows[n] for part in passed for n in part]))
         batches = []
         for part, counted in zip(passed, own, strict=True):
