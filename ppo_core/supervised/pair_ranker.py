@@ -120,7 +120,9 @@ class PairRanker(nn.Module):
         """
         classifier, backbone = self.classifier.eval(), self.backbone
         config = text_config(classifier.config)
-        _, longer, shorter = sequences_of([range(2, 30)], config, vocabulary=config.vocab_size)
+        _, longer, shorter = sequences_of(
+            [list(range(2, 30))], config, vocabulary=config.vocab_size
+        )
         texts = [longer, longer[:3] + shorter[3:]]
         pair, lengths = (part.to(classifier.device)[None] for part in pad_rows(texts))
         rows = zip(pair[0], lengths[0].tolist(), strict=True)

@@ -18,7 +18,7 @@ from ppo_core.config.script_arguments import ALL_LINEAR
 from ppo_core.models.loading import empty_model, load_tokenizer
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.ppo.schedule import Schedule
-from ppo_core.supervised.training_loop import TOKENS_ON_CPU
+from ppo_core.supervised.step_order import TOKENS_ON_CPU
 
 
 @dataclass(frozen=True, kw_only=True)

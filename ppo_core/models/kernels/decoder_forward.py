@@ -23,12 +23,15 @@ class Context(Protocol):
     positions: Tensor
     """(B or 1, S) position of each token in its sequence."""
 
-    mask: Tensor | None
-    """(B or 1, S, keys), -inf or 0, added to the attention scores. None if `masking` is CAUSAL and
-    PyTorch computes the attention, which needs no mask then."""
-
     masking: Masking
     """What the mask hides."""
+
+    @property
+    def mask(self) -> Tensor | None:
+        """(B or 1, S, keys), -inf or 0, added to the attention scores.
+
+        None if `masking` is CAUSAL and PyTorch computes the attention, which then needs no mask.
+        """
 
     def update(
         self, layer: int, keys: Tensor, values: Tensor, angles: Angles | None
