@@ -67,13 +67,14 @@ class Passes:
     def backward(self, experience: Experience, microbatch: Microbatch) -> Tensor:
         """Add the gradients of one microbatch; return its sums (len(SUMS),).
 
-        For an empty microbatch, the first sequence of the batch is passed with weight 0, because
+        For an empty microbatch, the shortest sequence of the batch is passed with weight 0, because
         every process must make the pass and have a gradient for every parameter.
         """
         sequences, weights = microbatch.sequences, microbatch.token_weights
         is_empty = len(sequences) == 0
         if is_empty:
-            sequences, weights = sequences.new_zeros(1), weights.new_zeros(1)
+            sequences = experience.rollout.row_lengths.argmin().view(1)
+            weights = weights.new_zeros(1)
         rows = experience.rollout.token_rows(sequences)
         tokens = CountedTokens.of(experience, sequences, rows, weights)
         objective = Objective(self.config, tokens)

@@ -224,11 +224,11 @@ def _own_microbatches(
         num_responses=len(counted),
         response_length=config.response_length,
     )
-    max_tokens = config.max_tokens_per_microbatch
     batches = token_batches(
         rollout.row_lengths[minibatch],
-        config.per_device_train_batch_size * engine.num_processes,
-        max_tokens=max_tokens and max_tokens * engine.num_processes,
+        config.per_device_train_batch_size,
+        max_tokens=config.max_tokens_per_microbatch,
+        processes=engine.num_processes,
     )
     own = [positions[engine.rank :: engine.num_processes] for positions in batches]
     return [

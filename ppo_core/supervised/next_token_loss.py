@@ -35,13 +35,16 @@ class NextTokenLoss(nn.Module):
         self.model = model
         self.backbone: DecoderBackbone | None = None
         try:
-            self.language_model = LanguageModel(plain_model(model))
+            language_model = LanguageModel(plain_model(model))
         except ModelError as error:
             logger.info("The logits of all tokens are computed. %s", error)
             return
-        if isinstance(backbone := self.language_model.backbone, DecoderBackbone):
-            backbone.passes_mask = True
-            self.backbone = backbone
+        if isinstance(language_model.backbone, DecoderBackbone):
+            language_model.backbone.passes_mask = True
+            self.backbone = language_model.backbone
+        # A bound method, because a module would register the model under a second name, and ZeRO-3
+        # would run its hooks for each name.
+        self._predict = language_model.predict
 
     def forward(
         self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor, weights: Tensor
@@ -69,7 +72,7 @@ class NextTokenLoss(nn.Module):
             targets=targets,
         )
         states = self.backbone.states(rows)
-        loss = self.language_model.predict(
+        loss = self._predict(
             states, rows, 1.0, lambda logprobs, part: -weight[part] * logprobs
         ).loss
         return loss, no_metrics

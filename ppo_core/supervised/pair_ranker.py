@@ -10,8 +10,11 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from ppo_core.algorithm.logits import at_least_fp32
+from ppo_core.data.batching import pad_rows
+from ppo_core.data.text_config import text_config
 from ppo_core.errors import ModelError
 from ppo_core.models.backbones import DecoderBackbone
+from ppo_core.rollout.decoding_check import check_padding, difference_of, relative, sequences_of
 
 
 def make_classifier(policy: PreTrainedModel, pad_token_id: int | None) -> PreTrainedModel:
@@ -61,7 +64,8 @@ class PairRanker(nn.Module):
         initial scores are near 0 (arXiv:2403.17031). With `keeps_head`, a trained head stays.
 
         Raises:
-            ModelError: the classifier has no linear layer `score` on a backbone.
+            ModelError: the classifier has no linear layer `score` on a backbone, or the states of a
+                padded batch differ from those of each text alone.
         """
         super().__init__()
         self.metrics = "accuracy", "margin"
@@ -70,6 +74,7 @@ class PairRanker(nn.Module):
             raise no_ranker(classifier, "it has no linear layer 'score' on the policy's backbone")
         self.classifier = classifier
         self.backbone = DecoderBackbone(classifier.base_model)
+        self._check_states()
         self._centering = center_rewards_coefficient
         if not keeps_head:
             nn.init.normal_(head.weight, std=1 / math.sqrt(head.in_features + 1))
@@ -96,7 +101,7 @@ class PairRanker(nn.Module):
         else:
             sequences, last = input_ids.flatten(0, 1)[given], lengths.flatten()[given] - 1
             number = torch.arange(len(given), device=given.device)
-            existing = self.score(self.backbone.states_at(sequences, number, last))
+            existing = self.score(self.backbone.states_at(sequences, number, last, last + 1))
             scores = existing.new_zeros(lengths.numel()).index_copy(0, given, existing)
         chosen, rejected = scores.view(-1, 2).unbind(1)
         losses = preference_losses(chosen, rejected, margins)
@@ -105,6 +110,28 @@ class PairRanker(nn.Module):
         # Sums of products, because autocast would round a product of vectors to bfloat16.
         sums = torch.stack([((differences > 0) * counted).sum(), (differences * counted).sum()])
         return (losses * weights).sum(), sums
+
+    @torch.no_grad()
+    def _check_states(self) -> None:
+        """Choose how a pair is computed, by a comparison with each text alone, as PPO does.
+
+        Raises:
+            ModelError: the states of the pair differ from those of each text alone.
+        """
+        classifier, backbone = self.classifier.eval(), self.backbone
+        config = text_config(classifier.config)
+        _, longer, shorter = sequences_of(
+            [list(range(2, 30))], config, vocabulary=config.vocab_size
+        )
+        texts = [longer, longer[:3] + shorter[3:]]
+        pair, lengths = (part.to(classifier.device)[None] for part in pad_rows(texts))
+        rows = zip(pair[0], lengths[0].tolist(), strict=True)
+        alone = torch.cat([backbone.hidden_states(row[None, :n])[:, -1] for row, n in rows])
+
+        def difference() -> float:
+            return difference_of(classifier, relative(backbone.last_states(pair, lengths), alone))
+
+        check_padding("reward model's states", classifier, backbone, difference)
 
     def units(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the number () of pairs of a batch whose weight is above 0.

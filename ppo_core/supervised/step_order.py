@@ -7,7 +7,14 @@ from dataclasses import dataclass
 import torch
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
+from ppo_core.data.batching import token_batches
 from ppo_core.supervised.supervised_config import SupervisedConfig
+
+TOKENS_ON_CPU = 1024
+"""Maximum number of tokens of a pass of a process on a CPU.
+
+Larger passes need more memory and are no faster, unless weights or gradients are sharded. If a row
+has more tokens, the maximum is the number of tokens of this row."""
 
 
 @dataclass(frozen=True)
@@ -62,3 +69,21 @@ class StepOrder:
 
     def _by_length(self, row: int) -> tuple[int, int]:
         return -self.lengths[row], row
+
+
+def passes_of_step(
+    tokens: Sequence[int], batch_size: int, *, device: torch.device, processes: int
+) -> list[list[int]]:
+    """Split the rows of a step into passes of all processes; return the numbers of the rows.
+
+    `tokens` are the tokens of each row. In a pass, a process has at most the tokens of `batch_size`
+    rows of the greatest length, and on a CPU at most `TOKENS_ON_CPU`.
+    """
+    longest = max(tokens)
+    most = batch_size * longest
+    if device.type == "cpu":
+        most = min(most, max(TOKENS_ON_CPU, longest))
+    parts = token_batches(
+        torch.tensor(tokens), batch_size, max_tokens=most, device=device, processes=processes
+    )
+    return [part.tolist() for part in parts]

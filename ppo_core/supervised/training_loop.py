@@ -20,7 +20,6 @@ from ppo_core.checkpointing.checkpointer import Checkpointer, SavePlan
 from ppo_core.checkpointing.fingerprint import Fingerprint, fingerprint
 from ppo_core.checkpointing.state_form import SUPERVISED_FORMS
 from ppo_core.checkpointing.training_state import TrainingState
-from ppo_core.data.batching import token_batches
 from ppo_core.distributed.engine import Engine
 from ppo_core.distributed.interruption import Interruption
 from ppo_core.errors import NotFiniteError, RunInterruptedError
@@ -33,7 +32,7 @@ from ppo_core.ppo.random_state import seed_global_generators
 from ppo_core.reporting.metrics_file import MetricsFile
 from ppo_core.supervised.checkpoint import Progress, SupervisedContents
 from ppo_core.supervised.lora import keep_frozen_in_bf16
-from ppo_core.supervised.step_order import StepOrder
+from ppo_core.supervised.step_order import StepOrder, passes_of_step
 from ppo_core.supervised.supervised_config import SupervisedConfig
 
 if TYPE_CHECKING:
@@ -58,12 +57,6 @@ LESS_MEMORY = (
     "adapters, or lower max_length, in a new output_dir."
 )
 """Advice in the error of a training that ran out of memory."""
-
-TOKENS_ON_CPU = 1024
-"""Maximum number of tokens of a pass of a process on a CPU.
-
-Larger passes need more memory and are no faster, unless weights or gradients are sharded. If a row
-has more tokens, the maximum is the number of tokens of this row."""
 
 Batch = dict[str, Tensor]
 
@@ -267,12 +260,17 @@ class TrainingLoop:
         """Return this process's batches of a step; all processes have the same number of them.
 
         The processes share the rows of a pass, which have similar lengths. A process that gets no
-        row takes the longest one of the pass, with weight 0.
+        row takes the shortest one of the pass, with weight 0.
         """
         engine, data = self._engine, self._data
-        parts = self._parts([self._order.lengths[row] for row in rows])
+        parts = passes_of_step(
+            [data.texts_per_row * self._order.lengths[row] for row in rows],
+            self._config.batch_size,
+            device=engine.device,
+            processes=engine.num_processes,
+        )
         own = [part[engine.rank :: engine.num_processes] for part in parts]
-        passed = [rest or part[:1] for rest, part in zip(own, parts, strict=True)]
+        passed = [rest or part[-1:] for rest, part in zip(own, parts, strict=True)]
         encoded = iter(data.rows.__getitems__([rows[n] for part in passed for n in part]))
         batches = []
         for part, counted in zip(passed, own, strict=True):
@@ -280,27 +278,6 @@ class TrainingLoop:
             batch["weights"] = float(bool(counted)) * batch.get("weights", torch.ones(len(part)))
             batches.append({name: t.to(engine.device) for name, t in batch.items()})
         return batches
-
-    def _parts(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Split the rows of a step into passes of all processes; return the numbers of the rows.
-
-        `lengths` are the lengths of the rows. In a pass, a process has at most the tokens of
-        `batch_size` rows of the greatest length, and on a CPU at most `TOKENS_ON_CPU`.
-        """
-        engine = self._engine
-        tokens = torch.tensor(lengths) * self._data.texts_per_row
-        longest = int(tokens.max())
-        most = self._config.batch_size * longest
-        if engine.device.type == "cpu":
-            most = min(most, max(TOKENS_ON_CPU, longest))
-        parts = token_batches(
-            tokens,
-            self._config.batch_size,
-            max_tokens=most,
-            device=engine.device,
-            processes=engine.num_processes,
-        )
-        return [part.tolist() for part in parts]
 
     def _count_step(self, sums: list[float], norm: float) -> float:
         """Count a step with its sums of losses, metrics and units; write a line if it is due.

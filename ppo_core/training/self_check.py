@@ -1,21 +1,19 @@
 """Compare the outputs of a run's models with the models' own forward pass of single sequences."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_core.data.batching import pad_rows
 from ppo_core.data.prompts import Tokens
 from ppo_core.data.text_config import text_config
 from ppo_core.distributed.engine import Engine
-from ppo_core.errors import ModelError
 from ppo_core.models.actor_critic import Critic
-from ppo_core.models.backbones import DecoderBackbone, Decoding
+from ppo_core.models.backbones import DecoderBackbone
 from ppo_core.models.policy import LanguageModel
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.ppo.model_bundle import ModelBundle
@@ -24,10 +22,11 @@ from ppo_core.rollout.decoding_check import (
     CHECKED_LENGTHS,
     DecodingCheck,
     OwnForward,
+    check_padding,
     choose_backend,
     difference_of,
-    limit_of,
     own_logprobs,
+    relative,
     sequences_of,
 )
 
@@ -132,7 +131,7 @@ def _check_language_model(
     def difference() -> float:
         return difference_of(model.model, model(rows, 1.0)[0] - own)
 
-    return _check_padding(f"{name}'s log-probabilities", model.model, model.backbone, difference)
+    return check_padding(f"{name}'s log-probabilities", model.model, model.backbone, difference)
 
 
 def _check_critic(critic: Critic, prompts: Sequence[Tokens]) -> float:
@@ -152,9 +151,9 @@ def _check_critic(critic: Critic, prompts: Sequence[Tokens]) -> float:
 
     def difference() -> float:
         given, own = (backbone.states(rows), states) if is_new else (critic(rows), values)
-        return difference_of(critic.model, _relative(given, own))
+        return difference_of(critic.model, relative(given, own))
 
-    return _check_padding("critic's values", critic.model, backbone, difference)
+    return check_padding("critic's values", critic.model, backbone, difference)
 
 
 def _check_reward_model(scorer: RewardModel, prompts: Sequence[Tokens]) -> float:
@@ -169,10 +168,10 @@ def _check_reward_model(scorer: RewardModel, prompts: Sequence[Tokens]) -> float
 
     def difference() -> float:
         scores = scorer.score_rows(ids, lengths) / scorer.gain + scorer.bias
-        return difference_of(scorer.model, _relative(scores, alone))
+        return difference_of(scorer.model, relative(scores, alone))
 
     backbone = scorer.backbone if scorer.lm_head is not None else None
-    return _check_padding("reward model's scores", scorer.model, backbone, difference)
+    return check_padding("reward model's scores", scorer.model, backbone, difference)
 
 
 def _own_score(scorer: RewardModel, ids: Tensor) -> Tensor:
@@ -181,45 +180,3 @@ def _own_score(scorer: RewardModel, ids: Tensor) -> Tensor:
         return scorer.model(input_ids=ids).logits[:, 0].float()
     assert scorer.lm_head is not None
     return scorer.lm_head(scorer.backbone.hidden_states(ids)[:, -1])[:, 0].float()
-
-
-def _relative(actual: Tensor, expected: Tensor) -> Tensor:
-    """Return the differences, divided by the largest absolute `expected` number if it exceeds 1."""
-    return ((actual - expected).float() / expected.float().abs().max().clamp(min=1)).flatten()
-
-
-def _check_padding(
-    numbers: str,
-    model: nn.Module,
-    backbone: object,
-    difference: Callable[[], float],
-) -> float:
-    """Return the difference of a padded pass, made in the first way that is accurate enough.
-
-    The backbone keeps this way.
-
-    Raises:
-        ModelError: the difference is too large in every way, even with a mask.
-    """
-    limit, found = limit_of(model), []
-    for _ in _ways(backbone):
-        found.append(difference())
-        if found[-1] <= limit:
-            return found[-1]
-    config: Any = model.config
-    raise ModelError(
-        f"The {numbers} would be wrong: in a padded batch, {type(model).__name__} (model type "
-        f"{config.model_type}) gives numbers that differ by {min(found):.2g} from those of each "
-        f"sequence alone. Allowed is {limit:.0e}. Use another model."
-    )
-
-
-def _ways(backbone: object) -> Iterator[None]:
-    """Set a backbone to each way of making a padded pass in turn, the fastest first."""
-    yield
-    if isinstance(backbone, DecoderBackbone):
-        if backbone.fastest is Decoding.FAST:
-            backbone.fastest = Decoding.PADDED
-        yield
-        backbone.passes_mask = True
-        yield

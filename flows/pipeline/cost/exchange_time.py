@@ -89,11 +89,12 @@ def ppo_exchange_seconds(
 
 
 def supervised_exchange_seconds(
-    size: SupervisedSize, speed: ExchangeSpeed, *, passes: int, steps: int
+    size: SupervisedSize, speed: ExchangeSpeed, *, passes: float, steps: int
 ) -> float:
     """Return the seconds of exchange in a supervised training.
 
-    `passes` is the number of passes in an optimizer step. `steps` is the number of optimizer steps.
+    `passes` is the mean number of passes in an optimizer step. `steps` is the number of optimizer
+    steps.
     """
     if size.processes == 1:
         return 0.0
@@ -107,7 +108,7 @@ def _step_exchange_seconds(
     speed: ExchangeSpeed,
     models: Sequence[ParameterCount],
     learning: Sequence[ParameterCount],
-    passes: int,
+    passes: float,
 ) -> float:
     """Return the seconds of exchange in an optimizer step of `passes` forward-backward passes."""
     reducing = sum(map(speed.reducing, learning))

@@ -3,8 +3,10 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
+from statistics import mean
 
 import pyarrow.compute
+import torch
 
 from pipeline.cost.estimated_cost import TrainingCost, describe_memory_of, describe_time_of
 from pipeline.cost.gpu_table import find_gpu, processes_on_a_machine
@@ -35,7 +37,12 @@ from ppo_core.data.rows.reader import Rows
 from ppo_core.models.files.saved_precision import half_precision
 from ppo_core.models.loading import count_parameters, load_config
 from ppo_core.ppo.schedule import Schedule, make_schedule
+from ppo_core.supervised.examples.sft_examples import IGNORED_LABEL
+from ppo_core.supervised.step_order import StepOrder, passes_of_step
 from ppo_core.supervised.supervised_config import SupervisedConfig
+
+SOME_STEPS = 32
+"""Number of optimizer steps whose passes are counted to estimate the time of all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +55,9 @@ class SupervisedRows:
     tokens: int
     """Number of tokens in one pass over the rows."""
 
+    counted: int
+    """Number of these tokens with a loss of the LM head; 0 for pairs."""
+
     longest: int
     """Number of tokens of the longest text."""
 
@@ -56,6 +66,17 @@ class SupervisedRows:
 
     optimizer_steps: int
     """Number of optimizer steps of the training."""
+
+    some_steps: Sequence[Sequence[int]]
+    """Tokens of each row in up to `SOME_STEPS` optimizer steps."""
+
+    def passes(self, batch_size: int, size: SupervisedSize) -> float:
+        """Return the mean number of passes of a process in an optimizer step."""
+        device = torch.device("cpu" if size.on_cpu else "cuda")
+        return mean(
+            len(passes_of_step(tokens, batch_size, device=device, processes=size.processes))
+            for tokens in self.some_steps
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -350,13 +371,13 @@ def _supervised_work(
 
     def seconds(size: TrainingSize, speed: Speed) -> float:
         assert isinstance(size, SupervisedSize)
-        rows_of_a_process = ceil(config.rows_per_step / size.processes)
         return supervised_seconds(
             size,
             speed,
             tokens=rows.tokens * rows.epochs,
+            counted=rows.counted * rows.epochs,
             optimizer_steps=rows.optimizer_steps,
-            passes=ceil(rows_of_a_process / config.batch_size),
+            passes=rows.passes(config.batch_size, size),
         )
 
     adapter = size.adapter or adapter_parameters(settings, config.lora.r or RANK)
@@ -400,7 +421,9 @@ def _sft_rows(data: RunData) -> SupervisedRows | None:
     if not data.settings.sft_data:
         return None
     rows = data.encoded_demonstrations()
-    return _supervised(rows, _tokens(rows, "input_ids"), data.settings.sft)
+    labels = pyarrow.compute.list_flatten(rows.table.with_format("arrow")["labels"])
+    counted = pyarrow.compute.sum(pyarrow.compute.not_equal(labels, IGNORED_LABEL)).as_py()
+    return _supervised(rows, _tokens(rows, "input_ids"), data.settings.sft, counted=counted)
 
 
 def _pair_rows(data: RunData) -> SupervisedRows | None:
@@ -416,16 +439,26 @@ def _judge_rows(data: RunData) -> SupervisedRows | None:
 
 def _pairs(rows: Rows, settings: Settings) -> SupervisedRows:
     tokens = _tokens(rows, "chosen") + _tokens(rows, "rejected")
-    return _supervised(rows, tokens, settings.reward_model_training)
+    return _supervised(rows, tokens, settings.reward_model_training, counted=0, texts=2)
 
 
-def _supervised(rows: Rows, tokens: int, config: SupervisedConfig) -> SupervisedRows:
+def _supervised(
+    rows: Rows, tokens: int, config: SupervisedConfig, *, counted: int, texts: int = 1
+) -> SupervisedRows:
+    lengths = rows.table["length"][:]
+    order = StepOrder.of(lengths, config)
+    steps = order.epoch(0)
     return SupervisedRows(
         rows=len(rows),
         tokens=tokens,
-        longest=max(rows.table["length"][:]),
+        counted=counted,
+        longest=max(lengths),
         epochs=config.num_epochs,
-        optimizer_steps=config.num_epochs * ceil(len(rows) / config.rows_per_step),
+        optimizer_steps=order.steps,
+        some_steps=[
+            [texts * lengths[row] for row in step]
+            for step in steps[:: ceil(len(steps) / SOME_STEPS)]
+        ],
     )
 
 

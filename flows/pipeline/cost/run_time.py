@@ -228,16 +228,22 @@ def ppo_seconds(
 
 
 def supervised_seconds(
-    size: SupervisedSize, speed: Speed, *, tokens: int, optimizer_steps: int, passes: int
+    size: SupervisedSize,
+    speed: Speed,
+    *,
+    tokens: int,
+    counted: int,
+    optimizer_steps: int,
+    passes: float,
 ) -> float:
     """Return the seconds of a supervised training on `tokens` tokens in all epochs together.
 
-    `passes` is the number of passes of a process in an optimizer step.
+    Of these tokens, `counted` have a loss of the LM head. `passes` is the mean number of passes of
+    a process in an optimizer step.
     """
-    own = tokens / size.processes
+    own, logit_tokens = tokens / size.processes, counted / size.processes
     shards = 1 if size.sharding in ("none", "ddp") else size.processes
     backward = Backward(recomputes=size.recomputes, is_frozen=bool(size.adapter))
-    logit_tokens = own if size.writes else 0
     number = optimizer_steps * passes
     training = _training(speed, size.model, own, logit_tokens, backward, number)
     exchange = supervised_exchange_seconds(size, speed, passes=passes, steps=optimizer_steps)
@@ -250,7 +256,7 @@ def _training(
     tokens: float,
     logit_tokens: float,
     backward: Backward,
-    passes: int,
+    passes: float,
 ) -> float:
     """Return seconds of `passes` forward and backward passes, with `tokens` tokens in all."""
     ways = 3 if backward.recomputes else 2

@@ -15,11 +15,10 @@ from ppo_core.config.placement import is_fast_in_bf16
 from ppo_core.config.reward_names import OWN, read_rewards
 from ppo_core.config.run_config import Sharding
 from ppo_core.config.script_arguments import ALL_LINEAR
-from ppo_core.models.kernels.attention import MAX_SCORES
 from ppo_core.models.loading import empty_model, load_tokenizer
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.ppo.schedule import Schedule
-from ppo_core.supervised.training_loop import TOKENS_ON_CPU
+from ppo_core.supervised.step_order import TOKENS_ON_CPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +154,8 @@ def _supervised_size(
         autocast=_computes_in_bf16(section.bf16, settings, model_size(model).width, processes),
         recomputes=section.gradient_checkpointing,
         tokens=tokens,
-        attended=longest * texts if longest**2 <= MAX_SCORES else 0,
+        longest=longest,
+        texts=texts,
         on_cpu=not processes.on_gpus,
     )
 

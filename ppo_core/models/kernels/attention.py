@@ -43,32 +43,33 @@ def attend(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
-    mask: Tensor,
+    mask: Tensor | None,
     scale: float,
     masking: Masking = Masking.ANY,
 ) -> Tensor:
     """Return softmax(scale * queries @ keys.T + mask) @ values, (B, T, H * E).
 
     queries are (B, H, T, E), keys and values (B, G, S, E), and mask is (B or 1, T, S). `masking`
-    must be true of the mask.
+    must be true of the mask. The mask may be None if PyTorch computes causal attention.
     """
     batch, heads, length, size = queries.shape
-    is_causal = masking is Masking.CAUSAL
     # PyTorch's attention would compute the scores that a branched mask hides.
     if masking is Masking.BRANCHED or uses_own_attention(length, keys.shape[2], queries.device):
         blocks = _blocks(length, keys.shape[2], masking)
+        assert mask is not None
         inputs = queries, keys, values, mask, scale, blocks
         if torch.is_grad_enabled():
             output: Tensor = _OwnAttention.apply(*inputs)  # type: ignore[no-untyped-call]
         else:
             output = _attend(*inputs).output
     else:
+        added = None if mask is None else mask[:, None].to(queries.dtype)
         output = torch.nn.functional.scaled_dot_product_attention(
             queries,
             keys,
             values,
-            attn_mask=None if is_causal else mask[:, None].to(queries.dtype),
-            is_causal=is_causal,
+            attn_mask=added,
+            is_causal=added is None,
             scale=scale,
             enable_gqa=heads != keys.shape[1],
         )

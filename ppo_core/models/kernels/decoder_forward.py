@@ -2,16 +2,17 @@
 
 The hidden states equal those of transformers' forward pass up to rounding, but take less time: no
 padding mask is needed, on a CPU the query heads that read the same keys share a matmul, and the
-last layer is computed only at the positions to be read.
+last layer is computed only at the positions to be read (its attention only if that is faster).
 """
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ppo_core.models.kernels.attention import Masking, attend, causal_mask
+from ppo_core.models.kernels.attention import Masking, attend, causal_mask, uses_own_attention
 from ppo_core.models.kernels.decoder_families import DecoderLayer, DecoderLayers
 from ppo_core.models.kernels.rotary import Angles, by_head
 
@@ -22,11 +23,15 @@ class Context(Protocol):
     positions: Tensor
     """(B or 1, S) position of each token in its sequence."""
 
-    mask: Tensor
-    """(B or 1, S, keys), -inf or 0, added to the attention scores."""
-
     masking: Masking
     """What the mask hides."""
+
+    @property
+    def mask(self) -> Tensor | None:
+        """(B or 1, S, keys), -inf or 0, added to the attention scores.
+
+        None if `masking` is CAUSAL and PyTorch computes the attention, which then needs no mask.
+        """
 
     def update(
         self, layer: int, keys: Tensor, values: Tensor, angles: Angles | None
@@ -41,11 +46,14 @@ class FullSequences:
     """Right-padded sequences (B, S) that are read completely; nothing is cached."""
 
     masking = Masking.CAUSAL
+    mask: Tensor | None = None
 
     def __init__(self, ids: Tensor) -> None:
         """Take token ids (B, S)."""
-        self.positions = torch.arange(ids.shape[1], device=ids.device)[None]
-        self.mask = causal_mask(ids.shape[1], ids.device)
+        length = ids.shape[1]
+        self.positions = torch.arange(length, device=ids.device)[None]
+        if uses_own_attention(length, length, ids.device):
+            self.mask = causal_mask(length, ids.device)
 
     def update(
         self, layer: int, keys: Tensor, values: Tensor, angles: Angles | None
@@ -112,18 +120,41 @@ def _layer_forward(
 ) -> Tensor:
     queries, keys, values = layer.project(layer.attention_norm(states))
     keys, values = context.update(number, keys, values, angles)
-    if selected is None:
+    if selected is None or _all_attend(context, selected, states):
         queries = by_head(queries, angles)
         attended = attend(queries, keys, values, context.mask, layer.scale, context.masking)
-        return layer.finish(states, attended)
-    sequences, positions, column = selected.by_sequence(len(states))
-    if angles is not None:
-        angles = Angles(*(_at(angle, sequences, positions) for angle in angles))
-    queries = by_head(queries[sequences, positions], angles)
-    mask = _at(context.mask, sequences, positions)
-    attended = attend(queries, keys, values, mask, layer.scale)
+        if selected is None:
+            return layer.finish(states, attended)
+        column = selected.position
+    else:
+        sequences, positions, column = selected.by_sequence(len(states))
+        if angles is not None:
+            angles = Angles(*(_at(angle, sequences, positions) for angle in angles))
+        queries = by_head(queries[sequences, positions], angles)
+        mask = _mask_at(context, sequences, positions)
+        attended = attend(queries, keys, values, mask, layer.scale)
     sequence, position = selected.sequence, selected.position
     return layer.finish(states[sequence, position], attended[sequence, column])
+
+
+def _all_attend(context: Context, selected: Selection, states: Tensor) -> bool:
+    """Return whether all queries attend in the last layer, and the selected ones are then picked.
+
+    For several queries in long sequences, PyTorch's causal attention needs less memory than its
+    attention with a mask.
+    """
+    batch, length, _ = states.shape
+    queries = math.ceil(len(selected.sequence) / batch)
+    needs_mask = uses_own_attention(queries, length, states.device)
+    return context.masking is Masking.CAUSAL and queries > 1 and not needs_mask
+
+
+def _mask_at(context: Context, sequences: Tensor, positions: Tensor) -> Tensor:
+    """Return the mask (B, T, keys) of the queries at some positions, both (B, T)."""
+    if context.mask is not None:
+        return _at(context.mask, sequences, positions)
+    is_later = context.positions > positions[..., None]
+    return torch.zeros(is_later.shape, device=positions.device).masked_fill_(is_later, -torch.inf)
 
 
 def _at(values: Tensor, sequences: Tensor, positions: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from pipeline.cost.run_time import (
     Backward,
     TableSpeed,
     ppo_seconds,
+    supervised_seconds,
 )
 from pipeline.cost.training_sizes import Processes, _without_head, ppo_size
 from pipeline.settings.hardware_config import HardwareConfig
@@ -24,8 +25,9 @@ from pipeline.settings.settings import make_settings
 from ppo_core.errors import ConfigError
 from ppo_core.models.loading import load_policy
 from ppo_core.ppo.schedule import Schedule, make_schedule
+from ppo_core.supervised import step_order
 from ppo_core.training.precision import trains_in_bf16
-from tests.helpers.inputs.pipeline_inputs import tiny_table, write_model
+from tests.helpers.inputs.pipeline_inputs import tiny_table, write_model, write_rows
 from tests.helpers.models.published_sizes import LLAMA, table, trainings
 from tests.helpers.paths import ROOT
 
@@ -145,6 +147,38 @@ def test_the_time_of_ppo_on_a_gpu_by_hand():
     faster = replace(H100, bf16=2 * 989e12, bandwidth=2 * 3350e9, link=2 * 450e9)
     halved = (seconds - 10 * drawn) / 2 + 10 * drawn
     assert seconds_of(ppo, replace(speed, gpu=faster)) == pytest.approx(halved)
+
+
+def test_only_tokens_with_a_loss_meet_the_head_in_sft():
+    size = trainings(LLAMA["8B"][0])[0].size
+    speed = TableSpeed(gpu=H100, autocast=True, processes=8, machines=1, sharding="fsdp2")
+
+    def seconds(counted: int) -> float:
+        given = {"tokens": 8 * 10**6, "optimizer_steps": 1, "passes": 1.0}
+        return supervised_seconds(size, speed, counted=counted, **given)
+
+    # A million tokens of a GPU, 525,336,576 weights, forward and twice as much backward.
+    head = 3 * 2 * 10**6 * 525_336_576 / (PEAK_SHARE * 989e12)
+    assert seconds(8 * 10**6) - seconds(0) == pytest.approx(head)
+
+
+def test_the_counted_tokens_and_the_passes_of_a_supervised_training_by_hand(tmp_path, monkeypatch):
+    monkeypatch.setattr(step_order, "TOKENS_ON_CPU", 50)
+    prompt, words = "w1 w2 w3", " ".join(["w4"] * 16)
+    rows = [{"prompt": prompt, "completion": words}] * 8
+    table = tiny_table(tmp_path) | {"sft_data": write_rows(tmp_path / "long.jsonl", rows)}
+    table["sft"] = table["sft"] | {"batch_size": 8}
+    sft = measure_run(make_settings(table, {}), has_champion=False).sft
+    # The end-of-sequence token is the 17th of a completion.
+    assert sft is not None
+    assert (sft.tokens, sft.counted) == (8 * 20, 8 * 17)
+
+    def passes(processes: int, *, on_cpu: bool) -> float:
+        size = trainings(LLAMA["1B"][0])[0].size
+        return sft.passes(8, replace(size, on_cpu=on_cpu, processes=processes))
+
+    # A pass has two rows of a process, and 4 of two processes; on a GPU the batch is one pass.
+    assert (passes(1, on_cpu=True), passes(2, on_cpu=True), passes(1, on_cpu=False)) == (4, 2, 1)
 
 
 def test_decoding_is_bound_by_launches_or_by_the_memory_by_hand():

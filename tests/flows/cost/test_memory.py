@@ -163,10 +163,32 @@ def test_supervised_training_by_hand():
     size = SupervisedSize(model=MODEL, writes=True, tokens=7)
     (step,) = supervised_phases(size)
     assert (step.weights, step.gradients, step.optimizer) == (4_000, 4_000, 8_000)
-    # Activations as in PPO, and the logits of 7 tokens, which are fewer than a chunk.
-    assert step.activations == 7 * 4 * 210 * 2 + 4 * 7 * 20
+    # Activations as in PPO, the head's gradient, and the logits of 7 tokens, fewer than a chunk.
+    assert step.activations == 7 * 4 * 210 * 2 + 4 * 10 * 20 + 4 * 7 * 20
     (ranked,) = supervised_phases(replace(size, writes=False))
     assert ranked.activations == 7 * 4 * 210 * 2
+    # A frozen head has no gradient, and sharded gradients are counted with the layers.
+    (adapted,) = supervised_phases(replace(size, adapter=50))
+    assert adapted.activations == 7 * 4 * (210 + 6 * 10 + 30) * 2 + 4 * 7 * 20
+    (sharded,) = supervised_phases(replace(size, sharding="fsdp2", processes=2))
+    gathered = 2 * 4 * (2 * 400 + 200)
+    assert sharded.activations == 7 * 4 * 210 * 2 + 4 * 7 * 20 + gathered
+
+
+def test_short_texts_keep_attention_weights_beside_longer_ones():
+    size = SupervisedSize(
+        model=MODEL, writes=False, tokens=1_024, longest=256, texts=2, on_cpu=True
+    )
+    # A pass of pairs of 256 tokens: 1,024 tokens x (512 + 64) / 2 keys x 2 heads x 2 layers.
+    expected = 1_024 * 4 * 210 * 2 + 4 * 1_024 * 288 * 2 * 2
+    for longest in (256, 400):
+        step = supervised_phases(replace(size, longest=longest))[0]
+        assert step.activations == expected
+    # Of a row of PPO: 1,024 tokens x (256 + 64) / 2 keys x 2 heads x 2 layers.
+    longer = replace(SIZE, on_cpu=True, prompt_tokens=396, trained_tokens=1_024)
+    update = phases(longer)[2]
+    attended = 4 * 1_024 * 160 * 2 * 2
+    assert update.activations == 1_024 * 4 * 210 * 2 + attended + 4 * 10 * 20 + TRAINED
 
 
 def test_each_further_reward_model_is_held_and_the_largest_scores():

@@ -24,7 +24,7 @@ from ppo_core.ppo.objective import SUMS
 from ppo_core.ppo.optimizer import parameter_groups
 from ppo_core.ppo.ptx import PretrainingTexts, joined_texts
 from ppo_core.ppo.schedule import make_schedule, make_scheduler
-from ppo_core.ppo.update import TrainState, UpdateProgress, update_policy
+from ppo_core.ppo.update import TrainState, UpdateProgress, _own_microbatches, update_policy
 from tests.helpers.models.rollouts import make_rollout, row_of
 from tests.helpers.models.tiny import VOCABULARY, make_policy, make_prompts
 
@@ -340,6 +340,41 @@ def test_large_layers_are_multiplied_by_onednn_on_the_way_back(
     train_state = dataclasses.replace(make(), engine=engine)
     update_policy(train_state, experience, config, make_progress(config, experience))
     assert engine.by_onednn == [is_large] * ways_back
+
+
+class ProcessOf(Engine):
+    """An engine that shares batches as one of several processes."""
+
+    rank, num_processes = 0, 1
+
+    def __init__(self, rank: int, num_processes: int) -> None:
+        super().__init__()
+        self.rank, self.num_processes = rank, num_processes
+
+
+def test_no_process_has_more_tokens_in_a_pass_than_the_limit():
+    rollout = make_experience().rollout
+    config = make_config(max_tokens_per_microbatch=20)
+    engines = [ProcessOf(rank, 2) for rank in (0, 1)]
+    shares = [_own_microbatches(rollout, torch.arange(8), config, engine) for engine in engines]
+    assert len(shares[0]) == len(shares[1])
+    passes = [part.sequences for share in shares for part in share]
+    assert sorted(torch.cat(passes).tolist()) == list(range(8))
+    assert all(len(part) * int(rollout.row_lengths[part].max()) <= 20 for part in passes)
+
+
+def test_a_process_without_a_row_passes_the_shortest_one_and_changes_nothing():
+    train_state, widths = make_train_state(), []
+    embedding = train_state.actor_critic.policy.model.model.embed_tokens
+    embedding.register_forward_hook(lambda _, inputs, out: widths.append(inputs[0].shape[1]))
+    config, experience = make_config(batch_size=9, total_episodes=9), make_experience()
+    train_state.engine = ProcessOf(rank=8, num_processes=9)
+    before = [p.detach().clone() for p in train_state.module.parameters()]
+    update_policy(train_state, experience, config, make_progress(config, experience))
+    # Of the 8 rows, the first has 8 tokens, and the last has 3.
+    assert widths and {*widths} == {3}
+    for weight, parameter in zip(before, train_state.module.parameters(), strict=True):
+        assert_close(parameter.detach(), weight, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("how", ["token", "sequence", "fixed_length"])

@@ -1,15 +1,20 @@
 """The loss of SFT by PPO's passes, against transformers' forward pass and cross entropy."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     Gemma2Config,
+    LlamaConfig,
     LlamaForCausalLM,
     PreTrainedConfig,
+    PreTrainedModel,
 )
 
 from ppo_core.models.adapters import add_adapter, lora_config
@@ -49,22 +54,30 @@ class Shifted(LlamaForCausalLM):
         return output
 
 
-def expected_loss(model: torch.nn.Module) -> torch.Tensor:
+def expected_loss(
+    model: PreTrainedModel, examples: list[Any], weights: torch.Tensor
+) -> torch.Tensor:
     """Return the weighted loss, by one unpadded forward pass for each example."""
-    total = torch.zeros((), dtype=model.dtype)
-    for example, weight in zip(EXAMPLES, WEIGHTS, strict=True):
-        logits = model(input_ids=torch.tensor([example["input_ids"]])).logits[0, :-1]
-        labels = torch.tensor(example["labels"][1:])
-        total = total + weight * cross_entropy(logits, labels, reduction="sum")
+    total = torch.zeros((), dtype=model.dtype, device=model.device)
+    for example, weight in zip(examples, weights.tolist(), strict=True):
+        ids, labels = (torch.tensor(part, device=model.device) for part in example.values())
+        logits = model(input_ids=ids[None]).logits[0, :-1]
+        total = total + weight * cross_entropy(logits, labels[1:], reduction="sum")
     return total
 
 
-def assert_same(objective: NextTokenLoss, model: torch.nn.Module) -> None:
-    loss, _ = objective(**collate_examples(EXAMPLES), weights=WEIGHTS)
+def assert_same(
+    objective: NextTokenLoss,
+    model: PreTrainedModel,
+    examples: list[Any] = EXAMPLES,
+    weights: torch.Tensor = WEIGHTS,
+) -> None:
+    batch = {**collate_examples(examples), "weights": weights}
+    loss, _ = objective(**{name: tensor.to(model.device) for name, tensor in batch.items()})
     loss.backward()
     found = [parameter.grad for parameter in model.parameters()]
     model.zero_grad()
-    expected = expected_loss(model)
+    expected = expected_loss(model, examples, weights)
     expected.backward()
     assert_close(loss, expected.to(loss.dtype), rtol=0, atol=1e-4)
     for ours, parameter in zip(found, model.parameters(), strict=True):
@@ -90,10 +103,66 @@ def test_a_model_with_other_logits_trains_by_its_own_forward_pass():
     assert_same(objective, model)
 
 
+class LargestTensor(TorchDispatchMode):
+    """Records the number of elements of the largest tensor that an operation returns."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        made = function(*args, **kwargs or {})
+        for one in made if isinstance(made, tuple | list) else [made]:
+            if isinstance(one, torch.Tensor):
+                self.numel = max(self.numel, one.untyped_storage().nbytes() // one.itemsize)
+        return made
+
+
+def long_example(length: int) -> dict[str, list[int]]:
+    """Return an example of 4 prompt tokens and a long response."""
+    ids = [3 + n * n % 50 for n in range(length)]
+    return {"input_ids": ids, "labels": [-100] * 4 + ids[4:]}
+
+
+def long_model() -> LlamaForCausalLM:
+    """Return a model for long texts whose query heads share keys."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=16_384,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def test_the_loss_of_long_texts_is_that_of_each_text_alone():
+    model = long_model()
+    weights = torch.tensor([1 / 300, 0.25])
+    assert_same(NextTokenLoss(model), model, [long_example(300), EXAMPLES[0]], weights)
+
+
+@pytest.mark.parametrize("length", [300, 600])
+def test_no_tensor_of_a_long_text_grows_with_the_square_of_its_length(length):
+    objective = NextTokenLoss(long_model())
+    batch = collate_examples([long_example(length)])
+    with LargestTensor() as largest:
+        objective(**batch, weights=torch.ones(1))[0].backward()
+    # The activations of the MLP are the largest; a mask would have length**2 elements.
+    assert largest.numel == length * 64
+
+
 def test_parameters_keep_the_names_that_checkpoints_have():
     model = make_policy()
     names = [name for name, _ in NextTokenLoss(model).named_parameters()]
     assert names == [f"model.{name}" for name, _ in model.named_parameters()]
+
+
+def test_no_module_is_registered_twice():
+    # DeepSpeed adds its hooks for each name of a module.
+    objective = NextTokenLoss(make_policy())
+    assert len([*objective.named_modules(remove_duplicate=False)]) == len([*objective.modules()])
 
 
 def test_dropout_of_adapters_acts_on_the_fast_path():

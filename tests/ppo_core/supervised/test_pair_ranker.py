@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from transformers import (
 
 from pipeline.demo.task import write_base_model
 from ppo_core.errors import ModelError
+from ppo_core.models import backbones
+from ppo_core.models.backbones import Decoding
 from ppo_core.models.loading import load_policy
 from ppo_core.supervised.examples.reward_pairs import collate_pairs
 from ppo_core.supervised.pair_ranker import (
@@ -155,6 +158,47 @@ def test_scores_do_not_depend_on_padding_neighbours_or_pad_tokens_in_the_text(ba
         for ids, length in zip(pairs.flatten(0, 1), lengths.flatten().tolist(), strict=True)
     ]
     assert_close(together, torch.cat(alone), rtol=0, atol=1e-6)
+
+
+def test_a_ranker_whose_fast_states_differ_uses_the_forward_pass_of_transformers(monkeypatch):
+    rows = [{"chosen": [3, 4, 1], "rejected": [3, 5], "margin": 0.0}]
+    fast = PairRanker(make_classifier(), keeps_head=True)
+    assert fast.backbone.fastest is Decoding.FAST
+    assert not fast.backbone.passes_mask
+    expected, _ = fast(**collate_pairs(rows), weights=torch.ones(1))
+    own = backbones.last_states
+    monkeypatch.setattr(backbones, "last_states", lambda *inputs: own(*inputs).roll(1, dims=0))
+    ranker = PairRanker(make_classifier(), keeps_head=True)
+    assert ranker.backbone.fastest is Decoding.PADDED
+    loss, _ = ranker(**collate_pairs(rows), weights=torch.ones(1))
+    assert_close(loss, expected, rtol=0, atol=1e-6)
+
+
+def test_a_ranker_that_sees_padding_gets_a_mask_for_pairs_and_single_responses():
+    classifier = make_classifier()
+
+    def count(_, args: tuple, inputs: dict, output: Any) -> None:
+        mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
+        output.last_hidden_state *= mask.sum(dim=1)[:, None, None]
+
+    classifier.base_model.register_forward_hook(count, with_kwargs=True)
+    ranker = PairRanker(classifier)
+    assert ranker.backbone.passes_mask
+    rows = [
+        {"chosen": [3, 4, 1], "rejected": [3, 5], "margin": 0.0, "weight": 1.0},
+        {"chosen": [6, 7, 8, 1], "rejected": [], "margin": 0.0, "weight": 1.0},
+    ]
+    together, _ = ranker(**collate_pairs(rows))
+    alone = sum(ranker(**collate_pairs([row]))[0] for row in rows)
+    assert_close(together, alone, rtol=0, atol=1e-6)
+
+
+def test_a_ranker_whose_scores_depend_on_the_other_texts_is_refused():
+    classifier = make_classifier()
+    layer = classifier.base_model.layers[0]
+    layer.register_forward_hook(lambda _, inputs, out: out - out.mean(dim=0, keepdim=True))
+    with pytest.raises(ModelError, match=r"reward model's states would be wrong.*model type llama"):
+        PairRanker(classifier)
 
 
 def test_the_head_starts_at_the_published_scale(base):

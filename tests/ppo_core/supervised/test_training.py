@@ -24,7 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from pipeline.demo.task import write_base_model
 from ppo_core.data.rows.encoding import encode_row
 from ppo_core.errors import ConfigError, DataError, TrainingError
-from ppo_core.supervised import training_loop
+from ppo_core.supervised import step_order
 from ppo_core.supervised.examples.reward_pairs import pair_encoding
 from ppo_core.supervised.supervised_config import SupervisedConfig
 from ppo_core.supervised.training import train_reward_model, train_sft
@@ -124,7 +124,7 @@ def test_passes_of_few_tokens_give_the_weights_of_large_ones(
 
     monkeypatch.setattr(TrainingLoop, "_own_batches", noted)
     for name, tokens in (("large", 1024), ("small", 40)):
-        monkeypatch.setattr(training_loop, "TOKENS_ON_CPU", tokens)
+        monkeypatch.setattr(step_order, "TOKENS_ON_CPU", tokens)
         passes.clear()
         metrics = train(base, rows * 5, config, tmp_path / name)
         assert metrics["rows"] == len(rows) * 5
@@ -136,7 +136,7 @@ def test_passes_of_few_tokens_give_the_weights_of_large_ones(
 
 
 def test_the_bar_counts_rows_and_moves_within_a_step(base, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(training_loop, "TOKENS_ON_CPU", 40)
+    monkeypatch.setattr(step_order, "TOKENS_ON_CPU", 40)
     monkeypatch.setattr("ppo_core.io.progress_bar.SECONDS_BETWEEN_LINES", 0.0)
     monkeypatch.setattr("ppo_core.io.progress_bar.LINES_PER_PHASE", 20)
     train_sft(base, EXAMPLES * 5, settings(batch_size=6, num_epochs=2), tmp_path / "sft")

@@ -21,7 +21,6 @@ from pipeline.cost.memory.sizes import (
     largest,
     passing_activations,
 )
-from ppo_core.models.kernels.attention import MAX_SCORES
 from ppo_core.models.kernels.packed_linear import MAX_NUMEL, MIN_PASSES
 
 
@@ -277,7 +276,7 @@ def _kept(size: PPOSize, model: ModelSize) -> int:
         recomputes=size.recomputes,
         adapted=bool(size.adapter) and model is size.policy,
     )
-    length = size.prompt_tokens + size.response_tokens
-    if not size.on_cpu or size.shards_weights or size.recomputes or length**2 > MAX_SCORES:
+    if not size.on_cpu or size.shards_weights or size.recomputes:
         return kept
-    return kept + attention_weights(model, size.trained_tokens, length)
+    longest = size.prompt_tokens + size.response_tokens
+    return kept + attention_weights(model, size.trained_tokens, longest)

@@ -6,10 +6,11 @@ its tensors.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import isqrt
 
 from ppo_core.config.run_config import Sharding
 from ppo_core.distributed.strategy import SHARD_WEIGHTS
-from ppo_core.models.kernels.attention import BLOCK
+from ppo_core.models.kernels.attention import BLOCK, MAX_SCORES
 from ppo_core.models.lm_head import LOGITS_PER_CHUNK
 
 FP32, BF16 = 4, 2
@@ -214,12 +215,14 @@ def passing_activations(model: ModelSize, tokens: int, *, autocast: bool) -> int
     return tokens * (4 * FP32 * model.width + 3 * inside * model.mlp_width)
 
 
-def attention_weights(model: ModelSize, tokens: int, length: int) -> int:
-    """Return bytes of the attention weights that `kernels.attention` keeps for texts of `length`.
+def attention_weights(model: ModelSize, tokens: int, longest: int, texts: int = 1) -> int:
+    """Return bytes of the attention weights that `kernels.attention` keeps in a pass of `tokens`.
 
-    Under a causal mask, the kernel computes blocks of queries, each with the keys up to the end of
-    its block.
+    A row has several `texts` of up to `longest` tokens. The kernel computes blocks of queries, each
+    with the keys of its row up to the end of its block. PyTorch computes the attention of texts
+    that are too long for the kernel; shorter texts have passes of their own.
     """
+    length = texts * min(longest, isqrt(MAX_SCORES))
     keys = min(length, (length + BLOCK) // 2)
     return FP32 * tokens * keys * model.heads * model.layers
 

@@ -39,9 +39,11 @@ class SupervisedSize(Shards):
     """Tokens in a forward and backward pass of a process, including padding and both texts of a
     pair."""
 
-    attended: int = 0
-    """Tokens of the longest row, with both texts of a pair; 0 if `kernels.attention` does not
-    compute its attention."""
+    longest: int = 0
+    """Tokens of the longest text."""
+
+    texts: int = 1
+    """Texts of a row: 1, or 2 for a pair."""
 
     on_cpu: bool = False
     """Whether the processes compute on the CPU. Loading models and copying checkpoints then use the
@@ -101,7 +103,7 @@ def _kept_base(size: SupervisedSize) -> int:
 
 
 def _activations(size: SupervisedSize) -> int:
-    """Bytes of activations, of bfloat16 copies of weights, and of a chunk of logits."""
+    """Bytes of activations, bfloat16 copies of weights, and the head's gradient and logits."""
     kept = kept_activations(
         size.model,
         size.tokens,
@@ -110,7 +112,9 @@ def _activations(size: SupervisedSize) -> int:
         adapted=bool(size.adapter),
     )
     if size.on_cpu and not (size.shards_weights or size.recomputes):
-        kept += attention_weights(size.model, size.tokens, size.attended)
+        kept += attention_weights(size.model, size.tokens, size.longest, size.texts)
     if size.writes:
+        if not (size.adapter or size.shards_weights):
+            kept += FP32 * size.model.width * size.model.vocabulary  # gradient of the head
         kept += chunk_of_logits(size.model, size.tokens, autocast=size.autocast)
     return kept + (BF16 * size.trained if size.autocast else 0)

@@ -119,6 +119,17 @@ def test_states_and_gradients_are_those_of_transformers(family, max_scores, bloc
     assert_same_states_and_gradients(backbone, backbone)
 
 
+@pytest.mark.parametrize("family", PLAIN)
+def test_last_states_by_the_attention_of_pytorch_are_those_of_transformers(family, monkeypatch):
+    monkeypatch.setattr(attention, "MAX_SCORES", 0)
+    backbone = make_backbone(PLAIN[family])
+    ids, lengths = pad_rows(make_prompts(LENGTHS))
+    actual = states_at(fast_path(backbone), ids, torch.arange(3), lengths - 1)
+    rows = zip(ids, LENGTHS, strict=True)
+    expected = [backbone(row[None, :n]).last_hidden_state[0, -1] for row, n in rows]
+    assert_close(actual, torch.stack(expected), rtol=0, atol=1e-9)
+
+
 def test_states_and_gradients_with_an_adapter_are_those_of_transformers():
     settings = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"])
     model = add_adapter(make_policy(), settings).double()
