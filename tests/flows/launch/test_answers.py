@@ -76,6 +76,7 @@ def test_a_server_gives_the_greedy_answers_of_the_policy(tmp_path, server):
     assert len(server.completions) - 1 == 8 + len(job.prompts)
 
 
+@pytest.mark.slow
 def test_the_divergence_of_a_servers_answers_is_the_policys(tmp_path, server):
     job = job_of(tmp_path, prompts=[f"w{n % 9} w{n % 7}" for n in range(300)])
     here = run_answer_job(job)

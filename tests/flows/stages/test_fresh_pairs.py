@@ -26,6 +26,7 @@ from tests.helpers.inputs.pipeline_inputs import tiny_table, write_model, write_
 from tests.helpers.models.chat import make_chat_tokenizer
 from tests.helpers.models.chat import say as chat
 from tests.helpers.servers.fault_server import Behavior, Request, fault_server, say
+from tests.helpers.slow_cases import slow
 
 LABELLER = """
 from pathlib import Path
@@ -113,6 +114,7 @@ def contradicting(folder: Path, **changes: Any) -> dict[str, Any]:
     return table | {"reward_model_training": training}
 
 
+@pytest.mark.slow
 def test_the_better_reward_model_on_held_out_pairs_of_samples_is_used(
     tmp_path: Path, start, capsys
 ):
@@ -128,7 +130,7 @@ def test_the_better_reward_model_on_held_out_pairs_of_samples_is_used(
     assert Path(model.path).name.startswith(f"{FRESH}-")
 
 
-@pytest.mark.parametrize("labeller", ["a judge", "people"])
+@pytest.mark.parametrize("labeller", [*slow("a judge"), "people"])
 def test_nobody_is_asked_for_labels_that_would_gain_little(
     tmp_path: Path, start, capsys, labeller: str
 ):

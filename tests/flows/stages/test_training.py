@@ -20,6 +20,7 @@ from pipeline.stages.training import _decides_the_result, train_policy
 from ppo_core.checkpointing.folders import saved_policies
 from ppo_core.io.folder_cache import digest_of, digest_of_folder
 from tests.helpers.inputs.pipeline_inputs import tiny_table, write_model
+from tests.helpers.slow_cases import slow
 
 VALIDATION = ValidatedReward(
     fit=True, accepted_by_hand=False, reasons=[], bias=0.123456, gain=1.0, report_file=""
@@ -131,6 +132,7 @@ def trainings(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return jobs
 
 
+@pytest.mark.slow
 def test_earlier_policies_are_made_once_and_leave_the_folder_of_the_run(
     settings, keeping, models, monkeypatch
 ):
@@ -171,7 +173,7 @@ class KilledError(Exception):
     """Stands for a kill of the process."""
 
 
-@pytest.mark.parametrize("place", ["before", pytest.param("while", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("place", slow("before", "while"))
 def test_a_run_that_is_killed_after_its_ppo_has_all_earlier_policies(
     place: str, keeping, models, monkeypatch
 ):

@@ -150,6 +150,7 @@ def deployed_and_triggered(
     return of_argo(template, given).store(folder, variables)
 
 
+@pytest.mark.slow
 def test_parameters_that_are_not_given_are_none_and_settings_arrive_as_they_are(
     cluster: Cluster, variables: dict[str, str], tmp_path: Path
 ):

@@ -87,6 +87,7 @@ def test_the_self_check_reads_a_given_reward_model_and_is_left_out_without_memor
     assert re.search("left out, because the models need .* GiB are free", self_check(settings))
 
 
+@pytest.mark.slow
 def test_the_sizes_are_those_of_the_settings(tmp_path: Path):
     table = tiny_table(tmp_path) | {
         "reward_model": write_model(tmp_path / "reward", labels=1),

@@ -17,6 +17,7 @@ from ppo_core.reporting.health import GUARDS
 from ppo_core.reporting.metrics_file import read_metrics
 from tests.helpers.paths import ROOT
 from tests.helpers.runs.record_bad_runs import Broken, train
+from tests.helpers.slow_cases import slow
 
 FOLDER = Path(__file__).parent / "bad_runs"
 """Metrics of trainings that went wrong, which `record_bad_runs` recorded."""
@@ -97,7 +98,7 @@ def test_what_a_trend_tells_to_change_are_settings(trend):
     assert set(re.findall(r"\b[a-z0-9]+(?:_[a-z0-9]+)+\b", text)) <= settings
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, *slow(2, 3)])
 def test_nothing_is_found_in_a_healthy_training(seed: int, caplog):
     with caplog.at_level(logging.WARNING):
         updates = train(seed=seed, updates=FEWEST_UPDATES)

@@ -13,6 +13,7 @@ from ppo_core.errors import ConfigError, TrainingError
 from ppo_core.models.loading import load_policy
 from ppo_core.ppo.schedule import Schedule
 from tests.helpers.models.tiny import make_policy
+from tests.helpers.slow_cases import slow
 from tests.ppo_core.training.test_trainer import CLOCKS, CONFIG, make_trainer, weights
 
 LONG = dataclasses.replace(
@@ -161,7 +162,9 @@ def test_for_any_size_the_earlier_policies_are_different_and_before_the_end():
             assert len({*schedule.between(number)} & {*range(1, updates)}) == number
 
 
-@pytest.mark.parametrize("changes", [{}, {"ema_decay": 0.5}, {"save_steps": 1}, {"lora": True}])
+@pytest.mark.parametrize(
+    "changes", [{"ema_decay": 0.5}, *slow({}, {"save_steps": 1}), {"lora": True}]
+)
 def test_an_earlier_policy_is_what_a_run_saves_that_stops_there(changes, tmp_path):
     changes, adapted = dict(changes), {}
     config = dataclasses.replace(LONG, lr_scheduler_type="constant", ema_decay=None)
