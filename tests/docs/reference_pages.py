@@ -25,6 +25,7 @@ import retrain
 import rlhf
 import win_rate
 from deployment.deployment import Deployment
+from pipeline.results import evaluation, reward_report, run_cost, selection, summary
 from pipeline.settings.settings import Settings
 from pipeline.settings.win_rate_arguments import WinRateArguments
 from ppo_core import diagnose
@@ -86,6 +87,7 @@ def reference_pages() -> dict[str, str]:
         "flags.md": _flags(),
         "deployment.md": "# The deployment file\n\n[Deploying](../deploying.md) has an example.\n\n"
         + "\n".join(_sections(Deployment, "")),
+        "results.md": _results(),
         "commands.md": _commands(),
         "api.md": _api(),
         "formulas.md": _formulas(),
@@ -189,6 +191,20 @@ def _default(field: Any) -> str:
     return "required"
 
 
+def _results() -> str:
+    """Return the page of the records that a run writes as JSON."""
+    parts = [
+        "# Results of a run\n\nThe records in `summary.json` and in the reports of a run. "
+        "[Metrics](../metrics.md) has the names of the figures in MLflow.\n"
+    ]
+    for module in (summary, evaluation, reward_report, run_cost, selection):
+        for name, kind in vars(module).items():
+            if dataclasses.is_dataclass(kind) and kind.__module__ == module.__name__:
+                fields = (f"- `{field}`: {text}" for field, text in field_docs(kind).items())
+                parts += [f"## {name}\n\n{_doc(kind)}\n", *fields, ""]
+    return "\n".join(parts)
+
+
 # --- Commands ------------------------------------------------------------------------
 
 
@@ -266,7 +282,10 @@ def _api() -> str:
 
 def _formulas() -> str:
     """Return the page of the public functions and classes in ppo_core.algorithm."""
-    parts = ["# The formulas\n\nEverything in `ppo_core.algorithm`; it needs only torch.\n"]
+    parts = [
+        "# The formulas\n\nEverything in `ppo_core.algorithm`; it needs only torch. "
+        "[The algorithm in one page](../algorithm.md) shows how they work together.\n"
+    ]
     for found in pkgutil.iter_modules(ppo_core.algorithm.__path__):
         module = importlib.import_module(f"ppo_core.algorithm.{found.name}")
         parts.append(f"## ppo_core.algorithm.{found.name}\n\n{_markdown(_doc(module))}\n")
