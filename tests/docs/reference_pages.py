@@ -245,12 +245,13 @@ def _commands() -> str:
 
 def _flow(module: Any) -> str:
     """Return the parameters and the steps of a flow of Metaflow."""
-    flow = {"rlhf": "RLHF", "retrain": "Retrain"}[module.__name__]
-    members = vars(getattr(module, flow))
-    options = [one for one in members.values() if type(one) is Parameter]
+    flow = getattr(module, {"rlhf": "RLHF", "retrain": "Retrain"}[module.__name__])
+    # By getattr: in vars(), a decorator takes the place of its step.
+    members = [getattr(flow, name) for name in vars(flow)]
+    options = [one for one in members if type(one) is Parameter]
+    steps = [one for one in members if inspect.isfunction(one) and hasattr(one, "is_step")]
     for one in options:
         one.init()  # Metaflow does so when the flow starts.
-    steps = [one for one in members.values() if inspect.isfunction(one) and hasattr(one, "is_step")]
     lines = [f"## `python flows/{module.__name__}.py run`\n", f"{_summary(module)}\n"]
     lines += [f"- `--{one.name}`: {one.kwargs['help']}" for one in options]
     lines += ["\nThe steps of the flow:\n", *(f"- `{one.name}`: {_summary(one)}" for one in steps)]

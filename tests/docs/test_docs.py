@@ -77,6 +77,7 @@ LIBRARY = ROOT / "docs" / "library.md"
 PRINTED = ROOT / "docs" / "what-a-run-prints.md"
 ALGORITHM = ROOT / "docs" / "algorithm.md"
 TUTORIALS = ROOT / "docs" / "tutorials"
+LAPTOP = TUTORIALS / "laptop.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 OTHERS_FLAGS = set(
@@ -178,6 +179,23 @@ def test_the_published_commands_train_a_policy_from_demonstrations_and_pairs(tmp
     assert (tmp_path / "policy" / "model.safetensors").exists()
     # The progress shows the divergence of an update; the resumed run had none left to make.
     assert ["kl=" in log for log in logs[2:]] == [True, False]
+
+
+def test_the_tutorial_for_a_laptop_trains_a_policy(tmp_path, monkeypatch):
+    pytest.importorskip("peft")
+    monkeypatch.chdir(tmp_path)
+    _, prompts, reward = blocks(LAPTOP, "python")
+    run_block(prompts)
+    Path("direct.py").write_text(reward)
+    asked = ["What is rain?"] * 3
+    assert run_block(reward)["direct"](asked, ["Rain, what", "Water", ""]) == [0, 1, 1]
+    # In the place of the model that the first block makes.
+    write_model(tmp_path / "smollm2")
+    (command,) = (line for line in commands(LAPTOP) if line.startswith("python"))
+    _, *words = shlex.split(command.replace("320", "32"))
+    done = run_python(*words, folder=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "direct" / "adapter" / "adapter_model.safetensors").exists()
 
 
 @pytest.mark.slow
