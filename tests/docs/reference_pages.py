@@ -15,20 +15,12 @@ from unittest.mock import patch
 from metaflow import Parameter
 from pydantic import TypeAdapter
 
-import deploy
-import feedback
 import ppo_core
-import ppo_core.__main__
 import ppo_core.algorithm
-import registry
-import retrain
-import rlhf
-import win_rate
 from deployment.deployment import Deployment
+from flows.__main__ import COMMANDS
 from pipeline.results import evaluation, reward_report, run_cost, selection, summary
 from pipeline.settings.settings import Settings
-from pipeline.settings.win_rate_arguments import WinRateArguments
-from ppo_core import diagnose
 from ppo_core.config.argument_parser import field_docs
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
@@ -60,6 +52,9 @@ SETTINGS_OF = {
     "ModelConfig": "flags.md",
 }
 """Public class of settings -> the page that lists them."""
+
+FLOWS = {"rlhf": "RLHF", "retrain": "Retrain"}
+"""Command that is a flow of Metaflow -> the class of the flow."""
 
 MODULE = re.compile(r"\b(?:[a-z_]\w*\.)+(?=[A-Z])")
 """The module before the name of a class in a signature."""
@@ -113,12 +108,10 @@ def _flags() -> str:
         "`python -m ppo_core.supervised sft` and `reward`": (
             *(SupervisedArguments, SupervisedConfig, SupervisedLoraArguments),
         ),
-        "`python flows/win_rate.py`": (WinRateArguments,),
     }
     parts = [
-        "# Flags of the commands\n\nA flag is written `--name value`. `python -m ppo_core` also "
-        "has all [settings of PPO](ppo-settings.md), and `flows/win_rate.py` those of the sections "
-        "[`evaluation` and `judging`](settings.md).\n"
+        "# Flags of the library's commands\n\nA flag is written `--name value`. "
+        "`python -m ppo_core` also has all [settings of PPO](ppo-settings.md).\n"
     ]
     for title, members in kinds.items():
         parts += [f"## {title}\n", *(describe_settings(kind, level=3) for kind in members)]
@@ -209,43 +202,33 @@ def _results() -> str:
 
 
 def _commands() -> str:
-    """Return the page of the commands: the help that each prints, and its parameters."""
-    helps: dict[str, tuple[Callable[[list[str]], object], list[list[str]]]] = {
-        "registry": (
-            registry.main,
-            [
-                [],
-                *([name] for name in "show history audit rows saw watch rollback promote".split()),
-            ],
-        ),
-        "feedback": (feedback.main, [[], ["collect"], ["label"]]),
-        "deploy": (deploy.main, [[]]),
-    }
+    """Return the page of the commands: what they do, and their parameters."""
     parts = [
         "# Commands\n\nOutside of the project's folder, write `python -m flows NAME` in place of "
-        "`python flows/NAME.py`.\n",
-        *(_flow(flow) for flow in (rlhf, retrain)),
+        "`python flows/NAME.py`.\n"
     ]
-    for name, (main, subcommands) in helps.items():
-        shown = "\n".join(_code(_help_of(main, words)) for words in subcommands)
-        parts.append(f"## `python flows/{name}.py`\n\n{shown}")
-    modules = {
-        "flows/win_rate.py": win_rate,
-        "-m ppo_core": ppo_core.__main__,
-        "-m ppo_core.supervised sft|reward": importlib.import_module(
-            "ppo_core.supervised.__main__"
-        ),
-        "-m ppo_core.diagnose": diagnose,
-    }
-    parts += [
-        f"## `python {words}`\n\n{_markdown(_doc(module))}\n" for words, module in modules.items()
-    ]
-    return "\n".join([*parts, "All flags are in [flags of the commands](flags.md)."])
+    for name in COMMANDS:
+        module = importlib.import_module(name)
+        parts.append(_flow(module) if name in FLOWS else _command(module))
+    for name in ("ppo_core.__main__", "ppo_core.supervised.__main__", "ppo_core.diagnose"):
+        words = f"python -m {name.removesuffix('.__main__')}"
+        parts.append(f"## `{words}`\n\n{_markdown(_doc(importlib.import_module(name)))}\n")
+    parts.append("The flags of the library's commands have [a page](flags.md).\n")
+    return "\n".join(parts)
+
+
+def _command(module: Any) -> str:
+    """Return what a command does, and the help that it and its subcommands print."""
+    helps = [_help_of(module.main, [])]
+    if named := re.search(r"^ *\{([\w,]+)\}", helps[0], re.M):
+        helps += [_help_of(module.main, [word]) for word in named[1].split(",")]
+    parts = [f"## `python flows/{module.__name__}.py`\n", f"{_summary(module)}\n"]
+    return "\n".join([*parts, *map(_code, helps)])
 
 
 def _flow(module: Any) -> str:
     """Return the parameters and the steps of a flow of Metaflow."""
-    flow = getattr(module, {"rlhf": "RLHF", "retrain": "Retrain"}[module.__name__])
+    flow = getattr(module, FLOWS[module.__name__])
     # By getattr: in vars(), a decorator takes the place of its step.
     members = [getattr(flow, name) for name in vars(flow)]
     options = [one for one in members if type(one) is Parameter]
