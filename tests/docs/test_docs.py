@@ -181,21 +181,27 @@ def test_the_published_commands_train_a_policy_from_demonstrations_and_pairs(tmp
     assert ["kl=" in log for log in logs[2:]] == [True, False]
 
 
-def test_the_tutorial_for_a_laptop_trains_a_policy(tmp_path, monkeypatch):
+def test_the_tutorial_for_a_laptop_trains_a_policy(tmp_path, monkeypatch, capsys):
     pytest.importorskip("peft")
     monkeypatch.chdir(tmp_path)
-    _, prompts, reward = blocks(LAPTOP, "python")
+    _, prompts, reward, reading = blocks(LAPTOP, "python")
     run_block(prompts)
     Path("direct.py").write_text(reward)
     asked = ["What is rain?"] * 3
     assert run_block(reward)["direct"](asked, ["Rain, what", "Water", ""]) == [0, 1, 1]
     # In the place of the model that the first block makes.
     write_model(tmp_path / "smollm2")
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = ppo_core.SIMPLE_CHAT_TEMPLATE
+    tokenizer.save_pretrained(tmp_path / "smollm2")
     (command,) = (line for line in commands(LAPTOP) if line.startswith("python"))
     _, *words = shlex.split(command.replace("320", "32"))
     done = run_python(*words, folder=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "direct" / "adapter" / "adapter_model.safetensors").exists()
+    capsys.readouterr()
+    run_block(reading)
+    assert re.fullmatch(r"smollm2 \[.+\]\ndirect \[.+\]\n", capsys.readouterr().out)
 
 
 @pytest.mark.slow
