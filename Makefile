@@ -1,6 +1,6 @@
 # Two verbs do everything on a machine with Python 3.11 and make: `make run` and `make test`.
 # The others: lint, types, soak, phases, remote, deployed, hostile, forms, architectures, tldr, stories and
-# fresh-stories (for three seeds each), weeks, bench, test-gpu, bench-gpu, install, lock, audit, clean.
+# fresh-stories (for three seeds each), weeks, bench, test-gpu, bench-gpu, docs, install, lock, audit, clean.
 
 PYTHON ?= python3
 VENV := .venv
@@ -32,7 +32,7 @@ IMAGE_EXTRAS := $(addprefix --extra ,deploy evaluation judge peft quantised vllm
 COMPILE = $(BIN)/uv pip compile --quiet --generate-hashes --no-annotate $(WHEELS) $(LOCK_ARGS) \
 	--python-platform x86_64-manylinux_2_28 --custom-compile-command "make lock"
 
-.PHONY: run test soak phases remote deployed hostile forms architectures lint types tldr stories fresh-stories weeks bench test-gpu bench-gpu install lock audit clean
+.PHONY: run test soak phases remote deployed hostile forms architectures lint types tldr stories fresh-stories weeks bench test-gpu bench-gpu docs install lock audit clean
 
 run: $(VENV)/installed ## Run the flow on the built-in task and print the result.
 	$(BIN)/python flows/rlhf.py run $(RUN_ARGS)
@@ -118,6 +118,9 @@ test-gpu: $(if $(filter $(BIN)/%,$(GPU_PYTHON)),$(VENV)/installed-dev) ## Every 
 bench-gpu: $(if $(filter $(BIN)/%,$(GPU_PYTHON)),$(VENV)/installed-dev) $(TRL_FOLDER)/trl
 	PYTHONPATH=$(TRL_FOLDER) $(GPU_PYTHON) -m tests.benchmarks --gpu --trl-python $(GPU_PYTHON)
 
+docs: $(VENV)/installed-dev ## The site of the documentation, in build/docs; a broken link ends the build.
+	PYTHONPATH=.:flows OMP_NUM_THREADS=1 $(BIN)/python -m tests.docs.build_site
+
 # DeepSpeed is built with the setuptools of build.txt, since pip would fetch another one without a hash.
 install: | $(VENV)/bin/python ## Install exactly the packages of LOCK, in the place of newer ones.
 	$(BIN)/python -m pip install --quiet --require-hashes --only-binary :all: \
@@ -127,9 +130,10 @@ install: | $(VENV)/bin/python ## Install exactly the packages of LOCK, in the pl
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $(VENV)/installed $(VENV)/installed-dev
 
-# The packages of the images are a part of the developer's, in the same versions.
+# The packages of the images are a part of the developer's, in the same versions. Without the extra
+# lm-eval, which needs a package that has no wheel; `dev` has what the extra docs has.
 lock: $(VENV)/installed-dev ## Write the lock files; LOCK_ARGS=--upgrade takes newer releases.
-	$(COMPILE) $(TORCH_CPU) --all-extras --python-version 3.11 \
+	$(COMPILE) $(TORCH_CPU) $(IMAGE_EXTRAS) --extra dev --python-version 3.11 \
 		--output-file $(LOCKS)/dev.txt pyproject.toml
 	sed -n 's/^\([^ #]*==[^ +]*\).*/\1/p' $(LOCKS)/dev.txt > $(VENV)/pins.txt
 	$(COMPILE) $(TORCH_CPU) $(IMAGE_EXTRAS) --python-version 3.11 --constraint $(VENV)/pins.txt \
@@ -145,7 +149,7 @@ audit: $(VENV)/installed-dev ## Look for known vulnerabilities of the locked pac
 	$(BIN)/python $(LOCKS)/audit.py
 
 clean:
-	rm -rf $(VENV) $(TRL_VENV) $(AWS_VENV) outputs .metaflow mlruns mlflow.db .pytest_cache .ruff_cache .mypy_cache *.egg-info
+	rm -rf $(VENV) $(TRL_VENV) $(AWS_VENV) build outputs .metaflow mlruns mlflow.db .pytest_cache .ruff_cache .mypy_cache *.egg-info
 
 # Reinstalled only when pyproject.toml changes; the dev extra includes the other installation.
 $(VENV)/installed: pyproject.toml | $(VENV)/bin/python

@@ -16,10 +16,12 @@ import torch
 import ppo_core
 import ppo_core.classic
 from deployment.deployment_file import read_deployment
+from pipeline.cost.measured_cost import cost_numbers
 from pipeline.evaluation.win_rate import describe
 from pipeline.registry.artifact import VersionContents, write_artifact
 from pipeline.registry.change_champion import promote_by_hand
 from pipeline.registry.versions import register_version
+from pipeline.reports.headline_metrics import evaluation_numbers, reward_model_numbers
 from pipeline.reports.terminal import render_places, render_summary
 from pipeline.results.evaluation import (
     Baseline,
@@ -28,6 +30,7 @@ from pipeline.results.evaluation import (
     PairedDifference,
     WinRate,
 )
+from pipeline.results.reward_report import Rate
 from pipeline.results.run_cost import TokenCounts
 from pipeline.results.step_records import Change
 from pipeline.settings.decoding import Decoding
@@ -48,7 +51,9 @@ from tests.helpers.inputs.pipeline_inputs import write_inputs, write_model
 from tests.helpers.inputs.sample_reports import (
     changed,
     decision,
+    evaluation_result,
     guard_result,
+    reward_report,
     run_cost,
     summary,
     win_rate,
@@ -63,45 +68,21 @@ README = ROOT / "README.md"
 MIGRATING = ROOT / "docs" / "migrating-from-trl.md"
 TRUSTING = ROOT / "docs" / "trusting-a-result.md"
 PRODUCTION = ROOT / "docs" / "to-production.md"
-RECOVERY = ROOT / "docs" / "sharding-and-recovery.md"
-VLLM = ROOT / "docs/vllm.md"
 DEPLOYING = ROOT / "docs" / "deploying.md"
 SUPPLY = ROOT / "docs" / "supply-chain.md"
 COST = ROOT / "docs" / "cost.md"
-RETRAINING = ROOT / "docs" / "retraining.md"
-RUNBOOK = ROOT / "docs" / "runbook.md"
-FEEDBACK = ROOT / "docs" / "feedback.md"
 OWN_DATA = ROOT / "docs" / "own-data.md"
 METRICS = ROOT / "docs" / "metrics.md"
 LIBRARY = ROOT / "docs" / "library.md"
 PRINTED = ROOT / "docs" / "what-a-run-prints.md"
-INDEX = ROOT / "docs" / "README.md"
-EXAMPLES = ROOT / "docs" / "examples" / "README.md"
-PAGES = [
-    README,
-    ROOT / "CONTRIBUTING.md",
-    MIGRATING,
-    TRUSTING,
-    PRODUCTION,
-    RECOVERY,
-    VLLM,
-    DEPLOYING,
-    SUPPLY,
-    COST,
-    RETRAINING,
-    RUNBOOK,
-    FEEDBACK,
-    OWN_DATA,
-    METRICS,
-    LIBRARY,
-    PRINTED,
-    INDEX,
-    EXAMPLES,
-]
+ALGORITHM = ROOT / "docs" / "algorithm.md"
+TUTORIALS = ROOT / "docs" / "tutorials"
+LAPTOP = TUTORIALS / "laptop.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 OTHERS_FLAGS = set(
     "backend-store-uri config config-file env-manager logprobs-mode max-model-len quiet "
-    "upgrade".split()
+    "upgrade with default-artifact-root no-serve-artifacts".split()
 )
 """Flags of MLflow, Metaflow, accelerate, vLLM and uv."""
 
@@ -159,8 +140,9 @@ def test_the_published_script_adds_pairs_against_repeated_text(tmp_path, monkeyp
     assert all(row["rejected"] == f"{row['chosen']} {row['chosen']}" for row in repeated)
 
 
-def test_the_published_reward_function_reads_a_column():
-    (function,) = (block for block in blocks(TRUSTING, "python") if "brevity" in block)
+@pytest.mark.parametrize("page", [TRUSTING, TUTORIALS / "rewards-and-critic.md"])
+def test_the_published_reward_function_reads_a_column(page):
+    (function,) = (block for block in blocks(page, "python") if "brevity" in block)
     asked = asked_columns("brevity", run_block(function)["brevity"])
     assert asked.required == ("max_words",)
     given = run_block(function)["brevity"](["p", "q"], ["a b c", ""], max_words=[1, 2])
@@ -197,6 +179,29 @@ def test_the_published_commands_train_a_policy_from_demonstrations_and_pairs(tmp
     assert (tmp_path / "policy" / "model.safetensors").exists()
     # The progress shows the divergence of an update; the resumed run had none left to make.
     assert ["kl=" in log for log in logs[2:]] == [True, False]
+
+
+def test_the_tutorial_for_a_laptop_trains_a_policy(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("peft")
+    monkeypatch.chdir(tmp_path)
+    _, prompts, reward, reading = blocks(LAPTOP, "python")
+    run_block(prompts)
+    Path("direct.py").write_text(reward)
+    asked = ["What is rain?"] * 3
+    assert run_block(reward)["direct"](asked, ["Rain, what", "Water", ""]) == [0, 1, 1]
+    # In the place of the model that the first block makes.
+    write_model(tmp_path / "smollm2")
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = ppo_core.SIMPLE_CHAT_TEMPLATE
+    tokenizer.save_pretrained(tmp_path / "smollm2")
+    (command,) = (line for line in commands(LAPTOP) if line.startswith("python"))
+    _, *words = shlex.split(command.replace("320", "32"))
+    done = run_python(*words, folder=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "direct" / "adapter" / "adapter_model.safetensors").exists()
+    capsys.readouterr()
+    run_block(reading)
+    assert re.fullmatch(r"smollm2 \[.+\]\ndirect \[.+\]\n", capsys.readouterr().out)
 
 
 @pytest.mark.slow
@@ -379,13 +384,33 @@ def test_the_flags_that_a_page_names_exist(page):
 
 def test_the_settings_in_the_examples_exist(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for block in chain(*(blocks(page, "toml") for page in (OWN_DATA, TRUSTING, SUPPLY, COST))):
+    pages = (OWN_DATA, TRUSTING, SUPPLY, COST, *TUTORIALS.glob("*.md"))
+    for block in chain(*(blocks(page, "toml") for page in pages)):
         make_settings({**write_inputs(tmp_path), **tomllib.loads(block)}, {})
     for page in PAGES:
         for tree in map(ast.parse, blocks(page, "python")):
             kind = ppo_core.classic if "ppo_core.classic" in ast.unparse(tree) else ppo_core
             known = {field.name for field in fields(kind.PPOConfig)}
             assert keywords_of("PPOConfig", tree) <= known
+
+
+def test_every_figure_of_a_run_in_mlflow_is_in_the_page_about_metrics():
+    people = Rate(accuracy=0.6, low=0.5, high=0.7, n=30)
+    logged = (
+        *reward_model_numbers(replace(reward_report(), people=people)),
+        *evaluation_numbers(evaluation_result()),
+        *cost_numbers(run_cost()),
+    )
+    page = METRICS.read_text().partition("## Figures of a run")[2]
+    named = set()
+    for row in re.findall(r"^\| (`.*?) \|", page, re.M):
+        first, *others = re.findall(r"`([^`]+)`", row)
+        group = first.rpartition("/")[0]
+        named |= {first, *(one if "/" in one else f"{group}/{one}" for one in others)}
+    place = r"(?<=^win_rate/)\w+|(?<=^baseline/)\w+|(?<=^guards/)\w+|(?<=^cost/)\w+(?=/)"
+    whose = r"(?<=^distinct/)\w+|(?<=^length/)\w+|(?<=^repetition/)\w+|(?<=best_of_)\d$"
+    patterns = {re.sub("[A-Z]+", "*", name) for name in named}
+    assert {re.sub(f"{place}|{whose}", "*", name) for name in logged} - patterns == set()
 
 
 def test_the_newest_release_in_the_changelog_is_this_version():
@@ -455,6 +480,20 @@ def refusal(name: str, accepted: tuple[object, ...], instead: str, has_no_effect
     if has_no_effect:
         values = "any, with a log line"
     return f"| `{name}` | {values} | {instead[0].upper()}{instead[1:]}. |"
+
+
+def test_the_equations_of_the_algorithm_are_those_of_the_docstrings():
+    linked = 0
+    for section in ALGORITHM.read_text().split("\n## ")[1:]:
+        files = re.findall(r"\]\(\.\./(ppo_core/[\w/]+\.py)\)", section)
+        code = " ".join("".join((ROOT / name).read_text() for name in files).split())
+        for block in re.findall(r"^```text\n(.*?)^```", section, re.M | re.S):
+            for line in block.splitlines():
+                assert " ".join(line.split()) in code, f"{line} is not in {files}"
+                linked += 1
+        for name, file in re.findall(r"\[`(\w+)`\]\(\.\./(ppo_core/[\w/]+\.py)\)", section):
+            assert re.search(rf"^(def|class) {name}\b", (ROOT / file).read_text(), re.M), name
+    assert linked > 20
 
 
 # --- Reading a page ----------------------------------------------------------------

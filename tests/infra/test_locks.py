@@ -34,14 +34,14 @@ def locked(name: str) -> dict[str, Version]:
 
 
 def requirements(name: str) -> list[Requirement]:
-    """The requirements of the project and of its extras; the images do without the extra dev.
+    """The requirements of the project and of its extras; the images do without dev and docs.
 
     No lock has the extra lm-eval, which a user adds.
     """
     extras = dict(PROJECT["project"]["optional-dependencies"])
     del extras["lm-eval"]
     if name != "dev":
-        del extras["dev"]
+        del extras["dev"], extras["docs"]
     texts = [*PROJECT["project"]["dependencies"], *chain(*extras.values())]
     return [Requirement(text) for text in texts]
 
@@ -82,7 +82,7 @@ def test_a_package_has_one_version_in_all_locks():
 
 def test_the_images_do_without_the_tools_of_the_developer():
     for name in ("cpu", "cuda"):
-        assert not {"pytest", "moto", "ruff", "uv"} & locked(name).keys()
+        assert not {"pytest", "moto", "ruff", "uv", "zensical"} & locked(name).keys()
 
 
 def test_the_build_has_what_the_build_backend_needs():
