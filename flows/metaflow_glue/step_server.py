@@ -7,7 +7,6 @@ the socket is closed and the last step has ended.
 import json
 import os
 import random
-import runpy
 import selectors
 import signal
 import socket
@@ -66,7 +65,7 @@ def serve() -> None:
     for each, handler in signals.items():
         signal.signal(each, handler)
     _become(request)
-    runpy.run_path(request.argv[0], run_name="__main__")
+    _run_file(request.argv[0])
 
 
 def _next_step() -> StepRequest | None:
@@ -132,6 +131,13 @@ def _become(request: StepRequest) -> None:
     sys.path[0] = os.path.dirname(os.path.realpath(request.argv[0]))
     # Otherwise all steps would draw the same numbers.
     random.seed()
+
+
+def _run_file(path: str) -> None:
+    """Run a file in this main module, where Metaflow has put names; runpy would replace it."""
+    main = vars(sys.modules["__main__"])
+    main["__file__"] = path
+    exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), main)
 
 
 if __name__ == "__main__":

@@ -85,6 +85,19 @@ def test_a_step_ends_as_a_python_process_does(start, tmp_path: Path, program: st
     assert step.stderr.read().splitlines()[-1:] == plain.stderr.splitlines()[-1:]
 
 
+def test_a_library_that_was_imported_before_finds_its_names_in_the_main_module(tmp_path: Path):
+    (tmp_path / "flow.py").write_text(
+        "import pickle; from metaflow.tuple_util import ForeachFrame as Frame\n"
+        "class Own: pass\n"
+        "assert isinstance(pickle.loads(pickle.dumps(Own())), Own)\n"
+        "print(pickle.loads(pickle.dumps(Frame('step', 'var', 2, 1, 'x'))).num_splits)"
+    )
+    server = StepServer(["metaflow.tuple_util"])
+    step = server.start([sys.executable, str(tmp_path / "flow.py"), "step"], env=dict(os.environ))
+    assert step.stdout.read() == b"2\n", step.stderr.read()
+    server._channel.close()
+
+
 def test_a_running_step_has_its_own_process_and_can_be_killed(start):
     step = start("print('begun', flush=True); import time; time.sleep(60)")
     assert step.stdout.readline() == b"begun\n"
