@@ -58,7 +58,7 @@ IMPORTED = [
         "cards",
     )
 ]
-"""Modules that import nearly all that the steps need."""
+"""Modules that the step server imports: with what they import, nearly all that the steps need."""
 
 
 class machines_of_settings(FlowMutator):  # noqa: N801

@@ -18,22 +18,27 @@ from typing import Any
 
 from metaflow import runtime
 
+from metaflow_glue import step_server
 from metaflow_glue.step_server import NUMBER
 
 REMOTE = ("batch", "kubernetes")
 """Commands of Metaflow before `step` that start the step elsewhere and wait for it."""
+
+GPUS = ("/dev/nvidiactl", "/dev/kfd")
+"""Device files of the drivers of NVIDIA and AMD."""
 
 
 def fork_steps(modules: Sequence[str]) -> None:
     """Fork the steps of a Metaflow run from a step server.
 
     Metaflow has no setting for how a step starts, so its runtime gets another module `subprocess`.
-    Linux only: elsewhere, a fork of a process that has imported native libraries may fail.
+    Nothing changes on other systems than Linux, where a process that has imported native libraries
+    may not be forked, nor on a machine with a GPU, since an import may initialize CUDA.
 
     Args:
         modules: modules that the server imports.
     """
-    if sys.platform != "linux":
+    if sys.platform != "linux" or any(os.path.exists(device) for device in GPUS):
         return
     forking = ModuleType("subprocess")
     vars(forking).update(vars(subprocess), Popen=StepServer(modules).start)
@@ -52,8 +57,8 @@ class StepServer:
     ) -> "ForkedStep | subprocess.Popen[bytes]":
         """Start a step: Metaflow's call of `subprocess.Popen`.
 
-        A step of another Python is not forked, nor a step elsewhere, nor any step if the server has
-        died.
+        Only a step of this Python on this machine is forked. Any other step, and every step once
+        the server has died, is started as a new process.
         """
         is_here = "step" in argv and argv[argv.index("step") - 1] not in REMOTE
         step = self._fork(argv[1:], env) if is_here and argv[0] == sys.executable else None
@@ -82,13 +87,16 @@ class StepServer:
     def _channel(self) -> socket.socket:
         """Start the server, and return the socket of its requests."""
         here, there = socket.socketpair()
-        program = str(Path(__file__).with_name("step_server.py"))
+        # Without a name of this program in the main module, which becomes that of the flow's file.
+        program = f"__import__({step_server.__name__!r}, fromlist=['serve']).serve()"
         with there:
             subprocess.Popen(
-                [sys.executable, "-u", program, *self._modules],
+                [sys.executable, "-u", "-c", program, *self._modules],
+                cwd=Path(__file__).parents[1],
+                # Python remembers whether a stream can seek: the pipe of a step cannot.
                 stdin=there.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
+                stdout=there.fileno(),
+                stderr=there.fileno(),
             )
         return here
 
@@ -123,7 +131,7 @@ class ForkedStep:
         """Wait for the end of the step, and return its exit code."""
         if self.returncode is None:
             status = self._receive()
-            # The kernel kills a step whose server was killed.
+            # Without an answer the server has died, and the kernel has killed the step with it.
             killed = -signal.SIGKILL
             self.returncode = killed if status is None else os.waitstatus_to_exitcode(status)
         return self.returncode

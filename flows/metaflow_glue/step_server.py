@@ -1,7 +1,9 @@
-"""The program of the step server: import modules, then fork for each step; see `forked_steps`.
+"""The step server: a process that imports modules once, and forks for each step of a run.
 
-`python step_server.py MODULE...` reads requests from a socket, its standard input, and ends when
-the socket is closed and the last step has ended.
+Its other side is `forked_steps`.
+
+`serve` reads requests from a socket, its standard input, and ends when the socket is closed and the
+last step has ended. A code change during a run reaches only the modules that are not imported yet.
 """
 
 import json
@@ -11,10 +13,13 @@ import selectors
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+
+from ppo_core.distributed.process import end_with, large_imports
 
 NUMBER = 8
 """Bytes of a number in a message: the length of a request, a process id, a wait status."""
@@ -44,15 +49,14 @@ class StepRequest:
 def serve() -> None:
     """Import the modules of the command line, and fork for each request.
 
-    In the forked process, run the flow's file, and return or raise as the file does.
+    The forked process runs the flow's file and ends as the file does.
     """
-    # Signals to all processes of a run are for the steps: they save a checkpoint and end.
+    # Ctrl+C and SIGTERM may reach all processes of a run. The server ignores them; the steps save a
+    # checkpoint and end.
     signals = {
         each: signal.signal(each, signal.SIG_IGN) for each in (signal.SIGINT, signal.SIGTERM)
     }
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from ppo_core.distributed.process import end_with, large_imports
-
+    _set_streams([os.open(os.devnull, os.O_WRONLY) for _ in range(2)])
     with large_imports():
         for module in sys.argv[1:]:
             import_module(module)
@@ -65,11 +69,13 @@ def serve() -> None:
     for each, handler in signals.items():
         signal.signal(each, handler)
     _become(request)
-    _run_file(request.argv[0])
+    _run_file(os.path.abspath(request.argv[0]))
 
 
 def _next_step() -> StepRequest | None:
     """Fork for each request; return it in the new process, and None in the server at its end."""
+    # Where this call is missing or forbidden, the server dies before it has promised a step.
+    os.close(os.pidfd_open(os.getpid()))
     running: dict[int, tuple[int, socket.socket]] = {}
     channel = socket.socket(fileno=os.dup(sys.stdin.fileno()))
     waiting = selectors.PollSelector()
@@ -81,17 +87,15 @@ def _next_step() -> StepRequest | None:
                 _report_end(key.fd, *running.pop(key.fd))
             elif (request := _receive(channel)) is None:
                 waiting.unregister(channel)
-            else:
-                process = os.fork()
-                if not process:
-                    return request
-                for stream in request.streams:
-                    os.close(stream)
-                _send(request.status, process)
-                # A process's file descriptor is readable when the process has ended.
+            elif process := _fork(request):
+                # The file descriptor of a process is readable when the process has ended.
                 ended = os.pidfd_open(process)
                 running[ended] = process, request.status
                 waiting.register(ended, selectors.EVENT_READ)
+            elif process == 0:
+                for ended in running:
+                    os.close(ended)
+                return request
     return None
 
 
@@ -99,10 +103,33 @@ def _receive(channel: socket.socket) -> StepRequest | None:
     """Return the next request; None if the run has ended."""
     length, files, _, _ = socket.recv_fds(channel, NUMBER, FILES)
     text = channel.recv(int.from_bytes(length), socket.MSG_WAITALL)
-    if not text:
+    if not text or len(text) < int.from_bytes(length):
         return None
     status, *streams = files
     return StepRequest(**json.loads(text), status=socket.socket(fileno=status), streams=streams)
+
+
+def _fork(request: StepRequest) -> int | None:
+    """Fork, and return the process id as `os.fork` does; None if there is no new process."""
+    process = None
+    # Without an answer, the run starts the step itself.
+    with suppress(OSError):
+        process = os.fork() if _is_wanted(request) else None
+    if process != 0:
+        for stream in request.streams:
+            os.close(stream)
+        if process is None:
+            request.status.close()
+        else:
+            _send(request.status, process)
+    return process
+
+
+def _is_wanted(request: StepRequest) -> bool:
+    """Return whether the run still waits; it may have been interrupted during the imports."""
+    with suppress(BlockingIOError):
+        return bool(request.status.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+    return True
 
 
 def _report_end(ended: int, process: int, status: socket.socket) -> None:
@@ -120,10 +147,10 @@ def _send(status: socket.socket, number: int) -> None:
 def _become(request: StepRequest) -> None:
     """Make this process the step: its streams, environment, folder and arguments."""
     request.status.close()
-    streams = [os.open(os.devnull, os.O_RDONLY), *request.streams]
-    for number, stream in enumerate(streams):
-        os.dup2(stream, number)
-        os.close(stream)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, sys.stdin.fileno())
+    os.close(nothing)
+    _set_streams(request.streams)
     os.environ.clear()
     os.environ.update(request.environment)
     os.chdir(request.folder)
@@ -131,14 +158,25 @@ def _become(request: StepRequest) -> None:
     sys.path[0] = os.path.dirname(os.path.realpath(request.argv[0]))
     # Otherwise all steps would draw the same numbers.
     random.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    if "datasets" in sys.modules:
+        sys.modules["datasets"].fingerprint.fingerprint_rng.seed()
+
+
+def _set_streams(streams: Sequence[int]) -> None:
+    """Make two file descriptors the standard output and error, and close the descriptors."""
+    for number, stream in enumerate(streams, start=1):
+        os.dup2(stream, number)
+        os.close(stream)
 
 
 def _run_file(path: str) -> None:
-    """Run a file in this main module, where Metaflow has put names; runpy would replace it."""
+    """Run a file as the main module.
+
+    `runpy` would put a new module in the place of the main module, in which Metaflow has already
+    stored names.
+    """
     main = vars(sys.modules["__main__"])
     main["__file__"] = path
     exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), main)
-
-
-if __name__ == "__main__":
-    serve()

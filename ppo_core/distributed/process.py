@@ -74,7 +74,7 @@ def end_with_parent() -> None:
 
 
 def end_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent, with this process id, ends; on Linux."""
+    """On Linux, have the kernel kill this process when the process `parent`, its parent, ends."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")

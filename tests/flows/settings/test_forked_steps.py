@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import psutil
 import pytest
 
 from metaflow_glue.forked_steps import ForkedStep, StepServer
+from tests.helpers.paths import ROOT
 
 PIPES = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
 TOLD = "import json, os, random, sys; print(json.dumps([sys.argv, os.getcwd(), dict(os.environ), "
@@ -122,6 +124,51 @@ def test_signals_to_all_processes_of_a_run_reach_the_steps_alone(server: StepSer
     assert start("pass").wait() == 0
 
 
+def test_a_step_sees_its_own_file_and_none_of_the_servers_names_and_its_streams_cannot_seek(
+    start, tmp_path: Path
+):
+    step = start(
+        "print(__file__, __doc__, *(name for name in globals() if not name.startswith('__')))\n"
+        "import sys; print(sys.stdout.buffer.seekable(), sys.stderr.buffer.seekable())"
+    )
+    assert step.stdout.read().decode() == f"{tmp_path / 'flow.py'} None\nFalse False\n"
+
+
+def test_steps_draw_different_numbers_from_libraries_too(tmp_path: Path):
+    (tmp_path / "flow.py").write_text(
+        "import numpy, datasets.fingerprint\n"
+        "print(numpy.random.rand(), datasets.fingerprint.generate_random_fingerprint())"
+    )
+    server, argv = StepServer(["datasets"]), [sys.executable, str(tmp_path / "flow.py"), "step"]
+    steps = [server.start(argv, env=dict(os.environ)) for _ in range(2)]
+    (one, two), (other, another) = (step.stdout.read().split() for step in steps)
+    assert one != other and two != another
+    server._channel.close()
+
+
+def test_a_step_that_its_run_no_longer_waits_for_is_not_started(tmp_path: Path):
+    (tmp_path / "sleep.py").write_text("import time; time.sleep(2)")
+    (tmp_path / "flow.py").write_text(f"open({str(tmp_path / 'started')!r}, 'w')")
+    argv = [sys.executable, str(tmp_path / "flow.py"), "step"]
+    run = (
+        "import sys, os; sys.path[:0] = sys.argv[2].split()\n"
+        "os.environ['PYTHONPATH'] = sys.argv[1]\n"
+        "from metaflow_glue.forked_steps import StepServer\n"
+        f"StepServer(['sleep']).start({argv}, env=dict(os.environ))"
+    )
+    paths = [str(tmp_path), f"{ROOT / 'flows'} {ROOT}"]
+    process = subprocess.Popen([sys.executable, "-c", run, *paths], stderr=subprocess.DEVNULL)
+    waited = psutil.Process(process.pid)
+    while not waited.children():
+        time.sleep(0.02)
+    (server,) = waited.children()
+    process.send_signal(signal.SIGINT)
+    process.wait(10)
+    psutil.wait_procs([server], 20)
+    assert not server.is_running()
+    assert not (tmp_path / "started").exists()
+
+
 def test_a_run_with_much_in_its_environment_starts_its_steps(start):
     step = start(TOLD, LARGE="x" * 100_000, ODD="\udcff")
     assert len(json.loads(step.stdout.readline())[2]["LARGE"]) == 100_000
@@ -159,9 +206,14 @@ def test_a_step_dies_with_its_server_and_the_next_one_is_started_as_before(tmp_p
     assert again.communicate()[0] == b"done\n"
 
 
-def test_a_server_that_cannot_import_starts_no_step_and_none_is_lost(tmp_path: Path):
+@pytest.mark.parametrize("module", ["a_module_that_is_not_there", "no_pidfd"])
+def test_a_server_that_cannot_serve_starts_no_step_and_none_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str
+):
+    (tmp_path / "no_pidfd.py").write_text("import os; del os.pidfd_open")
     (tmp_path / "flow.py").write_text("print('done')")
     argv = [sys.executable, str(tmp_path / "flow.py"), "step"]
-    step = StepServer(["a_module_that_is_not_there"]).start(argv, env=dict(os.environ), **PIPES)
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
+    step = StepServer([module]).start(argv, env=dict(os.environ), **PIPES)
     assert isinstance(step, subprocess.Popen)
     assert step.communicate()[0] == b"done\n"
