@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ppo_core.distributed.engine import Engine
+from ppo_core.distributed.strategy import SHARD_WEIGHTS
 from ppo_core.errors import ConfigError, ModelError
 from ppo_core.models.adapters import add_adapter, plain_model
 from ppo_core.models.files.model_folder import adapter_refusal
@@ -57,13 +58,12 @@ def keep_frozen_in_bf16(adapted: "PeftModel", engine: Engine) -> None:
 
     Losses and gradients stay the same, bit for bit, and the matrices need half the memory.
     `exact_weights` returns the unrounded matrices. The matrices stay in fp32 in three cases: passes
-    compute in fp32; weights or optimizer states are sharded, because all shards have the same
-    precision; or the adapter is not plain LoRA, because other adapters may read or copy the
-    matrices.
+    compute in fp32; weights are sharded, because all shards have the same precision; or the adapter
+    is not plain LoRA, because other adapters may read or copy the matrices.
     """
     config: Any = adapted.peft_config[adapted.active_adapter]
     is_lora = config.peft_type == "LORA" and not (config.use_dora or config.layer_replication)
-    if engine.computes_in_bf16 and engine.sharding in ("none", "ddp") and is_lora:
+    if engine.computes_in_bf16 and engine.sharding not in SHARD_WEIGHTS and is_lora:
         for _, weight in _frozen_matrices(adapted):
             weight.data = weight.data.bfloat16()
         for parameter in adapted.parameters():

@@ -61,7 +61,8 @@ def save_rows(shape: Shape, folder: Path) -> None:
         "sft": ("prompt", "completion"),
         "reward": ("prompt", "chosen", "rejected"),
     }.items():
-        rows = [{name: text() for name in columns} for _ in range(ROWS)]
+        # TRL encodes a prompt together with its answer, so the words need a space between them.
+        rows = [{name: f"{text()} " for name in columns} for _ in range(ROWS)]
         (folder / f"{kind}.json").write_text(json.dumps(rows))
 
 

@@ -154,17 +154,21 @@ def test_a_start_that_changes_meanwhile_is_not_merged(base, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("bf16", "changes", "expected"),
+    ("bf16", "sharding", "changes", "expected"),
     [
-        (True, {}, {torch.float32, torch.bfloat16}),
-        (False, {}, {torch.float32}),
-        (True, {"use_dora": True}, {torch.float32}),
-        (True, {"layer_replication": [(0, 2), (1, 2)]}, {torch.float32}),
+        (True, "none", {}, {torch.float32, torch.bfloat16}),
+        (True, "zero2", {}, {torch.float32, torch.bfloat16}),
+        (True, "fsdp2", {}, {torch.float32}),
+        (False, "none", {}, {torch.float32}),
+        (True, "none", {"use_dora": True}, {torch.float32}),
+        (True, "none", {"layer_replication": [(0, 2), (1, 2)]}, {torch.float32}),
     ],
 )
-def test_frozen_matrices_keep_their_precision_where_it_counts(bf16, changes, expected):
+def test_frozen_matrices_keep_their_precision_where_it_counts(bf16, sharding, changes, expected):
     adapted = add_task_adapter(make_policy(), lora(**changes), "CAUSAL_LM")
-    keep_frozen_in_bf16(adapted, Engine(bf16=bf16))
+    engine = Engine(bf16=bf16)
+    engine.sharding = sharding
+    keep_frozen_in_bf16(adapted, engine)
     assert {parameter.dtype for parameter in adapted.parameters()} == expected
     assert adapted.get_output_embeddings().weight.dtype == torch.float32
 

@@ -64,9 +64,19 @@ def train(kind: str, folder: str, changes: dict[str, Any], lora: bool) -> None:
     )
 
 
-def run(kind: str, folder: Path, changes: dict[str, Any], *, lora: bool, processes: int) -> None:
+def run(
+    kind: str,
+    folder: Path,
+    changes: dict[str, Any],
+    *,
+    lora: bool,
+    processes: int,
+    before: str = "",
+) -> None:
+    """Train in processes that first run the statement `before`."""
     arguments = (kind, str(folder), changes, lora)
-    call = f"from tests.ppo_core.supervised.test_processes import train; train(*{arguments!r})"
+    imports = "from tests.ppo_core.supervised.test_processes import train, training_loop"
+    call = f"{imports}\n{before}\ntrain(*{arguments!r})"
     ended = run_python("-c", call, processes=processes)
     assert not ended.returncode, ended.stderr[-4000:]
 
@@ -116,3 +126,21 @@ def test_every_sharding_trains_as_one_process(
     made = folder / f"slow-{kind}-{lora}-{'-'.join(map(str, changes.values()))}"
     run(kind, made, changes, lora=lora, processes=2)
     assert_same(made, folder / f"{kind}-{lora}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", TRAININGS)
+@pytest.mark.parametrize("sharding", ["zero1", "zero2"])
+def test_frozen_matrices_in_bf16_train_the_same_model_bit_for_bit(
+    folder: Path, kind: str, sharding: str
+):
+    files = []
+    in_fp32 = "training_loop.keep_frozen_in_bf16 = lambda *_: None"
+    for name, before in (("rounded", ""), ("exact", in_fp32)):
+        made = folder / f"bf16-{kind}-{sharding}-{name}"
+        changes = {"sharding": sharding, "bf16": True}
+        run(kind, made, changes, lora=True, processes=2, before=before)
+        files.append(
+            [(made / file).read_bytes() for file in ("model.safetensors", "metrics.jsonl")]
+        )
+    assert files[0] == files[1]

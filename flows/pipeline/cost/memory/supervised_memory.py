@@ -98,7 +98,7 @@ def supervised_phases(size: SupervisedSize) -> list[Memory]:
 def _kept_base(size: SupervisedSize) -> int:
     """Bytes of a frozen base: its layers are in bfloat16 if `keep_frozen_in_bf16` rounds them."""
     outside = size.model.outside_layers
-    in_bf16 = size.autocast and size.sharding in ("none", "ddp")
+    in_bf16 = size.autocast and not size.shards_weights
     return FP32 * outside + (BF16 if in_bf16 else FP32) * (size.model.parameters - outside)
 
 
