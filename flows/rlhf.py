@@ -46,6 +46,9 @@ from ppo_core.io.atomic_files import explained_full_disk
 from retraining import alarms, lease_of_run
 from step_wrapper import RECORDS, alarms_of, phase, run_id
 
+# Without an interval: what writes the card decides how often. The id is that of `LiveCard`.
+training_card = card(type="blank", id="training", refresh_interval=0)
+
 
 class machines_of_settings(FlowMutator):  # noqa: N801
     """Replace steps by those of `SeveralMachines` if the settings file has num_nodes above 1."""
@@ -139,6 +142,7 @@ class RLHF(FlowSpec):
         self.next(self.load_policy)
 
     @retry(times=3, minutes_between_retries=0)
+    @training_card
     @phase
     @step
     def load_policy(self) -> None:
@@ -147,6 +151,7 @@ class RLHF(FlowSpec):
         self.next(self.load_reward_model)
 
     @retry(times=3, minutes_between_retries=0)
+    @training_card
     @phase
     @step
     def load_reward_model(self) -> None:
@@ -166,6 +171,7 @@ class RLHF(FlowSpec):
         self.next(self.train_policy)
 
     @retry(times=3, minutes_between_retries=0)
+    @training_card
     @phase
     @step
     def train_policy(self) -> None:
@@ -345,6 +351,7 @@ class SeveralMachines:
         self.next(self.load_policy, num_parallel=self.settings.num_nodes)
 
     @retry(times=3, minutes_between_retries=0)
+    @training_card
     @phase
     @parallel
     @step
@@ -369,6 +376,7 @@ class SeveralMachines:
         self.next(self.load_reward_model, num_parallel=self.settings.num_nodes)
 
     @retry(times=3, minutes_between_retries=0)
+    @training_card
     @phase
     @parallel
     @step
@@ -396,6 +404,7 @@ class SeveralMachines:
         self.next(self.train_policy, num_parallel=self.settings.num_nodes)
 
     @retry(times=3, minutes_between_retries=0)
+    @training_card
     @phase
     @parallel
     @step

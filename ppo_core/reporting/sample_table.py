@@ -22,11 +22,8 @@ from ppo_core.reporting.escaping import as_table, printable
 
 COLUMNS = ("query", "response", "score")
 
-NEWEST = "newest-samples.jsonl"
-"""File in `output_dir` with some responses of the last update, which the next update replaces."""
-
 NUM_NEWEST = 4
-"""Number of responses in the file NEWEST."""
+"""Number of responses in the file of the newest samples."""
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,7 @@ class Trainer:
         """
         run, config, kl_coef = self._run, self.config, self._run.kl_coef(self.config)
         if self.engine.is_main:
-            self._newest = self._newest_samples(rollout, scores, prompts)
+            self._newest: Completions | None = self._newest_samples(rollout, scores, prompts)
         size, gather = self.schedule.batch_size, self.engine.gather_record
         rollout, scores = gather(rollout, size), gather(scores, size)
         kl = divergence(rollout, scores, config.kl_estimator)
@@ -466,7 +466,7 @@ class Trainer:
         self._timer = PhaseTimer()
         self._sampler = self._make_sampler()
         self._interruption = Interruption()
-        self._newest: Completions | None = None
+        self._newest = None
         self.is_done = False
         """Whether `train` has finished its updates."""
 
