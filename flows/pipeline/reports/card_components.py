@@ -23,8 +23,11 @@ from pipeline.reports.charts import thinned
 from pipeline.reports.document import Chart, Curve, Document, Reading, Section, ShownProgress
 from ppo_core.errors.redaction import mask_secrets
 
-CHARTS_IN_ROW, CHARACTERS_IN_LINE = 3, 52
+CHARTS_IN_ROW, CHARACTERS_IN_LINE = 2, 60
 """Number of charts side by side, and of characters in a line of a chart's caption."""
+
+CHART_SIZE = {"width": 390, "height": 140}
+"""Pixels of a chart. Without a width, a chart in a table would have none."""
 
 MOST_IN_TITLE = 200
 """Characters of a title that Metaflow accepts."""
@@ -45,7 +48,7 @@ def _section(section: Section) -> list[MetaflowCardComponent]:
     curves = [one for one in section.charts if one.curve is not None]
     parts = [
         Markdown(f"## {section.title}"),
-        *([_bar(section.progress)] if section.progress else []),
+        *(_bar(section.progress) if section.progress else []),
         *([Table([[sentence] for sentence in section.text])] if section.text else []),
         *([_charts(curves)] if curves else []),
     ]
@@ -59,13 +62,11 @@ def _section(section: Section) -> list[MetaflowCardComponent]:
     return [*parts, *(part for one in section.parts for part in _section(one))]
 
 
-def _bar(progress: ShownProgress) -> ProgressBar:
-    return ProgressBar(
-        max=math.ceil(progress.total),
-        value=math.floor(progress.done),
-        label=progress.phase,
-        metadata=progress.details,
-    )
+def _bar(progress: ShownProgress) -> list[MetaflowCardComponent]:
+    done, total = math.floor(progress.done), math.ceil(progress.total)
+    # The bar itself has no room for the details.
+    bar = ProgressBar(max=total, value=done, label=progress.phase)
+    return [bar, Table([[progress.details]])]
 
 
 def _readings(readings: tuple[Reading, ...]) -> Table:
@@ -125,6 +126,6 @@ def _vega(chart: Chart, curve: Curve) -> dict[str, Any]:
     return {
         "$schema": "https://vega.github.io/schema/vega-lite/v5.json",
         "title": {"text": chart.title, "subtitle": caption, "anchor": "start"},
-        "height": 140,
+        **CHART_SIZE,
         "layer": layers,
     }
