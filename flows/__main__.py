@@ -1,6 +1,7 @@
-"""Run a command of the project from any folder.
+"""Run a command of the project from any folder: `rlhf COMMAND`, or `python -m flows COMMAND`.
 
-`python -m flows rlhf run` does the same as `python flows/rlhf.py run` in the folder of the project.
+`rlhf registry show NAME` does the same as `python flows/registry.py show NAME` in the folder of the
+project. This module imports the standard library only, so that the help is printed at once.
 """
 
 import os
@@ -10,23 +11,66 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 
-COMMANDS = ("deploy", "feedback", "registry", "retrain", "rlhf", "win_rate")
+COMMANDS = {
+    "Train": {
+        "run": ("rlhf run", "train, judge and register a policy: run [SETTINGS.toml] [options]"),
+        "check": ("rlhf run --check", "check all inputs and print the sizes of a run; start none"),
+        "resume": ("rlhf resume", "continue the last run, or the run --origin-run-id"),
+        "card": ("rlhf card", "show the card of a step, also while it runs: card view STEP"),
+        "logs": ("rlhf logs", "print everything that a step has printed: logs RUN/STEP"),
+    },
+    "Look": {
+        "runs": ("runs", "list all runs, or compare two of them"),
+        "registry": ("registry", "show, undo or overrule which version is champion"),
+    },
+    "Judge": {
+        "win-rate": ("win_rate", "measure the win rate of any model"),
+        "feedback": ("feedback", "label answers, and make data of what users say"),
+    },
+    "Production": {
+        "deploy": ("deploy", "deploy the flows to Argo Workflows or Step Functions"),
+        "retrain": ("retrain", "start a run if its inputs changed"),
+    },
+}
+"""By group and command: the file of the command with its first words, and what the command does."""
+
+FILES = ("deploy", "feedback", "registry", "retrain", "rlhf", "runs", "win_rate")
+"""Files that are commands, too: `python -m flows rlhf run`."""
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Replace this process by the command that the first word names; pass it the other words."""
-    if not argv or argv[0] not in COMMANDS:
-        print(
-            f"usage: python -m flows COMMAND ...\n"
-            f"The commands are {', '.join(COMMANDS)}. Settings for real models are in "
-            f"{FOLDER / 'presets'}.",
-            file=sys.stderr,
-        )
+    name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
+    commands = {name: words for group in COMMANDS.values() for name, (words, _) in group.items()}
+    if name in ("-h", "--help"):
+        print(describe_commands())
+        sys.exit(0)
+    if name not in {*commands, *FILES}:
+        wrong = f"{name!r:.100} is no command.\n\n" if name else ""
+        print(f"{wrong}{describe_commands()}", file=sys.stderr)
         sys.exit(2)
+    file, *words = commands.get(name, name).split()
+    if name in ("run", "check") and rest and rest[0].endswith(".toml"):
+        # Metaflow wants the settings file before its own command.
+        words, rest = ["--config", "settings", rest[0], *words], rest[1:]
     # Python must be started with the command's own file: Metaflow packages the folder of that file.
-    file = str(FOLDER / f"{argv[0]}.py")
-    os.execv(sys.executable, [sys.executable, file, *argv[1:]])
+    path = str(FOLDER / f"{file}.py")
+    os.execv(sys.executable, [sys.executable, path, *words, *rest])
+
+
+def describe_commands() -> str:
+    """Return the usage, with all commands in their groups."""
+    lines = ["usage: rlhf COMMAND ...", ""]
+    for title, group in COMMANDS.items():
+        lines += [f"{title}:", *(f"  {name:<9} {does}" for name, (_, does) in group.items()), ""]
+    return "\n".join(
+        [
+            *lines,
+            "`rlhf COMMAND --help` prints the options of a command.",
+            f"Settings for real models are in {FOLDER / 'presets'}.",
+        ]
+    )
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

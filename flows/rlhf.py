@@ -46,19 +46,12 @@ from ppo_core.io.atomic_files import explained_full_disk
 from retraining import alarms, lease_of_run
 from step_wrapper import RECORDS, alarms_of, phase, run_id
 
-IMPORTED = [
-    f"pipeline.stages.{stage}"
-    for stage in (
-        "start",
-        "models",
-        "validation",
-        "training",
-        "evaluation",
-        "registration",
-        "cards",
-    )
-]
+STAGES = "start models validation training evaluation registration cards".split()
+IMPORTED = [f"pipeline.stages.{stage}" for stage in STAGES]
 """Modules that the step server imports: with what they import, nearly all that the steps need."""
+
+# Without an interval: what writes the card decides how often. The id is that of `LiveCard`.
+training_card = card(type="blank", id="training", refresh_interval=0)
 
 
 class machines_of_settings(FlowMutator):  # noqa: N801
@@ -153,6 +146,7 @@ class RLHF(FlowSpec):
         self.next(self.load_policy)
 
     @retry(times=3, minutes_between_retries=0)
+    @training_card
     @phase
     @step
     def load_policy(self) -> None:
@@ -161,6 +155,7 @@ class RLHF(FlowSpec):
         self.next(self.load_reward_model)
 
     @retry(times=3, minutes_between_retries=0)
+    @training_card
     @phase
     @step
     def load_reward_model(self) -> None:
@@ -180,6 +175,7 @@ class RLHF(FlowSpec):
         self.next(self.train_policy)
 
     @retry(times=3, minutes_between_retries=0)
+    @training_card
     @phase
     @step
     def train_policy(self) -> None:
@@ -359,6 +355,7 @@ class SeveralMachines:
         self.next(self.load_policy, num_parallel=self.settings.num_nodes)
 
     @retry(times=3, minutes_between_retries=0)
+    @training_card
     @phase
     @parallel
     @step
@@ -383,6 +380,7 @@ class SeveralMachines:
         self.next(self.load_reward_model, num_parallel=self.settings.num_nodes)
 
     @retry(times=3, minutes_between_retries=0)
+    @training_card
     @phase
     @parallel
     @step
@@ -410,6 +408,7 @@ class SeveralMachines:
         self.next(self.train_policy, num_parallel=self.settings.num_nodes)
 
     @retry(times=3, minutes_between_retries=0)
+    @training_card
     @phase
     @parallel
     @step

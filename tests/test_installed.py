@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -84,6 +85,7 @@ def test_the_wheel_has_every_file_of_the_packages(wheel: Path):
     assert {"flows/gpus.toml", "flows/presets/tldr.toml", "ppo_core/py.typed"} < expected
     names = set(ZipFile(wheel).namelist())
     assert {name for name in names if ".dist-info/" not in name} == expected
+    assert any(name.endswith(".dist-info/entry_points.txt") for name in names)
 
 
 def test_the_installed_packages_are_imported(installed: Path, tmp_path: Path):
@@ -99,6 +101,38 @@ def test_every_command_of_an_installed_copy_has_help(installed: Path, tmp_path: 
     assert "--help" in run(installed, tmp_path, "-m", "flows", *words.split(), "--help")
 
 
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        ("run", "--total-episodes"),
+        ("runs diff", "usage: python flows/runs.py diff"),
+        ("registry show", "usage: python flows/registry.py show"),
+        ("win-rate", "--num-examples"),
+        ("feedback collect", "feedback.py collect"),
+        ("deploy", "--create"),
+    ],
+)
+def test_the_script_of_the_installation_runs_the_commands(
+    installed: Path, tmp_path: Path, words: str, shown: str
+):
+    script = str(installed / "bin" / "rlhf")
+    assert shown in run(installed, tmp_path, script, *words.split(), "--help")
+
+
+def test_the_help_of_the_script_has_all_commands_in_groups_and_imports_no_library(
+    installed: Path, tmp_path: Path
+):
+    script = str(installed / "bin" / "rlhf")
+    shown = run(installed, tmp_path, "-X", "importtime", script, "--help")
+    text = "".join(line for line in shown.splitlines(True) if "import time:" not in line)
+    for name in "run check runs registry deploy win-rate feedback".split():
+        assert re.search(rf"^  {name} +\w", text, re.M)
+    assert re.findall(r"^(\w+):$", text, re.M) == ["Train", "Look", "Judge", "Production"]
+    imported = set(re.findall(r"\| +(\w+)(?:\.|$)", shown, re.M))
+    assert "flows" in imported
+    assert not imported & {"torch", "mlflow", "metaflow", "rich", "pydantic", "ppo_core"}
+
+
 def test_a_command_that_does_not_exist_is_answered_by_those_that_do(
     installed: Path, tmp_path: Path
 ):
@@ -112,14 +146,15 @@ def test_a_command_that_does_not_exist_is_answered_by_those_that_do(
             check=False,
         )
         assert ran.returncode == 2
-        assert "deploy, feedback, registry, retrain, rlhf, win_rate" in ran.stderr
+        assert "usage: rlhf COMMAND" in ran.stderr
+        assert "  win-rate " in ran.stderr
         assert str(installed / "flows" / "presets") in ran.stderr
 
 
 def test_an_installed_flow_checks_inputs(installed: Path, tmp_path: Path):
     (tmp_path / "tiny.toml").write_text(as_toml(tiny_table(tmp_path)))
-    options = ("--config", "settings", "tiny.toml", "run", "--check")
-    printed = run(installed, tmp_path, "-m", "flows", "rlhf", *options)
+    script = str(installed / "bin" / "rlhf")
+    printed = run(installed, tmp_path, script, "check", "tiny.toml")
     assert "All checks passed." in printed
 
 

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from pipeline.reports.live_panel import WIDTH, LivePanel
+from pipeline.reports.live.live_panel import WIDTH, LivePanel
 from ppo_core.errors.control_characters import escape_controls
 from ppo_core.errors.redaction import redact
 from ppo_core.io.progress_bar import PROGRESS

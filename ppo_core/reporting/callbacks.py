@@ -24,7 +24,8 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, 
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.errors import ConfigError
 from ppo_core.reporting.metrics import Metrics
-from ppo_core.reporting.metrics_file import MetricsFile, read_metrics
+from ppo_core.reporting.metrics_file import NEWEST_SAMPLES_FILE, MetricsFile, read_metrics
+from ppo_core.reporting.sample_table import Completions, write_completions
 
 CallbackOrType: TypeAlias = TrainerCallback | type[TrainerCallback]
 
@@ -171,6 +172,11 @@ class Reporter:
         self._call("on_step_end")
         if self.control.should_log:
             self.log(metrics)
+
+    def show_samples(self, samples: Completions) -> None:
+        """Write responses of the last update beside the metrics file, for a person who watches."""
+        if self._metrics_file is not None:
+            write_completions(samples, self._metrics_file.path.with_name(NEWEST_SAMPLES_FILE))
 
     def log(self, metrics: Metrics) -> None:
         """Add metrics to the log history, and call on_log."""

@@ -19,6 +19,10 @@ METRICS_FILE = "metrics.jsonl"
 SELF_CHECK_FILE = "self-check.json"
 """Name of the file in `output_dir` with the record of a run's `SelfCheck`."""
 
+NEWEST_SAMPLES_FILE = "newest-samples.jsonl"
+"""Name of the file in `output_dir` with some responses of the last update of PPO, which the next
+update replaces."""
+
 UPDATE = "update"
 """Key of the update's number in a line."""
 

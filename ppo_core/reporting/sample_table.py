@@ -22,6 +22,9 @@ from ppo_core.reporting.escaping import as_table, printable
 
 COLUMNS = ("query", "response", "score")
 
+NUM_NEWEST = 4
+"""Number of responses in the file of the newest samples."""
+
 
 @dataclass(frozen=True)
 class Completions:
@@ -97,7 +100,7 @@ def log_table(
     Writes `output_dir/completions/step-<step>.jsonl`. Also logs the table under the name
     "completions" to the MLflow run, TensorBoard log and W&B run of `callbacks`.
     """
-    _write_lines(completions, Path(output_dir) / "completions" / f"step-{step:06d}.jsonl")
+    write_completions(completions, Path(output_dir) / "completions" / f"step-{step:06d}.jsonl")
     for callback in callbacks:
         if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
             table = as_table(completions.by_column(), completions.rows(), _shown)
@@ -112,7 +115,8 @@ def _shown(value: Any) -> str:
     return f"{value:z.4g}" if isinstance(value, float) else str(value)
 
 
-def _write_lines(completions: Completions, path: Path) -> None:
+def write_completions(completions: Completions, path: Path) -> None:
+    """Write one JSON object per row; the keys are the names of the columns."""
     names = completions.by_column()
     lines = (dict(zip(names, row, strict=True)) for row in completions.rows())
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)

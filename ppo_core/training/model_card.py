@@ -18,6 +18,7 @@ from ppo_core.errors import ConfigError, TrainingError
 from ppo_core.io.atomic_files import explained_writes, write_atomically
 from ppo_core.reporting.escaping import as_markdown, as_table, printable
 from ppo_core.reporting.metrics import Metrics
+from ppo_core.reporting.metrics_file import NEWEST_SAMPLES_FILE
 from ppo_core.reporting.sample_table import Completions
 
 SAMPLES = 3
@@ -85,7 +86,7 @@ def push_folder(
             folder_path=folder,
             repo_id=repository.repo_id,
             commit_message=commit_message,
-            ignore_patterns=["checkpoint-*", ".checkpoint-*", LEASE, LOCK],
+            ignore_patterns=["checkpoint-*", ".checkpoint-*", LEASE, LOCK, NEWEST_SAMPLES_FILE],
         )
     except HFValidationError as error:
         raise ConfigError(

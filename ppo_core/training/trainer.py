@@ -16,7 +16,8 @@ from ppo_core.checkpointing.ppo_fingerprint import ppo_fingerprint
 from ppo_core.checkpointing.state_form import FORMS
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.data.prompt_set import PromptSet, RunPrompts
-from ppo_core.data.types import Rollout, Scores, TokenSums
+from ppo_core.data.prompts import prompt_text, response_texts
+from ppo_core.data.types import Rollout, Scores, TokenSums, map_tensors
 from ppo_core.distributed.engine import Engine
 from ppo_core.distributed.interruption import Interruption
 from ppo_core.errors import ConfigError, RunInterruptedError
@@ -45,7 +46,7 @@ from ppo_core.reporting.metrics import (
     update_metrics,
 )
 from ppo_core.reporting.metrics_file import UPDATE
-from ppo_core.reporting.sample_table import Completions, log_table, print_table
+from ppo_core.reporting.sample_table import NUM_NEWEST, Completions, log_table, print_table
 from ppo_core.rollout.token_sampling import SamplingSettings, stop_token
 from ppo_core.training.evaluation import greedy_completions
 from ppo_core.training.export import PolicyExporter
@@ -152,6 +153,8 @@ class Trainer:
         The experience is None if a score is not finite. All processes then skip the batch.
         """
         run, config, kl_coef = self._run, self.config, self._run.kl_coef(self.config)
+        if self.engine.is_main:
+            self._newest: Completions | None = self._newest_samples(rollout, scores, prompts)
         size, gather = self.schedule.batch_size, self.engine.gather_record
         rollout, scores = gather(rollout, size), gather(scores, size)
         kl = divergence(rollout, scores, config.kl_estimator)
@@ -170,6 +173,17 @@ class Trainer:
         metrics["lr"] = float(self._train_state.scheduler.get_last_lr()[0])
         progress = UpdateProgress.at_start(config, len(rollout), run.generators["shuffling"])
         return PendingUpdate(experience=experience, metrics=metrics, progress=progress)
+
+    def _newest_samples(
+        self, rollout: Rollout, scores: Scores, prompts: PromptBatch
+    ) -> Completions:
+        """Return the first responses of this process, for a person who watches the training."""
+        few = slice(NUM_NEWEST)
+        return Completions(
+            [prompt_text(self.tokenizer, prompt) for prompt in prompts.prompts[few]],
+            response_texts(self.tokenizer, map_tensors(rollout, lambda tensor: tensor[few])),
+            scores.scores[few].tolist(),
+        )
 
     def _finish_update(self, pending: PendingUpdate, sums: TokenSums) -> Metrics:
         """Count the update; then update KL coefficient, averaged weights and reference."""
@@ -308,6 +322,8 @@ class Trainer:
         if self.engine.is_main:
             for finding in self._run.health.check(metrics):
                 logger.warning("%s", replace(finding, update=self._run.updates))
+        if self._newest is not None:
+            self._reporter.show_samples(self._newest)
         self._reporter.step_end(metrics, epoch=self._run.episodes / len(self._prompts.training))
         if self.engine.any(self._reporter.should_evaluate) and self._prompts.evaluation is not None:
             self.evaluate()
@@ -450,6 +466,7 @@ class Trainer:
         self._timer = PhaseTimer()
         self._sampler = self._make_sampler()
         self._interruption = Interruption()
+        self._newest = None
         self.is_done = False
         """Whether `train` has finished its updates."""
 

@@ -375,7 +375,8 @@ def test_the_flags_that_a_page_names_exist(page):
     flags |= {*PPO_ALIASES, *SUPERVISED_ALIASES}
     both = "".join((ROOT / "flows" / name).read_text() for name in ("rlhf.py", "retrain.py"))
     flow = re.findall(r'Parameter\(\s*"([\w-]+)"', both)
-    commands = [ROOT / "flows" / name for name in ("registry.py", "deploy.py", "feedback.py")]
+    names = ("registry.py", "deploy.py", "feedback.py", "runs.py")
+    commands = [ROOT / "flows" / name for name in names]
     scripts = (*commands, ROOT / "docs" / "champion_service.py")
     others = {flag for path in scripts for flag in re.findall(r'"--([\w-]+)"', path.read_text())}
     known = {name.replace("_", "-") for name in {*flags, *flow, *others, *OTHERS_FLAGS, "help"}}

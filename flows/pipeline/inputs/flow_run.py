@@ -10,6 +10,8 @@ from pipeline.storage.workspace import Workspace
 SETTINGS_FILE = "settings.toml"
 """File in the folder of a run with all settings of the run. A new run can use it again."""
 
+PPO = "ppo"
+"""Folder of PPO's files and checkpoints, in the folder of the run."""
 
 REWARD_MODEL, CRITIC = "reward-model", "critic"
 """Subfolders of a start with the models."""

@@ -1,5 +1,6 @@
 """Structure of a report (text, tables and figures) before it is rendered as a card or a page."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,6 +38,20 @@ class Plot:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Curve:
+    """The data of a line chart."""
+
+    points: tuple[tuple[float, float], ...]
+    """Points (x, y) from left to right, at least one; all values are finite."""
+
+    healthy: tuple[float, float] = (-math.inf, math.inf)
+    """Range of healthy values of y."""
+
+    marks: tuple[float, ...] = ()
+    """Values of x with a warning."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Chart:
     """A figure that a page draws itself."""
 
@@ -48,6 +63,9 @@ class Chart:
 
     svg: Markup
     """The figure, in which all text is escaped."""
+
+    curve: Curve | None = None
+    """The data of the figure, if it is a line chart; a card draws only these."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,11 +94,20 @@ class Reading:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Section:
-    """A section of a report, with a table, figures, or both.
+class ShownProgress:
+    """How far a phase is that has not ended. All texts are untrusted."""
 
-    Only pages show the fields after `plots`.
-    """
+    phase: str
+    done: float
+    total: float
+
+    details: str
+    """What was counted, the rate, and the time left."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A section of a report, with a table, figures, or both."""
 
     title: str
     """Heading, which never contains text of a model or a data set."""
@@ -104,6 +131,9 @@ class Section:
     """What a person may want to do, each with the command."""
 
     readings: tuple[Reading, ...] = ()
+
+    progress: ShownProgress | None = None
+    """A bar above everything else."""
 
     parts: tuple["Section", ...] = ()
     """Sections within this section."""

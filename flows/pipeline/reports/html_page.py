@@ -49,6 +49,7 @@ th, td { text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px soli
 th { font-weight: 600; color: var(--quiet) }
 td { max-width: 26rem; overflow-wrap: anywhere }
 @media (max-width: 40rem) { td { min-width: 5.5rem } td:first-child { min-width: 7.5rem } }
+progress { width: 100%; accent-color: var(--line) }
 img { display: block; width: 600px; max-width: 100%; margin: 1rem 0 }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 320px), 1fr));
           gap: 1.2rem }
@@ -112,6 +113,11 @@ ins { background: var(--ins) } del { background: var(--del) }
 {% endfor %}
 {% endmacro %}
 {% macro content(section) %}
+{% if section.progress %}
+<p><progress max="{{ section.progress.total }}" value="{{ section.progress.done }}"
+             aria-label="{{ section.progress.phase }}"></progress></p>
+<p>{{ section.progress.phase }}: {{ section.progress.details }}</p>
+{% endif %}
 {% for sentence in section.text %}
 <p>{{ sentence }}</p>
 {% endfor %}

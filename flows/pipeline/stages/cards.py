@@ -1,17 +1,12 @@
-"""The reports as Metaflow cards.
-
-Metaflow's Markdown component passes HTML and links to the browser, so it gets only fixed headings.
-Text from models and data sets is put into tables, value boxes and image labels, which display the
-text literally.
-"""
+"""The reports as Metaflow cards."""
 
 from collections.abc import Sequence
 from typing import Any
 
-from metaflow.cards import Image, Markdown, MetaflowCardComponent, Table, ValueBox
+from metaflow.cards import MetaflowCardComponent
 
 from pipeline.inputs.flow_run import FlowRun
-from pipeline.reports.document import Document, Section
+from pipeline.reports.card_components import card_components
 from pipeline.reports.evaluation import evaluation_document
 from pipeline.reports.promotion import promotion_document
 from pipeline.reports.reward_model import reward_document
@@ -62,20 +57,3 @@ def write_card_now(card: Any) -> None:
     """
     card.refresh()
     card.refresh(force=True)
-
-
-def card_components(document: Document) -> list[MetaflowCardComponent]:
-    """Return a document as components of a Metaflow card."""
-    return [
-        ValueBox(title=document.subject, value=document.verdict, theme=document.tone),
-        Table([[reason] for reason in document.reasons], headers=["Why"]),
-        *(part for section in document.sections for part in _section(section)),
-    ]
-
-
-def _section(section: Section) -> list[MetaflowCardComponent]:
-    return [
-        Markdown(f"## {section.title}"),
-        Table([list(row) for row in section.rows], headers=list(section.headers)),
-        *(Image(plot.png, plot.shows) for plot in section.plots),
-    ]

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -21,7 +22,7 @@ from pipeline.results.step_records import FreshPairs, PreparedModel
 from pipeline.settings.settings import Settings
 from pipeline.settings.training_sections import SupervisedSection
 from pipeline.stages.fresh_pairs import FRESH_PAIRS, label_samples
-from pipeline.stages.tracked import stage, with_files
+from pipeline.stages.tracked import card_of_step, stage, with_files
 from pipeline.storage.made_once import can_be_reused, make_or_reuse, move_files
 from pipeline.storage.workspace import original_names
 from pipeline.tracking.tracker import Tracker
@@ -298,15 +299,28 @@ def _train_once(
 
     def train(folder: Path) -> Mapping[str, float]:
         print(f"{name}: training on {len(training.rows):,} rows", flush=True)
-        _train(training, run, here, log_curves)
+        with _shown(training, run, tracker):
+            _train(training, run, here, log_curves)
         move_files(job / MODEL, folder)
         return read_result(job)
 
     made = make_or_reuse(run.workspace, name, training.decides_the_result(), train)
+    if made.reused:
+        card_of_step().say(f"{name}: an earlier run has trained this model.")
     # The checkpoints of the training, each larger than the model, are not needed any more.
     shutil.rmtree(job, ignore_errors=True)
     model = PreparedModel(path=made.place, digest=made.digest, metrics=made.values)
     return model, made.reused
+
+
+def _shown(training: _Training, run: FlowRun, tracker: Tracker) -> AbstractContextManager[None]:
+    """Return a context that shows a training; in its rounds, PPO shows the training of the step."""
+    if tracker.name == "train_policy":
+        return nullcontext()
+    # Imported here, because a step that reuses its models does not need it.
+    from pipeline.reports.live.live_view import LiveView
+
+    return LiveView(run, training.data.settings, tracker, card_of_step()).watching()
 
 
 def _members(training: _Training) -> list[_Training]:

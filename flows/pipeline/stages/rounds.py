@@ -8,7 +8,7 @@ import numpy as np
 
 from pipeline.evaluation.rates import Array
 from pipeline.inputs.data_sets import RunData
-from pipeline.inputs.flow_run import FlowRun
+from pipeline.inputs.flow_run import PPO, FlowRun
 from pipeline.inputs.preference_pairs import label_pairs
 from pipeline.judges.judge_budget import Spent, sum_spent
 from pipeline.launch.job import Pause
@@ -25,9 +25,6 @@ from ppo_core.errors.out_of_memory import free_unused
 from ppo_core.io.folder_cache import digest_of, digest_of_code
 from ppo_core.models.loading import load_reward_model
 from ppo_core.supervised.training_code import modules_of_training
-
-PPO = "ppo"
-"""Folder of PPO's files and checkpoints, in the folder of the run."""
 
 Costs: TypeAlias = dict[str, Spent]
 """Calls and tokens by name of the labeler."""

@@ -13,6 +13,7 @@ from metaflow import current
 from pipeline.cost.usage import measured
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.launch.stall_watch import watched_step
+from pipeline.reports.live.live_card import LiveCard
 from pipeline.settings.settings import Settings
 from pipeline.storage.manifest import files_of
 from pipeline.storage.workspace import Workspace
@@ -71,6 +72,11 @@ def stage(
         return tracked
 
     return decorate
+
+
+def card_of_step() -> LiveCard:
+    """Return the card of the current step that shows a training."""
+    return LiveCard(current.get("card"))
 
 
 @contextmanager

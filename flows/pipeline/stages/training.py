@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.inputs.data_sets import RunData
-from pipeline.inputs.flow_run import CRITIC, ChampionStart, FlowRun
+from pipeline.inputs.flow_run import CRITIC, PPO, ChampionStart, FlowRun
 from pipeline.inputs.run_rewards import RunRewards
 from pipeline.judges.judge_budget import Spent, sum_spent
 from pipeline.judges.rubric.job import PROGRAM as RUBRIC_PROGRAM
@@ -26,8 +26,7 @@ from pipeline.launch.job import (
 )
 from pipeline.launch.launcher import OnMetrics, train
 from pipeline.launch.mirror import mirrored
-from pipeline.reports.run_page.facts import RunFacts, curves_of
-from pipeline.reports.run_page.live import LivePage
+from pipeline.reports.live.live_view import LiveView
 from pipeline.results.step_records import (
     Change,
     EarlierPolicies,
@@ -38,8 +37,8 @@ from pipeline.results.step_records import (
     ValidatedReward,
 )
 from pipeline.settings.settings import Settings
-from pipeline.stages.rounds import PPO, Rounds, ScaledReward, decides_the_rounds
-from pipeline.stages.tracked import stage, with_files
+from pipeline.stages.rounds import Rounds, ScaledReward, decides_the_rounds
+from pipeline.stages.tracked import card_of_step, stage, with_files
 from pipeline.storage.made_once import MadeModel, can_be_reused, make_or_reuse, move_files
 from pipeline.tracking.tracker import Tracker
 from ppo_core.checkpointing.folders import POLICIES
@@ -110,12 +109,10 @@ def train_policy(
     """
     data = RunData(settings)
     reward = _scaled(reward_model, validation)
-    facts = RunFacts(run=run, settings=settings, curves=curves_of(run, tracker.journal))
-    page = LivePage(facts, run.folder / PPO / METRICS_FILE)
+    view = LiveView(run, settings, tracker, card_of_step())
 
     def log_update(update: int, metrics: Mapping[str, float]) -> None:
         tracker.step.log_metrics(metrics, step=update)
-        page.update()
 
     def train_all(on_metrics: OnMetrics) -> dict[str, Any]:
         if fresh is None or settings.fresh_pairs.rounds == 1:
@@ -134,16 +131,17 @@ def train_policy(
         train_all(lambda update, metrics: None)
 
     inputs = _decides_the_result(data, sft, reward_model, validation, fresh, run.start)
-    made = make_or_reuse(run.workspace, POLICY, inputs, train_in)
-    beside = {
-        name: _copied_once(run, name, needed, train_again if made.reused else None)
-        for name, needed in _beside_the_policy(data, inputs).items()
-    }
+    with view.watching():
+        made = make_or_reuse(run.workspace, POLICY, inputs, train_in)
+        beside = {
+            name: _copied_once(run, name, needed, train_again if made.reused else None)
+            for name, needed in _beside_the_policy(data, inputs).items()
+        }
+        if made.reused:
+            for metrics in made.values["updates"]:
+                log_update(metrics[UPDATE], _without_number(metrics))
     for folder in (*_SOURCES.values(), POLICY):
         shutil.rmtree(run.folder / folder, ignore_errors=True)
-    if made.reused:
-        for metrics in made.values["updates"]:
-            log_update(metrics[UPDATE], _without_number(metrics))
     return _track_policy(tracker, made, beside, run, settings)
 
 

@@ -38,7 +38,7 @@ def find_decided_run(lineage: Mapping[str, str]) -> str | None:
     Raises:
         ModelError: MLflow does not answer.
     """
-    for run in _runs_of(PARENT):
+    for run in runs_of_step(PARENT):
         tags = run.data.tags
         decided = "promotion" in tags or tags.get(OUTCOME) == "refused"
         if decided and all(tags.get(name) == value for name, value in lineage.items()):
@@ -102,12 +102,12 @@ def runs_of_model(name: str) -> list[Run]:
     Raises:
         ModelError: MLflow does not answer.
     """
-    trained = [one for one in _runs_of(PARENT) if one.data.params.get(MODEL) == name]
-    looked = [one for one in _runs_of(RETRAIN) if one.data.tags[MODEL] == name]
+    trained = [one for one in runs_of_step(PARENT) if one.data.params.get(MODEL) == name]
+    looked = [one for one in runs_of_step(RETRAIN) if one.data.tags[MODEL] == name]
     return sorted([*trained, *looked], key=lambda run: run.info.start_time)
 
 
-def _runs_of(step: str) -> Iterator[Run]:
+def runs_of_step(step: str) -> Iterator[Run]:
     """Yield the runs of the experiment whose tag STEP is `step`, newest first."""
     client = connect()
     experiment = client.get_experiment_by_name(EXPERIMENT)

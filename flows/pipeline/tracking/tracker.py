@@ -71,7 +71,7 @@ class Tracker:
         self._sender = Sender(self.journal, patience=patience)
         # Only the runs of steps have system metrics; the parent run has none.
         self._system = SystemMetrics(self.step, patience=patience) if step != PARENT else None
-        self._runs, self._name = runs, step
+        self._runs, self.name = runs, step
         self._started = 0.0
         self._refusal: tuple[str, Sequence[str]] | None = None
 
@@ -130,7 +130,7 @@ class Tracker:
         if error is None:
             self.step.set_status("FINISHED")
         else:
-            reason = _one_line(f"{self._name} failed: {error}")
+            reason = _one_line(f"{self.name} failed: {error}")
             end_runs(self.journal, self._not_finished(), "failed", reason)
         if error is None and self._refusal is not None:
             what, reasons = self._refusal
@@ -142,13 +142,13 @@ class Tracker:
             print(
                 f"Warning: {self._kept()} The next step, or a resumed run, sends them.", flush=True
             )
-        elif is_last or self._name == PARENT:
+        elif is_last or self.name == PARENT:
             remove_record(self.journal.folder)
 
     def _not_finished(self) -> dict[str, str]:
         """Return the ids of the runs of the parent, of this step, and of the later steps."""
         names = [name for name in self._runs if name != PARENT]
-        later = [] if self._name == PARENT else names[names.index(self._name) :]
+        later = [] if self.name == PARENT else names[names.index(self.name) :]
         return {name: self._runs[name] for name in [PARENT, *later]}
 
     def require_all_sent(self, seconds: float = REQUIRED_SECONDS) -> None:

@@ -17,7 +17,17 @@ import pytest
 
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.registry.decisions import Decision
-from pipeline.reports.document import Document, as_evidence
+from pipeline.reports.charts import line_chart
+from pipeline.reports.document import (
+    Answer,
+    Chart,
+    Curve,
+    Document,
+    Reading,
+    Section,
+    ShownProgress,
+    as_evidence,
+)
 from pipeline.reports.evaluation import evaluation_document
 from pipeline.reports.figures import reward_model_figures
 from pipeline.reports.headline_metrics import evaluation_numbers
@@ -62,15 +72,20 @@ WITHOUT_PPO = "What SFT reaches without PPO, on the same prompts"
 
 FLOW = """
 import pickle
+import time
+from pathlib import Path
 from metaflow import FlowSpec, card, current, step
 from pipeline import stages
+from pipeline.reports.live.live_card import LiveCard
 
 class CardFlow(FlowSpec):
     @card(type="blank")
     @step
     def start(self):
         with open("records.pickle", "rb") as file:
-            self.validation, self.registered, self.limits, self.tracked = pickle.load(file)
+            (self.validation, self.registered, self.limits, self.tracked, self.trainings) = (
+                pickle.load(file)
+            )
         current.card.extend(stages.cards.reward_model_card(self.validation, self.tracked))
         self.next(self.evaluate)
 
@@ -89,6 +104,20 @@ class CardFlow(FlowSpec):
                 self.registered, self.validation, self.limits, self.tracked
             )
         )
+        self.next(self.train)
+
+    @card(type="blank", id="training", refresh_interval=0)
+    @step
+    def train(self):
+        running, last = self.trainings
+        shown = LiveCard(current.card)
+        shown.show(running)
+        end = time.monotonic() + 60
+        while not (kept := [*Path(".metaflow/mf.cards").glob("**/train/**/*.html")]):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        Path("running.html").write_bytes(kept[0].read_bytes())
+        shown.keep(last)
         self.next(self.end)
 
     @step
@@ -175,6 +204,34 @@ def register(made: Decision, evaluation: Evaluation, folder: Path) -> Registered
     )
 
 
+def training_document(done: int) -> Document:
+    """A training that others named and whose models wrote the samples."""
+    curve = Curve(points=((1.0, 0.5), (2.0, float(done))), healthy=(0.0, 10.0), marks=(2.0,))
+    chart = Chart(
+        title=f"KL {HOSTILE}", caption=HOSTILE, svg=line_chart(curve.points, "KL"), curve=curve
+    )
+    answer = Answer(title="PPO", pieces=(("same", f"It says {HOSTILE}"),))
+    return Document(
+        subject="Run",
+        verdict="The run goes on",
+        tone="warning",
+        reasons=("Nothing is decided yet.",),
+        sections=(
+            Section(
+                title="How far is it?",
+                progress=ShownProgress(phase=HOSTILE, done=done, total=64, details=HOSTILE),
+            ),
+            Section(
+                title="Curves and samples",
+                text=(f"A warning about {HOSTILE}",),
+                charts=(chart,) * 4,
+                readings=(Reading(title="1", prompt=HOSTILE, answers=(answer,), notes=("1",)),),
+                commands=(("Repeat this run", f"run '{HOSTILE}'"),),
+            ),
+        ),
+    )
+
+
 @pytest.fixture(scope="module")
 def cards(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The cards of a run: its reward model and its policy are refused, and nothing is certain."""
@@ -184,7 +241,8 @@ def cards(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     evaluation = replace(evaluation, conclusive=False, reasons=[f"The judge said {HOSTILE}"])
     refused = decision("refused", reasons=(f"The judge said {HOSTILE}",))
     registered = register(refused, evaluation, folder)
-    records = (validated(report, folder), registered, PromotionConfig(), RUN)
+    trainings = (training_document(12), training_document(64))
+    records = (validated(report, folder), registered, PromotionConfig(), RUN, trainings)
     (folder / "records.pickle").write_bytes(pickle.dumps(records))
     (folder / "flow.py").write_text(FLOW)
     environment = os.environ | {
@@ -206,7 +264,9 @@ def cards(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     (reward, evaluation, decided) = (
         card for step in steps.values() for card in kept.glob(f"**/{step}/**/*.html")
     )
-    return dict(zip(steps, (reward, evaluation, decided), strict=True))
+    (trained,) = kept.glob("**/train/**/*.html")
+    found = dict(zip(steps, (reward, evaluation, decided), strict=True))
+    return found | {"running": folder / "running.html", "trained": trained}
 
 
 @pytest.fixture(scope="module")
@@ -247,6 +307,27 @@ def test_a_card_shows_its_figures(cards: dict[str, Path]):
     assert len(pictures("evaluation")) == 2
 
 
+def test_the_card_of_a_training_shows_it_before_the_step_ends(cards: dict[str, Path]):
+    for name, done in (("running", 12), ("trained", 64)):
+        parts = components(cards[name])
+        assert parts[0]["value"] == "The run goes on"
+        (bar,) = [part for part in parts if part["type"] == "progressBar"]
+        assert (bar["value"], bar["max"], bar["label"]) == (done, 64, HOSTILE)
+        tables = [part["data"] for part in parts if part["type"] == "table"]
+        (charts,) = [rows for rows in tables if isinstance(rows[0][0], dict)]
+        assert [len(row) for row in charts] == [2, 2]
+        spec = charts[0][0]["spec"]
+        area, line, warned = (layer["data"]["values"] for layer in spec["layer"])
+        # Metaflow draws a chart in a table without a width as an empty one.
+        assert spec["width"] > 300
+        assert area == [{"low": 0.5, "high": 10.0}]
+        assert line == [{"x": 1.0, "y": 0.5}, {"x": 2.0, "y": float(done)}]
+        assert warned == [{"x": 2.0}]
+        assert [["1", HOSTILE, f"It says {HOSTILE}", "1"]] in tables
+        assert [[HOSTILE]] in tables
+        assert [["Repeat this run", f"run '{HOSTILE}'"]] in tables
+
+
 def test_markdown_gets_headings_in_our_words_only(cards: dict[str, Path]):
     for card in cards.values():
         headings = [part["source"] for part in components(card) if part["type"] == "markdown"]
@@ -256,11 +337,14 @@ def test_markdown_gets_headings_in_our_words_only(cards: dict[str, Path]):
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
-@pytest.mark.parametrize("name", ["reward", "evaluation", "promotion"])
+@pytest.mark.parametrize("name", ["reward", "evaluation", "promotion", "running"])
 def test_what_others_wrote_is_inert_in_a_card(name: str, cards: dict[str, Path], tmp_path: Path):
     elements = Elements(rendered(cards[name], tmp_path))
     assert_inert(elements)
-    assert {"Refused", "Inconclusive"} & {text.strip() for text in elements.texts}
+    verdicts = {"Refused", "Inconclusive", "The run goes on"}
+    assert verdicts & {text.strip() for text in elements.texts}
+    if name == "running":
+        assert elements.tags.count("canvas") + elements.tags.count("svg") >= 4
 
 
 def quoting_page() -> str:

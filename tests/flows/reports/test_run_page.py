@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +19,10 @@ from pipeline.registry.aliases import VersionNotes
 from pipeline.reports.charts import MOST_POINTS, thinned
 from pipeline.reports.document import Section
 from pipeline.reports.html_page import document_page
+from pipeline.reports.live import live_view
+from pipeline.reports.live.live_card import LiveCard
 from pipeline.reports.run_page import differences
 from pipeline.reports.run_page.facts import RunFacts, curves_of
-from pipeline.reports.run_page.live import LivePage
 from pipeline.reports.run_page.reading import (
     MOST_CHARACTERS,
     JudgedPair,
@@ -34,8 +37,11 @@ from pipeline.settings.settings import make_settings
 from pipeline.storage.workspace import Workspace
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.run_log import RunLog
+from pipeline.tracking.tracker import Tracker
 from ppo_core.errors import ModelError
+from ppo_core.io.progress_bar import PROGRESS, progress
 from ppo_core.io.validation import read_record
+from ppo_core.reporting.metrics_file import NEWEST_SAMPLES_FILE
 from tests.helpers.inputs.sample_reports import (
     HOSTILE,
     decision,
@@ -324,22 +330,61 @@ def test_the_page_is_written_while_ppo_trains_at_most_every_ten_seconds(
     facts: RunFacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     run = replace(facts.run, workspace=Workspace(str(tmp_path)))
-    started = replace(facts, run=run, registered=None, evaluation=None, cost=None)
-    run.folder.mkdir(parents=True)
-    page, metrics = run.folder / PAGE_FILE, tmp_path / "metrics.jsonl"
-    live = LivePage(started, metrics)
-    live.update()
-    assert not page.exists()
-    values = dict.fromkeys(facts.curves["train_policy"], 1.0)
-    metrics.write_text(json.dumps({"update": 1, **values}) + "\n")
-    live.update()
-    text = page.read_text()
+    tracker = Tracker(run.folder, run.tracking, "train_policy")
+    training(tracker.journal, 3)
+    page, samples = run.folder / PAGE_FILE, run.folder / "ppo" / NEWEST_SAMPLES_FILE
+    row = {"query": f"ask {HOSTILE}", "response": f"say {HOSTILE}", "score": 1.25}
+    samples.parent.mkdir()
+    write_jsonl(samples, [row])
+    monkeypatch.setattr(live_view, "FIRST_SECONDS", 0.5)
+    monkeypatch.setattr(live_view, "LOOK_SECONDS", 0.02)
+    monkeypatch.delenv(PROGRESS, raising=False)
+    view = live_view.LiveView(run, facts.settings, tracker, LiveCard(None))
+    with view.watching():
+        with progress(64, f"ppo {HOSTILE}", "episode") as bar:
+            bar.update(16)
+            bar._written = -math.inf
+            bar.update(16)
+            wait_for(page)
+        text = page.read_text()
+        page.unlink()
+        time.sleep(0.5)
+        assert not page.exists()
+    assert PROGRESS not in os.environ
     assert "The run goes on" in text
     assert '<meta http-equiv="refresh" content="10">' in text
+    assert '<progress max="64.0" value="32.0"' in text.replace('"64"', '"64.0"')
+    assert re.search(r"32 of 64 episodes, .* left", text)
     assert "Value loss" in text
-    page.unlink()
-    live.update()
-    assert not page.exists()
+    assert "Score: 1.25" in text
+    assert text.count("&lt;script&gt;") > 3
+    assert "<script>" not in text
+
+
+def wait_for(file: Path) -> None:
+    end = time.monotonic() + 20
+    while not file.exists():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_an_error_while_a_training_is_shown_does_not_end_it_and_is_said(
+    facts: RunFacts,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    run = replace(facts.run, workspace=Workspace(str(tmp_path)))
+    tracker = Tracker(run.folder, run.tracking, "train_policy")
+    training(tracker.journal, 3)
+    (run.folder / PAGE_FILE).mkdir()
+    monkeypatch.setattr(live_view, "FIRST_SECONDS", 0.0)
+    monkeypatch.setattr(live_view, "LOOK_SECONDS", 0.02)
+    with live_view.LiveView(run, facts.settings, tracker, LiveCard(None)).watching():
+        time.sleep(0.5)
+    said = capsys.readouterr().out
+    assert said.startswith("Warning: The training is not shown while it runs: ")
+    assert said.count("Warning") == 1
 
 
 def test_only_what_differs_from_the_run_of_the_champion_is_shown(

@@ -7,14 +7,17 @@ import re
 import shlex
 import subprocess
 import sys
+from contextlib import chdir
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import runs
 from tests.helpers.inputs.pipeline_inputs import JUDGE, as_toml, tiny_table
 from tests.helpers.runs.flow_runs import Ran, artifacts_of, client_of, run_flow, runs_of
+from tests.helpers.servers.mlflow_store import tracking_to
 
 RUN = ("--config", "settings", "tiny.toml", "run", "--summary-json")
 
@@ -295,6 +298,69 @@ def test_every_run_has_a_page_that_the_terminal_names(journey: Journey, summary:
     client = client_of(journey.folder)
     logged = client.download_artifacts(summary["model"]["run_id"], "index.html")
     assert Path(logged).read_text() == text
+
+
+def ask_runs(journey: Journey, *arguments: str) -> int:
+    with (
+        chdir(journey.folder),
+        tracking_to(f"sqlite:///{journey.folder / 'mlflow.db'}"),
+    ):
+        return runs.main(arguments)
+
+
+def test_the_list_of_runs_has_their_verdicts_and_figures(
+    journey: Journey, summary: dict[str, Any], capsys: pytest.CaptureFixture[str]
+):
+    assert ask_runs(journey, "list", "--json") == 0
+    refused, decided = json.loads(capsys.readouterr().out)
+    assert refused["run"] == f"RLHF/{journey.refused.number}"
+    assert (refused["state"], refused["verdict"]) == ("failed", "refused its reward model")
+    assert refused["win_rate"] is None
+    assert (decided["state"], decided["verdict"]) == ("finished", "refused version 1")
+    assert decided["win_rate"] == summary["win_rate"]["ppo_vs_sft"]["rate"]
+    assert decided["rival"] == "sft"
+    assert decided["folder"] == f"outputs/runs/{decided['run'].removeprefix('RLHF/')}"
+    assert decided["price"] == 0.0
+    assert ask_runs(journey, "list") == 0
+    line = next(one for one in capsys.readouterr().out.splitlines() if decided["run"] in one)
+    assert " finished refused version 1" in line
+    assert f"{decided['win_rate']:.1%} against SFT" in line
+
+
+def test_two_runs_are_compared_by_what_differs_and_by_their_results(
+    journey: Journey, capsys: pytest.CaptureFixture[str]
+):
+    refused, decided = journey.refused.number, journey.failed.number
+    assert ask_runs(journey, "diff", refused, f"RLHF/{decided}") == 0
+    lines = capsys.readouterr().out.splitlines()
+    differing = [line.split() for line in lines[: lines.index("")]][1:]
+    (limit,) = [line for line in differing if line[1] == "promotion.max_kl"]
+    assert (limit[0], limit[3]) == ("settings", "19.5") and limit[2] != "19.5"
+    assert ["settings", "judging.attempts", "3", "2"] in differing
+    assert not [line for line in differing if line[:2] == ["settings", "ppo.learning_rate"]]
+    results = dict(line.split(maxsplit=1) for line in lines[lines.index("") + 1 :])
+    assert results["verdict"].split() == "refused its reward model refused version 1".split()
+    assert results["kl/ppo"].startswith("none")
+    assert ask_runs(journey, "diff", refused, "12") == 1
+    told = capsys.readouterr()
+    assert not told.out
+    assert "There is no run '12'" in told.err
+    assert f"RLHF/{refused}" in told.err
+
+
+def test_each_training_leaves_a_card_with_its_curves(journey: Journey):
+    steps = journey.folder / f".metaflow/mf.cards/RLHF/runs/{journey.failed.number}/steps"
+    texts = {}
+    for step in ("load_policy", "load_reward_model", "train_policy"):
+        (card,) = steps.glob(f"{step}/tasks/*/cards/*.html")
+        (data,) = re.findall(r'window\.__MF_DATA__\["[^"]+"\] = "([^"]+)"', card.read_text())
+        texts[step] = base64.b64decode(data).decode()
+    assert "KL from SFT, nats" in texts["train_policy"]
+    assert texts["train_policy"].count('"vegaChart"') > 10
+    assert "Sampled in the last update." in texts["train_policy"]
+    # The refused run has trained both.
+    assert "sft: an earlier run has trained this model." in texts["load_policy"]
+    assert "reward-model: an earlier run has trained this model." in texts["load_reward_model"]
 
 
 CONSUMER = """

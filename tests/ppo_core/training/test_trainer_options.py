@@ -12,6 +12,8 @@ from ppo_core import PPOConfig
 from ppo_core.errors import ConfigError, DataError, TrainingError
 from ppo_core.models.kernels.decoder_families import fast_path
 from ppo_core.models.loading import load_policy
+from ppo_core.reporting.metrics_file import NEWEST_SAMPLES_FILE
+from ppo_core.reporting.sample_table import NUM_NEWEST
 from tests.helpers.models.tiny import make_classifier, make_policy, make_tokenizer
 from tests.ppo_core.training.test_trainer import CONFIG as WHOLE_CONFIG
 from tests.ppo_core.training.test_trainer import PROMPTS, weights
@@ -315,6 +317,22 @@ def test_completions_answer_all_evaluation_prompts_greedily_and_show_a_table(tmp
     written = (tmp_path / "completions" / "step-000000.jsonl").read_text().splitlines()
     assert [json.loads(line)["query"] for line in written] == EVALUATION
     assert trainer.generate_completions(sampling=True).queries == EVALUATION[:2]
+
+
+def test_some_responses_of_the_last_update_lie_beside_the_metrics(tmp_path):
+    asked = []
+
+    def reward(prompts: list[str], responses: list[str]) -> list[float]:
+        asked.append((prompts, responses))
+        return answer_lengths(prompts, responses)
+
+    changes = {"save_strategy": "steps", "missing_eos_penalty": None}
+    trainer = make_trainer(output_dir=str(tmp_path), parts={"reward_model": reward}, **changes)
+    trainer.train()
+    rows = [json.loads(line) for line in (tmp_path / NEWEST_SAMPLES_FILE).read_text().splitlines()]
+    last = zip(*asked[-1], answer_lengths(*asked[-1]), strict=True)
+    assert [tuple(row.values()) for row in rows] == list(last)[:NUM_NEWEST]
+    assert len(asked) > 1
 
 
 def test_without_evaluation_prompts_there_are_no_completions():

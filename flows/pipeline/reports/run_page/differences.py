@@ -1,5 +1,6 @@
 """Section with what changed since the run of the champion."""
 
+import re
 import tomllib
 from collections.abc import Mapping
 from typing import Any
@@ -7,17 +8,25 @@ from typing import Any
 from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
 from pipeline.inputs.lineage import is_origin
 from pipeline.registry.aliases import read_version
-from pipeline.reports.document import Section
+from pipeline.reports.document import Section, as_number
 from pipeline.settings.settings import flatten
 from pipeline.tracking.mlflow_runs import read_artifact
+from pipeline.tracking.run_list import facts_in_mlflow
 from pipeline.tracking.run_record import PARENT
-from ppo_core.errors import PPOError
+from ppo_core.errors import ConfigError, PPOError
 
 TITLE = "What changed since the champion's run?"
 
 PACKAGES_FILE = "packages.txt"
 
 NONE = "(none)"
+
+RESULTS = re.compile(
+    "(win_rate|baseline)/.+/rate|improvement/difference|(kl|distinct|length|repetition|guards)/.+|"
+    "reward_model/(accuracy|best_of_4|people)|objective/(scores|rlhf_reward|kl|entropy)|"
+    "cost/(gpu_hours|price|judge_calls)"
+)
+"""Names of the metrics that are shown side by side."""
 
 
 def differences_section(run: FlowRun, name: str, champion: int | None) -> Section:
@@ -56,6 +65,44 @@ def differences_section(run: FlowRun, name: str, champion: int | None) -> Sectio
     )
 
 
+def compare_runs(first: str, second: str) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
+    """Return in what two runs differ, and their results side by side.
+
+    Args:
+        first: id of the parent run of a run in MLflow.
+        second: the same of the other run.
+
+    Returns:
+        Rows as of `differing` for settings, code and data, and packages; and rows of results, with
+        the name and both values.
+
+    Raises:
+        ModelError: MLflow does not answer, or does not have the settings of a run.
+        ConfigError: the settings of a run are damaged.
+    """
+    both = (first, second)
+    try:
+        settings = [_settings(read_artifact(one, SETTINGS_FILE)) for one in both]
+    except ValueError as error:
+        raise ConfigError(
+            f"{SETTINGS_FILE} of one of the runs {first} and {second} in MLflow is no TOML: "
+            f"{error}. The runs cannot be compared."
+        ) from error
+    packages = [_packages(read_artifact(one, PACKAGES_FILE)) for one in both]
+    (tags, results), (other_tags, other_results) = map(facts_in_mlflow, both)
+    rows = [
+        *differing("settings", *settings),
+        *differing("code and data", _inputs(tags), _inputs(other_tags)),
+        *differing("packages", *packages),
+    ]
+    shown = [
+        (name, *(as_number(found.get(name)) for found in (results, other_results)))
+        for name in sorted({*results, *other_results})
+        if RESULTS.fullmatch(name)
+    ]
+    return rows, shown
+
+
 def differing(
     kind: str, before: Mapping[str, Any], now: Mapping[str, Any]
 ) -> list[tuple[str, ...]]:
@@ -75,12 +122,12 @@ def _packages(text: str) -> dict[str, str]:
     return dict(line.split("==", 1) for line in text.splitlines() if "==" in line)
 
 
+def _inputs(tags: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in tags.items() if name == "python" or is_origin(name)}
+
+
 def _origin(tags: Mapping[str, str], run: FlowRun) -> dict[str, str]:
     """Return the tags of code, data and given models, but those that other rows explain."""
     # A version also has the digests of models that its run trained.
     left_out = {"settings_digest", "seed", *({"model/reward_model"} - run.origin.keys())}
-    return {
-        name: value
-        for name, value in tags.items()
-        if name == "python" or (is_origin(name) and name not in left_out)
-    }
+    return {name: value for name, value in _inputs(tags).items() if name not in left_out}

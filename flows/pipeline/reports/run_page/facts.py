@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
-from pipeline.reports.document import Section
+from pipeline.reports.document import Section, ShownProgress
 from pipeline.results.evaluation import Evaluation
 from pipeline.results.reward_report import RewardReport
 from pipeline.results.run_cost import RunCost
@@ -42,6 +42,12 @@ class RunFacts:
     """The version and the decision; its files are on this machine."""
 
     cost: RunCost | None = None
+
+    progress: ShownProgress | None = None
+    """The current phase of a running step, if it is known how far the phase is."""
+
+    samples: Path | None = None
+    """File with the newest samples of a running PPO, see `ppo_core.reporting.sample_table`."""
 
     since_champion: Section | None = None
     """What changed since the run of the champion."""

@@ -33,6 +33,9 @@ OUTCOMES = {
 PAIRS, PROMPTS = "Which answers won and lost? Pairs to read", "What did it learn to say? Prompts"
 """Titles of the sections."""
 
+NEWEST_SAMPLES = "What does it say now? Newest samples"
+"""Title of the section while PPO trains."""
+
 Row = TypeVar("Row")
 
 
@@ -77,6 +80,15 @@ class AnsweredPrompt:
     champion: str | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Completion:
+    """A line of a file of `write_completions`."""
+
+    query: str
+    response: str
+    score: float
+
+
 def pairs_section(evaluated: EvaluatedPolicy, contest: str) -> Section:
     """Return judged pairs: the best, worst and closest for PPO, and random pairs.
 
@@ -111,6 +123,24 @@ def prompts_section(evaluated: EvaluatedPolicy) -> Section:
     )
     readings = (_prompt(number, row) for number, row in enumerate(chosen, 1))
     return Section(title=PROMPTS, text=(text,), readings=tuple(readings))
+
+
+def newest_section(path: Path) -> Section:
+    """Return responses of the last update of PPO, as a file of `write_completions` has them.
+
+    Raises:
+        DataError: the file is damaged.
+    """
+    readings = tuple(
+        Reading(
+            title=f"Sample {number}",
+            prompt=shortened_text(row.query),
+            answers=(_plain("PPO", row.response),),
+            notes=(f"Score: {row.score:z.4g}",),
+        )
+        for number, row in enumerate(_read_rows(path, _Completion), 1)
+    )
+    return Section(title=NEWEST_SAMPLES, text=("Sampled in the last update.",), readings=readings)
 
 
 def choose_pairs(rows: Sequence[JudgedPair]) -> list[tuple[str, JudgedPair]]:

@@ -23,7 +23,14 @@ from pipeline.reports.reward_model import (
     reward_sections,
 )
 from pipeline.reports.run_page.facts import RunFacts
-from pipeline.reports.run_page.reading import PAIRS, PROMPTS, pairs_section, prompts_section
+from pipeline.reports.run_page.reading import (
+    NEWEST_SAMPLES,
+    PAIRS,
+    PROMPTS,
+    newest_section,
+    pairs_section,
+    prompts_section,
+)
 from pipeline.reports.run_page.training import ppo_section, supervised_section
 from pipeline.reports.terminal import CONTEST_TITLES, cost_in_words
 from pipeline.results.evaluation import Evaluation
@@ -45,6 +52,7 @@ def run_document(facts: RunFacts) -> Document:
     """Return the document about a run, with everything that the run measured so far."""
     verdict, tone, reasons = _verdict(facts)
     sections = [
+        *([Section(title="How far is it?", progress=facts.progress)] if facts.progress else []),
         *_evaluated(facts),
         ppo_section(facts),
         supervised_section(facts),
@@ -165,7 +173,9 @@ def _front(evaluation: Evaluation) -> Section:
 
 
 def _answers(facts: RunFacts) -> list[Section]:
-    evaluation, registered = facts.evaluation, facts.registered
+    evaluation, registered, samples = facts.evaluation, facts.registered, facts.samples
+    if samples is not None:
+        return [_or_why(NEWEST_SAMPLES, lambda: newest_section(samples))]
     if not (evaluation and registered):
         return [Section(title=PROMPTS, text=("There are no answers of a trained policy yet.",))]
     evaluated, contest = registered.evaluation, evaluation.direct_contest

@@ -4,7 +4,7 @@ import math
 import re
 
 from pipeline.reports.charts import line_chart
-from pipeline.reports.document import Chart, Section, as_number
+from pipeline.reports.document import Chart, Curve, Section, as_number
 from pipeline.reports.run_page.facts import Curves, RunFacts
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.reporting.health import GUARDS
@@ -50,7 +50,8 @@ def ppo_section(facts: RunFacts) -> Section:
     """Return the curves of PPO, with the healthy range and the warnings of each metric."""
     curves = _drawable(facts.curves.get("train_policy", {}))
     if not curves:
-        return Section(title=TITLE, text=("PPO did not run.",))
+        none = "PPO has not finished an update yet." if facts.is_running else "PPO did not run."
+        return Section(title=TITLE, text=(none,))
     curves |= _drawable({STOPPED: _stopped(curves)})
     rewards = [name for name in curves if name.startswith("rewards/")]
     titles = PPO_CURVES | ({name: name for name in rewards} if len(rewards) > 1 else {})
@@ -74,12 +75,14 @@ def supervised_section(facts: RunFacts) -> Section:
     """Return the curves of SFT, of the reward model and of a judge that the run trained."""
     steps = ("load_policy", "load_reward_model")
     charts = tuple(
-        Chart(title=name, caption=_ends(points), svg=line_chart(points, name))
+        _line(name, _ends(points), name, Curve(points=tuple(points)))
         for step in steps
         for name, points in _drawable(facts.curves.get(step, {})).items()
         if name.rpartition("/")[2] in SUPERVISED
     )
     none = ("No curve: the run was given these models, or reused models of an earlier run.",)
+    if facts.is_running:
+        none = ("No curve yet. Models that are given or reused have none.",)
     title = "How did the training of SFT and of the reward model go?"
     return Section(title=title, text=() if charts else none, charts=charts)
 
@@ -117,8 +120,14 @@ def _ppo_chart(
     marks = [update for update, metric in map(_warned, warnings) if metric == name]
     if marks:
         caption += f" Warned in update {', '.join(map(str, marks))}."
-    svg = line_chart(points, f"{title}: {caption}", healthy=(low, high), marks=marks)
-    return Chart(title=title, caption=f"{name}: {caption}", svg=svg)
+    curve = Curve(points=tuple(points), healthy=(low, high), marks=tuple(marks))
+    return _line(title, f"{name}: {caption}", f"{title}: {caption}", curve)
+
+
+def _line(title: str, caption: str, shows: str, curve: Curve) -> Chart:
+    """Return a line chart; `shows` is its alternative text."""
+    svg = line_chart(curve.points, shows, healthy=curve.healthy, marks=curve.marks)
+    return Chart(title=title, caption=caption, svg=svg, curve=curve)
 
 
 def _drawable(curves: Curves) -> dict[str, list[tuple[int, float]]]:

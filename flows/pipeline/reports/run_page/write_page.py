@@ -1,5 +1,8 @@
 """Write the page of a run."""
 
+from pathlib import Path
+
+from pipeline.reports.document import Document
 from pipeline.reports.html_page import document_page
 from pipeline.reports.run_page.facts import RunFacts
 from pipeline.reports.run_page.run_document import run_document
@@ -14,7 +17,7 @@ PAGE_FILE = "index.html"
 
 def write_run_page(facts: RunFacts, parent: RunLog) -> str:
     """Write the page of a run, log it, and return a sentence with its place."""
-    error = write_page_file(facts)
+    error = write_page_file(run_document(facts), facts.run.folder)
     if error is not None:
         return f"The page of the run was not written: {error}"
     parent.log_artifact(facts.run.folder / PAGE_FILE)
@@ -22,10 +25,10 @@ def write_run_page(facts: RunFacts, parent: RunLog) -> str:
     return f"Page of the run: {place}{PAGE_FILE} of the run in MLflow"
 
 
-def write_page_file(facts: RunFacts) -> PPOError | None:
+def write_page_file(document: Document, folder: Path) -> PPOError | None:
     """Write the page; return an error of the disk, because a run does not fail for its page."""
-    path = facts.run.folder / PAGE_FILE
-    page = mask_secrets(document_page(run_document(facts)))
+    path = folder / PAGE_FILE
+    page = mask_secrets(document_page(document))
     try:
         with explained_writes(path):
             # A file name may have half of a character, which cannot be encoded.

@@ -1,0 +1,142 @@
+"""Show a training on the page of the run and on the card of the step, while it runs."""
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pipeline.inputs.flow_run import PPO, FlowRun
+from pipeline.launch.job import ppo_config
+from pipeline.reports.document import ShownProgress
+from pipeline.reports.live.followed_phase import FollowedPhase, as_clock, describe_speed
+from pipeline.reports.live.live_card import LiveCard
+from pipeline.reports.run_page.facts import Curves, RunFacts, curves_of
+from pipeline.reports.run_page.run_document import REFRESH_SECONDS, run_document
+from pipeline.reports.run_page.write_page import write_page_file
+from pipeline.settings.settings import Settings
+from pipeline.tracking.tracker import Tracker
+from ppo_core.io.progress_bar import PROGRESS
+from ppo_core.reporting.diagnosis import diagnose
+from ppo_core.reporting.metrics_file import NEWEST_SAMPLES_FILE, UPDATE
+
+REST = 100
+"""Least time between two pages, in multiples of the work for a page."""
+
+LOOK_SECONDS = 1.0
+"""Time between two looks at the progress of a phase, from which its rate is estimated."""
+
+FIRST_SECONDS = 5.0
+"""Time before the first page and card, which a shorter training does not need."""
+
+EPISODE = "episode"
+"""Metric of each update of PPO."""
+
+PROGRESS_FILE = "phase.json"
+"""File in the folder of a run with the current phase, if no other file is asked for."""
+
+
+class LiveView:
+    """A training of a run, for people on this machine and for those who see Metaflow's cards."""
+
+    def __init__(self, run: FlowRun, settings: Settings, tracker: Tracker, card: LiveCard) -> None:
+        """Show the tracked step of a run: the curves in the journal, and its current phase."""
+        self._run, self._settings, self._card = run, settings, card
+        self._step, self._journal = tracker.name, tracker.journal
+        self._phase: FollowedPhase | None = None
+        self._next, self._has_warned = time.monotonic() + FIRST_SECONDS, False
+        self._over = threading.Event()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Show the training until the context ends; its last state is the content of the card.
+
+        All of this happens in a thread, so that an error in it does not end the step.
+        """
+        file = Path(os.environ.get(PROGRESS) or self._run.folder / PROGRESS_FILE)
+        self._phase = FollowedPhase(file)
+        before = os.environ.get(PROGRESS)
+        os.environ[PROGRESS] = str(file)
+        thread = threading.Thread(target=self._watch, name="live view", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            thread.join()
+            if before is None:
+                del os.environ[PROGRESS]
+
+    def _watch(self) -> None:
+        is_done = False
+        try:
+            while not self._over.wait(LOOK_SECONDS):
+                self.update()
+            self._card.keep(run_document(self._facts(None)))
+            is_done = True
+        finally:
+            if not is_done:
+                self._warn("the log of the step has the error.")
+
+    def update(self) -> None:
+        """Look at the phase; write page and card, unless they were written a moment ago."""
+        assert self._phase is not None  # begun by `watching`
+        phase, worked_before = self._phase.read(), time.thread_time()
+        if time.monotonic() < self._next:
+            return
+        progress = None
+        if phase is not None and phase.total:
+            left = phase.time_remaining
+            counted = f"{phase.completed:,.0f} of {phase.total:,.0f} {phase.fields['unit']}s"
+            wait = "time left unknown" if left is None else f"{as_clock(left)} left"
+            parts = [counted, *describe_speed(phase), wait, phase.fields["notes"]]
+            details = ", ".join(filter(None, parts))
+            progress = ShownProgress(
+                phase=phase.description, done=phase.completed, total=phase.total, details=details
+            )
+        facts = self._facts(progress)
+        if progress is None and not facts.curves.get(self._step):
+            return
+        document = run_document(facts)
+        has_disk = not self._run.workspace.store
+        if has_disk and (error := write_page_file(document, self._run.folder)):
+            self._warn(str(error))
+        try:
+            self._card.show(document)
+        except OSError as error:
+            self._warn(str(error))
+        rest = REST * (time.thread_time() - worked_before)
+        self._next = time.monotonic() + max(REFRESH_SECONDS, rest)
+
+    def _warn(self, problem: str) -> None:
+        """Print, once, why a person sees an old page or card."""
+        if not self._has_warned:
+            self._has_warned = True
+            print(f"Warning: The training is not shown while it runs: {problem}", flush=True)
+
+    def _facts(self, progress: ShownProgress | None) -> RunFacts:
+        curves = curves_of(self._run, self._journal)
+        facts = RunFacts(run=self._run, settings=self._settings, curves=curves, progress=progress)
+        updates = _by_update(curves.get("train_policy", {}))
+        if self._step != "train_policy" or not updates:
+            return facts
+        samples = self._run.folder / PPO / NEWEST_SAMPLES_FILE
+        findings = diagnose(ppo_config(self._settings), updates)
+        return replace(
+            facts,
+            warnings=[str(one) for one in findings],
+            samples=samples if samples.exists() else None,
+        )
+
+
+def _by_update(curves: Curves) -> list[Mapping[str, Any]]:
+    """Return the metrics of each update, with its number, as the metrics file of PPO has them."""
+    updates: dict[int, dict[str, float]] = {}
+    for name, points in curves.items():
+        for update, value in points:
+            updates.setdefault(update, {UPDATE: update})[name] = value
+    # The load of the machine has steps, too, of its own count.
+    return [updates[number] for number in sorted(updates) if EPISODE in updates[number]]

@@ -1,0 +1,156 @@
+"""List the runs of the flow that MLflow or this machine has, and read the facts about one."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from mlflow.entities import Run
+
+from pipeline.inputs.lineage import FLOW_RUN
+from pipeline.tracking.decided_runs import MODEL, outcome_of, runs_of_step
+from pipeline.tracking.mlflow_client import connect, explained
+from pipeline.tracking.run_record import OUTCOME, PARENT, RECORD, was_killed
+from ppo_core.errors import ConfigError
+
+FLOW = "RLHF"
+"""Name of the flow whose runs are listed."""
+
+NUM_NAMED = 5
+"""Number of runs that a message names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListedRun:
+    """A run of the flow; a value that is unknown is None."""
+
+    run: str
+    """Id FLOW/NUMBER."""
+
+    model: str | None
+    """Name of the registered model."""
+
+    started: str
+    """Time in UTC, in the form of ISO 8601."""
+
+    state: str
+    """`running`, `finished`, `failed` or `killed`; for a run that MLflow does not have, `running`,
+    `killed` or `not in MLflow`."""
+
+    verdict: str | None
+    """What the run decided, or how it ended early."""
+
+    rival: str | None
+    """`champion` or `sft`: against which policy the win rate was measured."""
+
+    win_rate: float | None
+    low: float | None
+    high: float | None
+    """Win rate, and the ends of its 95 % interval."""
+
+    kl: float | None
+    """KL divergence of the policy from SFT, in nats per response."""
+
+    gpu_hours: float | None
+    price: float | None
+    """Cost in US dollars."""
+
+    folder: str | None
+    """Folder of the run on this machine."""
+
+    mlflow_run: str | None
+    """Id of the parent run in MLflow."""
+
+
+def list_runs(folder: Path) -> list[ListedRun]:
+    """Return all runs, oldest first.
+
+    Args:
+        folder: folder of the runs of this machine, each in a subfolder with its number as name.
+
+    Raises:
+        ModelError: MLflow does not answer.
+    """
+    found = sorted(folder.iterdir()) if folder.is_dir() else []
+    here = {f"{FLOW}/{path.name}": path for path in found if path.name.isdecimal()}
+    tracked = _tracked_runs()
+    runs = [_of_mlflow(one, here.get(one.data.tags[FLOW_RUN])) for one in tracked]
+    known = {one.run for one in runs}
+    runs += [_of_machine(name, path) for name, path in here.items() if name not in known]
+    return sorted(runs, key=lambda one: (one.started, one.run))
+
+
+def find_run(runs: Sequence[ListedRun], name: str) -> ListedRun:
+    """Return the run with the id FLOW/NUMBER, or with this number.
+
+    Raises:
+        ConfigError: there is no such run; the message says which there are.
+    """
+    for one in runs:
+        if name in (one.run, one.run.rpartition("/")[2]):
+            return one
+    newest = ", ".join(one.run for one in reversed(runs[-NUM_NAMED:])) or "none"
+    raise ConfigError(
+        f"There is no run {name!r:.100} in MLflow or on this machine. The newest runs are: "
+        f"{newest}. `python flows/runs.py list` lists all runs."
+    )
+
+
+@explained()
+def facts_in_mlflow(run_id: str) -> tuple[Mapping[str, str], Mapping[str, float]]:
+    """Return the tags and the last values of the metrics of an MLflow run.
+
+    Raises:
+        ModelError: MLflow does not answer.
+    """
+    data = connect().get_run(run_id).data
+    return data.tags, data.metrics
+
+
+@explained()
+def _tracked_runs() -> list[Run]:
+    return list(runs_of_step(PARENT))
+
+
+def _of_mlflow(run: Run, folder: Path | None) -> ListedRun:
+    tags, metrics = run.data.tags, run.data.metrics
+    rivals = [one for one in ("champion", "sft") if f"win_rate/ppo_vs_{one}/rate" in metrics]
+    contest = f"win_rate/ppo_vs_{rivals[0]}" if rivals else ""
+    has_ended = "promotion" in tags or OUTCOME in tags
+    killed = folder is not None and was_killed(folder)
+    return ListedRun(
+        run=tags[FLOW_RUN],
+        model=run.data.params.get(MODEL),
+        started=_as_text(run.info.start_time / 1000),
+        state="killed" if killed else run.info.status.lower(),
+        verdict=outcome_of(run) if has_ended else None,
+        rival=rivals[0] if rivals else None,
+        win_rate=metrics.get(f"{contest}/rate"),
+        low=metrics.get(f"{contest}/low"),
+        high=metrics.get(f"{contest}/high"),
+        kl=metrics.get("kl/ppo"),
+        gpu_hours=metrics.get("cost/gpu_hours"),
+        price=metrics.get("cost/price"),
+        folder=None if folder is None else str(folder),
+        mlflow_run=run.info.run_id,
+    )
+
+
+def _of_machine(name: str, folder: Path) -> ListedRun:
+    state = "not in MLflow"
+    if (folder / RECORD).exists():
+        state = "killed" if was_killed(folder) else "running"
+    unknown = dict.fromkeys(
+        ("model", "verdict", "rival", "win_rate", "low", "high", "kl", "gpu_hours", "price")
+    )
+    # Metaflow numbers the runs of a machine by the microseconds since 1970.
+    number = int(folder.name) / 1e6
+    began = number if 0 < number < 1e11 else folder.stat().st_mtime
+    started = _as_text(began)
+    return ListedRun(
+        run=name, started=started, state=state, folder=str(folder), mlflow_run=None, **unknown
+    )
+
+
+def _as_text(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")

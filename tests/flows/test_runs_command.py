@@ -1,0 +1,55 @@
+"""`python flows/runs.py`: runs that MLflow does not have, and names that are no runs."""
+
+import json
+from contextlib import chdir
+from pathlib import Path
+
+import pytest
+
+import runs
+from pipeline.tracking.run_record import record_processes
+from tests.helpers.servers.mlflow_store import tracking_to, write_database
+
+
+@pytest.fixture
+def folder(tmp_path: Path):
+    """A folder with an empty MLflow, in which the commands run."""
+    with chdir(tmp_path), tracking_to(write_database(tmp_path / "mlflow.db")):
+        yield tmp_path / "outputs" / "runs"
+
+
+def test_runs_of_this_machine_are_listed_even_if_mlflow_does_not_have_them(folder: Path, capsys):
+    assert runs.main(["list"]) == 0
+    assert "There is no run yet." in capsys.readouterr().out
+    for number in ("1795736811895441", "1795736811895442", "17"):
+        (folder / number).mkdir(parents=True)
+    (folder / "notes").mkdir()
+    record_processes(folder / "1795736811895442")
+    assert runs.main(["list", "--json"]) == 0
+    found = {one["run"]: one for one in json.loads(capsys.readouterr().out)}
+    assert list(found) == ["RLHF/17", "RLHF/1795736811895441", "RLHF/1795736811895442"]
+    assert found["RLHF/1795736811895441"]["state"] == "not in MLflow"
+    assert found["RLHF/1795736811895441"]["started"] == "2026-11-26T23:46:51+00:00"
+    assert found["RLHF/1795736811895442"]["state"] == "running"
+    assert runs.main(["diff", "17", "RLHF/1795736811895441"]) == 1
+    said = capsys.readouterr().err
+    assert "MLflow does not have RLHF/17" in said
+    assert "outputs/runs/17" in said
+
+
+@pytest.mark.parametrize("name", ["99", "\x1b[2J", "RLHF", ""])
+def test_a_name_that_is_no_run_is_answered_by_the_names_of_runs(folder: Path, capsys, name: str):
+    (folder / "1795736811895441").mkdir(parents=True)
+    assert runs.main(["diff", name, "1795736811895441"]) == 1
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert "There is no run" in told.err
+    assert "The newest runs are: RLHF/1795736811895441." in told.err
+    assert "\x1b" not in told.err
+
+
+def test_without_a_database_the_message_says_where_it_would_be(tmp_path: Path, capsys):
+    with chdir(tmp_path), tracking_to(f"sqlite:///{tmp_path / 'none.db'}"):
+        assert runs.main(["list"]) == 1
+    assert "none.db" in capsys.readouterr().err
+    assert not (tmp_path / "none.db").exists()
