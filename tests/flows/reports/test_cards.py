@@ -32,6 +32,7 @@ from pipeline.reports.evaluation import evaluation_document
 from pipeline.reports.figures import reward_model_figures
 from pipeline.reports.headline_metrics import evaluation_numbers
 from pipeline.reports.html_page import reward_model_page
+from pipeline.reports.live.live_card import LiveCard
 from pipeline.reports.promotion import promotion_document
 from pipeline.reports.reward_model import reward_document
 from pipeline.reports.terminal import render_places, render_summary
@@ -326,6 +327,37 @@ def test_the_card_of_a_training_shows_it_before_the_step_ends(cards: dict[str, P
         assert [["1", HOSTILE, f"It says {HOSTILE}", "1"]] in tables
         assert [[HOSTILE]] in tables
         assert [["Repeat this run", f"run '{HOSTILE}'"]] in tables
+
+
+def test_a_card_is_written_every_two_minutes_and_its_data_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """In a long training, Metaflow starts two processes in two minutes."""
+    now, written = 1000.0, []
+
+    class Card(dict[str, Any]):
+        """Notes when Metaflow would start a process: `new` has the whole card, `data` its data."""
+
+        is_new = False
+
+        def __setitem__(self, name: str, parts: list[Any]) -> None:
+            assert name == "training" and parts
+            self.is_new = True
+
+        def __getitem__(self, name: str) -> "Card":
+            return self
+
+        def refresh(self) -> None:
+            written.append((now - 1000.0, "new" if self.is_new else "data"))
+            self.is_new = False
+
+    monkeypatch.setattr("pipeline.reports.live.live_card.time.monotonic", lambda: now)
+    shown = LiveCard(Card())
+    for _ in range(37):
+        shown.show(training_document(12))
+        now += 10.0
+    expected = [(0, "new"), (120, "new"), (130, "data"), (240, "new"), (250, "data"), (360, "new")]
+    assert written == expected
 
 
 def test_markdown_gets_headings_in_our_words_only(cards: dict[str, Path]):

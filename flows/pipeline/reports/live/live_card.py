@@ -1,5 +1,6 @@
 """The card of a step that trains, which shows the training while it runs."""
 
+import math
 import time
 from typing import Any
 
@@ -11,8 +12,8 @@ from pipeline.reports.document import Document
 CARD = "training"
 """Id of the card. It needs `refresh_interval=0`."""
 
-CARD_SECONDS = 60.0
-"""Least time between two cards, each of which Metaflow writes in two processes."""
+CARD_SECONDS = 120.0
+"""Least time between two cards. Metaflow starts a process for a card, and another for its data."""
 
 DATA_SECONDS = 10.0
 """Time after which a card is written, and its data may be."""
@@ -24,13 +25,14 @@ class LiveCard:
     def __init__(self, card: Any) -> None:
         """Show documents on `current.card`; None if the step has no card."""
         self._card = card
-        self._next = self._next_data = time.monotonic()
+        self._next = self._next_data = -math.inf
 
     def show(self, document: Document) -> None:
         """Write the card in the background, unless it was written less than CARD_SECONDS ago.
 
         A new list of components makes Metaflow write the whole card, which `card view` shows. The
-        data, which a later call writes, tell Metaflow's pages to load the card again.
+        data, which a later call writes, tell Metaflow's pages to load the card again; the first
+        card needs none.
         """
         now = time.monotonic()
         if self._card is None:
@@ -38,7 +40,9 @@ class LiveCard:
         if now >= self._next:
             self.keep(document)
             self._card[CARD].refresh()
-            self._next, self._next_data = now + CARD_SECONDS, now + DATA_SECONDS
+            is_first = self._next == -math.inf
+            self._next = now + CARD_SECONDS
+            self._next_data = self._next if is_first else now + DATA_SECONDS
         elif now >= self._next_data:
             self._card[CARD].refresh()
             self._next_data = self._next
