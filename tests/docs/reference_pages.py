@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 import ppo_core
 import ppo_core.algorithm
 from deployment.deployment import Deployment
-from flows.__main__ import COMMANDS
+from flows.__main__ import FILES
 from pipeline.results import evaluation, reward_report, run_cost, selection, summary
 from pipeline.settings.settings import Settings
 from ppo_core.config.argument_parser import field_docs
@@ -207,7 +207,7 @@ def _commands() -> str:
         "# Commands\n\nOutside of the project's folder, write `python -m flows NAME` in place of "
         "`python flows/NAME.py`.\n"
     ]
-    for name in COMMANDS:
+    for name in FILES:
         module = importlib.import_module(name)
         parts.append(_flow(module) if name in FLOWS else _command(module))
     for name in ("ppo_core.__main__", "ppo_core.supervised.__main__", "ppo_core.diagnose"):
