@@ -87,13 +87,14 @@ class StepServer:
     def _channel(self) -> socket.socket:
         """Start the server, and return the socket of its requests."""
         here, there = socket.socketpair()
-        # Without a name of this program in the main module, which becomes that of the flow's file.
+        # The flow's file will run in the main module, so this program leaves no name there.
         program = f"__import__({step_server.__name__!r}, fromlist=['serve']).serve()"
         with there:
             subprocess.Popen(
                 [sys.executable, "-u", "-c", program, *self._modules],
                 cwd=Path(__file__).parents[1],
-                # Python remembers whether a stream can seek: the pipe of a step cannot.
+                # Python decides at its start whether a stream can seek. The pipes of a step cannot,
+                # nor can a socket.
                 stdin=there.fileno(),
                 stdout=there.fileno(),
                 stderr=there.fileno(),

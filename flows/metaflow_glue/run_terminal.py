@@ -42,8 +42,14 @@ _KILLED = "[KILLED BY ORCHESTRATOR]"
 """Metaflow's message on a task that did not end by itself in time."""
 
 _UNREADABLE = (
-    *(MetaflowException, UnpicklingError),
-    *(AttributeError, EOFError, KeyError, OSError, TypeError, ValueError),
+    MetaflowException,
+    UnpicklingError,
+    AttributeError,
+    EOFError,
+    KeyError,
+    OSError,
+    TypeError,
+    ValueError,
 )
 """Errors of reading a result of another run, which may be missing, old or damaged."""
 

@@ -184,9 +184,9 @@ def check_padding(
     backbone: object,
     difference: Callable[[], float],
 ) -> float:
-    """Return the difference of a padded pass, made in the first way that is accurate enough.
+    """Try the ways of a padded pass, the fastest first, until one is accurate enough.
 
-    `numbers` names the compared numbers. The backbone keeps the way.
+    The backbone keeps this way. Return its difference. `numbers` names the compared numbers.
 
     Raises:
         ModelError: the difference is too large in every way, even with a mask.

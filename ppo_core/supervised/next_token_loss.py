@@ -42,8 +42,8 @@ class NextTokenLoss(nn.Module):
         if isinstance(language_model.backbone, DecoderBackbone):
             language_model.backbone.passes_mask = True
             self.backbone = language_model.backbone
-        # A bound method, because a module would register the model under a second name, and ZeRO-3
-        # would run its hooks for each name.
+        # Only the method is stored. As an attribute, the LanguageModel would register the model
+        # under a second name, and ZeRO-3 would run its hooks for each name.
         self._predict = language_model.predict
 
     def forward(

@@ -138,7 +138,7 @@ def _layer_forward(
 
 
 def _all_attend(context: Context, selected: Selection, states: Tensor) -> bool:
-    """Return whether all queries attend in the last layer, and the selected ones are then picked.
+    """Return whether the last layer attends for all queries, from which the selected are taken.
 
     For several queries in long sequences, PyTorch's causal attention needs less memory than its
     attention with a mask.

@@ -219,8 +219,8 @@ def attention_weights(model: ModelSize, tokens: int, longest: int, texts: int = 
     """Return bytes of the attention weights that `kernels.attention` keeps in a pass of `tokens`.
 
     A row has several `texts` of up to `longest` tokens. The kernel computes blocks of queries, each
-    with the keys of its row up to the end of its block. PyTorch computes the attention of texts
-    that are too long for the kernel; shorter texts have passes of their own.
+    with the keys of its row up to the end of its block. Texts that are too long for the kernel
+    are left to PyTorch, which keeps no weights; a pass of the kernel has only shorter texts.
     """
     length = texts * min(longest, isqrt(MAX_SCORES))
     keys = min(length, (length + BLOCK) // 2)
