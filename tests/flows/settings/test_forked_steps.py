@@ -22,6 +22,14 @@ TOLD += "sys.stdin.read(), 'colorsys' in sys.modules, random.random(), os.getppi
 pytestmark = pytest.mark.timeout(60)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def interruptible() -> Iterator[None]:
+    """Let SIGINT end the processes; they would ignore it if a script started pytest with `&`."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[StepServer]:
     server = StepServer(["colorsys"])
