@@ -151,6 +151,7 @@ def test_a_command_that_does_not_exist_is_answered_by_those_that_do(
         assert str(installed / "flows" / "presets") in ran.stderr
 
 
+@pytest.mark.slow
 def test_an_installed_flow_checks_inputs(installed: Path, tmp_path: Path):
     (tmp_path / "tiny.toml").write_text(as_toml(tiny_table(tmp_path)))
     script = str(installed / "bin" / "rlhf")

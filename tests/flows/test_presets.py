@@ -16,9 +16,11 @@ from ppo_core.ppo.schedule import make_schedule
 from tests.helpers.inputs.pipeline_inputs import as_toml
 from tests.helpers.inputs.preset_inputs import tiny_preset, write_published_config
 from tests.helpers.paths import ROOT
+from tests.helpers.slow_cases import slow
 
 BUILT_IN = {"tldr", "stories"}
 NAMES = sorted(path.stem for path in PRESETS.glob("*.toml") if path.stem not in BUILT_IN)
+QUICK = "qwen2.5-7b-lora"
 COMMIT = re.compile(r"@([0-9a-f]{40}|refs/pr/\d+)(:|$)")
 
 
@@ -41,12 +43,9 @@ def test_a_preset_pins_everything_on_the_hub_or_says_how(name: str):
             assert f"{repository}@REVISION" in (PRESETS / f"{name}.toml").read_text(), setting
 
 
-QUICK = ("qwen2.5-0.5b-full", "qwen2.5-7b-lora")
-
-
 @pytest.mark.parametrize(
     "name",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES],
+    [QUICK, *slow(*(name for name in NAMES if name != QUICK))],
 )
 def test_a_preset_passes_every_check_of_a_run(name: str, tmp_path: Path, mlflow_client):
     checked = "\n".join(check_run(make_settings(tiny_preset(name, tmp_path), {})))

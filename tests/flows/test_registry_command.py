@@ -141,6 +141,7 @@ def test_a_model_that_nobody_registered_is_an_error(model: str, capsys, asked: t
     assert capsys.readouterr().err.startswith("registry: ")
 
 
+@pytest.mark.slow
 def test_the_file_runs_by_itself_and_names_a_server_that_does_not_answer(model: str):
     def run(**environment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

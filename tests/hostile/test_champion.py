@@ -13,6 +13,7 @@ from ppo_core.errors import ModelError
 from serving.champion import champion_version, load_champion
 from tests.helpers.runs.served_versions import NAME, register, write_version
 from tests.helpers.servers.mlflow_store import tracking_to, write_database
+from tests.helpers.slow_cases import slow
 from tests.hostile.test_model_files import (
     POLICY_CASES,
     TOKENIZER_CASES,
@@ -108,16 +109,16 @@ def test_a_champion_is_refused(case, client, tmp_path):
     refuses(client, tmp_path, "model", POLICIES[case])
 
 
-ALL_TOKENIZERS = (
-    {name: spoil for name, (spoil, _) in TOKENIZER_CASES.items() if "link" not in name}
-    | FURTHER_TOKENIZERS
-    | {name: write("tokenizer.json", content) for name, content in TOKENIZERS.items()}
-)
+# By default those alone that no test of other folders has.
+TOKENIZERS_OF_FOLDERS = {
+    name: spoil for name, (spoil, _) in TOKENIZER_CASES.items() if "link" not in name
+} | {name: write("tokenizer.json", content) for name, content in TOKENIZERS.items()}
 
 
-@pytest.mark.parametrize("case", ALL_TOKENIZERS)
+@pytest.mark.parametrize("case", [*FURTHER_TOKENIZERS, *slow(*TOKENIZERS_OF_FOLDERS)])
 def test_a_champion_s_tokenizer_is_refused(case, client, tmp_path):
-    refuses(client, tmp_path, "components/tokenizer", ALL_TOKENIZERS[case])
+    spoil = (FURTHER_TOKENIZERS | TOKENIZERS_OF_FOLDERS)[case]
+    refuses(client, tmp_path, "components/tokenizer", spoil)
 
 
 @pytest.mark.parametrize("case", ["a long text", "a centred text", "an indented text"])

@@ -22,6 +22,7 @@ from tests.helpers.aws.state_machine import StateMachines, state_machines
 from tests.helpers.jobs.first_job import FirstJob, as_argo_sends, of_argo, of_step_functions
 from tests.helpers.kubernetes.argo_templates import encoded, without_nulls
 from tests.helpers.runs.scheduled_flow import flow_command
+from tests.helpers.slow_cases import slow
 
 TOUCH = "touch MARK"
 HOSTILE = [
@@ -73,7 +74,7 @@ def compiled(folder: Path, machines: StateMachines, scheduler: str) -> Any:
 Start = Callable[[Mapping[str, Any]], FirstJob]
 
 
-@pytest.fixture(scope="module", params=["argo", "step-functions"])
+@pytest.fixture(scope="module", params=["step-functions", *slow("argo")])
 def start(
     request: pytest.FixtureRequest,
     machines: StateMachines,
@@ -88,12 +89,10 @@ def start(
 
 
 FIRSTS = range(0, len(HOSTILE), len(TEXTS))
-"""Numbers of the first value of each execution. A job takes seconds, so one is run by default."""
+"""Numbers of the first value of each execution."""
 
 
-@pytest.mark.parametrize(
-    "first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in FIRSTS[1:])]
-)
+@pytest.mark.parametrize("first", [0, *slow(*FIRSTS[1:])])
 def test_a_compiled_job_executes_nothing_of_its_parameters(
     first: int, start: Start, machines: StateMachines, tmp_path: Path
 ):
@@ -108,6 +107,7 @@ def test_a_compiled_job_executes_nothing_of_its_parameters(
     assert [each.name for each in (tmp_path / "job").rglob("*MARK*")] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "refused"),
     [
@@ -134,6 +134,7 @@ def test_a_name_that_is_no_parameter_of_the_flow_is_refused(name: str):
         read_step_functions(["policy", "reward-model"], given)
 
 
+@pytest.mark.slow
 def test_a_job_with_such_a_name_ends_before_its_step(machines: StateMachines, tmp_path: Path):
     states = compiled(tmp_path, machines, "step-functions")["States"]
     mark = tmp_path / "mark"

@@ -19,6 +19,7 @@ from tests.helpers.runs.canaries import (
 )
 from tests.helpers.servers.fault_server import fault_server, refuse
 from tests.helpers.servers.redirects import redirecting_server
+from tests.helpers.slow_cases import slow
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -164,7 +165,7 @@ def check_clean(ran: Ran, says: str) -> None:
     assert says in ran.log, ran.log
 
 
-@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("name", ["--policy", *slow("MLflow away")])
 def test_a_failing_run_leaves_no_secret(name: str, project: Path, tmp_path: Path):
     ran = run_case(FAST[name], project, tmp_path)
     check_clean(ran, FAST[name].says)

@@ -76,6 +76,7 @@ def audit(folder: Path, url: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_known_vulnerability_fails_until_it_is_ignored(locks: Path):
     with service() as (url, asked):
         found = audit(locks, url)

@@ -372,6 +372,7 @@ def test_without_time_to_measure_only_time_and_price_are_unknown(tmp_path, monke
     assert processes() <= before
 
 
+@pytest.mark.slow
 def test_a_measured_time_of_several_machines_says_what_it_leaves_out(tmp_path):
     words = cost_lines(tiny_table(tmp_path) | {"processes": 1, "num_nodes": 2})
     assert "full length, without what machines send each other, on this machine" in words

@@ -1,5 +1,6 @@
 """The time in which processes exchange weights and gradients, by hand and measured."""
 
+import re
 from dataclasses import dataclass, replace
 
 import pytest
@@ -209,10 +210,11 @@ def test_two_processes_measure_positive_times(sharding, tmp_path, capfd):
     assert speed.forward(size.policy, 30, 12) < trained
     assert 0 < speed.decoding(size.policy) < 0.5
     assert 0 < speed.adam < 1e-6
-    # As many passes were shown as were timed.
-    assert f"timing this machine (fp32, {sharding}): 100%" in capfd.readouterr().err
+    shown = capfd.readouterr().err
+    assert re.search(rf"timing this machine \(fp32, {sharding}\): [1-9]\d* pass, ", shown)
 
 
+@pytest.mark.slow
 def test_a_model_of_text_and_images_has_a_measured_speed(tmp_path):
     model = Mistral3ForConditionalGeneration._from_config(small_config("mistral3"))
     model.save_pretrained(tmp_path)

@@ -26,6 +26,7 @@ from tests.helpers.kubernetes.argo_templates import (
 from tests.helpers.paths import ROOT
 from tests.helpers.runs.canaries import CANARY, VARIABLES
 from tests.helpers.runs.deployments import both_schedulers, write_deployment
+from tests.helpers.slow_cases import slow
 
 GIB = 2**30
 
@@ -204,6 +205,7 @@ def test_only_the_judging_step_asks_the_judge(template: Any, states: Any):
             assert ("RLHF_JUDGED_ELSEWHERE" in names) == (step != "evaluate_win_rate")
 
 
+@pytest.mark.slow
 def test_several_machines_get_what_their_step_gets(template_of_machines: Any):
     jobset = jobsets(template_of_machines)["train-policy"]
     for job in jobset["spec"]["replicatedJobs"]:
@@ -304,7 +306,7 @@ def test_a_secret_of_the_environment_is_nowhere(
         assert CANARY.encode() not in unpacked(content), key
 
 
-@pytest.mark.parametrize("scheduler", ["argo", "step-functions"])
+@pytest.mark.parametrize("scheduler", ["step-functions", *slow("argo")])
 def test_a_secret_that_metaflow_would_write_is_refused(
     machines: StateMachines, scheduler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -54,6 +54,7 @@ def without_baselines(report: Evaluation) -> str:
     return json.dumps(as_json(replace(report, baselines=None)))
 
 
+@pytest.mark.slow
 def test_the_baselines_are_judged_on_the_prompts_of_the_decision_and_change_nothing_of_it(
     world: World, tmp_path: Path
 ):
@@ -192,6 +193,7 @@ class Costly(PaidJudge):
         return super().__call__(prompts, pairs)
 
 
+@pytest.mark.slow
 def test_a_judge_that_fails_leaves_what_was_judged_and_never_fails_the_run(
     world: World, monkeypatch
 ):
@@ -240,6 +242,7 @@ def test_a_paid_judge_is_asked_only_about_the_baselines_and_nothing_twice(
     assert on.win_rate == off.win_rate
 
 
+@pytest.mark.slow
 def test_a_reader_learns_which_reward_chose_where_ppo_has_several(world: World, monkeypatch):
     settings = replace(world.settings, rewards=["reward-model", "python:builtins:len"])
     found, _ = measure(settings, monkeypatch, calls=None)

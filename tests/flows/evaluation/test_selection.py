@@ -106,6 +106,7 @@ def liking_of(path: str) -> float:
     return load_policy(path).transformer.wte.weight[4, 0].item()
 
 
+@pytest.mark.slow
 def test_a_policy_beyond_the_limit_is_drawn_back_to_it(world: World, tmp_path: Path, evaluated):
     settings = in_world(world, tmp_path, max_kl=8.0, selection=SelectionConfig(method="kl"))
     policy, evaluation = evaluated(settings)
@@ -237,6 +238,7 @@ def test_the_judge_may_choose_an_earlier_policy_of_ppo(
     assert other.path != policy.path
 
 
+@pytest.mark.slow
 def test_an_earlier_policy_beyond_the_limit_is_not_asked_about(
     world: World, tmp_path: Path, evaluated
 ):

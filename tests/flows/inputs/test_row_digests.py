@@ -15,6 +15,7 @@ from pipeline.preflight.check_inputs import check_inputs
 from pipeline.settings.settings import as_plain_dict, make_settings
 from ppo_core.errors import DataError
 from tests.helpers.inputs.pipeline_inputs import tiny_table, write_rows
+from tests.helpers.slow_cases import slow
 
 PAIR = {"prompt": "w40 w41", "chosen": "w42", "rejected": "w43"}
 RANKED = {"prompt": "w40", "responses": ["w41", "w42", "w43"], "ranks": [1, 2, 3]}
@@ -105,7 +106,7 @@ def texts_of(data: RunData) -> str:
 
 
 @pytest.mark.parametrize(
-    "row", [{"prompt": "w40 w41"}, PAIR, {"prompt": "w40 w41", "completion": "w42"}]
+    "row", [PAIR, *slow({"prompt": "w40 w41"}, {"prompt": "w40 w41", "completion": "w42"})]
 )
 def test_an_erased_row_is_in_no_data_set_and_no_file(tmp_path: Path, capsys, row: dict[str, Any]):
     table = tiny_table(tmp_path)

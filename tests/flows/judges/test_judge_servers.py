@@ -161,6 +161,7 @@ class Holding:
         return refuse(500)
 
 
+@pytest.mark.slow
 def test_a_killed_run_that_is_run_again_pays_for_no_answered_question_twice(tmp_path: Path):
     script = Holding(5, "VERDICT: A")
     with fault_server(script) as server:

@@ -73,12 +73,12 @@ def test_a_refused_reward_model_is_told_with_its_reasons(
 @pytest.mark.parametrize(
     ("promoted", "is_told"),
     [
-        ([True], False),
-        ([False], False),
+        pytest.param([True], False, marks=pytest.mark.slow),
+        pytest.param([False], False, marks=pytest.mark.slow),
         ([True, False], False),
-        ([False, True], False),
+        pytest.param([False, True], False, marks=pytest.mark.slow),
         ([True, False, False], True),
-        ([False, False, False], True),
+        pytest.param([False, False, False], True, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.usefixtures("mlflow_client")

@@ -18,6 +18,7 @@ from ppo_core.errors import ConfigError, DataError
 from retraining.new_inputs import NewInputs, find_new_inputs
 from tests.flows.retraining.conftest import Bucket
 from tests.helpers.inputs.pipeline_inputs import write_model
+from tests.helpers.slow_cases import slow
 
 NAME = "rlhf-policy"
 
@@ -110,10 +111,15 @@ def test_another_policy_is_new_and_so_is_a_changed_one(
     ("tags", "words"),
     [
         ({"promotion": "refused", "version": "3"}, "RLHF/8 refused version 3 from equal inputs."),
-        ({"outcome": "refused"}, "RLHF/8 refused its reward model from equal inputs."),
-        (
+        pytest.param(
+            {"outcome": "refused"},
+            "RLHF/8 refused its reward model from equal inputs.",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             {"promotion": "withdrawn", "version": "3"},
             "RLHF/8 withdrawn version 3 from equal inputs.",
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -130,7 +136,7 @@ def test_inputs_on_which_a_run_decided_are_not_tried_again(
     assert look(table).seen == words
 
 
-@pytest.mark.parametrize("tags", [{}, {"outcome": "failed"}, {"outcome": "killed"}])
+@pytest.mark.parametrize("tags", [{"outcome": "failed"}, *slow({}, {"outcome": "killed"})])
 def test_inputs_of_a_run_that_failed_are_tried_again(
     table: dict[str, Any], mlflow_client: MlflowClient, tags: dict[str, str]
 ):

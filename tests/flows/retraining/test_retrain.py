@@ -89,6 +89,7 @@ def test_an_mlflow_that_does_not_answer_releases_the_lease(
     assert lease(settings, "Retrain/2").take() is None
 
 
+@pytest.mark.slow
 def test_a_training_that_fails_here_releases_the_lease(
     settings: Settings, table: dict[str, Any], capfd
 ):

@@ -119,6 +119,7 @@ def test_a_reward_model_that_prefers_the_worse_is_useless_and_seen_soon():
     assert found.prompts <= 2 * PROMPTS_AT_ONCE
 
 
+@pytest.mark.slow
 def test_a_random_judge_is_hardly_ever_taken_for_a_useful_model():
     rng = np.random.default_rng(7)
     useful = 0

@@ -213,6 +213,7 @@ class TestCache:
             fetch_champion(NAME, cache=tmp_path / "cache")
         assert list((tmp_path / "cache").iterdir()) == [young]
 
+    @pytest.mark.slow
     def test_processes_that_fetch_at_once_all_get_it_whole(
         self, client, version: Path, tmp_path: Path
     ):

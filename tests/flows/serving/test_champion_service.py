@@ -384,6 +384,7 @@ def test_without_a_champion_it_does_not_start(there_is, registry, versions, tmp_
 # --- Feedback ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_users_judge_recorded_answers_and_the_feedback_becomes_training_data(
     serving_one, tmp_path: Path
 ):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.paths import ROOT
+from tests.helpers.slow_cases import slow
 
 FLOW = """
 import os
@@ -81,7 +82,7 @@ class Chain:
         return (self.folder / "done").read_text().split()
 
 
-@pytest.mark.parametrize("kills", [False, True], ids=["failed", "killed"])
+@pytest.mark.parametrize("kills", [True, *slow(False)], ids=["killed", "failed"])
 def test_resume_continues_the_newest_run_also_after_a_failed_resume(tmp_path: Path, kills: bool):
     chain = Chain(tmp_path)
     chain("run", fails_in="middle", kills=kills)

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from tests.helpers.paths import ROOT
+from tests.helpers.slow_cases import slow
 
 FLOW = r"""
 import os
@@ -118,6 +119,7 @@ def test_a_log_has_a_line_for_each_step_and_each_tenth_and_no_details(tmp_path: 
     assert not CONTROL.search("".join(lines))
 
 
+@pytest.mark.slow
 def test_the_logs_of_metaflow_keep_every_line(tmp_path: Path):
     _, lines = run(tmp_path)
     (number,) = re.findall(r"Run (\d+)", lines[0])
@@ -240,6 +242,7 @@ def test_a_terminal_has_a_panel_and_stays_sane(terminal: Callable[..., Terminal]
     assert r"note \x1b]0;title\x07\x1b[2J[red]*x*" in shown
 
 
+@pytest.mark.slow
 def test_no_color_removes_the_colors(terminal: Callable[..., Terminal]):
     ran = terminal(NO_COLOR="1", REST="0.02", FAILS="")
     assert ran.end() == 1
@@ -248,7 +251,7 @@ def test_no_color_removes_the_colors(terminal: Callable[..., Terminal]):
     assert "RuntimeError: the reason" in ran.output
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("sent", [signal.SIGINT, *slow(signal.SIGTERM, signal.SIGKILL)])
 def test_a_run_that_is_interrupted_leaves_the_terminal_sane(
     terminal: Callable[..., Terminal], sent: signal.Signals
 ):

@@ -165,6 +165,7 @@ def test_a_reward_model_takes_over_with_the_mean_and_the_deviation_of_before():
     assert flat.gain * (5.0 - flat.bias) == pytest.approx(0.5)
 
 
+@pytest.mark.slow
 def test_what_decides_the_rounds_trains_another_policy(tmp_path: Path, begin):
     settings = make_settings(table_of(tmp_path / "run"), {})
     _, given = begin(settings)

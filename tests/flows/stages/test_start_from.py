@@ -127,6 +127,7 @@ def test_a_critic_that_is_gone_is_trained_again_and_the_policy_is_not(
     assert len(jobs) == 2
 
 
+@pytest.mark.slow
 def test_the_start_decides_the_policy(settings: Settings):
     def key(**start: Any) -> str:
         sft = sft_of(settings)

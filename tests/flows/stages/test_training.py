@@ -71,6 +71,7 @@ def test_a_run_that_was_killed_after_its_training_counts_its_tokens(settings, mo
     assert again == first
 
 
+@pytest.mark.slow
 def test_whatever_decides_the_policy_trains_another_one(settings, models):
     sft, reward_model = models
 

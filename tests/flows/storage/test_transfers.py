@@ -27,6 +27,7 @@ from pipeline.storage.upload import find, publish, replace
 from ppo_core.errors import ConfigError, DataError, PPOError, StorageError
 from tests.helpers.paths import ROOT
 from tests.helpers.servers.s3_faults import ERRORS, SPOILT, S3Faults
+from tests.helpers.slow_cases import slow
 
 BUCKET = "s3://artifacts"
 
@@ -342,7 +343,7 @@ def test_other_content_than_that_of_the_address_is_refused(faults: S3Faults, tmp
         fetch(published, LocalCache(tmp_path / "cache"))
 
 
-@pytest.mark.parametrize("is_ours", [True, False])
+@pytest.mark.parametrize("is_ours", [True, *slow(False)])
 def test_a_damaged_file_of_the_cache_is_repaired(is_ours: bool, faults: S3Faults, tmp_path: Path):
     source = write_folder(tmp_path / "source", [100, PART_BYTES, 3 * PART_BYTES])
     address, cache = at(f"repair/{is_ours}"), LocalCache(tmp_path / "cache")

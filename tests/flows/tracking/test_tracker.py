@@ -424,6 +424,7 @@ def wake(server: MlflowServer) -> None:
     os.killpg(server.process.pid, signal.SIGCONT)
 
 
+@pytest.mark.slow
 def test_what_a_killed_process_has_not_sent_is_sent_by_the_next_and_nothing_twice(
     client, server, tmp_path
 ):

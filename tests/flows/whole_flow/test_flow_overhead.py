@@ -68,6 +68,7 @@ def test_a_model_from_the_cache_is_found_without_torch():
     assert imported_by(work, "torch", "transformers") == []
 
 
+@pytest.mark.slow
 def test_short_steps_import_no_mlflow():
     work = "import pipeline.stages.validation, pipeline.stages.evaluation, pipeline.stages.cards"
     assert imported_by(work, "mlflow") == []

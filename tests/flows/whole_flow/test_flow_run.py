@@ -406,7 +406,7 @@ def test_a_later_run_reuses_what_has_not_changed(journey: Journey):
     ("changes", "arguments", "message"),
     [
         ({"ppo": {"kl_coeff": 0.1}}, (), "Unknown setting ppo.kl_coeff. Did you mean ppo.kl_coef?"),
-        ({}, ("--prompts", "gone.jsonl"), "There is no file"),
+        pytest.param({}, ("--prompts", "gone.jsonl"), "There is no file", marks=pytest.mark.slow),
     ],
 )
 def test_bad_input_stops_the_flow_before_any_training(

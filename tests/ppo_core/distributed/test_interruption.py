@@ -18,6 +18,7 @@ from ppo_core.distributed.interruption import Interruption
 from ppo_core.errors import RunInterruptedError
 from ppo_core.models.policy import LanguageModel
 from ppo_core.trl.ppo_trainer import PPOTrainer
+from tests.helpers.slow_cases import slow
 from tests.ppo_core.training.test_trainer import CLOCKS, CONFIG, make_trainer
 
 # Everything that a run carries on: moments, an adapted coefficient, several steps an update.
@@ -101,15 +102,18 @@ def embeddings(model: LanguageModel) -> nn.Module:
 
 
 MOMENTS = {
+    "between two steps of an update": lambda t: terminate_at(t.critic.head, 15, learning=True),
     "the first sampling": lambda t: terminate_at(embeddings(t.policy), 2),
     "scoring": lambda t: t.reward_calls.update(stop=2),
     "the first step of an update": lambda t: terminate_at(t.critic.head, 1, learning=True),
-    "between two steps of an update": lambda t: terminate_at(t.critic.head, 15, learning=True),
     "the last step of the second update": lambda t: terminate_at(t.critic.head, 23, learning=True),
 }
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+FIRST, *LATER = MOMENTS
+
+
+@pytest.mark.parametrize("moment", [FIRST, *slow(*LATER)])
 def test_a_run_that_was_told_to_stop_goes_on_as_if_nothing_had_happened(
     moment, uninterrupted, tmp_path
 ):

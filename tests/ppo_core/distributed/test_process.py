@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.slow_cases import slow
+
 LATE = """
 import sys, time
 import torch
@@ -27,7 +29,7 @@ while time.monotonic() < done:
 """
 
 
-@pytest.mark.parametrize("mended", [True, False])
+@pytest.mark.parametrize("mended", [True, *slow(False)])
 def test_a_thread_of_gloo_that_waits_for_the_gil_gets_it_before_the_exit(
     tmp_path: Path, mended: bool
 ):

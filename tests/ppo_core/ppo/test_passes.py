@@ -67,6 +67,7 @@ def threads_of_an_update(train_state, **changes: object) -> set[int]:
     return seen
 
 
+@pytest.mark.slow
 def test_small_models_learn_at_the_same_time_and_large_ones_do_not(monkeypatch):
     assert len(threads_of_an_update(make_train_state())) == 2
     assert len(threads_of_an_update(make_train_state(), gradient_checkpointing=True)) == 1

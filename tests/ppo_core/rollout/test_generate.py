@@ -36,6 +36,7 @@ from ppo_core.rollout.token_sampling import (
     stop_token,
 )
 from tests.helpers.models.tiny import CONFIGS, EOS, PAD, make_policy, make_prompts, make_tokenizer
+from tests.helpers.slow_cases import slow
 
 LENGTHS = [3, 9, 5, 12, 1, 7]
 
@@ -239,7 +240,7 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("batch_size", [4, 9])
+@pytest.mark.parametrize("batch_size", [4, *slow(9)])
 @pytest.mark.parametrize("make", POLICIES.values(), ids=POLICIES)
 def test_continuous_batching_samples_the_same_responses_as_batches(make, batch_size):
     policy, prompts = LanguageModel(make()), make_prompts([1, 9, 5, 12, 3, 7, 2] * 5)
@@ -284,7 +285,7 @@ def of_64_columns() -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *slow(1, 2)])
 @pytest.mark.parametrize(
     "make",
     [lambda: make_policy("gpt2"), lambda: by_transformers(make_policy("gpt2")), of_64_columns],

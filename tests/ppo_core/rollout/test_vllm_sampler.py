@@ -212,6 +212,7 @@ def test_a_server_that_does_not_use_all_weights_is_warned_of(server, tmp_path, c
 # --- The whole training ------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_training_resumes_where_its_server_was_lost_and_ends_as_one_that_kept_it(
     server, tmp_path
 ):

@@ -13,6 +13,7 @@ from tests.helpers.inputs.pipeline_inputs import write_ppo_inputs
 from tests.helpers.models.chat import make_chat_tokenizer
 from tests.helpers.models.tiny import make_policy
 from tests.helpers.paths import ROOT
+from tests.helpers.slow_cases import slow
 
 SUPERVISED, PPO = "ppo_core.supervised.training", "ppo_core.__main__"
 
@@ -72,6 +73,7 @@ def printed_by(code: str, *arguments: object, source: Path = ROOT) -> list[str]:
     return ran.stdout.split()
 
 
+@pytest.mark.slow
 def test_the_list_has_every_module_that_training_both_models_loads(tmp_path: Path):
     make_policy().save_pretrained(tmp_path / "base")
     make_chat_tokenizer().save_pretrained(tmp_path / "base")
@@ -95,7 +97,7 @@ def test_the_list_of_ppo_has_every_module_that_the_command_loads(tmp_path: Path)
     assert set(loaded) <= set(modules_of_training(PPO))
 
 
-@pytest.mark.parametrize("entry", [SUPERVISED, PPO])
+@pytest.mark.parametrize("entry", [SUPERVISED, *slow(PPO)])
 def test_one_byte_of_each_listed_module_and_of_no_other_changes_the_digest(
     entry: str, tmp_path: Path
 ):

@@ -163,7 +163,7 @@ def test_for_any_size_the_earlier_policies_are_different_and_before_the_end():
 
 
 @pytest.mark.parametrize(
-    "changes", [{"ema_decay": 0.5}, *slow({}, {"save_steps": 1}), {"lora": True}]
+    "changes", [{"ema_decay": 0.5}, *slow({}, {"save_steps": 1}, {"lora": True})]
 )
 def test_an_earlier_policy_is_what_a_run_saves_that_stops_there(changes, tmp_path):
     changes, adapted = dict(changes), {}
@@ -201,6 +201,7 @@ def test_an_earlier_policy_is_what_a_run_saves_that_stops_there(changes, tmp_pat
     assert not (tmp_path / "without" / "policies").exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_has_all_earlier_policies_or_says_which_are_missing(tmp_path):
     config = dataclasses.replace(LONG, save_policies=3)
     whole, parts = (

@@ -17,6 +17,7 @@ from ppo_core.models.reward_model import RewardModel
 from ppo_core.trl.ppo_trainer import PPOTrainer
 from tests.helpers.models.tiny import make_classifier, make_tokenizer
 from tests.helpers.runs.forked_python import run_python
+from tests.helpers.slow_cases import slow
 from tests.ppo_core.distributed.test_interruption import everything, without_clocks
 from tests.ppo_core.training.test_trainer import CLOCKS, CONFIG, PROMPTS, make_trainer, weights
 
@@ -221,6 +222,7 @@ def test_a_resumed_run_scales_as_if_it_had_never_stopped(tmp_path):
     assert everything(resumed) == everything(whole)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_while_it_scored_scales_as_if_it_had_not(tmp_path):
     config = dataclasses.replace(SCALED, save_strategy="steps", save_steps=9)
     calls = []
@@ -331,8 +333,8 @@ def test_two_processes_scale_as_one(tmp_path):
 # --- Monitors ---
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("monitor", [thousand, infinite, "model"])
+@pytest.mark.parametrize("scaled", [True, *slow(False)])
+@pytest.mark.parametrize("monitor", [infinite, *slow(thousand, "model")])
 def test_a_reward_with_weight_0_is_logged_and_changes_nothing(monitor, scaled: bool):
     if monitor == "model":
         # Without the weight the critic would be a copy of this model.

@@ -203,6 +203,7 @@ def test_the_policy_learns_what_the_reward_model_likes():
     assert history[-1]["objective/kl"] > 0.1
 
 
+@pytest.mark.slow
 def test_the_divergence_holds_the_policy_back():
     divergences = []
     for kl_coef in (0.0, 1.0):

@@ -74,6 +74,7 @@ def test_a_guard_gives_each_good_answer_a_point(guard: str):
     assert found.results[guard].passed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.03, 0.2])
 def test_an_equal_policy_passes_in_99_percent_of_the_resamples(share: float):
     # The scores of a built-in guard are 0 or 1, so its resamples depend on the share of 0 alone.

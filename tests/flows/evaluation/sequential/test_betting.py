@@ -32,6 +32,7 @@ def test_the_interval_moves_with_the_values():
     assert scaled == pytest.approx((10 * low - 3, 10 * high - 3), abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mean", [0.5, *slow(0.1, 0.9)])
 def test_all_looks_hold_at_once_in_95_of_100_samples(mean: float):
     rng = np.random.default_rng(1)

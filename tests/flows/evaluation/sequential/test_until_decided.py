@@ -200,6 +200,7 @@ def weeks(
     return better / runs, asked / runs
 
 
+@pytest.mark.slow
 def test_power_and_false_promotions_of_simulated_weeks():
     # The rate is that among pairs without a tie; the mean is 0.5 + 0.8 (rate - 0.5).
     assert weeks(0.5, 0.2, runs=400)[0] <= 2 / 400

@@ -20,6 +20,7 @@ from ppo_core.supervised.supervised_config import SupervisedConfig
 from tests.helpers.inputs.rows import rows_of
 from tests.helpers.models.chat import say
 from tests.helpers.models.chat_models import TEMPLATES, make_instruct_tokenizer
+from tests.helpers.slow_cases import slow
 
 FAMILIES = [*TEMPLATES, "text"]
 
@@ -95,7 +96,7 @@ def test_text_that_ends_by_itself_keeps_its_end_and_an_added_end_is_removed():
     ]
 
 
-@pytest.mark.parametrize("overlong", ["drop", "truncate", "error"])
+@pytest.mark.parametrize("overlong", ["truncate", *slow("drop", "error")])
 @pytest.mark.parametrize("family", ["llama-3", "text"])
 def test_the_size_of_a_batch_changes_no_row_and_no_digest(family, overlong, monkeypatch, tmp_path):
     tokenizer, found = make_tokenizer(family), []

@@ -76,9 +76,9 @@ print(freed, resident() - start)
     [
         (32, 2**30, True, False),
         # Less than MOST_FREE is kept: the next phase needs it.
-        (8, 2**30, True, True),
+        pytest.param(8, 2**30, True, True, marks=pytest.mark.slow),
         # Blocks of sharded weights are returned at once.
-        (32, 2**22, False, False),
+        pytest.param(32, 2**22, False, False, marks=pytest.mark.slow),
     ],
 )
 def test_many_freed_blocks_are_returned_before_a_phase(blocks, below, kept_before, kept_after):
@@ -218,5 +218,6 @@ assert process() == before, (process(), before)
 """
 
 
+@pytest.mark.slow
 def test_an_import_changes_nothing_of_the_process():
     subprocess.run([sys.executable, "-c", SNAPSHOTS], cwd=ROOT, check=True, timeout=300)
