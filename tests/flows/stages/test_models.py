@@ -164,10 +164,10 @@ def test_on_machines_that_share_no_disk_a_step_fetches_what_it_reads(
         return len([*(tmp_path / name).rglob("fetched/**/*.safetensors")])
 
     sft, _ = load_policy(settings, machine("a"))
-    reward_model, judge = load_reward_models(settings, sft, machine("b"))
+    reward_model, judge, _ = load_reward_models(settings, sft, machine("b"))
     assert judge is not None
     assert all(is_in_s3(model.path) for model in (sft, reward_model, judge))
-    assert load_reward_models(settings, sft, machine("c")) == (reward_model, judge)
+    assert load_reward_models(settings, sft, machine("c")) == (reward_model, judge, None)
     validation = validate_reward_model(settings, sft, reward_model, judge, machine("d"))
     assert validation.judge is not None and is_in_s3(validation.judge.path)
     trained = train_policy(settings, sft, reward_model, validation, machine("e"))

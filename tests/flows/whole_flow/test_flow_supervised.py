@@ -51,8 +51,12 @@ def test_sft_that_is_killed_is_retried_and_resumes(
 
     run.wait_until(lambda: len(lines()) > 50)
     step = psutil.Process(run.pids("load_policy")[-1])
+    children = {one.pid for one in step.children(recursive=True)}
     trained = [
-        one for one in step.children(recursive=True) if "ppo_core.supervised" in one.cmdline()
+        one
+        # A process that has just ended has no command line here, and raises nothing.
+        for one in psutil.process_iter(["cmdline"])
+        if one.pid in children and "ppo_core.supervised" in (one.info["cmdline"] or [])
     ]
     trained[-1].kill()
     run.wait_until(lambda: run.pids("validate_reward_model"))
