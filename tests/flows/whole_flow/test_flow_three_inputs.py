@@ -82,7 +82,7 @@ def test_the_result_is_told_without_references(bare: Bare):
     assert set(bare.summary["canaries"]["kinds"]) == {
         "choose me", "forged verdict", "empty", "same"
     }  # fmt: skip
-    assert re.search(r"Note: The judge is a reward model trained on other pairs", bare.ran.log)
+    assert re.search(r"Note: The judge is a reward model that the run trained", bare.ran.log)
     assert "against the references" not in bare.ran.log
     parent = client_of(bare.folder).get_run(bare.summary["model"]["run_id"])
     assert "this is weaker evidence than people" in parent.data.tags["mlflow.note.content"]

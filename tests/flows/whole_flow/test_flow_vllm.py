@@ -24,5 +24,5 @@ def test_rollouts_validation_and_win_rate_come_from_the_server(tmp_path: Path):
         (tmp_path / "tiny.toml").write_text(as_toml(table))
         run = start(tmp_path, "--config", "settings", "tiny.toml", "run")
         assert run.wait() == 0, run.log()
-        # the validation, three updates, and the answers of SFT and PPO
-        assert len(server.loaded) == 1 + 3 + 2
+        # the validation, three updates, the answers of SFT and PPO, and two baselines of SFT
+        assert len(server.loaded) == 1 + 3 + 2 + 2
