@@ -1,16 +1,23 @@
-"""Collect what users say about served answers, and let people label pairs of answers.
+"""Collect what users say about served answers; choose pairs of answers and let people label them.
 
     python flows/feedback.py collect NAME [--votes FILE] [--output-dir outputs/feedback]
+    python flows/feedback.py choose --policy MODEL --prompts DATA --labels 200
+    python flows/feedback.py disputed outputs/runs/RUN/judgements.jsonl --reward-model FOLDER
     python flows/feedback.py label to-label.jsonl [--output labeled.jsonl]
+    python flows/feedback.py to-label-studio to-label.jsonl
+    python flows/feedback.py from-label-studio export.json
 
 NAME is the registered model whose answers `docs/champion_service.py NAME --record` serves.
 `collect` writes feedback.jsonl and left-out.jsonl anew each time, so nothing is counted twice.
 `python flows/rlhf.py run --set feedback=outputs/feedback/feedback.jsonl` trains on the feedback.
-`label` opens a page on this machine, and saves each label at once.
+`choose` samples answers and writes the pairs that people should label, `disputed` those that judge
+and reward model order differently. `label` opens a page on this machine, and saves each label at
+once. The last two commands take the pairs to Label Studio, and bring the labels back.
 """
 
 import argparse
 import getpass
+import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,6 +26,7 @@ from pathlib import Path
 
 from pipeline.settings.environment import prepare_environment
 from ppo_core.config.checks import refuse_secrets
+from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.errors import ConfigError, DataError, PPOError
 from ppo_core.io.atomic_files import explained_full_disk, require_writable
 
@@ -29,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         refuse_secrets(vars(arguments))
         with explained_full_disk():
-            (_collect if arguments.command == "collect" else _label)(arguments)
+            arguments.run(arguments)
     except PPOError as error:
         print(f"feedback: {error}", file=sys.stderr)
         return 1
@@ -93,10 +101,99 @@ def _label(given: argparse.Namespace) -> None:
     print(f"\n{labeling.done} of {len(rows)} pairs are labeled, in {file}")
 
 
+def _choose(given: argparse.Namespace) -> None:
+    from human_feedback.choose_pairs import Choice, choose_pairs, write_pairs
+
+    output = _output(given.output, Path("to-label.jsonl"))
+    chosen = {name: getattr(given, name) for name in _CHOICE}
+    pairs = choose_pairs(Choice(**chosen), Path(given.output_dir) / "cache")
+    write_pairs(pairs, output)
+    how = "drawn at random"
+    if given.reward_model:
+        deviations = sorted(pair.deviation for pair in pairs)
+        how = (
+            "on which the members of the reward model differ most: the deviation of the "
+            f"probability is {deviations[-1]:.2f} to {deviations[0]:.2f}"
+        )
+    _say_what_is_next(output, len(pairs), how)
+
+
+def _disputed(given: argparse.Namespace) -> None:
+    from human_feedback.choose_pairs import disputed_pairs, write_pairs
+
+    output = _output(given.output, Path(given.judgements).with_name("disputed.jsonl"))
+    pairs = disputed_pairs(given.judgements, given.reward_model, given.labels)
+    write_pairs(pairs, output)
+    _say_what_is_next(output, len(pairs), "whose better answer judge and reward model disagree on")
+
+
+def _say_what_is_next(output: Path, pairs: int, how: str) -> None:
+    print(f"{output} has {pairs} pairs {how}.")
+    print(f"Next: python flows/feedback.py label {shlex.quote(str(output))}")
+
+
+def _to_label_studio(given: argparse.Namespace) -> None:
+    from human_feedback.label_studio import INTERFACE, write_tasks
+    from human_feedback.read_votes import read_pairs
+    from pipeline.inputs.preference_pairs import votes_of
+
+    output = _output(given.output, Path(given.pairs).with_name("label-studio.json"))
+    pairs = votes_of(read_pairs(given.pairs))
+    write_tasks(pairs, output)
+    print(f"{output} has {len(pairs)} tasks. Import them into a project with this interface:")
+    print(INTERFACE)
+    print("Then export in the format JSON: python flows/feedback.py from-label-studio EXPORT")
+
+
+def _from_label_studio(given: argparse.Namespace) -> None:
+    from human_feedback.label_studio import read_labels
+    from pipeline.inputs.json_lines import write_jsonl
+
+    output = _output(given.output, Path(given.export).with_name("labeled.jsonl"))
+    rows = read_labels(Path(given.export))
+    write_jsonl(output, rows)
+    print(f"{output} has {len(rows)} labels of {len({row['annotator'] for row in rows})} persons.")
+
+
+def _output(named: str, default: Path) -> Path:
+    """Return the file to write, whose folder can be written."""
+    output = Path(named) if named else default
+    require_writable(output.parent, "output")
+    return output
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="feedback.py", description=(__doc__ or "").split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    add = commands.add_parser("collect", help="read traces and votes, and write training data")
+    _add_collect(commands.add_parser("collect", help="read traces and votes, write training data"))
+    _add_choose(commands.add_parser("choose", help="sample answers, choose pairs to label"))
+    add = commands.add_parser(
+        "disputed", help="write the pairs that judge and reward model dispute"
+    )
+    add.set_defaults(run=_disputed)
+    add.add_argument("judgements", help="judgements.jsonl of a run")
+    add.add_argument("--reward-model", required=True, help="folder of a reward model")
+    add.add_argument("--labels", type=int, default=100, help="maximum number of pairs")
+    add.add_argument("--output", default="", help="file of the pairs (default: disputed.jsonl)")
+    add = commands.add_parser("label", help="label pairs of answers on a page of this machine")
+    add.set_defaults(run=_label)
+    add.add_argument("pairs", help="rows with prompt, first and second, such as to-label.jsonl")
+    add.add_argument("--output", default="", help="file of the labels (default: labeled.jsonl)")
+    add.add_argument("--annotator", default="", help="id of the person (default: the user's name)")
+    add.add_argument("--port", type=int, default=0, help="port of the page (default: a free one)")
+    add = commands.add_parser("to-label-studio", help="write pairs as tasks of Label Studio")
+    add.set_defaults(run=_to_label_studio)
+    add.add_argument("pairs", help="rows with prompt, first and second, such as to-label.jsonl")
+    add.add_argument("--output", default="", help="file of the tasks (default: label-studio.json)")
+    add = commands.add_parser("from-label-studio", help="read the labels of a JSON export")
+    add.set_defaults(run=_from_label_studio)
+    add.add_argument("export", help="file that Label Studio exported in the format JSON")
+    add.add_argument("--output", default="", help="file of the labels (default: labeled.jsonl)")
+    return parser
+
+
+def _add_collect(add: argparse.ArgumentParser) -> None:
+    add.set_defaults(run=_collect)
     add.add_argument("name", help="registered model whose answers were judged")
     add.add_argument(
         "--votes",
@@ -118,12 +215,43 @@ def _parser() -> argparse.ArgumentParser:
         "--without-user", action="append", default=[], help="user to leave out; may be repeated"
     )
     add.add_argument("--output-dir", default="outputs/feedback", help="folder of the files")
-    add = commands.add_parser("label", help="label pairs of answers on a page of this machine")
-    add.add_argument("pairs", help="rows with prompt, first and second, such as to-label.jsonl")
-    add.add_argument("--output", default="", help="file of the labels (default: labeled.jsonl)")
-    add.add_argument("--annotator", default="", help="id of the person (default: the user's name)")
-    add.add_argument("--port", type=int, default=0, help="port of the page (default: a free one)")
-    return parser
+
+
+_CHOICE = "policies prompts labels reward_model samples response_length temperature seed".split()
+"""Arguments of `choose` that are fields of `Choice`."""
+
+
+def _add_choose(add: argparse.ArgumentParser) -> None:
+    add.set_defaults(run=_choose)
+    add.add_argument(
+        "--policy",
+        dest="policies",
+        action="append",
+        required=True,
+        help="folder or models:/NAME@ALIAS; twice for pairs of two policies, such as challenger "
+        "and champion",
+    )
+    add.add_argument("--prompts", required=True, help="data set with prompts")
+    add.add_argument("--labels", type=int, required=True, help="maximum number of pairs")
+    add.add_argument(
+        "--reward-model",
+        default="",
+        help="folder of a reward model with several members: takes the pairs on which they differ "
+        "most (default: pairs at random)",
+    )
+    add.add_argument("--samples", type=int, default=4, help="answers of each policy to a prompt")
+    add.add_argument(
+        "--response-length",
+        type=int,
+        default=PPOConfig.response_length,
+        help="maximum number of tokens of an answer",
+    )
+    add.add_argument(
+        "--temperature", type=float, default=PPOConfig.temperature, help="sampling temperature"
+    )
+    add.add_argument("--seed", type=int, default=1, help="seed of the answers and of the choice")
+    add.add_argument("--output", default="", help="file of the pairs (default: to-label.jsonl)")
+    add.add_argument("--output-dir", default="outputs", help="folder whose cache has the models")
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ class Labeling:
         number = next(left, None)
         shown = None
         if number is not None:
-            sides = self._sides(number)
+            sides = sides_of(self.pairs[number], self.annotator)
             prompt = as_text(self.pairs[number].prompt)
             shown = {"number": number, "prompt": prompt, "left": sides[0], "right": sides[1]}
         return {"pair": shown, "done": self.done, "total": len(self.pairs)}
@@ -85,7 +85,10 @@ class Labeling:
         if choice == SKIP:
             self.skipped.add(texts)
         elif texts not in self.labeled:
-            row = self._row(pair, choice, left=self._sides(number)[0])
+            row = {
+                **label_row(pair, choice, self.annotator),
+                "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            }
             self._change(lambda rows: [*rows, row])
 
     def undo(self) -> None:
@@ -100,25 +103,6 @@ class Labeling:
             return rows[:last] + rows[last + 1 :]
 
         self._change(without_last)
-
-    def _row(self, pair: Vote, choice: str, *, left: str) -> dict[str, Any]:
-        """Return what is saved of a pair, whose left answer was `left`."""
-        label = "tie"
-        if choice != "tie":
-            label = "first" if (choice == "left") == (left == pair.first) else "second"
-        vote = replace(pair, label=label, annotator=self.annotator)
-        return {
-            "prompt": vote.prompt,
-            "first": vote.first,
-            "second": vote.second,
-            "label": vote.label,
-            # With these columns, the file can be used as preferences, too.
-            "chosen": vote.chosen,
-            "rejected": vote.rejected,
-            "tie": label == "tie",
-            "annotator": self.annotator,
-            "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        }
 
     def _change(self, change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> None:
         """Change the rows of the file, while no other process changes them."""
@@ -137,11 +121,35 @@ class Labeling:
     def _is_own(self, row: Mapping[str, Any]) -> bool:
         return row.get("annotator") == self.annotator
 
-    def _sides(self, number: int) -> tuple[str, str]:
-        """Return the left and the right answer; they are exchanged in half of the pairs."""
-        pair, text = self.pairs[number], json.dumps([*self._texts[number], self.annotator])
-        is_swapped = blake2b(text.encode(), digest_size=1).digest()[0] % 2
-        return (pair.second, pair.first) if is_swapped else (pair.first, pair.second)
+
+def sides_of(pair: Vote, annotator: str) -> tuple[str, str]:
+    """Return the left and the right answer; they are exchanged in half of the pairs."""
+    text = json.dumps([*_texts_of(vars(pair)), annotator])
+    is_swapped = blake2b(text.encode(), digest_size=1).digest()[0] % 2
+    return (pair.second, pair.first) if is_swapped else (pair.first, pair.second)
+
+
+def label_row(pair: Vote, choice: str, annotator: str, *, shown_to: str = "") -> dict[str, Any]:
+    """Return what is saved of a pair of which a person chose `left`, `right` or `tie`.
+
+    `shown_to` is the name with which `sides_of` exchanged the answers, if it is not the person's.
+    """
+    label = "tie"
+    if choice != "tie":
+        left, _ = sides_of(pair, shown_to or annotator)
+        label = "first" if (choice == "left") == (left == pair.first) else "second"
+    vote = replace(pair, label=label, annotator=annotator)
+    return {
+        "prompt": vote.prompt,
+        "first": vote.first,
+        "second": vote.second,
+        "label": vote.label,
+        # With these columns, the file can be used as preferences, too.
+        "chosen": vote.chosen,
+        "rejected": vote.rejected,
+        "tie": label == "tie",
+        "annotator": annotator,
+    }
 
 
 def as_text(prompt: str | Messages) -> str:

@@ -1,0 +1,127 @@
+"""Pairs of answers as tasks of Label Studio, and the labels of its export as rows of votes."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from human_feedback.labeling import as_text, label_row, sides_of
+from pipeline.inputs.preference_pairs import Vote
+from ppo_core.data.chat_template import Messages
+from ppo_core.errors import DataError
+from ppo_core.io.atomic_files import explained_writes, write_atomically
+from ppo_core.io.validation import read_record
+
+CONTROL = "better"
+"""Name of the choice in INTERFACE."""
+
+INTERFACE = f"""<View>
+  <Text name="prompt" value="$prompt"/>
+  <View style="display: flex">
+    <View style="flex: 50%"><Text name="left" value="$left"/></View>
+    <View style="flex: 50%"><Text name="right" value="$right"/></View>
+  </View>
+  <Choices name="{CONTROL}" toName="prompt" choice="single-radio" showInline="true">
+    <Choice value="left"/>
+    <Choice value="right"/>
+    <Choice value="tie"/>
+  </Choices>
+</View>"""
+"""Labeling interface of the project; its tags: https://labelstud.io/tags/choices."""
+
+ANYONE = "label-studio"
+"""Name with which `sides_of` exchanges answers: it is not known who will see a task."""
+
+
+@dataclass(frozen=True)
+class _Value:
+    choices: tuple[Literal["left", "right", "tie"]]
+
+
+@dataclass(frozen=True)
+class _Result:
+    from_name: str
+    value: Any
+
+
+@dataclass(frozen=True)
+class _Annotation:
+    result: list[_Result]
+    completed_by: Any = None
+    """Id of the person, or an object that has it."""
+
+    was_cancelled: bool = False
+
+
+@dataclass(frozen=True)
+class _Pair:
+    prompt: str | Messages
+    first: str
+    second: str
+
+
+@dataclass(frozen=True)
+class _Data:
+    pair: _Pair
+
+
+@dataclass(frozen=True)
+class _Task:
+    data: _Data
+    annotations: list[_Annotation]
+
+
+def write_tasks(pairs: Sequence[Vote], path: Path) -> None:
+    """Write the tasks of a project, to be imported there; half of them have exchanged answers.
+
+    Raises:
+        TrainingError: the file cannot be written.
+    """
+    tasks = []
+    for pair in pairs:
+        left, right = sides_of(pair, ANYONE)
+        shown = {"prompt": as_text(pair.prompt), "left": left, "right": right}
+        kept = {"prompt": pair.prompt, "first": pair.first, "second": pair.second}
+        tasks.append({"data": {**shown, "pair": kept}})
+    with explained_writes(path):
+        write_atomically(path, json.dumps(tasks, ensure_ascii=False, indent=1))
+
+
+def read_labels(path: Path) -> list[dict[str, Any]]:
+    """Return a row of votes for each label in an export of the format `JSON`.
+
+    Skipped tasks, and other results than those of INTERFACE, are left out.
+
+    Raises:
+        DataError: the file is no such export, or has no label.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        tasks = [read_record(task, _Task) for task in content]
+        rows = [row for task in tasks for row in _rows_of(task)]
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(
+            f"{path} is no export of a project whose tasks `feedback.py to-label-studio` wrote: "
+            f"{error}. Export the project in the format JSON, which keeps the tasks' data."
+        ) from error
+    if not rows:
+        raise DataError(f"{path} has {len(tasks)} tasks, and none has a label. Label some first.")
+    return rows
+
+
+def _rows_of(task: _Task) -> Iterator[dict[str, Any]]:
+    pair = Vote(**vars(task.data.pair), label="")
+    for annotation in task.annotations:
+        if annotation.was_cancelled:
+            continue
+        for result in annotation.result:
+            if result.from_name == CONTROL:
+                (choice,) = read_record(result.value, _Value).choices
+                yield label_row(pair, choice, _person(annotation), shown_to=ANYONE)
+
+
+def _person(annotation: _Annotation) -> str:
+    """Return an id of the person who labeled."""
+    who = annotation.completed_by
+    return str(who.get("email", who.get("id", ""))) if isinstance(who, dict) else str(who or "")
