@@ -102,11 +102,11 @@ def _label(given: argparse.Namespace) -> None:
 
 
 def _choose(given: argparse.Namespace) -> None:
-    from human_feedback.choose_pairs import Choice, choose_pairs, write_pairs
+    from human_feedback.choose_pairs import PairChoice, pairs_to_label, write_pairs
 
     output = _output(given.output, Path("to-label.jsonl"))
     chosen = {name: getattr(given, name) for name in _CHOICE}
-    pairs = choose_pairs(Choice(**chosen), Path(given.output_dir) / "cache")
+    pairs = pairs_to_label(PairChoice(**chosen), Path(given.output_dir) / "cache")
     write_pairs(pairs, output)
     how = "drawn at random"
     if given.reward_model:
@@ -146,11 +146,11 @@ def _to_label_studio(given: argparse.Namespace) -> None:
 
 
 def _from_label_studio(given: argparse.Namespace) -> None:
-    from human_feedback.label_studio import read_labels
+    from human_feedback.label_studio import labels_of_export
     from pipeline.inputs.json_lines import write_jsonl
 
     output = _output(given.output, Path(given.export).with_name("labeled.jsonl"))
-    rows = read_labels(Path(given.export))
+    rows = labels_of_export(Path(given.export))
     write_jsonl(output, rows)
     print(f"{output} has {len(rows)} labels of {len({row['annotator'] for row in rows})} persons.")
 
@@ -218,7 +218,7 @@ def _add_collect(add: argparse.ArgumentParser) -> None:
 
 
 _CHOICE = "policies prompts labels reward_model samples response_length temperature seed".split()
-"""Arguments of `choose` that are fields of `Choice`."""
+"""Arguments of `choose` that are fields of `PairChoice`."""
 
 
 def _add_choose(add: argparse.ArgumentParser) -> None:

@@ -31,7 +31,7 @@ CANDIDATES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class PairChoice:
     """What the pairs are chosen from.
 
     Raises:
@@ -72,7 +72,7 @@ class Choice:
             raise ConfigError("samples=1 of one policy is one answer, and a pair has two.")
 
 
-def choose_pairs(choice: Choice, cache: Path) -> list[Pair]:
+def pairs_to_label(choice: PairChoice, cache: Path) -> list[Pair]:
     """Return the pairs that tell most about the preference of people; without a model, any pairs.
 
     `cache` is the folder of downloaded versions of registered models.
@@ -165,7 +165,7 @@ def _scorers(reward_model: str) -> list[TextScorer]:
     return scorers
 
 
-def _prompts(choice: Choice, policy: tuple[Path | str, Path | str]) -> list[str | Messages]:
+def _prompts(choice: PairChoice, policy: tuple[Path | str, Path | str]) -> list[str | Messages]:
     """Return the prompts to answer, drawn at random if there are more than needed."""
     model, tokenizer = policy[0], load_tokenizer(policy[1], "auto")
     rows = read_rows(choice.prompts, "prompts", is_chat=tokenizer.chat_template is not None)
@@ -184,7 +184,7 @@ def _prompts(choice: Choice, policy: tuple[Path | str, Path | str]) -> list[str 
 
 
 def _answers(
-    choice: Choice, policy: tuple[Path | str, Path | str], prompts: Sequence[str | Messages]
+    choice: PairChoice, policy: tuple[Path | str, Path | str], prompts: Sequence[str | Messages]
 ) -> list[list[str]]:
     """Return the answers of one policy to each prompt."""
     asked = [prompt for prompt in prompts for _ in range(choice.samples)]

@@ -88,7 +88,7 @@ def write_tasks(pairs: Sequence[Vote], path: Path) -> None:
         write_atomically(path, json.dumps(tasks, ensure_ascii=False, indent=1))
 
 
-def read_labels(path: Path) -> list[dict[str, Any]]:
+def labels_of_export(path: Path) -> list[dict[str, Any]]:
     """Return a row of votes for each label in an export of the format `JSON`.
 
     Skipped tasks, and other results than those of INTERFACE, are left out.
