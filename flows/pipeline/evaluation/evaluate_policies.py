@@ -179,17 +179,11 @@ def _judge(
     # Imported here because scipy and statsmodels are slow to import and most importers of this
     # module judge nothing.
     from pipeline.evaluation.contests import distinct_share, judgements
-    from pipeline.evaluation.guards.tasks import PolicyFiles
 
     settings, prompts = data.settings, answered.prompts
     kl = {who: given.kl for who, given in answered.answers.items()}
     if champion is not None:
-        given = _answer_as_champion(settings, champion, prompts, folder)
-        files = PolicyFiles(champion.model, champion.tokenizer)
-        answered = answered._replace(
-            answers={**answered.answers, "champion": given},
-            policies={**answered.policies, "champion": files},
-        )
+        answered = _with_champion(settings, answered, champion, folder)
     version = None if champion is None else champion.version
     evaluated = EvaluatedPolicy(
         champion=version, kl=kl["ppo"], folder=str(folder), selection=selection
@@ -230,6 +224,20 @@ def _judge(
     )
     write_report(folder / EVALUATION_FILE, report)
     return evaluated
+
+
+def _with_champion(
+    settings: Settings, answered: _Answered, champion: FetchedChampion, folder: Path
+) -> _Answered:
+    """Return what was answered, with the champion's answers."""
+    from pipeline.evaluation.guards.tasks import PolicyFiles
+
+    given = _answer_as_champion(settings, champion, answered.prompts, folder)
+    files = PolicyFiles(champion.model, champion.tokenizer)
+    return answered._replace(
+        answers={**answered.answers, "champion": given},
+        policies={**answered.policies, "champion": files},
+    )
 
 
 def _write_samples(evaluated: EvaluatedPolicy, columns: Mapping[str, Sequence[Any]]) -> None:

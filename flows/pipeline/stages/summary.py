@@ -14,6 +14,8 @@ from pipeline.reports.run_page.facts import RunFacts, curves_of
 from pipeline.reports.run_page.write_page import write_run_page
 from pipeline.reports.terminal import decision_in_words, render_places, render_summary
 from pipeline.results.report_files import as_json, write_report
+from pipeline.results.reward_report import RewardReport
+from pipeline.results.run_cost import RunCost
 from pipeline.results.step_records import (
     FreshPairs,
     RegisteredPolicy,
@@ -46,24 +48,7 @@ def summarize(
         labeled = fresh.spent if fresh else {}
         spent = sum_spent(labeled, policy.spent, validation.spent, evaluation.spent)
         cost = cost_of_run(run, settings.hardware, policy, spent)
-        summary = Summary(
-            **vars(evaluation),
-            # Record addresses, not local paths: this machine's disk is temporary.
-            samples=original_names(str(registered.evaluation.samples)),
-            judgements=original_names(str(registered.evaluation.judgements)),
-            reward_model=reward_model,
-            objective=policy.objective,
-            warnings=policy.warnings,
-            timings=Timings(
-                seconds=dict(seconds),
-                episodes_per_second=policy.episodes_per_second,
-                peak_rss_bytes=policy.peak_rss_bytes,
-            ),
-            model=registered.model,
-            promotion=registered.promotion,
-            settings=as_plain_dict(settings),
-            cost=cost,
-        )
+        summary = _summary_of(settings, reward_model, policy, registered, seconds, cost)
         tracker.parent.log_metrics(cost_numbers(cost))
         tracker.parent.log_json(as_json(summary), "summary.json")
         outcome, reasons = _outcome(registered)
@@ -94,6 +79,34 @@ def summarize(
     print(render_summary(summary), places, sep="", end="", flush=True)
     # A plain dict, because clients read Metaflow's artifacts without the classes of this code.
     return as_json(summary)
+
+
+def _summary_of(
+    settings: Settings,
+    reward_model: RewardReport,
+    policy: TrainedPolicy,
+    registered: RegisteredPolicy,
+    seconds: Mapping[str, float],
+    cost: RunCost,
+) -> Summary:
+    return Summary(
+        **vars(registered.evaluation.report()),
+        # Record addresses, not local paths: this machine's disk is temporary.
+        samples=original_names(str(registered.evaluation.samples)),
+        judgements=original_names(str(registered.evaluation.judgements)),
+        reward_model=reward_model,
+        objective=policy.objective,
+        warnings=policy.warnings,
+        timings=Timings(
+            seconds=dict(seconds),
+            episodes_per_second=policy.episodes_per_second,
+            peak_rss_bytes=policy.peak_rss_bytes,
+        ),
+        model=registered.model,
+        promotion=registered.promotion,
+        settings=as_plain_dict(settings),
+        cost=cost,
+    )
 
 
 def _outcome(registered: RegisteredPolicy) -> tuple[str, list[str]]:

@@ -68,7 +68,7 @@ QUESTIONS = {
     "why refused": "Why was it refused? Measured values and limits",
     "which data": "Which data, code and models?",
     "what did it cost": "What did it cost?",
-    "how do I load or undo it": "How do I load it, undo it, promote it or repeat it?",
+    "how do I load or undo it": "How do I load it, undo it, promote it, label it or repeat it?",
 }
 """What a stranger asks, and the heading of the answer."""
 
@@ -243,6 +243,10 @@ def test_the_top_says_what_was_decided_and_which_rule_failed(page: Path):
     assert re.search(r"% of \d+ pairs against the champion, 95 % interval", top)
     assert "Rule that failed: min_win_rate is missed: &lt;script&gt;" in top
     assert "python flows/registry.py rollback rlhf-policy --reason TEXT" in page.read_text()
+    assert re.search(
+        r"python flows/feedback.py choose --policy models:/\S+ --prompts \S+ --labels 200",
+        page.read_text(),
+    )
 
 
 def test_a_run_of_a_million_episodes_and_of_long_texts_has_a_small_page(

@@ -310,6 +310,11 @@ def _commands(facts: RunFacts) -> Section:
                 f"python flows/registry.py promote {name} {made.version} --reason TEXT",
             ),
             ("See the champion, and all decisions", f"python flows/registry.py history {name}"),
+            (
+                "Write 200 pairs of its answers for people to label, for the next reward model",
+                f"python flows/feedback.py choose --policy {quote(uri)} "
+                f"--prompts {quote(facts.settings.prompts)} --labels 200",
+            ),
             *commands,
         ]
     elif not facts.is_reward_model_refused or facts.settings.reward_model:
@@ -318,5 +323,5 @@ def _commands(facts: RunFacts) -> Section:
     if facts.is_reward_model_refused:
         accept = f"{repeat} --accept-reward-model"
         commands.append(("Train against this reward model all the same", accept))
-    title = "How do I load it, undo it, promote it or repeat it?"
+    title = "How do I load it, undo it, promote it, label it or repeat it?"
     return Section(title=title, text=text, commands=tuple(commands))
