@@ -1,8 +1,8 @@
 """Collect what users say about served answers; choose pairs of answers and let people label them.
 
     python flows/feedback.py collect NAME [--votes FILE] [--output-dir outputs/feedback]
-    python flows/feedback.py choose --policy MODEL --prompts DATA --labels 200
-    python flows/feedback.py disputed outputs/runs/RUN/judgements.jsonl --reward-model FOLDER
+    python flows/feedback.py choose outputs/runs/RUN --policy models:/NAME@challenger --labels 200
+    python flows/feedback.py disputed outputs/runs/RUN --reward-model FOLDER --labels 50
     python flows/feedback.py label to-label.jsonl [--output labeled.jsonl]
     python flows/feedback.py to-label-studio to-label.jsonl
     python flows/feedback.py from-label-studio export.json
@@ -10,9 +10,9 @@
 NAME is the registered model whose answers `docs/champion_service.py NAME --record` serves.
 `collect` writes feedback.jsonl and left-out.jsonl anew each time, so nothing is counted twice.
 `python flows/rlhf.py run --set feedback=outputs/feedback/feedback.jsonl` trains on the feedback.
-`choose` samples answers and writes the pairs that people should label, `disputed` those that judge
-and reward model order differently. `label` opens a page on this machine, and saves each label at
-once. The last two commands take the pairs to Label Studio, and bring the labels back.
+`choose` samples answers and writes pairs that people should label, `disputed` writes the pairs that
+judge and reward model order differently. `label` opens a page on this machine, and saves each label
+at once. The last two commands take the pairs to Label Studio, and bring the labels back.
 """
 
 import argparse
@@ -23,12 +23,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipeline.settings.environment import prepare_environment
 from ppo_core.config.checks import refuse_secrets
-from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.errors import ConfigError, DataError, PPOError
 from ppo_core.io.atomic_files import explained_full_disk, require_writable
+
+if TYPE_CHECKING:
+    from pipeline.settings.settings import Settings
 
 
 def main(argv: Sequence[str]) -> int:
@@ -106,29 +109,41 @@ def _choose(given: argparse.Namespace) -> None:
 
     output = _output(given.output, Path("to-label.jsonl"))
     chosen = {name: getattr(given, name) for name in _CHOICE}
-    pairs = pairs_to_label(PairChoice(**chosen), Path(given.output_dir) / "cache")
+    pairs = pairs_to_label(PairChoice(settings=_settings_of(given.run_folder), **chosen))
     write_pairs(pairs, output)
     how = "drawn at random"
     if given.reward_model:
-        deviations = sorted(pair.deviation for pair in pairs)
+        deviations = [pair.deviation for pair in pairs]
         how = (
-            "on which the members of the reward model differ most: the deviation of the "
-            f"probability is {deviations[-1]:.2f} to {deviations[0]:.2f}"
+            "on which the reward models differ most; standard deviation of P(first is better): "
+            f"{max(deviations):.2f} to {min(deviations):.2f}"
         )
-    _say_what_is_next(output, len(pairs), how)
+    _say_what_is_next(output, len(pairs), given.labels, how)
 
 
 def _disputed(given: argparse.Namespace) -> None:
     from human_feedback.choose_pairs import disputed_pairs, write_pairs
 
-    output = _output(given.output, Path(given.judgements).with_name("disputed.jsonl"))
-    pairs = disputed_pairs(given.judgements, given.reward_model, given.labels)
+    folder, output = Path(given.run_folder), _output(given.output, Path("disputed.jsonl"))
+    settings = _settings_of(given.run_folder)
+    pairs = disputed_pairs(settings, folder / "evaluation", given.reward_model, given.labels)
     write_pairs(pairs, output)
-    _say_what_is_next(output, len(pairs), "whose better answer judge and reward model disagree on")
+    how = "that judge and reward model order differently"
+    _say_what_is_next(output, len(pairs), given.labels, how)
 
 
-def _say_what_is_next(output: Path, pairs: int, how: str) -> None:
-    print(f"{output} has {pairs} pairs {how}.")
+def _settings_of(run_folder: str) -> "Settings":
+    """Return the settings of a run from the file in its folder."""
+    from pipeline.inputs.flow_run import SETTINGS_FILE
+    from pipeline.settings.settings import make_settings, read_settings_file
+
+    return make_settings(read_settings_file(Path(run_folder) / SETTINGS_FILE), {})
+
+
+def _say_what_is_next(output: Path, pairs: int, wanted: int, how: str) -> None:
+    print(f"{output} has {pairs} of {wanted} pairs {how}.")
+    if pairs < wanted:
+        print("The other prompts have equal answers, resemble these prompts, or do not exist.")
     print(f"Next: python flows/feedback.py label {shlex.quote(str(output))}")
 
 
@@ -149,16 +164,26 @@ def _from_label_studio(given: argparse.Namespace) -> None:
     from human_feedback.label_studio import labels_of_export
     from pipeline.inputs.json_lines import write_jsonl
 
-    output = _output(given.output, Path(given.export).with_name("labeled.jsonl"))
+    output = _output(given.output, Path(given.export).with_name("labeled-in-label-studio.jsonl"))
     rows = labels_of_export(Path(given.export))
     write_jsonl(output, rows)
-    print(f"{output} has {len(rows)} labels of {len({row['annotator'] for row in rows})} persons.")
+    people = {row["annotator"] for row in rows} - {None}
+    print(f"{output} has {len(rows)} labels of {len(people)} known persons.")
 
 
 def _output(named: str, default: Path) -> Path:
-    """Return the file to write, whose folder can be written."""
+    """Return the file to write.
+
+    Raises:
+        ConfigError: its folder cannot be written, or the file exists.
+    """
     output = Path(named) if named else default
     require_writable(output.parent, "output")
+    if output.exists():
+        raise ConfigError(
+            f"{output} exists and would be replaced, with labels that it may have. Name another "
+            "file with --output."
+        )
     return output
 
 
@@ -171,9 +196,9 @@ def _parser() -> argparse.ArgumentParser:
         "disputed", help="write the pairs that judge and reward model dispute"
     )
     add.set_defaults(run=_disputed)
-    add.add_argument("judgements", help="judgements.jsonl of a run")
+    add.add_argument("run_folder", metavar="RUN", help="folder of a run: outputs/runs/RUN")
     add.add_argument("--reward-model", required=True, help="folder of a reward model")
-    add.add_argument("--labels", type=int, default=100, help="maximum number of pairs")
+    add.add_argument("--labels", type=_count, required=True, help="maximum number of pairs")
     add.add_argument("--output", default="", help="file of the pairs (default: disputed.jsonl)")
     add = commands.add_parser("label", help="label pairs of answers on a page of this machine")
     add.set_defaults(run=_label)
@@ -185,7 +210,7 @@ def _parser() -> argparse.ArgumentParser:
     add.set_defaults(run=_to_label_studio)
     add.add_argument("pairs", help="rows with prompt, first and second, such as to-label.jsonl")
     add.add_argument("--output", default="", help="file of the tasks (default: label-studio.json)")
-    add = commands.add_parser("from-label-studio", help="read the labels of a JSON export")
+    add = commands.add_parser("from-label-studio", help="read labels of a JSON export")
     add.set_defaults(run=_from_label_studio)
     add.add_argument("export", help="file that Label Studio exported in the format JSON")
     add.add_argument("--output", default="", help="file of the labels (default: labeled.jsonl)")
@@ -217,41 +242,42 @@ def _add_collect(add: argparse.ArgumentParser) -> None:
     add.add_argument("--output-dir", default="outputs/feedback", help="folder of the files")
 
 
-_CHOICE = "policies prompts labels reward_model samples response_length temperature seed".split()
+_CHOICE = "policies labels reward_model prompts samples seed".split()
 """Arguments of `choose` that are fields of `PairChoice`."""
 
 
 def _add_choose(add: argparse.ArgumentParser) -> None:
     add.set_defaults(run=_choose)
+    add.add_argument("run_folder", metavar="RUN", help="folder of a run: outputs/runs/RUN")
     add.add_argument(
         "--policy",
         dest="policies",
         action="append",
         required=True,
-        help="folder or models:/NAME@ALIAS; twice for pairs of two policies, such as challenger "
-        "and champion",
+        help="folder or models:/NAME@ALIAS; may be repeated, for challenger and champion",
     )
-    add.add_argument("--prompts", required=True, help="data set with prompts")
-    add.add_argument("--labels", type=int, required=True, help="maximum number of pairs")
+    add.add_argument("--labels", type=_count, required=True, help="maximum number of pairs")
     add.add_argument(
         "--reward-model",
         default="",
-        help="folder of a reward model with several members: takes the pairs on which they differ "
+        help="folder of a reward model with several members: write the pairs on which they differ "
         "most (default: pairs at random)",
     )
-    add.add_argument("--samples", type=int, default=4, help="answers of each policy to a prompt")
     add.add_argument(
-        "--response-length",
-        type=int,
-        default=PPOConfig.response_length,
-        help="maximum number of tokens of an answer",
+        "--prompts",
+        action="append",
+        default=[],
+        help="data set with prompts; may be repeated (default: the prompts of the run)",
     )
-    add.add_argument(
-        "--temperature", type=float, default=PPOConfig.temperature, help="sampling temperature"
-    )
+    add.add_argument("--samples", type=_count, default=4, help="answers of a policy to a prompt")
     add.add_argument("--seed", type=int, default=1, help="seed of the answers and of the choice")
     add.add_argument("--output", default="", help="file of the pairs (default: to-label.jsonl)")
-    add.add_argument("--output-dir", default="outputs", help="folder whose cache has the models")
+
+
+def _count(text: str) -> int:
+    if (count := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return count
 
 
 if __name__ == "__main__":

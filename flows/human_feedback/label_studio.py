@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from human_feedback.labeling import as_text, label_row, sides_of
+from human_feedback.labeling import label_row, sides_of
 from pipeline.inputs.preference_pairs import Vote
 from ppo_core.data.chat_template import Messages
+from ppo_core.data.rows.dialogues import shown_prompt
 from ppo_core.errors import DataError
 from ppo_core.io.atomic_files import explained_writes, write_atomically
+from ppo_core.io.text_files import read_json_file
 from ppo_core.io.validation import read_record
 
 CONTROL = "better"
@@ -41,8 +43,8 @@ class _Value:
 
 @dataclass(frozen=True)
 class _Result:
-    from_name: str
-    value: Any
+    from_name: str = ""
+    value: Any = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ class _Pair:
 
 @dataclass(frozen=True)
 class _Data:
+    left: str
+    right: str
     pair: _Pair
 
 
@@ -81,7 +85,7 @@ def write_tasks(pairs: Sequence[Vote], path: Path) -> None:
     tasks = []
     for pair in pairs:
         left, right = sides_of(pair, ANYONE)
-        shown = {"prompt": as_text(pair.prompt), "left": left, "right": right}
+        shown = {"prompt": shown_prompt(pair.prompt), "left": left, "right": right}
         kept = {"prompt": pair.prompt, "first": pair.first, "second": pair.second}
         tasks.append({"data": {**shown, "pair": kept}})
     with explained_writes(path):
@@ -96,14 +100,14 @@ def labels_of_export(path: Path) -> list[dict[str, Any]]:
     Raises:
         DataError: the file is no such export, or has no label.
     """
+    content = read_json_file(path, DataError)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
         tasks = [read_record(task, _Task) for task in content]
         rows = [row for task in tasks for row in _rows_of(task)]
-    except (OSError, ValueError, TypeError) as error:
+    except (TypeError, ValueError) as error:
         raise DataError(
-            f"{path} is no export of a project whose tasks `feedback.py to-label-studio` wrote: "
-            f"{error}. Export the project in the format JSON, which keeps the tasks' data."
+            f"'{path}' is no export of a project whose tasks `feedback.py to-label-studio` wrote: "
+            f"{error}. Export the project in the format JSON, which keeps the data of the tasks."
         ) from error
     if not rows:
         raise DataError(f"{path} has {len(tasks)} tasks, and none has a label. Label some first.")
@@ -112,16 +116,20 @@ def labels_of_export(path: Path) -> list[dict[str, Any]]:
 
 def _rows_of(task: _Task) -> Iterator[dict[str, Any]]:
     pair = Vote(**vars(task.data.pair), label="")
+    if {task.data.left, task.data.right} != {pair.first, pair.second}:
+        raise ValueError(f"a task shows other answers than those of its pair, {pair.first!r:.60}")
     for annotation in task.annotations:
         if annotation.was_cancelled:
             continue
         for result in annotation.result:
             if result.from_name == CONTROL:
                 (choice,) = read_record(result.value, _Value).choices
-                yield label_row(pair, choice, _person(annotation), shown_to=ANYONE)
+                yield label_row(pair, choice, _person(annotation), left=task.data.left)
 
 
-def _person(annotation: _Annotation) -> str:
-    """Return an id of the person who labeled."""
+def _person(annotation: _Annotation) -> str | None:
+    """Return an id of the person who labeled; None if it is not known."""
     who = annotation.completed_by
-    return str(who.get("email", who.get("id", ""))) if isinstance(who, dict) else str(who or "")
+    if isinstance(who, dict):
+        who = who.get("email") or who.get("id")
+    return None if who is None else str(who)

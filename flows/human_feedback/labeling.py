@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from filelock import FileLock
 
 from pipeline.inputs.preference_pairs import Vote
-from ppo_core.data.chat_template import Messages, is_messages
+from ppo_core.data.rows.dialogues import shown_prompt
 from ppo_core.data.sources.json_rows import read_json_rows
 from ppo_core.errors import DataError
 from ppo_core.io.atomic_files import explained_writes, write_atomically
@@ -67,8 +67,8 @@ class Labeling:
         number = next(left, None)
         shown = None
         if number is not None:
-            sides = sides_of(self.pairs[number], self.annotator)
-            prompt = as_text(self.pairs[number].prompt)
+            sides = self._sides(number)
+            prompt = shown_prompt(self.pairs[number].prompt)
             shown = {"number": number, "prompt": prompt, "left": sides[0], "right": sides[1]}
         return {"pair": shown, "done": self.done, "total": len(self.pairs)}
 
@@ -86,7 +86,7 @@ class Labeling:
             self.skipped.add(texts)
         elif texts not in self.labeled:
             row = {
-                **label_row(pair, choice, self.annotator),
+                **label_row(pair, choice, self.annotator, left=self._sides(number)[0]),
                 "time": datetime.now(UTC).isoformat(timespec="seconds"),
             }
             self._change(lambda rows: [*rows, row])
@@ -103,6 +103,9 @@ class Labeling:
             return rows[:last] + rows[last + 1 :]
 
         self._change(without_last)
+
+    def _sides(self, number: int) -> tuple[str, str]:
+        return sides_of(self.pairs[number], self.annotator)
 
     def _change(self, change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> None:
         """Change the rows of the file, while no other process changes them."""
@@ -129,14 +132,13 @@ def sides_of(pair: Vote, annotator: str) -> tuple[str, str]:
     return (pair.second, pair.first) if is_swapped else (pair.first, pair.second)
 
 
-def label_row(pair: Vote, choice: str, annotator: str, *, shown_to: str = "") -> dict[str, Any]:
+def label_row(pair: Vote, choice: str, annotator: str | None, *, left: str) -> dict[str, Any]:
     """Return what is saved of a pair of which a person chose `left`, `right` or `tie`.
 
-    `shown_to` is the name with which `sides_of` exchanged the answers, if it is not the person's.
+    `left` is the answer that was shown on the left.
     """
     label = "tie"
     if choice != "tie":
-        left, _ = sides_of(pair, shown_to or annotator)
         label = "first" if (choice == "left") == (left == pair.first) else "second"
     vote = replace(pair, label=label, annotator=annotator)
     return {
@@ -150,13 +152,6 @@ def label_row(pair: Vote, choice: str, annotator: str, *, shown_to: str = "") ->
         "tie": label == "tie",
         "annotator": annotator,
     }
-
-
-def as_text(prompt: str | Messages) -> str:
-    """Return a prompt as a person reads it."""
-    if not is_messages(prompt):
-        return str(prompt)
-    return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)
 
 
 def _texts_of(row: Mapping[str, Any]) -> _Texts:

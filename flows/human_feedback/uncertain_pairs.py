@@ -1,18 +1,22 @@
-"""The pairs of answers that a person's label tells most about."""
+"""Choose the pairs of answers on which reward models differ most, or pairs at random."""
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from scipy.special import expit
+from sklearn.feature_extraction.text import TfidfVectorizer
 
 from pipeline.evaluation.rates import Array
-from pipeline.inputs.contamination import find_copies, text_of
+from pipeline.inputs.contamination import text_of
 from ppo_core.data.chat_template import Messages
 
-MOST_OVERLAP = 0.5
-"""Largest fraction of a prompt's n-grams that may be in the prompt of another pair."""
+MOST_SIMILAR = 0.8
+"""Largest cosine similarity of two prompts that are both labeled. Words are weighted by TF-IDF."""
+
+SHARED_BY_ALL = 0.1
+"""Weight of a word that is in all prompts, such as those of a shared instruction. scikit-learn's
+weight is 1; with 0, two prompts of equal words would have no words."""
 
 
 class Pair(NamedTuple):
@@ -22,8 +26,8 @@ class Pair(NamedTuple):
     first: str
     second: str
 
-    deviation: float
-    """Standard deviation of P(first is better than second) over the reward models."""
+    deviation: float = 0.0
+    """Standard deviation of P(first is better than second) over the reward models; 0 if unknown."""
 
 
 def preference_variance(scores: Array) -> Array:
@@ -44,9 +48,10 @@ def uncertain_pairs(
     scores: Array,
     count: int,
 ) -> list[Pair]:
-    """Return the pair of each prompt with the largest variance, of `count` prompts at most.
+    """Return the pair of each prompt with the largest variance, of at most `count` prompts.
 
-    Prompts come in the order of the variance. A prompt that resembles an earlier one is left out.
+    Prompts with the largest variance come first. A prompt that resembles an earlier one is left
+    out.
 
     Args:
         prompts: N prompts.
@@ -61,18 +66,17 @@ def uncertain_pairs(
         first, second = divmod(int(place), variance.shape[1])
         texts = answers[row][first], answers[row][second]
         found.append(Pair(prompts[row], *texts, float(variance[row, first, second]) ** 0.5))
-    # Where all models agree, the pair is an answer with itself.
-    found = [pair for pair in found if pair.first != pair.second]
-    return _first(count, sorted(found, key=lambda pair: -pair.deviation))
+    found = [pair for pair in found if pair.deviation > 0 and pair.first != pair.second]
+    return first_unlike(sorted(found, key=lambda pair: -pair.deviation), count)
 
 
 def random_pairs(
     prompts: Sequence[str | Messages], answers: Sequence[Sequence[str]], count: int, seed: int
 ) -> list[Pair]:
-    """Return two different answers to each of `count` prompts at most, drawn at random.
+    """Return two different answers to each of at most `count` prompts, drawn at random.
 
-    A prompt that resembles an earlier one is left out. For `prompts` and `answers` see
-    `uncertain_pairs`; the deviation of the pairs is not known, and 0.
+    A prompt that resembles an earlier one is left out. `prompts` and `answers` are as in
+    `uncertain_pairs`.
     """
     generator = np.random.default_rng(seed)
     found = []
@@ -80,25 +84,25 @@ def random_pairs(
         different = list(dict.fromkeys(answers[row]))
         if len(different) > 1:
             first, second = generator.choice(len(different), 2, replace=False)
-            found.append(Pair(prompts[row], different[first], different[second], 0.0))
-    return _first(count, found)
+            found.append(Pair(prompts[row], different[first], different[second]))
+    return first_unlike(found, count)
 
 
-def _first(count: int, pairs: Sequence[Pair]) -> list[Pair]:
-    """Return the first `count` pairs whose prompts do not resemble an earlier prompt."""
-    kept: list[Pair] = []
-    for pair in _with_new_prompts(pairs):
+def first_unlike(pairs: Sequence[Pair], count: int) -> list[Pair]:
+    """Return the first `count` pairs whose prompts resemble no prompt of an earlier pair."""
+    if not pairs:
+        return []
+    # Also words of one letter: a prompt may have no others.
+    vectorizer = TfidfVectorizer(token_pattern=r"\w+|[^\w\s]")
+    texts = [text_of(pair.prompt) for pair in pairs]
+    vectorizer.fit(texts)
+    vectorizer.idf_ = vectorizer.idf_ - 1 + SHARED_BY_ALL
+    vectors = vectorizer.transform(texts)
+    kept: list[int] = []
+    for number in range(len(pairs)):
         if len(kept) == count:
             break
-        kept.append(pair)
-    return kept
-
-
-def _with_new_prompts(pairs: Sequence[Pair]) -> Iterator[Pair]:
-    exact, texts = set(), list[str]()
-    for pair in pairs:
-        key = json.dumps(pair.prompt)
-        if key not in exact and not find_copies([pair.prompt], [texts], MOST_OVERLAP):
-            exact.add(key)
-            texts.append(text_of(pair.prompt))
-            yield pair
+        similar = (vectors[kept] @ vectors[number].T).max() if kept else 0.0
+        if similar <= MOST_SIMILAR:
+            kept.append(number)
+    return [pairs[number] for number in kept]

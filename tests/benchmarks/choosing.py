@@ -54,11 +54,12 @@ def _run(way: str, seed: int) -> list[tuple[float, float]]:
     with TemporaryDirectory() as folder:
         for number, labels in enumerate(SIZES):
             while len(rows) < labels:
-                answers = _sample(policy, prompts, SAMPLES, seed=100_000 * seed + len(rows))
+                drawn = 100_000 * seed + len(rows)
+                answers = _sample(policy, prompts, SAMPLES, seed=drawn)
                 count = min(AT_ONCE, labels - len(rows))
                 # Some pairs are ties.
                 if way == "random" or not scorers:
-                    pairs = random_pairs(prompts, answers, 2 * count, seed)
+                    pairs = random_pairs(prompts, answers, 2 * count, drawn)
                 else:
                     scores = _scores(scorers, prompts, answers)
                     pairs = uncertain_pairs(prompts, answers, scores, 2 * count)

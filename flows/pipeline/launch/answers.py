@@ -69,12 +69,20 @@ def answer_in_run(job: AnswerJob, settings: Settings, folder: Path) -> Answers:
 
 
 def answer_as_ppo(
-    settings: Settings, policy: str, folder: Path, prompts: Sequence[str | Messages]
+    settings: Settings,
+    policy: str,
+    folder: Path,
+    prompts: Sequence[str | Messages],
+    *,
+    tokenizer: str = "",
 ) -> list[str]:
-    """Return an answer to each prompt, sampled as PPO samples; for `folder` see `answer_in_run`."""
+    """Return an answer to each prompt, sampled as PPO samples; for `folder` see `answer_in_run`.
+
+    `tokenizer` is the folder of the policy's tokenizer, if it is not that of the policy.
+    """
     job = AnswerJob(
         policy=policy,
-        tokenizer=policy,
+        tokenizer=tokenizer or policy,
         prompts=list(prompts),
         prompt_format=settings.prompt_format,
         response_length=settings.ppo.response_length,

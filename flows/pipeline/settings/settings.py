@@ -33,7 +33,8 @@ from ppo_core.config.row_settings import (
 )
 from ppo_core.config.sized_defaults import sized_defaults
 from ppo_core.config.spelling import OLD_NAMES
-from ppo_core.errors import ConfigError
+from ppo_core.errors import ConfigError, library_errors
+from ppo_core.io.text_files import read_text_file
 from ppo_core.io.validation import Natural, NotNegative, Positive, Seed, Share, ShareBelow1
 
 WARN_SHARE = 0.75
@@ -574,6 +575,17 @@ def make_settings(
 def read_preset(name: str) -> dict[str, Any]:
     """Return the parsed preset `flows/presets/NAME.toml`."""
     return tomllib.loads((PRESETS / f"{name}.toml").read_text(encoding="utf-8"))
+
+
+def read_settings_file(path: Path) -> dict[str, Any]:
+    """Return the parsed settings file of a user or of a run.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not TOML.
+    """
+    text = read_text_file(path, ConfigError)
+    with library_errors(ConfigError, f"'{path}' is not valid TOML", "Correct the file."):
+        return tomllib.loads(text)
 
 
 def as_plain_dict(settings: Settings) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Pairs to label: chosen from samples of tiny policies, disputed, and taken to Label Studio."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,16 @@ from human_feedback.labeling import sides_of
 from human_feedback.read_votes import read_pairs
 from pipeline.inputs.preference_pairs import votes_of
 from ppo_core.models.loading import load_reward_model
-from tests.helpers.inputs.pipeline_inputs import write_rows
+from tests.helpers.inputs.pipeline_inputs import as_toml, tiny_table, write_rows
 from tests.helpers.models.tiny import make_classifier, make_policy, make_tokenizer
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with two policies, prompts, a reward model, and one with two members."""
+    """The folder of a run, with two policies, a reward model, and one with two members."""
     folder = tmp_path_factory.mktemp("inputs")
+    table = tiny_table(folder) | {"registered_model": "tiny-policy", "output_dir": str(folder)}
+    (folder / "settings.toml").write_text(as_toml(table))
     for number in (1, 2):
         for name, model in (
             (f"policy-{number}", make_policy(seed=number)),
@@ -27,7 +30,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ):
             model.save_pretrained(folder / name)
             make_tokenizer().save_pretrained(folder / name)
-    write_rows(folder / "prompts.jsonl", [{"prompt": f"w{n} w{n + 1}"} for n in range(12)])
+    write_rows(folder / "others.jsonl", [{"prompt": f"w{n} w{n + 1}"} for n in range(12)])
     return folder
 
 
@@ -35,19 +38,9 @@ def choose(folder: Path, inputs: Path, *more: str, policies: int = 1) -> int:
     named = [
         word for n in range(1, policies + 1) for word in ("--policy", str(inputs / f"policy-{n}"))
     ]
+    output = str(folder / "to-label.jsonl")
     return feedback.main(
-        [
-            *("choose", *named, "--prompts", str(inputs / "prompts.jsonl")),
-            *(
-                "--response-length",
-                "6",
-                "--labels",
-                "5",
-                "--output",
-                str(folder / "to-label.jsonl"),
-            ),
-            *("--output-dir", str(folder), *more),
-        ]
+        ["choose", str(inputs), *named, "--labels", "5", "--output", output, *more]
     )
 
 
@@ -59,24 +52,58 @@ def test_the_members_of_a_reward_model_choose_the_pairs_they_differ_on(
     inputs: Path, tmp_path: Path, capsys
 ):
     assert choose(tmp_path, inputs, "--reward-model", str(inputs / "members"), policies=2) == 0
-    rows = read(tmp_path / "to-label.jsonl")
+    output = tmp_path / "to-label.jsonl"
+    rows = read(output)
     assert len(rows) == 5 and {tuple(row) for row in rows} == {
         ("prompt", "first", "second", "label")
     }
-    one, two = load_reward_model(inputs / "members").members
-
-    def difference(row: dict[str, Any]) -> float:
-        texts = [row["prompt"]] * 2, [row["first"], row["second"]]
-        first, second = (m.score_texts(*texts) for m in (one, two))
-        return float(abs((first[0] - first[1]) - (second[0] - second[1])))
-
-    assert min(map(difference, rows)) > 0
     told = capsys.readouterr().out
-    assert "to-label.jsonl has 5 pairs on which the members of the reward model differ" in told
-    assert f"python flows/feedback.py label {tmp_path / 'to-label.jsonl'}" in told
-    content = (tmp_path / "to-label.jsonl").read_bytes()
-    assert choose(tmp_path, inputs, "--reward-model", str(inputs / "members"), policies=2) == 0
-    assert (tmp_path / "to-label.jsonl").read_bytes() == content
+    assert "to-label.jsonl has 5 of 5 pairs on which the reward models differ most" in told
+    assert f"python flows/feedback.py label {output}" in told
+    deviations = [deviation(row, inputs) for row in rows]
+    assert deviations == sorted(deviations, reverse=True)
+    assert f"{deviations[0]:.2f} to {deviations[-1]:.2f}" in told
+    # Pairs at random of the same samples are less uncertain.
+    assert choose(tmp_path, inputs, "--output", str(tmp_path / "random.jsonl"), policies=2) == 0
+    drawn = [deviation(row, inputs) for row in read(tmp_path / "random.jsonl")]
+    assert sum(deviations) > sum(drawn)
+
+
+def deviation(row: dict[str, Any], inputs: Path) -> float:
+    """Standard deviation of P(first is better) over the two members."""
+    texts = [row["prompt"]] * 2, [row["first"], row["second"]]
+    found = []
+    for member in load_reward_model(inputs / "members").members:
+        first, second = member.score_texts(*texts).tolist()
+        found.append(1 / (1 + math.exp(second - first)))
+    return abs(found[0] - found[1]) / 2
+
+
+def test_the_same_seed_chooses_the_same_pairs(inputs: Path, tmp_path: Path):
+    again = str(tmp_path / "again.jsonl")
+    assert choose(tmp_path, inputs) == choose(tmp_path, inputs, "--output", again) == 0
+    assert (tmp_path / "to-label.jsonl").read_bytes() == Path(again).read_bytes()
+
+
+def test_two_policies_that_are_one_give_other_samples(inputs: Path, tmp_path: Path):
+    policy = str(inputs / "policy-1")
+    assert choose(tmp_path, inputs, "--policy", policy, "--samples", "1") == 0
+    assert len(read(tmp_path / "to-label.jsonl")) == 5
+
+
+def test_other_prompts_can_be_named(inputs: Path, tmp_path: Path, capsys):
+    more = ("--prompts", str(inputs / "others.jsonl"), "--labels", "20")
+    assert choose(tmp_path, inputs, *more) == 0
+    rows = read(tmp_path / "to-label.jsonl")
+    assert {row["prompt"] for row in rows} <= {f"w{n} w{n + 1}" for n in range(12)}
+    assert f"{len(rows)} of 20 pairs" in capsys.readouterr().out
+
+
+def test_labels_are_not_overwritten(inputs: Path, tmp_path: Path, capsys):
+    (tmp_path / "to-label.jsonl").write_text("labels of people")
+    assert choose(tmp_path, inputs) == 1
+    assert "exists and would be replaced" in capsys.readouterr().err
+    assert (tmp_path / "to-label.jsonl").read_text() == "labels of people"
 
 
 def test_without_a_reward_model_pairs_are_random(inputs: Path, tmp_path: Path, capsys):
@@ -84,16 +111,15 @@ def test_without_a_reward_model_pairs_are_random(inputs: Path, tmp_path: Path, c
     rows = read(tmp_path / "to-label.jsonl")
     assert len({row["prompt"] for row in rows}) == 5
     assert all(row["first"] != row["second"] for row in rows)
-    assert "has 5 pairs drawn at random" in capsys.readouterr().out
+    assert "has 5 of 5 pairs drawn at random" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (("--reward-model", "members/member-1"), "has one member"),
-        (("--labels", "0"), "labels=0 must be at least 1"),
+        (("--reward-model", "members/member-1"), "has no members"),
         (("--samples", "1"), "samples=1 of one policy is one answer"),
-        (("--temperature", "0"), "temperature=0 must be above 0"),
+        (("--seed", "-1"), "seed=-1"),
         (("--prompts", "nothing.jsonl"), "nothing.jsonl"),
     ],
 )
@@ -107,6 +133,24 @@ def test_what_gives_no_pairs_is_refused(
     assert not (tmp_path / "to-label.jsonl").exists()
 
 
+def judgement(prompt: str, first: str, second: str, outcome: str, contest: str = "ppo_vs_sft"):
+    verdict = {"winner": outcome, "probability": None, "reason": ""}
+    names = ("contest", "prompt", "candidate", "opponent", "outcome", "straight", "swapped")
+    return dict(
+        zip(names, (contest, prompt, first, second, outcome, verdict, verdict), strict=True)
+    )
+
+
+def disputed(run: Path, rows: list[dict[str, Any]], model: Path, *more: str) -> int:
+    """Run `disputed` on a run that has these verdicts."""
+    (run / "evaluation").mkdir(exist_ok=True)
+    write_rows(run / "evaluation" / "judgements.jsonl", rows)
+    write_rows(run / "evaluation" / "samples.jsonl", [{"prompt": row["prompt"]} for row in rows])
+    return feedback.main(
+        ["disputed", str(run), "--reward-model", str(model), "--labels", "50", *more]
+    )
+
+
 def test_pairs_that_judge_and_reward_model_order_differently(inputs: Path, tmp_path: Path, capsys):
     model = inputs / "members" / "member-1"
     pairs = [(f"w{n}", f"w{n + 1} w{n + 2}", f"w{n + 3}") for n in range(8)]
@@ -115,35 +159,41 @@ def test_pairs_that_judge_and_reward_model_order_differently(inputs: Path, tmp_p
     for prompt, first, second in pairs:
         scores = scorer.score_texts([prompt] * 2, [first, second])
         margins[prompt] = float(scores[0] - scores[1])
-    rows = [
-        {"prompt": prompt, "candidate": first, "opponent": second, "outcome": outcome}
-        for (prompt, first, second), outcome in zip(
-            pairs, ["first", "second", "tie", "invalid"] * 2, strict=True
-        )
-    ]
-    disputed = [
+    outcomes = ["first", "second", "tie", "invalid"] * 2
+    rows = [judgement(*pair, outcome) for pair, outcome in zip(pairs, outcomes, strict=True)]
+    expected = [
         row["prompt"]
         for row in rows
         if row["outcome"] in ("first", "second")
         and (margins[row["prompt"]] > 0) != (row["outcome"] == "first")
     ]
-    assert 0 < len(disputed) < 4
-    file = write_rows(tmp_path / "judgements.jsonl", rows)
-    assert feedback.main(["disputed", file, "--reward-model", str(model)]) == 0
+    assert 0 < len(expected) < 4
+    # Neither of these is about PPO's answers.
+    rows += [judgement("w20", "w1", "w2", outcome, "sft_vs_reference") for outcome in outcomes[:2]]
+    output = ("--output", str(tmp_path / "disputed.jsonl"))
+    assert disputed(inputs, rows, model, *output) == 0
     found = [row["prompt"] for row in read(tmp_path / "disputed.jsonl")]
-    assert found == sorted(disputed, key=lambda prompt: -abs(margins[prompt]))
-    assert f"has {len(disputed)} pairs whose better answer" in capsys.readouterr().out
+    assert found == sorted(expected, key=lambda prompt: -abs(margins[prompt]))
+    assert f"has {len(expected)} of 50 pairs that judge" in capsys.readouterr().out
 
 
-def test_the_judgements_of_another_file_are_refused(inputs: Path, tmp_path: Path, capsys):
-    file = write_rows(tmp_path / "other.jsonl", [{"prompt": "a", "completion": "b"}])
-    model = str(inputs / "members" / "member-1")
-    assert feedback.main(["disputed", file, "--reward-model", model]) == 1
-    assert "judgements.jsonl has prompt, candidate, opponent and outcome" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"prompt": "a", "completion": "b"}], "is damaged"),
+        ([judgement("a", "b", "c", "tie")], "the judge decided no pair of PPO"),
+        ([judgement("a", "b", "c", "first") | {"candidate": None}], "is damaged"),
+    ],
+)
+def test_verdicts_that_decide_nothing_are_refused(rows, message, inputs: Path, tmp_path, capsys):
+    output = ("--output", str(tmp_path / "disputed.jsonl"))
+    assert disputed(inputs, rows, inputs / "members" / "member-1", *output) == 1
+    assert message in capsys.readouterr().err
 
 
 PAIRS = [
-    {"prompt": f"p{n}", "first": f"good <b>{n}</b>", "second": f"bad {n}", "label": ""}
+    {"prompt": [{"role": "user", "content": f"p{n}"}], "first": f"good <b>{n}</b>"}
+    | {"second": f"bad {n}", "label": ""}
     for n in range(6)
 ]
 
@@ -152,6 +202,10 @@ def annotated(task: dict[str, Any], choice: str, who: Any = 3, **more: Any) -> d
     result = {"from_name": "better", "to_name": "prompt", "type": "choices", "id": "x"}
     result["value"] = {"choices": [choice]}
     return {**task, "id": 1, "annotations": [{"completed_by": who, "result": [result], **more}]}
+
+
+def changed(task: dict[str, Any]) -> dict[str, Any]:
+    return {**task, "data": {**task["data"], "left": "another answer"}}
 
 
 def export_of(tmp_path: Path) -> list[dict[str, Any]]:
@@ -176,13 +230,14 @@ def test_labels_of_label_studio_come_back_to_their_pairs(tmp_path: Path, capsys)
     done.append(annotated(tasks[5], "left", was_cancelled=True))
     (tmp_path / "export.json").write_text(json.dumps(done))
     assert feedback.main(["from-label-studio", str(tmp_path / "export.json")]) == 0
-    rows = read(tmp_path / "labeled.jsonl")
+    rows = read(tmp_path / "labeled-in-label-studio.jsonl")
     assert [row["label"] for row in rows] == ["first"] * 4 + ["tie"]
     assert [row["annotator"] for row in rows] == ["3"] * 4 + ["ann@example.org"]
+    assert [row["prompt"] for row in rows] == [pair["prompt"] for pair in PAIRS[:5]]
     assert [row["chosen"] for row in rows[:4]] == [pair["first"] for pair in PAIRS[:4]]
     # The labels are read like those of the page.
-    assert len(votes_of(read_pairs(str(tmp_path / "labeled.jsonl")))) == 5
-    assert "has 5 labels of 2 persons" in capsys.readouterr().out
+    assert len(votes_of(read_pairs(str(tmp_path / "labeled-in-label-studio.jsonl")))) == 5
+    assert "has 5 labels of 2 known persons" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -192,12 +247,14 @@ def test_labels_of_label_studio_come_back_to_their_pairs(tmp_path: Path, capsys)
         (lambda tasks: [annotated(tasks[0], "both")], "choices"),
         (lambda tasks: [annotated(tasks[0], "left", was_cancelled=True)], "none has a label"),
         (lambda tasks: {"data": {}}, "is no export"),
+        (lambda tasks: 3, "is no export"),
+        (lambda tasks: [annotated(changed(tasks[0]), "left")], "shows other answers"),
     ],
-    ids=["no annotations", "another choice", "skipped", "no list"],
+    ids=["no annotations", "another choice", "skipped", "no list", "a number", "other answers"],
 )
 def test_what_is_no_export_with_labels_is_refused(change, message: str, tmp_path: Path, capsys):
     content = change(export_of(tmp_path))
     (tmp_path / "export.json").write_text(json.dumps(content))
     assert feedback.main(["from-label-studio", str(tmp_path / "export.json")]) == 1
     assert message in capsys.readouterr().err
-    assert not (tmp_path / "labeled.jsonl").exists()
+    assert not (tmp_path / "labeled-in-label-studio.jsonl").exists()

@@ -1,6 +1,7 @@
 """The pairs on which reward models differ most, by hand."""
 
 import json
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -56,13 +57,22 @@ def test_the_most_uncertain_pair_of_each_prompt_in_the_order_of_the_uncertainty(
 
 def test_a_prompt_that_resembles_an_earlier_one_is_left_out():
     changed = LONG.replace("red", "brown")
-    prompts = [LONG, changed, "another", "another"]
-    answers, count = [["a", "b"]] * 4, 4
-    scores = np.array([[[0, 0], [size, -size]] for size in (1.0, 3.0, 2.0, 0.5)])
+    others = [f"Write about {word}" for word in ("rain", "bread", "ships", "music", "stones")]
+    prompts = [LONG, changed, "another", "another", *others]
+    answers, count = [["a", "b"]] * len(prompts), len(prompts)
+    sizes = (1.0, 3.0, 2.0, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)
+    scores = np.array([[[0, 0], [size, -size]] for size in sizes])
     chosen = [pair.prompt for pair in uncertain_pairs(prompts, answers, scores, count)]
-    assert chosen == [changed, "another"]
+    assert chosen == [changed, "another", *others]
     drawn = [pair.prompt for pair in random_pairs(prompts, answers, count, seed=1)]
-    assert len(drawn) == 2 and "another" in drawn
+    assert len(drawn) == 7 and set(drawn) > {"another", *others}
+
+
+def test_an_instruction_that_all_prompts_share_makes_no_copies():
+    shared = "Translate the following English sentence into natural and idiomatic German please:"
+    words = "river table window garden silver morning letter castle".split()
+    prompts = [f"{shared} the {one} of my {two}" for one, two in combinations(words, 2)]
+    assert len(random_pairs(prompts, [["a", "b"]] * len(prompts), 99, seed=0)) == len(prompts)
 
 
 def test_messages_are_prompts_too():

@@ -185,6 +185,15 @@ def shortened_text(text: str) -> str:
     return text if more <= 0 else f"{text[:MOST_CHARACTERS]} [cut: {more:,} more characters]"
 
 
+def read_judged_pairs(path: Path) -> list[JudgedPair]:
+    """Return the lines of a file of verdicts.
+
+    Raises:
+        DataError: the file is missing, damaged or empty.
+    """
+    return _read_rows(path, JudgedPair)
+
+
 def _read_rows(path: Path, kind: type[Row]) -> list[Row]:
     try:
         rows = [read_record(row, kind) for row in read_jsonl(path)]

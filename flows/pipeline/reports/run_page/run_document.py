@@ -310,13 +310,14 @@ def _commands(facts: RunFacts) -> Section:
                 f"python flows/registry.py promote {name} {made.version} --reason TEXT",
             ),
             ("See the champion, and all decisions", f"python flows/registry.py history {name}"),
-            (
-                "Write 200 pairs of its answers for people to label, for the next reward model",
-                f"python flows/feedback.py choose --policy {quote(uri)} "
-                f"--prompts {quote(facts.settings.prompts)} --labels 200",
-            ),
             *commands,
         ]
+        if not facts.run.workspace.store:
+            ask = (
+                f"python flows/feedback.py choose {quote(facts.place_of(''))} "
+                f"--policy {quote(uri)} --labels 200"
+            )
+            commands.append(("Write 200 pairs of its answers for people to label", ask))
     elif not facts.is_reward_model_refused or facts.settings.reward_model:
         # A refused reward model that the run trained would only be refused again.
         commands.append(("Continue this run after a correction", "python flows/rlhf.py resume"))
