@@ -13,6 +13,7 @@ import pytest
 
 from tests.helpers.inputs.pipeline_inputs import as_toml, tiny_table
 from tests.helpers.paths import ROOT
+from tests.helpers.slow_cases import slow
 
 SHORT = ("ppo.total_episodes=128", "evaluation.num_examples=64", "reward_gate.num_prompts=8")
 """Settings of a short run of the built-in task."""
@@ -95,7 +96,7 @@ def test_the_installed_packages_are_imported(installed: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "words", ["deploy", "registry show", "retrain run", "rlhf run", "win_rate"]
+    "words", ["rlhf run", *slow("deploy", "registry show", "retrain run", "win_rate")]
 )
 def test_every_command_of_an_installed_copy_has_help(installed: Path, tmp_path: Path, words: str):
     assert "--help" in run(installed, tmp_path, "-m", "flows", *words.split(), "--help")

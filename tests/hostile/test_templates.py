@@ -19,6 +19,7 @@ from ppo_core.data.rows.template_process import MAX_BYTES
 from ppo_core.errors import DataError
 from tests.helpers.models.chat import make_chat_tokenizer, say
 from tests.helpers.paths import ROOT
+from tests.helpers.slow_cases import slow
 
 DOUBLED = "{% set n = namespace(x='xxxxxxxx') %}{% for i in range(40) %}DOUBLE{% endfor %}{{ n.x }}"
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}BODY{% endfor %}{% endfor %}"
@@ -66,7 +67,10 @@ def peak_of_renderer() -> int:
     return 1024 * int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0])
 
 
-@pytest.mark.parametrize("name", BOMBS)
+QUICK, LATER = [*BOMBS][:5], [*BOMBS][5:]
+
+
+@pytest.mark.parametrize("name", [*QUICK, *slow(*LATER)])
 def test_a_template_is_refused_within_its_limits(name, monkeypatch):
     monkeypatch.setattr(chat_template, "MAX_RENDER_SECONDS", 0.5)
     tokenizer = make_chat_tokenizer(BOMBS[name])
@@ -120,10 +124,10 @@ def heeds_interrupts() -> Iterator[None]:
 def test_an_interrupt_does_not_mix_up_the_replies():
     tokenizer = make_chat_tokenizer("{{ messages[0].content }}")
     render_chat(tokenizer, say("w1"), answer_follows=True)
-    slow = make_chat_tokenizer(BOMBS["nested loops"])
+    looping = make_chat_tokenizer(BOMBS["nested loops"])
     threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
-        render_chat(slow, say("w2"), answer_follows=True)
+        render_chat(looping, say("w2"), answer_follows=True)
     assert render_chat(tokenizer, say("w3"), answer_follows=True) == "w3"
 
 
@@ -142,6 +146,7 @@ def test_a_forked_process_renders_with_a_process_of_its_own():
     assert render_chat(tokenizer, say("w3"), answer_follows=True) == "w3"
 
 
+@pytest.mark.slow
 def test_the_process_ends_with_its_parent(tmp_path: Path):
     code = (
         "import os, signal\n"

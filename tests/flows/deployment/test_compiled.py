@@ -227,6 +227,7 @@ def test_the_schedule_belongs_to_retrain_alone(template: Any, retrain_template: 
     assert "metaflow/cron" not in template["metadata"]["annotations"]
 
 
+@pytest.mark.slow
 def test_an_event_starts_retrain_too(
     machines: StateMachines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -223,6 +223,7 @@ def more_w1(request: Request) -> Behavior:
     return say(f"VERDICT: {'TIE' if a == b else 'A' if a > b else 'B'}")
 
 
+@pytest.mark.slow
 def test_a_paid_judge_is_asked_only_about_the_baselines_and_nothing_twice(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

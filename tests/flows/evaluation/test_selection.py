@@ -143,6 +143,7 @@ def judge(prompts, pairs):
 """Likes w1 twice, so that a policy that always says it is over-optimised."""
 
 
+@pytest.mark.slow
 def test_the_judge_chooses_a_policy_that_beats_the_last_one(
     world: World, tmp_path: Path, evaluated
 ):

@@ -44,6 +44,7 @@ from tests.helpers.runs.candidates import (
 from tests.helpers.servers.fault_proxy import Fault, fault_proxy, fork, start_process
 from tests.helpers.servers.mlflow_store import tracking_to
 from tests.helpers.servers.servers import MlflowServer, shared_server
+from tests.helpers.slow_cases import slow
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +222,7 @@ def test_a_champion_where_there_was_none_is_judged_against(world: World, name: s
     assert f"against the champion, version {newer}" in made.reasons[0]
 
 
-@pytest.mark.parametrize("low", [0.5, 0.51])
+@pytest.mark.parametrize("low", [0.51, *slow(0.5)])
 def test_a_trained_judge_judges_again_without_references(world, name, low: float, tmp_path: Path):
     bare = {"eval_prompts": "", "judge": ""}
     path = write_model(tmp_path / "judge", labels=1)
@@ -254,7 +255,7 @@ def test_a_trained_judge_judges_again_without_references(world, name, low: float
     ]
 
 
-@pytest.mark.parametrize("how", ["version", "alias"])
+@pytest.mark.parametrize("how", ["alias", *slow("version")])
 def test_a_candidate_is_compared_with_sft_once_the_champion_is_deleted(
     world, name, how: str, tmp_path: Path
 ):
@@ -274,6 +275,7 @@ def test_a_candidate_is_compared_with_sft_once_the_champion_is_deleted(
     assert set(read_jsonl(judged.samples)[0]) == {"prompt", "reference", "sft", "ppo"}
 
 
+@pytest.mark.slow
 def test_a_champion_that_came_and_went_is_no_reason_to_judge_again(world, name, tmp_path: Path):
     crown(world, name, "weak")
     champion = find_champion(world.named(name))
@@ -391,6 +393,7 @@ def test_of_four_processes_that_finish_together_none_loses_a_decision(
     assert read_aliases(name)["champion"] == before
 
 
+@pytest.mark.slow
 def test_an_older_candidate_that_is_late_does_not_replace_a_newer_champion(
     world: World, name: str, tmp_path: Path
 ):
@@ -419,6 +422,7 @@ def test_a_step_retried_after_its_decision_judges_nothing_and_gives_the_same(
     assert (world.judged_pairs(), told(name)) == (asked, history)
 
 
+@pytest.mark.slow
 def test_a_step_killed_after_it_was_judged_again_keeps_that_judgement(
     world: World, name: str, server: MlflowServer, tmp_path: Path
 ):
@@ -565,7 +569,7 @@ def test_a_champion_that_cannot_read_the_prompts_is_refused_before_training(
         find_champion(longer)
 
 
-@pytest.mark.parametrize("stop", ["w5", "eos", None])
+@pytest.mark.parametrize("stop", ["w5", *slow("eos", None)])
 def test_the_champion_ends_its_answers_by_its_own_token(
     world: World, name: str, tmp_path: Path, stop: str | None
 ):

@@ -35,6 +35,7 @@ from tests.helpers.servers.fault_proxy import (
 )
 from tests.helpers.servers.mlflow_store import tracking_to, write_database
 from tests.helpers.servers.servers import MlflowServer, shared_server
+from tests.helpers.slow_cases import slow
 
 
 @pytest.fixture(scope="module")
@@ -262,7 +263,7 @@ def test_twenty_concurrent_promotions_leave_one_champion_and_a_complete_history(
     assert_nothing_was_lost(name, range(1, 21))
 
 
-@pytest.mark.parametrize("times", [1, 99])
+@pytest.mark.parametrize("times", [1, *slow(99)])
 @pytest.mark.parametrize("path", ["log-parameter", "alias", "model-versions/set-tag"])
 def test_lost_replies_leave_one_decision(served: str, proxy: FaultProxy, path: str, times: int):
     judge(served, 1)
@@ -354,7 +355,9 @@ def test_a_zombie_that_had_read_the_state_never_promotes_over_a_newer_champion(s
     assert_aliases(served, 3, previous=1)
 
 
-@pytest.mark.parametrize("stopped_at", ["log-parameter", "model-versions/set-tag", "runs/set-tag"])
+@pytest.mark.parametrize(
+    "stopped_at", ["log-parameter", *slow("model-versions/set-tag", "runs/set-tag")]
+)
 def test_a_zombie_that_had_appended_leaves_the_newer_champion(served, zombie, stopped_at: str):
     judge(served, 1)
     process = zombie(stopped_at)

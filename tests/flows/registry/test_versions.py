@@ -404,6 +404,7 @@ def test_runs_that_register_a_new_name_at_once_have_a_version_each(
     assert {require_one_version(client, name, run_id) for run_id in runs} == {"1", "2", "3"}
 
 
+@pytest.mark.slow
 def test_a_server_that_is_not_there_is_an_error_that_says_so(policy: Path):
     with (
         tracking_to("http://127.0.0.1:9", retries=0),

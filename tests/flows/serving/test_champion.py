@@ -545,6 +545,7 @@ class TestServerAndS3:
         with pytest.raises(ModelError, match="no version with the alias 'champion'"):
             champion_version(NAME)
 
+    @pytest.mark.slow
     def test_a_store_that_does_not_answer_is_named(self, served, version, tmp_path, monkeypatch):
         number, _ = register(served, version)
         monkeypatch.setenv("MLFLOW_S3_ENDPOINT_URL", "http://127.0.0.1:9")

@@ -29,6 +29,7 @@ from tests.helpers.servers.servers import (
     mlflow_server,
     wait_until_answering,
 )
+from tests.helpers.slow_cases import slow
 
 NAME = "rlhf-policy"
 PROMPTS = ("w1 w2 w3", "w7 w5")
@@ -362,9 +363,7 @@ def test_a_registry_that_is_down_disturbs_no_request(registry, serving_one):
 # --- No champion to begin with -----------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "there_is", ["no alias", pytest.param("a changed byte", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("there_is", [*slow("no alias", "a changed byte")])
 def test_without_a_champion_it_does_not_start(there_is, registry, versions, tmp_path):
     name = there_is.replace(" ", "-")
     number, place = registry.register(versions["1"], name=name)

@@ -141,6 +141,7 @@ def test_a_failure_is_shown_with_all_lines_of_its_step(tmp_path: Path):
     assert not CONTROL.search(text.replace("\n", ""))
 
 
+@pytest.mark.slow
 def test_quiet_shows_warnings_and_the_result_alone_and_a_failure_in_full(tmp_path: Path):
     code, lines = run(tmp_path, "--quiet", "run")
     assert code == 0

@@ -180,7 +180,8 @@ def finished(word: str, address: S3Address, cache: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("word", "is_ours"), [("fetch", True), ("fetch", False), ("publish", True)]
+    ("word", "is_ours"),
+    [("fetch", True), pytest.param("fetch", False, marks=pytest.mark.slow), ("publish", True)],
 )
 def test_finished_files_are_not_transferred_again(
     word: str, is_ours: bool, faults: S3Faults, tmp_path: Path

@@ -29,6 +29,7 @@ from ppo_core.models.reward_model import RewardModel
 from ppo_core.reporting.metrics_file import METRICS_FILE, read_metrics
 from tests.helpers.models.tiny import make_classifier, make_policy, make_tokenizer
 from tests.helpers.runs.forked_python import run_python
+from tests.helpers.slow_cases import slow
 from tests.ppo_core.training.test_export import LONG, StopAfter, without_clocks
 from tests.ppo_core.training.test_trainer import make_trainer
 
@@ -187,7 +188,10 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(runs, tmp_path):
     assert outcome(resume(tmp_path)) == runs.outcome
 
 
-@pytest.mark.parametrize("left_out", LEFT_OUT)
+QUICK, LATER = [*LEFT_OUT][:4], [*LEFT_OUT][4:]
+
+
+@pytest.mark.parametrize("left_out", [*QUICK, *slow(*LATER)])
 def test_each_saved_state_is_needed(left_out, runs, tmp_path):
     folder = tmp_path / "checkpoint-2"
     shutil.copytree(runs.stopped / "checkpoint-2", folder)
