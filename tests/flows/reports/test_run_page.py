@@ -244,7 +244,7 @@ def test_the_top_says_what_was_decided_and_which_rule_failed(page: Path):
     assert "Rule that failed: min_win_rate is missed: &lt;script&gt;" in top
     assert "python flows/registry.py rollback rlhf-policy --reason TEXT" in page.read_text()
     assert re.search(
-        r"python flows/feedback.py choose \S+/runs/\S+ --policy models:/\S+ --labels 200",
+        r"python flows/feedback.py choose \S+/runs/\S+ --policy .+ --labels 200",
         page.read_text(),
     )
 
