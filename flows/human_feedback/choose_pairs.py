@@ -12,6 +12,7 @@ from human_feedback.uncertain_pairs import Pair, first_unlike, random_pairs, unc
 from pipeline.evaluation.rates import Array
 from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.json_lines import json_line, read_jsonl
+from pipeline.inputs.preference_pairs import unlabeled_rows
 from pipeline.inputs.training_prompts import prompt_key
 from pipeline.launch.answers import answer_as_ppo
 from pipeline.promotion.fetch_champion import CHAMPIONS
@@ -155,10 +156,7 @@ def write_pairs(pairs: Sequence[Pair], path: Path) -> None:
     Raises:
         TrainingError: the file cannot be written.
     """
-    rows = [
-        {"prompt": pair.prompt, "first": pair.first, "second": pair.second, "label": ""}
-        for pair in pairs
-    ]
+    rows = unlabeled_rows((pair.prompt, pair.first, pair.second) for pair in pairs)
     with explained_writes(path):
         write_atomically(path, "".join(map(json_line, rows)))
 

@@ -93,6 +93,14 @@ def votes_of(rows: Iterable[Row] | None) -> list[Vote]:
     return [Vote.of(row) for row in rows or ()]
 
 
+def unlabeled_rows(pairs: Iterable[tuple[str | Messages, str, str]]) -> list[Row]:
+    """Return rows of votes without a label, which people fill in, for prompts with two answers."""
+    return [
+        {"prompt": prompt, "first": first, "second": second, "label": ""}
+        for prompt, first, second in pairs
+    ]
+
+
 def label_pairs(rows: Iterable[Row]) -> list[LabeledPair]:
     """Merge rows with equal prompts and equal responses, in either order, into one pair.
 

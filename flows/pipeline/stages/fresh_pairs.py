@@ -8,7 +8,7 @@ from pipeline.evaluation.comparison import compare
 from pipeline.inputs.data_sets import PAIRS_FILE, RunData
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.inputs.json_lines import write_jsonl
-from pipeline.inputs.preference_pairs import label_pairs, pairs_of_votes
+from pipeline.inputs.preference_pairs import label_pairs, pairs_of_votes, unlabeled_rows
 from pipeline.judges.judge_budget import Budget
 from pipeline.judges.make_judge import make_judge_of_run
 from pipeline.judges.verdict import Judge, JudgedPrompt
@@ -227,14 +227,7 @@ def _ask_people(tracker: Tracker, pairs: SampledPairs, run: FlowRun) -> NoReturn
         DataError: always; the message explains how to continue.
     """
     file = run.folder / TO_LABEL
-    rows = zip(*pairs, strict=True)
-    write_jsonl(
-        file,
-        [
-            {**dict(zip(("prompt", "first", "second"), row, strict=True)), "label": ""}
-            for row in rows
-        ],
-    )
+    write_jsonl(file, unlabeled_rows(zip(*pairs, strict=True)))
     tracker.step.log_artifact(file)
     raise DataError(
         f"People have to label {len(pairs.prompts)} pairs of the policy's samples before the "
