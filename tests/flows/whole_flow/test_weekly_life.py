@@ -143,6 +143,8 @@ def deploy(life: Life, topic: str) -> None:
         "sft": training,
         "reward_model_training": training,
         "ppo": ppo | {"kl_coef": 0.05},
+        # The raters count good words, so the best answers are as long as they may be.
+        "promotion": {"guards": {"off": ["stops"]}},
     }
     (folder / "settings.toml").write_text(as_toml(settings))
     deployment = {
