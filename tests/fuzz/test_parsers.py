@@ -63,7 +63,7 @@ from tests.fuzz.strategies import (
 from tests.helpers.models.rollouts import make_rollout
 from tests.helpers.models.tiny import make_tokenizer
 
-EXAMPLES = 20
+EXAMPLES = 10
 """Examples of each property in the suite."""
 
 SOAK_SECONDS = float(os.environ.get("FUZZ_SECONDS", "60"))

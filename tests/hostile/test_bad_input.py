@@ -40,6 +40,7 @@ from tests.helpers.models.chat import make_chat_tokenizer
 from tests.helpers.models.rollouts import make_rollout
 from tests.helpers.models.tiny import make_tokenizer
 from tests.helpers.paths import ROOT
+from tests.helpers.slow_cases import slow
 
 GOOD = b'{"prompt": "a"}\n'
 
@@ -506,7 +507,9 @@ def model(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("model")
 @pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("case", ["half-a-line", "latin-1", "deep-lists", "nul-bytes", "gzip"])
+@pytest.mark.parametrize(
+    "case", ["half-a-line", "gzip", *slow("latin-1", "deep-lists", "nul-bytes")]
+)
 def test_the_commands_refuse_a_damaged_file(tmp_path: Path, command: str, case: str, capsys):
     (tmp_path / "rows [1]::x.jsonl").write_bytes(LINES[case][0])
     assert COMMANDS[command]("rows [1]::x.jsonl") == 1
@@ -515,7 +518,9 @@ def test_the_commands_refuse_a_damaged_file(tmp_path: Path, command: str, case: 
 
 @pytest.mark.usefixtures("model")
 @pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("name", ["s3://bucket/rows.jsonl", "zip::x.jsonl", "a\0b", "org/name"])
+@pytest.mark.parametrize(
+    "name", ["s3://bucket/rows.jsonl", "org/name", *slow("zip::x.jsonl", "a\0b")]
+)
 def test_the_commands_refuse_an_address_and_what_is_nowhere(command: str, name: str, capsys):
     assert COMMANDS[command](name) == 1
     assert name.partition("\0")[0] in one_line(capsys)

@@ -97,19 +97,20 @@ def refuses(client: MlflowClient, tmp_path: Path, part: str, spoil: Spoil) -> No
 
 
 # MLflow's stores hold neither links nor pipes.
-POLICIES = {
+POLICIES_OF_FOLDERS = {
     name: spoil
     for name, (spoil, _) in POLICY_CASES.items()
     if not name.startswith("a link") and name != "a pipe"
-} | FURTHER_POLICIES
+}
 
 
-@pytest.mark.parametrize("case", POLICIES)
+# By default those alone that no test of other folders has, here and below.
+@pytest.mark.parametrize("case", [*FURTHER_POLICIES, *slow(*POLICIES_OF_FOLDERS)])
 def test_a_champion_is_refused(case, client, tmp_path):
-    refuses(client, tmp_path, "model", POLICIES[case])
+    spoil = (FURTHER_POLICIES | POLICIES_OF_FOLDERS)[case]
+    refuses(client, tmp_path, "model", spoil)
 
 
-# By default those alone that no test of other folders has.
 TOKENIZERS_OF_FOLDERS = {
     name: spoil for name, (spoil, _) in TOKENIZER_CASES.items() if "link" not in name
 } | {name: write("tokenizer.json", content) for name, content in TOKENIZERS.items()}

@@ -92,6 +92,7 @@ def test_a_known_vulnerability_fails_until_it_is_ignored(locks: Path):
     assert f"{KNOWN} expires on 2026-01-01" in expired.stderr
 
 
+@pytest.mark.slow
 def test_a_service_that_does_not_answer_is_no_clean_audit(locks: Path):
     assert audit(locks, "http://127.0.0.1:9/v1/query").returncode == 1
 

@@ -91,6 +91,7 @@ def test_the_baselines_are_judged_on_the_prompts_of_the_decision_and_change_noth
     assert again.baselines == found
 
 
+@pytest.mark.slow
 def test_the_best_of_four_has_the_highest_reward_among_new_samples(world: World, tmp_path: Path):
     asked: list[str] = []
 

@@ -51,6 +51,7 @@ def curve(client, run: FlowRun) -> list[tuple[int, float]]:
     return [(point.step, point.value) for point in history]
 
 
+@pytest.mark.slow
 def test_a_later_run_reuses_the_policy_and_has_its_curve(settings, models, mlflow_client, capsys):
     runs = [begin(settings, number) for number in (1, 2)]
     first, second = (train_policy(settings, *models, VALIDATION, run) for run in runs)

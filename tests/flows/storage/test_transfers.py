@@ -181,7 +181,11 @@ def finished(word: str, address: S3Address, cache: Path) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     ("word", "is_ours"),
-    [("fetch", True), pytest.param("fetch", False, marks=pytest.mark.slow), ("publish", True)],
+    [
+        ("fetch", True),
+        pytest.param("fetch", False, marks=pytest.mark.slow),
+        pytest.param("publish", True, marks=pytest.mark.slow),
+    ],
 )
 def test_finished_files_are_not_transferred_again(
     word: str, is_ours: bool, faults: S3Faults, tmp_path: Path
@@ -223,6 +227,7 @@ def test_finished_files_are_not_transferred_again(
         assert contents(fetched) == contents(source)
 
 
+@pytest.mark.slow
 def test_few_requests_go_at_a_time(faults: S3Faults, tmp_path: Path):
     source = write_folder(tmp_path / "source", [50_000] * 40 + [4 * PART_BYTES])
     for transfer in (

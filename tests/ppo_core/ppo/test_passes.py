@@ -91,6 +91,7 @@ def test_small_models_learn_at_the_same_time_and_large_ones_do_not(monkeypatch):
     assert len(threads_of_an_update(make_train_state())) == 1
 
 
+@pytest.mark.slow
 def test_both_ways_end_at_the_same_weights(monkeypatch):
     config = make_config(num_ppo_epochs=2, num_mini_batches=2, per_device_train_batch_size=2)
     at_once, _ = weights_after(config, make_experience())

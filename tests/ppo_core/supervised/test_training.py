@@ -158,6 +158,7 @@ def test_the_lengths_of_the_rows_are_read_as_a_whole(base, tmp_path, monkeypatch
     train_sft(base, EXAMPLES, settings(num_epochs=1), tmp_path / "sft")
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_weights_bit_for_bit_and_another_does_not(base, tmp_path):
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         config = settings(batch_size=1, seed=seed)

@@ -84,6 +84,7 @@ def test_the_list_has_every_module_that_training_both_models_loads(tmp_path: Pat
     assert "ppo_core.ppo.update" not in modules_of_training(SUPERVISED)
 
 
+@pytest.mark.slow
 def test_the_list_of_ppo_has_every_module_that_the_command_loads(tmp_path: Path):
     flags = write_ppo_inputs(tmp_path) | {
         "output_dir": tmp_path / "out",

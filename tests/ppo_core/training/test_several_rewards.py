@@ -213,6 +213,7 @@ def test_the_deviations_are_those_of_all_scores_so_far():
     assert counts == [moments.count for moments in trainer._run.reward_moments.values()] == [48, 48]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_scales_as_if_it_had_never_stopped(tmp_path):
     config = dataclasses.replace(SCALED, save_strategy="steps", output_dir=str(tmp_path))
     whole, resumed = (make_trainer(config, reward_model=[length, thousand]) for _ in range(2))
@@ -251,6 +252,7 @@ def test_a_run_that_was_stopped_while_it_scored_scales_as_if_it_had_not(tmp_path
     assert everything(resumed) == everything(whole)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_an_earlier_version_resumes(tmp_path):
     config = dataclasses.replace(
         CONFIG, save_strategy="steps", save_steps=1, output_dir=str(tmp_path)
