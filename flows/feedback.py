@@ -181,7 +181,7 @@ def _output(named: str, default: Path) -> Path:
     require_writable(output.parent, "output")
     if output.exists():
         raise ConfigError(
-            f"{output} exists and would be replaced, with labels that it may have. Name another "
+            f"{output} exists. It would be replaced, and labels in it would be lost. Name another "
             "file with --output."
         )
     return output
@@ -193,7 +193,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_collect(commands.add_parser("collect", help="read traces and votes, write training data"))
     _add_choose(commands.add_parser("choose", help="sample answers, choose pairs to label"))
     add = commands.add_parser(
-        "disputed", help="write the pairs that judge and reward model dispute"
+        "disputed", help="write the pairs that judge and reward model order differently"
     )
     add.set_defaults(run=_disputed)
     add.add_argument("run_folder", metavar="RUN", help="folder of a run: outputs/runs/RUN")
@@ -213,7 +213,9 @@ def _parser() -> argparse.ArgumentParser:
     add = commands.add_parser("from-label-studio", help="read labels of a JSON export")
     add.set_defaults(run=_from_label_studio)
     add.add_argument("export", help="file that Label Studio exported in the format JSON")
-    add.add_argument("--output", default="", help="file of the labels (default: labeled.jsonl)")
+    add.add_argument(
+        "--output", default="", help="file of the labels (default: labeled-in-label-studio.jsonl)"
+    )
     return parser
 
 

@@ -89,7 +89,7 @@ class PairChoice:
 
 
 def pairs_to_label(choice: PairChoice) -> list[Pair]:
-    """Return the pairs that tell most about what people prefer; without a reward model, any pairs.
+    """Return the pairs on which the reward models differ most; without one, random pairs.
 
     Raises:
         DataError: the prompts cannot be used, or no prompt has two different answers.

@@ -29,9 +29,10 @@ SIZES = (250, 500, 1_000, 2_000)
 """Labels at the end of each round."""
 
 AT_ONCE = 200
-"""Labels that are taken of one sampling of all 800 prompts."""
+"""Labels taken from one sampling of all 800 prompts."""
 
 SAMPLES, MEMBERS, TESTED = 4, 3, 8
+"""Answers to a prompt, reward models, and answers to a prompt of the measurement."""
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from pipeline.reports.run_page.differences import differences_section
 from pipeline.reports.run_page.facts import RunFacts, curves_of
 from pipeline.reports.run_page.write_page import write_run_page
 from pipeline.reports.terminal import decision_in_words, render_places, render_summary
+from pipeline.results.evaluation import Evaluation
 from pipeline.results.report_files import as_json, write_report
 from pipeline.results.reward_report import RewardReport
 from pipeline.results.run_cost import RunCost
@@ -48,7 +49,7 @@ def summarize(
         labeled = fresh.spent if fresh else {}
         spent = sum_spent(labeled, policy.spent, validation.spent, evaluation.spent)
         cost = cost_of_run(run, settings.hardware, policy, spent)
-        summary = _summary_of(settings, reward_model, policy, registered, seconds, cost)
+        summary = _summary_of(settings, evaluation, reward_model, policy, registered, seconds, cost)
         tracker.parent.log_metrics(cost_numbers(cost))
         tracker.parent.log_json(as_json(summary), "summary.json")
         outcome, reasons = _outcome(registered)
@@ -83,6 +84,7 @@ def summarize(
 
 def _summary_of(
     settings: Settings,
+    evaluation: Evaluation,
     reward_model: RewardReport,
     policy: TrainedPolicy,
     registered: RegisteredPolicy,
@@ -90,7 +92,7 @@ def _summary_of(
     cost: RunCost,
 ) -> Summary:
     return Summary(
-        **vars(registered.evaluation.report()),
+        **vars(evaluation),
         # Record addresses, not local paths: this machine's disk is temporary.
         samples=original_names(str(registered.evaluation.samples)),
         judgements=original_names(str(registered.evaluation.judgements)),

@@ -102,7 +102,7 @@ def test_other_prompts_can_be_named(inputs: Path, tmp_path: Path, capsys):
 def test_labels_are_not_overwritten(inputs: Path, tmp_path: Path, capsys):
     (tmp_path / "to-label.jsonl").write_text("labels of people")
     assert choose(tmp_path, inputs) == 1
-    assert "exists and would be replaced" in capsys.readouterr().err
+    assert "exists. It would be replaced" in capsys.readouterr().err
     assert (tmp_path / "to-label.jsonl").read_text() == "labels of people"
 
 
