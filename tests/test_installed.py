@@ -10,8 +10,9 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+import tomli_w
 
-from tests.helpers.inputs.pipeline_inputs import as_toml, tiny_table
+from tests.helpers.inputs.pipeline_inputs import tiny_table
 from tests.helpers.paths import ROOT
 from tests.helpers.slow_cases import slow
 
@@ -154,7 +155,7 @@ def test_a_command_that_does_not_exist_is_answered_by_those_that_do(
 
 @pytest.mark.slow
 def test_an_installed_flow_checks_inputs(installed: Path, tmp_path: Path):
-    (tmp_path / "tiny.toml").write_text(as_toml(tiny_table(tmp_path)))
+    (tmp_path / "tiny.toml").write_text(tomli_w.dumps(tiny_table(tmp_path)))
     script = str(installed / "bin" / "rlhf")
     printed = run(installed, tmp_path, script, "check", "tiny.toml")
     assert "All checks passed." in printed

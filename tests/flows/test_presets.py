@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import tomli_w
 
 from pipeline.cost.memory.ppo_memory import peak_memory
 from pipeline.cost.training_sizes import Processes, ppo_size
 from pipeline.settings.settings import PRESETS, Settings, make_settings, read_preset
 from pipeline.stages.check import check_run
 from ppo_core.ppo.schedule import make_schedule
-from tests.helpers.inputs.pipeline_inputs import as_toml
 from tests.helpers.inputs.preset_inputs import tiny_preset, write_published_config
 from tests.helpers.paths import ROOT
 from tests.helpers.slow_cases import slow
@@ -103,7 +103,7 @@ def _size(settings: Settings, longest_prompt: int):
 def test_a_preset_runs_from_start_to_registered_version(name: str, tmp_path: Path):
     # Of a random reward model nothing can be expected.
     table = tiny_preset(name, tmp_path) | {"accept_reward_model": True}
-    (tmp_path / "preset.toml").write_text(as_toml(table))
+    (tmp_path / "preset.toml").write_text(tomli_w.dumps(table))
     environment = {key: value for key, value in os.environ.items() if not key.startswith("MLFLOW_")}
     environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     environment["METAFLOW_DATASTORE_SYSROOT_LOCAL"] = str(tmp_path)

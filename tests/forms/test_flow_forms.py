@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 
 from pipeline.preflight.check_inputs import check_inputs
 from pipeline.settings.settings import make_settings
@@ -25,7 +26,7 @@ from tests.forms.data_forms import (
     Make,
     write_container,
 )
-from tests.helpers.inputs.pipeline_inputs import JUDGE, as_toml, write_model
+from tests.helpers.inputs.pipeline_inputs import JUDGE, write_model
 from tests.helpers.models.chat import make_chat_tokenizer
 from tests.helpers.models.tiny import make_policy
 
@@ -186,7 +187,7 @@ def test_every_form_goes_into_a_registered_version(
     tmp_path: Path, run: str, record_property: Callable[[str, object], None]
 ):
     settings = write_run(tmp_path, RUNS[run], is_chat=run.startswith("chat"))
-    (tmp_path / "settings.toml").write_text(as_toml(settings))
+    (tmp_path / "settings.toml").write_text(tomli_w.dumps(settings))
     ran = run_flow(tmp_path, "--config", "settings", "settings.toml", "run")
     versions = []
     if (tmp_path / "mlflow.db").exists():

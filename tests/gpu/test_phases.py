@@ -6,6 +6,7 @@ from random import Random
 from typing import Any
 
 import pytest
+import tomli_w
 import torch
 from safetensors.torch import load_file
 
@@ -13,7 +14,7 @@ from ppo_core.reporting.metrics_file import METRICS_FILE, read_metrics
 from ppo_core.training.answers import AnswerJob, write_answer_job
 from tests.flows.whole_flow.test_flow_processes import start
 from tests.flows.whole_flow.test_placement import PLACES, require_equal, run_places
-from tests.helpers.inputs.pipeline_inputs import as_toml, tiny_table, write_model, write_rows
+from tests.helpers.inputs.pipeline_inputs import tiny_table, write_model, write_rows
 from tests.helpers.runs.forked_python import run_python
 
 pytestmark = [
@@ -168,6 +169,6 @@ def test_a_whole_run_of_the_flow(tmp_path: Path):
     table = tiny_table(tmp_path) | {"accept_reward_model": True}
     for section in ("sft", "reward_model_training", "ppo"):
         table[section] |= {"bf16": True}
-    (tmp_path / "tiny.toml").write_text(as_toml(table))
+    (tmp_path / "tiny.toml").write_text(tomli_w.dumps(table))
     run = start(tmp_path, "--config", "settings", "tiny.toml", "run")
     assert run.wait() == 0, run.log()

@@ -14,6 +14,7 @@ from uuid import uuid4
 
 import psutil
 import pytest
+import tomli_w
 from mlflow import MlflowClient
 
 import registry
@@ -29,7 +30,7 @@ from pipeline.tracking.run_record import ENDED_EARLY, PARENT, RECORD, RESUMED, w
 from pipeline.tracking.tracker import Tracker
 from ppo_core.errors import ModelError
 from serving.champion import champion_version, fetch_champion, load_champion
-from tests.helpers.inputs.pipeline_inputs import as_toml, tiny_table
+from tests.helpers.inputs.pipeline_inputs import tiny_table
 from tests.helpers.paths import ROOT
 from tests.helpers.servers.full_disk import full_disk
 from tests.helpers.servers.mlflow_store import tracking_to, write_database
@@ -157,7 +158,7 @@ def test_a_database_that_is_not_writable_stops_the_start_of_the_flow(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["gone/mlflow.db", "."])
 def test_the_flow_itself_stops_soon(path, tmp_path):
-    (tmp_path / "tiny.toml").write_text(as_toml(tiny_table(tmp_path)))
+    (tmp_path / "tiny.toml").write_text(tomli_w.dumps(tiny_table(tmp_path)))
     environment = {
         "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path / path}",
         "PYTHONPATH": str(ROOT),

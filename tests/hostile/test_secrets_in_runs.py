@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 
-from tests.helpers.inputs.pipeline_inputs import JUDGE, as_toml, tiny_table
+from tests.helpers.inputs.pipeline_inputs import JUDGE, tiny_table
 from tests.helpers.runs.canaries import (
     CANARY,
     TRACKING_URI,
@@ -153,7 +154,7 @@ def run_case(case: Case, project: Path, folder: Path, base_url: str = "") -> Ran
         table["judging"] = {"base_url": base_url, "retries": 0}
     (inputs / "judge.py").write_text(case.judge)
     settings = inputs / "settings.toml"
-    settings.write_text(as_toml(table))
+    settings.write_text(tomli_w.dumps(table))
     paths = {"SETTINGS": str(settings), "MODEL": str(inputs / "policy")}
     command = [paths.get(word, word) for word in case.command]
     return run_with_canaries(project, folder / "work", command, case.environment)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 
 import feedback
 from human_feedback.label_studio import ANYONE
@@ -13,7 +14,7 @@ from human_feedback.labeling import sides_of
 from human_feedback.read_votes import read_pairs
 from pipeline.inputs.preference_pairs import votes_of
 from ppo_core.models.loading import load_reward_model
-from tests.helpers.inputs.pipeline_inputs import as_toml, tiny_table, write_rows
+from tests.helpers.inputs.pipeline_inputs import tiny_table, write_rows
 from tests.helpers.models.tiny import make_classifier, make_policy, make_tokenizer
 
 
@@ -22,7 +23,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run, with two policies, a reward model, and one with two members."""
     folder = tmp_path_factory.mktemp("inputs")
     table = tiny_table(folder) | {"registered_model": "tiny-policy", "output_dir": str(folder)}
-    (folder / "settings.toml").write_text(as_toml(table))
+    (folder / "settings.toml").write_text(tomli_w.dumps(table))
     for number in (1, 2):
         for name, model in (
             (f"policy-{number}", make_policy(seed=number)),

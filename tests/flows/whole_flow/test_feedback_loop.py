@@ -7,9 +7,10 @@ from pathlib import Path
 from random import Random
 
 import pytest
+import tomli_w
 
 from serving.answer_traces import record_opinion
-from tests.helpers.inputs.pipeline_inputs import as_toml, tiny_table
+from tests.helpers.inputs.pipeline_inputs import tiny_table
 from tests.helpers.paths import ROOT
 from tests.helpers.runs.flow_runs import client_of, run_flow
 from tests.helpers.runs.served_answers import serve_answers
@@ -38,7 +39,7 @@ def judge_answers(folder: Path) -> None:
 
 def test_judgments_of_users_train_the_next_version(tmp_path: Path):
     table = tiny_table(tmp_path) | {"registered_model": NAME}
-    (tmp_path / "tiny.toml").write_text(as_toml(table))
+    (tmp_path / "tiny.toml").write_text(tomli_w.dumps(table))
     first = run_flow(tmp_path, *RUN)
     assert first.code == 0, first.log
     judge_answers(tmp_path)

@@ -11,12 +11,13 @@ from typing import Any
 
 import mlflow
 import pytest
+import tomli_w
 
 from pipeline.cost.run_size import _disk_of, describe_run, describe_time, measure_run
 from pipeline.cost.run_time import describe_seconds
 from pipeline.settings.settings import make_settings
 from pipeline.stages.check import self_check
-from tests.helpers.inputs.pipeline_inputs import as_toml, tiny_table, write_model, write_rows
+from tests.helpers.inputs.pipeline_inputs import tiny_table, write_model, write_rows
 from tests.helpers.paths import ROOT
 
 pytestmark = pytest.mark.timeout(600)
@@ -38,7 +39,7 @@ def check(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_check_prints_the_sizes_and_leaves_no_run(tmp_path: Path):
-    (tmp_path / "tiny.toml").write_text(as_toml(tiny_table(tmp_path)))
+    (tmp_path / "tiny.toml").write_text(tomli_w.dumps(tiny_table(tmp_path)))
     ran = check(tmp_path, "--set", "reward_model_training.num_epochs=2")
     assert ran.returncode == 0, ran.stderr
     lines = ran.stdout.splitlines()
@@ -64,7 +65,7 @@ def test_a_check_prints_the_sizes_and_leaves_no_run(tmp_path: Path):
 
 def test_a_misspelt_judge_is_reported_before_anything_is_read(tmp_path: Path):
     table = {"policy": "gone", "preferences": "gone", "prompts": "gone", "eval_prompts": "gone"}
-    (tmp_path / "tiny.toml").write_text(as_toml(table))
+    (tmp_path / "tiny.toml").write_text(tomli_w.dumps(table))
     ran = check(tmp_path, "--judge", "opnai:gpt-4o")
     assert ran.returncode == 1
     assert "judge='opnai:gpt-4o' is unknown. Did you mean openai:gpt-4o?" in ran.stderr

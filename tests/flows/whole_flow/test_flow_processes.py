@@ -13,12 +13,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+import tomli_w
 from safetensors.torch import load
 from torch import Tensor
 from torch.testing import assert_close
 
 from ppo_core.reporting.metrics_file import METRICS_FILE, read_metrics
-from tests.helpers.inputs.pipeline_inputs import as_toml, tiny_table, write_model
+from tests.helpers.inputs.pipeline_inputs import tiny_table, write_model
 from tests.helpers.paths import ROOT
 from tests.helpers.runs.flow_runs import step_logs
 
@@ -116,7 +117,7 @@ def begin(folder: Path, *arguments: str, **settings: object) -> Run:
     del table["sft_data"]
     table["reward_model"] = write_model(folder / "reward", labels=1)
     table["ppo"] |= {"total_episodes": 8 * UPDATES, "save_steps": 2}
-    (folder / "tiny.toml").write_text(as_toml(table))
+    (folder / "tiny.toml").write_text(tomli_w.dumps(table))
     return start(folder, "--config", "settings", "tiny.toml", "run", *arguments)
 
 

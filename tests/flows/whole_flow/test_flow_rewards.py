@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 
-from tests.helpers.inputs.pipeline_inputs import as_toml, tiny_table, write_rows
+from tests.helpers.inputs.pipeline_inputs import tiny_table, write_rows
 from tests.helpers.runs.flow_runs import Ran, client_of, run_flow, runs_of
 from tests.helpers.servers.fault_server import fault_server, say
 
@@ -52,7 +53,7 @@ def finished(tmp_path_factory) -> Finished:
     with fault_server([say("SCORE: 7", tokens=50)]) as server:
         table["judging"] = {"base_url": server.url}
         table["hardware.judge_prices"] = {'"openai:scorer"': 2.0}
-        (folder / "tiny.toml").write_text(as_toml(table))
+        (folder / "tiny.toml").write_text(tomli_w.dumps(table))
         words = ("--config", "settings", "tiny.toml", "run", "--summary-json", "summary.json")
         ran = run_flow(folder, *words)
     assert ran.code == 0, ran.log

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 
 import runs
-from tests.helpers.inputs.pipeline_inputs import JUDGE, as_toml, tiny_table
+from tests.helpers.inputs.pipeline_inputs import JUDGE, tiny_table
 from tests.helpers.runs.flow_runs import Ran, artifacts_of, client_of, run_flow, runs_of
 from tests.helpers.servers.mlflow_store import tracking_to
 
@@ -47,7 +48,7 @@ def journey(tmp_path_factory) -> Journey:
     table = tiny_table(folder) | {"registered_model": "tiny-policy"}
     # Long enough to learn that the chosen texts repeat a word, for which it is refused.
     table["reward_model_training"] |= {"num_epochs": 15, "learning_rate": 1e-2}
-    (folder / "tiny.toml").write_text(as_toml(table))
+    (folder / "tiny.toml").write_text(tomli_w.dumps(table))
     (folder / "judge.py").write_text(
         # Of no use in the evaluation alone.
         f"EVALUATED = open({str(folder / 'eval.jsonl')!r}).read()\n"
@@ -412,7 +413,7 @@ def test_a_later_run_reuses_what_has_not_changed(journey: Journey):
 def test_bad_input_stops_the_flow_before_any_training(
     tmp_path: Path, changes: dict[str, Any], arguments: tuple[str, ...], message: str
 ):
-    (tmp_path / "bad.toml").write_text(as_toml(tiny_table(tmp_path) | changes))
+    (tmp_path / "bad.toml").write_text(tomli_w.dumps(tiny_table(tmp_path) | changes))
     ran = run_flow(tmp_path, "--config", "settings", "bad.toml", "run", *arguments)
     assert ran.code == 1
     assert message in ran.log

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+import tomli_w
 
 from ppo_core.reporting.metrics_file import METRICS_FILE, read_metrics
 from tests.flows.whole_flow.test_flow_processes import Run, start
-from tests.helpers.inputs.pipeline_inputs import as_toml, tiny_table
+from tests.helpers.inputs.pipeline_inputs import tiny_table
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -31,7 +32,7 @@ def begin(tmp_path: Path) -> Callable[..., Run]:
 
     def with_settings(**changes: object) -> Run:
         table = tiny_table(tmp_path) | {"accept_reward_model": True} | changes
-        (tmp_path / "tiny.toml").write_text(as_toml(table))
+        (tmp_path / "tiny.toml").write_text(tomli_w.dumps(table))
         return start(tmp_path, "--config", "settings", "tiny.toml", "run")
 
     return with_settings

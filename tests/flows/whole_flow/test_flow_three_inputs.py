@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 
-from tests.helpers.inputs.pipeline_inputs import as_toml, tiny_table
+from tests.helpers.inputs.pipeline_inputs import tiny_table
 from tests.helpers.runs.flow_runs import Ran, artifacts_of, client_of, run_flow, runs_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -31,7 +32,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Bare:
     table = tiny_table(folder)
     # The file holds sizes only; the inputs are the three flags.
     sizes = {name: table[name] for name in ("reward_model_training", "ppo")}
-    (folder / "sizes.toml").write_text(as_toml(sizes))
+    (folder / "sizes.toml").write_text(tomli_w.dumps(sizes))
     flags = [word for name in THREE for word in (f"--{name}", table[name])]
     ran = run_flow(
         folder,

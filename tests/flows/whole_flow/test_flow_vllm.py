@@ -3,10 +3,11 @@
 from pathlib import Path
 
 import pytest
+import tomli_w
 from transformers import AutoModelForCausalLM
 
 from tests.flows.whole_flow.test_flow_processes import start
-from tests.helpers.inputs.pipeline_inputs import as_toml, tiny_table
+from tests.helpers.inputs.pipeline_inputs import tiny_table
 from tests.helpers.servers.vllm_server import vllm_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -21,7 +22,7 @@ def test_rollouts_validation_and_win_rate_come_from_the_server(tmp_path: Path):
             "vllm_server_base_url": server.url,
             "vllm_weights_dir": str(tmp_path / "weights"),
         }
-        (tmp_path / "tiny.toml").write_text(as_toml(table))
+        (tmp_path / "tiny.toml").write_text(tomli_w.dumps(table))
         run = start(tmp_path, "--config", "settings", "tiny.toml", "run")
         assert run.wait() == 0, run.log()
         # the validation, three updates, the answers of SFT and PPO, and two baselines of SFT

@@ -16,8 +16,9 @@ from typing import Any
 
 import psutil
 import pytest
+import tomli_w
 
-from tests.helpers.inputs.pipeline_inputs import as_toml, tiny_table
+from tests.helpers.inputs.pipeline_inputs import tiny_table
 from tests.helpers.paths import ROOT
 from tests.helpers.runs.flow_runs import client_of
 
@@ -62,7 +63,7 @@ class Chain:
         for section in ("sft", "reward_model_training"):
             table[section] |= {"num_epochs": 8, "save_steps": 4}
         # Of the folder, so that all runs have equal settings.
-        (folder / "tiny.toml").write_text(as_toml(table).replace(f"{folder}/", ""))
+        (folder / "tiny.toml").write_text(tomli_w.dumps(table).replace(f"{folder}/", ""))
 
     def start(self) -> psutil.Popen:
         """Run the flow, or resume it if Metaflow has begun a run."""

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 from mlflow.entities import Run
 from mlflow.entities.model_registry import ModelVersion
 
 from pipeline.launch.launcher import SPOT_NOTICE
 from tests.helpers.aws.cloud import Cloud, cloud_of
 from tests.helpers.aws.state_machine import Execution
-from tests.helpers.inputs.pipeline_inputs import as_toml, tiny_table
+from tests.helpers.inputs.pipeline_inputs import tiny_table
 from tests.helpers.paths import ROOT
 from tests.helpers.runs.flow_runs import client_of
 from tests.helpers.servers.servers import BUCKET
@@ -87,7 +88,7 @@ def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FlowInCloud]:
         table = upload(made, tiny_table(folder))
         table |= {"output_dir": "outputs", "accept_reward_model": True}
         table["ppo"] = ppo | {"save_steps": 5}
-        (folder / "settings.toml").write_text(as_toml(table))
+        (folder / "settings.toml").write_text(tomli_w.dumps(table))
         machine = made.machines.create(FLOW, "--config", "settings", folder / "settings.toml")
         yield FlowInCloud(made.machines, made.server, machine)
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import tomli_w
 from mlflow.entities.model_registry import ModelVersion
 
 from tests.helpers.aws.batch_jobs import QUEUE
@@ -29,7 +30,7 @@ from tests.helpers.inputs.changing_preferences import (
     rows_of_texts,
     value,
 )
-from tests.helpers.inputs.pipeline_inputs import as_toml, write_model, write_rows
+from tests.helpers.inputs.pipeline_inputs import write_model, write_rows
 from tests.helpers.paths import ROOT
 from tests.helpers.runs.champion_follower import champion_follower
 from tests.helpers.servers.servers import BUCKET
@@ -146,7 +147,7 @@ def deploy(life: Life, topic: str) -> None:
         # The raters count good words, so the best answers are as long as they may be.
         "promotion": {"guards": {"off": ["stops"]}},
     }
-    (folder / "settings.toml").write_text(as_toml(settings))
+    (folder / "settings.toml").write_text(tomli_w.dumps(settings))
     deployment = {
         "scheduler": "step-functions",
         "settings": "settings.toml",
@@ -157,7 +158,7 @@ def deploy(life: Life, topic: str) -> None:
         "defaults": {"queue": QUEUE, "role": f"{ROLES}/train"},
         "retrain": {"role": f"{ROLES}/retrain"},
     }
-    (folder / "deployment.toml").write_text(as_toml(deployment))
+    (folder / "deployment.toml").write_text(tomli_w.dumps(deployment))
     life.cloud.machines.deploy(folder / "deployment.toml")
 
 

@@ -76,13 +76,3 @@ def tiny_table(folder: Path) -> dict[str, Any]:
         "reward_model_training": training,
         "ppo": {"total_episodes": 24, "batch_size": 8, "response_length": 6},
     }
-
-
-def as_toml(table: Mapping[str, Any]) -> str:
-    """The table as TOML; JSON writes texts and numbers in the same way."""
-    plain = {key: value for key, value in table.items() if not isinstance(value, Mapping)}
-    sections = {key: value for key, value in table.items() if isinstance(value, Mapping)}
-    lines = [f"{key} = {json.dumps(value)}" for key, value in plain.items()]
-    for name, section in sections.items():
-        lines += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in section.items())]
-    return "\n".join(lines) + "\n"

@@ -22,7 +22,9 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.inputs.pipeline_inputs import as_toml, tiny_table, write_ppo_inputs
+import tomli_w
+
+from tests.helpers.inputs.pipeline_inputs import tiny_table, write_ppo_inputs
 
 PYTHON = sys.executable
 
@@ -137,9 +139,9 @@ def write_all_inputs(folder: Path) -> None:
     table["ppo"] |= {"total_episodes": 48, "save_steps": 2}
     write_ppo_inputs(folder)
     texts = {
-        "tiny.toml": as_toml(table),
+        "tiny.toml": tomli_w.dumps(table),
         # The second run compares its policy with the champion of the first.
-        "second.toml": as_toml(table | {"summary_json": "second-flow/summary.json"}),
+        "second.toml": tomli_w.dumps(table | {"summary_json": "second-flow/summary.json"}),
         "classic.py": CLASSIC,
     }
     for name, text in texts.items():
