@@ -66,7 +66,7 @@ from tests.helpers.models.tiny import make_tokenizer
 EXAMPLES = 10
 """Examples of each property in the suite."""
 
-SOAK_SECONDS = float(os.environ.get("FUZZ_SECONDS", "60"))
+SOAK_SECONDS = float(os.environ.get("FUZZ_SECONDS", "30"))
 """Duration of each property in `make soak`, about 25 minutes for all."""
 
 SLOWEST = 5.0

@@ -99,6 +99,8 @@ PARENT, REWARD, TRAINING, EVALUATION = (
     for step in ("parent", "validate_reward_model", "train_policy", "evaluate_win_rate")
 )
 
+DIRECTION = re.compile(r"[\u202a-\u202e\u2066-\u2069]")
+
 PAGES = {
     "experiments": Page("experiments", [f"promotions of {NAME}"]),
     "runs": Page("experiments/{experiment}/runs", [NAME]),
@@ -141,7 +143,8 @@ PAGES = {
     "uploaded model": Page("experiments/{experiment}/models/{logged_model}", [NAME]),
     "card": Page(
         "experiments/{experiment}/models/{logged_model}/artifacts",
-        [f"Inconclusive: The judge said {text}" for text in TEXTS],
+        # The card is Markdown, which leaves out what changes the direction of the text.
+        [f"Inconclusive: The judge said {DIRECTION.sub('', text)}" for text in TEXTS],
         "README.md",
     ),
     "history": Page("experiments/{history}/runs/{decisions}", [PERSON, f"{HOSTILE} {MARKDOWN[2]}"]),
