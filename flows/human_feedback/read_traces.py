@@ -22,9 +22,9 @@ Said: TypeAlias = Feedback | Expectation
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How a number becomes a judgment: from `liked` on it is positive, up to `disliked` negative.
+    """How a number becomes a judgment: positive from `liked` on, negative up to `disliked`.
 
-    With None, numbers are left out.
+    If both are None, judgments by numbers are left out.
     """
 
     liked: float | None = None
@@ -129,7 +129,7 @@ def _read(trace: Trace, versions: Collection[str], scale: Scale, result: FoundOp
 
 
 def _answer(trace: Trace, source: str) -> Opinion | str:
-    """Return the answer as an opinion that likes it, or the reason why it cannot be used."""
+    """Return the answer as `liked` of an opinion of nobody, or why the answer cannot be used."""
     root = next((span for span in trace.data.spans if span.parent_id is None), None)
     inputs: Any = getattr(root, "inputs", None)
     outputs: Any = getattr(root, "outputs", None)

@@ -177,7 +177,7 @@ def _check_content(folder: Path, path: str, what: str) -> None:
 def _remote_code_key(document: Any) -> str:
     """Return a key in REMOTE_CODE at any depth of the document, or '' if there is none.
 
-    A key with a number as its value is ignored: it is a token of a vocabulary, with its id.
+    A key whose value is a number is ignored: the key is a token, and the number is its id.
     """
     left = [document]
     while left:

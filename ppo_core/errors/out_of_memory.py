@@ -1,4 +1,4 @@
-"""Use smaller batches, or raise a clear error, when the memory of GPU or machine is full."""
+"""Use smaller batches, or raise a clear error, when GPU or machine run out of memory."""
 
 import gc
 import logging
@@ -16,7 +16,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class BatchSize:
-    """A batch size for a pass without gradients, which is halved when memory is full."""
+    """A batch size that is halved when memory is full, for passes without gradients."""
 
     def __init__(self, size: int, purpose: str) -> None:
         """Start with `size` rows; `purpose` names the pass in the log, such as "answering"."""
@@ -45,7 +45,8 @@ class BatchSize:
         free_unused()
         if self._size == 1:
             raise TrainingError(
-                f"The memory is too small for {self._purpose} a single row ({_peak()}): {reason} "
+                f"{self._purpose.capitalize()} needs more memory than there is, even with a single "
+                f"row in the batch ({_peak(reason)}): {reason} "
                 "Use a GPU with more memory, a smaller model, or shorter texts."
             )
         self._size //= 2
@@ -66,7 +67,7 @@ def free_unused() -> None:
 
 @contextmanager
 def explained_out_of_memory(next_move: str) -> Iterator[None]:
-    """Turn an out-of-memory error of a training into a TrainingError with peak and advice.
+    """Turn an out-of-memory error during training into a TrainingError with the peak and advice.
 
     Raises:
         TrainingError: the memory of a GPU or of the machine is full.
@@ -77,23 +78,28 @@ def explained_out_of_memory(next_move: str) -> Iterator[None]:
         if not _is_out_of_memory(error):
             raise
         raise TrainingError(
-            f"The training ran out of memory ({_peak()}): {error} {next_move}"
+            f"The training ran out of memory ({_peak(str(error))}): {error} {next_move}"
         ) from error
+
+
+_OF_THE_MACHINE = "DefaultCPUAllocator: can't allocate memory"
+
+_SIGNS = (_OF_THE_MACHINE, "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""Parts of the messages of errors that torch raises as a plain RuntimeError."""
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
     import torch
 
     is_full = isinstance(error, torch.OutOfMemoryError)
-    # On the CPU, torch raises a plain RuntimeError.
-    return is_full or "DefaultCPUAllocator: can't allocate memory" in str(error)
+    return is_full or any(sign in str(error) for sign in _SIGNS)
 
 
-def _peak() -> str:
-    """Return the largest amount of memory that this process used, in words."""
+def _peak(reason: str) -> str:
+    """Return in words the largest amount of the memory that is full, as this process used it."""
     import torch
 
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and _OF_THE_MACHINE not in reason:
         peak, where = torch.cuda.max_memory_allocated(), "on the GPU"
     else:
         peak, where = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, "of the machine"

@@ -20,7 +20,7 @@ _NOT_OF_THE_RESULT = (
 """Settings that change a result only by rounding."""
 
 RATE_FILE = "learning-rate.json"
-"""Name of the file in the folder of the training with the result of a learning-rate search."""
+"""Name of the file with the result of a learning-rate search, in the folder of the training."""
 
 LOSS_AT = "loss_at_"
 """Prefix of the metrics with the loss for each learning rate that a search tried."""
@@ -88,7 +88,7 @@ class SupervisedConfig:
     else ddp in several processes."""
 
     offload: bool = False
-    """Keep optimizer states, and weights under zero3 and fsdp2, in the memory of the CPU."""
+    """Keep optimizer states in the memory of the CPU, under zero3 and fsdp2 also the weights."""
 
     save_steps: Steps = 0.0
     """Number of optimizer steps between two checkpoints in output_dir; below 1 a fraction of all

@@ -27,8 +27,8 @@ class TrlParser(HfArgumentParser):
     ) -> tuple[Any, ...]:
         """Return one object of each dataclass; flags override the values of the file.
 
-        The table `env` of the file sets environment variables. With `return_remaining_strings`, the
-        last entry lists the flags and names that belong to no dataclass.
+        The mapping `env` of the file sets environment variables. With `return_remaining_strings`,
+        the last entry lists the flags and names that belong to no dataclass.
 
         Raises:
             ConfigError: the file cannot be read, or a name in it is unknown or not supported.
@@ -39,7 +39,13 @@ class TrlParser(HfArgumentParser):
             place = words.index(CONFIG)
             values = _read_yaml(words[place + 1] if words[place + 1 :] else "")
             del words[place : place + 2]
-        os.environ |= {name: str(value) for name, value in (values.pop("env", None) or {}).items()}
+        variables = values.pop("env", None) or {}
+        if not isinstance(variables, dict):
+            raise ConfigError(
+                f"env={variables!r:.80} is not a mapping of environment variables. Write a line "
+                "such as `NAME: VALUE` below `env:`."
+            )
+        os.environ |= {str(name): str(value) for name, value in variables.items()}
         known = {action.dest: action for action in self._actions}
         for name in known.keys() & values.keys():
             known[name].default, known[name].required = values[name], False
@@ -60,7 +66,7 @@ def _read_yaml(file: str) -> dict[str, Any]:
     try:
         values = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{file!r} is no YAML: {error}. Correct the file.") from error
+        raise ConfigError(f"{file!r} is not YAML: {error}. Correct the file.") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{file!r} has no table of settings. Write lines such as `seed: 1`.")
     return {str(name): value for name, value in values.items()}

@@ -50,14 +50,18 @@ CONVERSATIONS: dict[str, tuple[Any, str]] = {
         "of type input_audio,",
     ),
     "a video of ShareGPT": ([said("human", [{"type": "video"}])], "of type video,"),
-    "a part of another type": (user([{"type": "\x1b[2J", "text": "a"}]), "a part that is no text"),
-    "a type of a list": (user([{"type": ["text"], "text": "a"}]), "a part that is no text"),
-    "a part without a type": (user([{"text": "a"}]), "a part that is no text"),
-    "a text of a number": (user([{"type": "text", "text": 7}]), "a part that is no text"),
-    "a text of nothing": (user([{"type": "text", "text": None}]), "a part that is no text"),
-    "a part of text": (user(["a"]), "a part that is no text"),
-    "nested parts": (user([[{"type": "text", "text": "a"}]]), "a part that is no text"),
+    "a part of another type": (user([{"type": "\x1b[2J", "text": "a"}]), "a part that is not text"),
+    "a type of a list": (user([{"type": ["text"], "text": "a"}]), "a part that is not text"),
+    "a part without a type": (user([{"text": "a"}]), "a part that is not text"),
+    "a text of a number": (user([{"type": "text", "text": 7}]), "a part that is not text"),
+    "a text of nothing": (user([{"type": "text", "text": None}]), "a part that is not text"),
+    "a part of text": (user(["a"]), "a part that is not text"),
+    "nested parts": (user([[{"type": "text", "text": "a"}]]), "a part that is not text"),
     "no parts": (user([]), "a list without parts"),
+    "a call of a tool": (
+        [{"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}],
+        "that has tool_calls",
+    ),
 }
 """Conversation, and what the message says."""
 

@@ -38,7 +38,7 @@ Contest = tuple[str, str]
 """Candidate and opponent."""
 
 CANARY_RIVALS = ("reference", "sft", "itself")
-"""Contestants whose texts are compared with canaries, the best first."""
+"""Contestants whose texts may be compared with canaries, in order of preference."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,10 @@ def evaluate(
 ) -> Contests:
     """Test the judge with canaries and labels, and let the judge compare answers.
 
-    A contest with a rule is judged until the rule decides. Every other contest takes the prompts of
-    the contest with a rule against the same opponent; without one, of the first contest with a
-    rule. It decides nothing, and its doubts do not make the result inconclusive.
+    A contest with a rule is judged until the rule decides. A contest without a rule is judged on
+    the prompts of the contest with a rule against the same opponent; if there is none, on those of
+    the first contest with a rule. A contest without a rule decides nothing, and doubts about it do
+    not make the result inconclusive.
 
     Args:
         judge: the judge.
@@ -105,8 +106,8 @@ def evaluate(
             contestant of CANARY_RIVALS that takes part.
         contests: contests between the contestants.
         rules: rules of the contests that decide, in the order in which they are judged; at least
-            one. After a contest in which the candidate is not found better, the next contest is
-            judged only on the prompts of that contest.
+            one. If a contest does not find the candidate better, the next one is judged only on its
+            prompts.
         people: opinions of people; may be empty. Votes on the contests' own pairs decide with the
             judge, see `people_and_judge`.
         config: limits of the rates and of kappa; beyond a limit, the result is inconclusive.

@@ -20,7 +20,7 @@ LENGTH_DEVIATION = 10.0
 logits."""
 
 MIN_PAIRS = 5
-"""Minimum number of pairs with d >= 0, and also with d <= 0, for which the step c is fitted."""
+"""The step c is fitted if at least this many pairs have d >= 0, and as many have d <= 0."""
 
 RATIOS = (0.5, 0.8, 1.25, 2.0)
 RATIO_NAMES = ("<0.5", "0.5-0.8", "0.8-1.25", "1.25-2", ">2")
@@ -111,20 +111,21 @@ class StyleControlledRate:
     about equal lengths and equal Markdown."""
 
     equal: int
-    """Number of valid pairs of about equal length and with equal numbers of each Markdown."""
+    """Number of valid pairs of about equal length, with equal numbers of each kind of Markdown."""
 
 
 def style_controlled_rate(comparison: Comparison) -> StyleControlledRate:
     """Return the win rate at equal length and equal Markdown.
 
     The regression of `length_controlled_rate` gets two more terms for each kind of MARKDOWN, and
-    the second one also for all kinds together:
+    the second of these also for all kinds together:
 
         f tanh(m / deviation(m)) + g sign(k)
         k = number in the candidate - number in the opponent
         m = number per 1,000 characters of the candidate - the same of the opponent
 
-    The predictions are for m = k = 0, where there are pairs, so the step g needs no mean.
+    The prediction is for m = k = 0. Pairs with equal Markdown exist, so the step g needs no mean
+    over both sides, unlike the step c.
 
     Raises:
         DataError: no pair has a verdict.
@@ -145,7 +146,7 @@ def style_controlled_rate(comparison: Comparison) -> StyleControlledRate:
         return StyleControlledRate(rate=None, equal=equal)
     if len(np.unique(points)) == 1:
         return StyleControlledRate(rate=float(points[0]), equal=equal)
-    # All slopes of a kind may be equal.
+    # The deviation is 0 if all slopes of a kind are equal; 1 divides instead.
     slopes = np.tanh(slopes / np.where(slopes.std(axis=0) > 0, slopes.std(axis=0), 1))
     styles = np.concatenate([steps, slopes], axis=1)
     return StyleControlledRate(rate=_rate_at_equal_length(points, length, styles), equal=equal)
@@ -160,9 +161,9 @@ def count_markdown(text: str) -> list[int]:
 def rate_by_length_ratio(comparison: Comparison) -> list[LengthBin]:
     """Return the win rate by length ratio, from shorter to longer candidates.
 
-    The middle bin includes both of its limits. Every other bin includes the limit further from 1.
-    A pair of two empty texts has ratio 1. A pair with only an empty opponent is in the bin ">2".
-    Bins without a valid pair are left out.
+    The middle bin includes both of its limits. Every other bin includes the limit further from 1. A
+    pair of two empty texts has ratio 1. A pair in which only the opponent's answer is empty is in
+    the bin ">2". Bins without a valid pair are left out.
 
     Raises:
         DataError: no pair has a verdict.
@@ -185,7 +186,7 @@ def rate_by_length_ratio(comparison: Comparison) -> list[LengthBin]:
 def _rate_at_equal_length(
     points: np.ndarray, difference: np.ndarray, styles: np.ndarray | None = None
 ) -> float:
-    """Fit points (N,) to differences of length (N,) and any styles (N, K), and predict at 0."""
+    """Regress points (N,) on differences of length (N,) and of style (N, K); predict at 0."""
     # Imported here because sklearn is slow to import and the reports need only the bins.
     from sklearn.linear_model import LogisticRegression
 

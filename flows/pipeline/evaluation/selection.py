@@ -25,7 +25,7 @@ from ppo_core.errors import JudgeError
 from ppo_core.training.evaluation import Answers
 from ppo_core.training.interpolation import write_interpolated
 
-NO_ESTIMATE = "The settings allow no decoding without an estimate of the divergence."
+NO_ESTIMATE = "The settings guarantee that the divergence can be estimated."
 
 ABOVE_TARGET = 1.1
 """Largest divergence that may be chosen, as a fraction of `ppo.kl_target`. It is above 1 because a
@@ -91,8 +91,8 @@ def divergence_limit(settings: Settings) -> float:
 def nearest_within(divergence: Callable[[float], float], limit: float) -> list[TriedPolicy]:
     """Measure policies until one is within the limit and near it; return all measured policies.
 
-    The search starts at the end and assumes KL ~ w^e. The first exponent is 2, as for a small step
-    of the weights; later exponents fit the last two measurements.
+    The search starts at the end of PPO, w = 1, and assumes KL ~ w^e. The first exponent is 2, which
+    holds for small changes of the weights; later exponents fit the last two measurements.
 
     Args:
         divergence: position w -> KL divergence in nats per answer.
@@ -128,7 +128,7 @@ def _exponent(one: TriedPolicy, other: TriedPolicy) -> float | None:
 
 
 def _judged(policies: "_Candidates", judge: Judge, limit: float) -> list[TriedPolicy]:
-    """Measure all candidates; the judge compares those within the limit to the start."""
+    """Measure all candidates. The judge compares each candidate within the limit with the start."""
     start, tried = policies.answers(0.0).texts, []
     for weight, update in policies.places():
         answers = policies.answers(weight, update)
@@ -153,7 +153,7 @@ def _points(judged: Comparison, max_invalid: float) -> float:
         raise JudgeError(
             f"The judge {judged.judge} gave no valid verdict on {total - len(valid)} of {total} "
             f"pairs, above evaluation.max_invalid={max_invalid:g}, so it cannot choose the policy. "
-            "Mend the judge and resume the run, or set selection.method='kl'."
+            "Correct the judge and resume the run, or set selection.method='kl'."
         )
     return fmean(POINTS[judged.outcomes[number]] for number in valid)
 
@@ -161,10 +161,10 @@ def _points(judged: Comparison, max_invalid: float) -> float:
 def _best(tried: Sequence[TriedPolicy], limit: float) -> TriedPolicy:
     """Return the best policy within the limit.
 
-    This is the policy with the most points, and of several with equal points the nearest to the
-    start. Without a judge, it is the policy at the largest position. If no policy is within the
-    limit, return the policy with the smallest divergence; the promotion gate refuses this policy
-    if its divergence is above `max_kl`.
+    With a judge, this is the policy with the most points; of several with equal points, the one
+    with the smallest divergence from the start. Without a judge, it is the policy at the largest
+    position. If no policy is within the limit, return the policy with the smallest divergence; the
+    promotion gate refuses this policy if its divergence is above `max_kl`.
     """
     within = [each for each in tried if each.kl <= limit]
     if not within:
@@ -218,7 +218,7 @@ class _Candidates:
         return divergence
 
     def leave_only(self, chosen: TriedPolicy) -> None:
-        """Keep only the files of the chosen policy in the folder; no file for the end."""
+        """Keep only the files of the chosen policy in the folder; none if it is the end of PPO."""
         if chosen.weight == 1:
             shutil.rmtree(self._folder)
             self._folder.mkdir()

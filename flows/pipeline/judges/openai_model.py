@@ -48,7 +48,7 @@ class OpenAIModel:
     """
 
     def __init__(self, model: str, config: JudgingConfig, budget: Budget | None = None) -> None:
-        """Read the address and the key without a call. The default budget has `config`'s limits.
+        """Read the address and the key; call nobody. The default budget has `config`'s limits.
 
         Raises:
             ConfigError: the address is invalid, or the key is missing or cannot be sent.
@@ -127,6 +127,8 @@ class OpenAIModel:
             # small one too, the settings are wrong, and RefusedError stops the evaluation.
             with suppress(CallError):
                 await self._insist(client, PROBE, retries)
+                # The server is up, however many questions it rejects.
+                self._given_up_in_a_row = 0
             return Reply(None, error=str(refusal))
 
     async def _insist(self, client: openai.AsyncOpenAI, question: Question, retries: int) -> Reply:

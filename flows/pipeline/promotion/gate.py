@@ -1,7 +1,7 @@
 """The promotion gate: reasons to refuse a candidate, and reasons to promote it."""
 
 from collections.abc import Mapping
-from math import isfinite
+from math import isfinite, isinf
 
 from pipeline.reports.document import as_margin, as_points
 from pipeline.results.evaluation import Evaluation, GuardResult, WinRate
@@ -28,8 +28,8 @@ def reasons_to_refuse(
     Args:
         evaluation: evaluation report of the candidate against this champion.
         limits: limits of the measured values.
-        reward_model_fit: whether the reward model passed its validation gate, or PPO does not learn
-            from it.
+        reward_model_fit: True if the reward model passed its validation gate, or if PPO does not
+            use this model.
         candidate: version of the candidate.
         champion: version of the current champion; None if there is no champion.
         kl: KL divergence of the candidate from SFT, in nats per answer.
@@ -153,7 +153,8 @@ def _divergence(kl: float, limits: PromotionConfig) -> str:
 def _length(evaluation: Evaluation, limits: PromotionConfig) -> str:
     own, other = evaluation.length["ppo"], evaluation.length[evaluation.rival]
     most, finite = limits.max_length_ratio, isfinite(own) and isfinite(other)
-    if finite and own <= most * other and other <= most * own:
+    # Infinity turns the limit off, also for answers without words.
+    if finite and (isinf(most) or (own <= most * other and other <= most * own)):
         return ""
     return (
         f"Its answers have {own:.1f} words on average, and the answers of "

@@ -50,15 +50,15 @@ from ppo_core.reporting.metrics_file import METRICS_FILE, SELF_CHECK_FILE, UPDAT
 from ppo_core.supervised.training_code import modules_of_training
 
 POLICY = "policy"
-"""Name of the training, first part of the name of its folder in the cache, and name of the policy's
-folder in the folder of the run."""
+"""Name of the training: the first part of the name of its folder in the cache, and the name of the
+policy's folder in the folder of the run."""
 
 EARLIER = "earlier-policies"
 """Name of the policies before the end of PPO, first part of the name of their folder in the
 cache."""
 
 _SOURCES = {EARLIER: f"{PPO}/{POLICIES}", CRITIC: f"{PPO}/{CRITIC}"}
-"""Result of PPO beside the policy -> its place in the folder of the run."""
+"""Result of PPO other than the policy -> its place in the folder of the run."""
 
 CODE = "ppo_core.__main__"
 """Entry module of the training. Its code and its imports are part of the cache key."""
@@ -100,9 +100,9 @@ def train_policy(
         reward_model: the reward model.
         validation: result of validating the reward model.
         run: the run of the flow.
-        here: the machines of the training; meanwhile, each other machine calls
-            `train_policy_as_worker`.
-        fresh: labeled pairs of samples of `sft`, which begin the rounds.
+        here: the machines of the training. This function runs on the first one; each other machine
+            calls `train_policy_as_worker` at the same time.
+        fresh: labeled pairs of samples of `sft`, with which the rounds begin.
 
     Raises:
         ProcessError: a process of the training failed.
@@ -124,7 +124,7 @@ def train_policy(
         later = train_all(log_update)
         return {**_move_policy(run, folder), **later, **_spent_on_rewards(run)}
 
-    # Once, for all results that are missing.
+    # PPO is trained once, even if several results are missing.
     @cache
     def train_again() -> None:
         # The metrics of this training are those of the last policy, which are already logged.
@@ -190,7 +190,7 @@ def _scaled(reward_model: PreparedModel, validation: ValidatedReward) -> ScaledR
 
 
 def _move_policy(run: FlowRun, folder: Path) -> dict[str, Any]:
-    """Move the policy of a finished training into its folder of the cache; return its values."""
+    """Move the policy of a finished training into a folder of the cache; return its values."""
     job, policy = run.folder / PPO, run.folder / POLICY
     move_files(policy, folder)
     policy.rmdir()

@@ -67,15 +67,15 @@ def create_experiment(client: MlflowClient, title: str) -> str:
 
 
 def check_model_name(name: str) -> None:
-    """Raise if the name of a registered model cannot be part of the URI of a version.
+    """Raise if the name of a registered model cannot be part of a URI or of a search.
 
     Raises:
         ConfigError: the name is empty or has an invalid character.
     """
-    if not name or any(character in name for character in "/:"):
+    if not name or any(character in name for character in "/:'"):
         raise ConfigError(
-            f"registered_model={name!r} must not be empty or contain '/' or ':', because the URI "
-            "of a version is models:/NAME/VERSION."
+            f"registered_model={name!r} must not be empty or contain '/', ':' or an apostrophe: "
+            "the URI of a version is models:/NAME/VERSION, and MLflow's searches quote the name."
         )
 
 

@@ -19,17 +19,17 @@ _MEDIA = (
     *("image", "image_url", "input_image", "audio", "input_audio", "video", "video_url"),
     *("file", "input_file", "document", "tool_use", "tool_result", "thinking"),
 )
-"""Types of parts that the error message names when it refuses them."""
+"""Types of parts without text, which are refused; the error message names the type."""
 
 
 def plain_messages(value: Any) -> Any:
-    """Return messages of any form with the keys role and content, and any other value unchanged.
+    """Convert messages of any known form to the keys role and content; return others unchanged.
 
     The other forms are ShareGPT's `{"from": "human", "value": TEXT}`, and messages whose content is
     a list of parts, `{"type": "text", "text": TEXT}`. A single message becomes a list.
 
     Raises:
-        RowError: a speaker is unknown, or a part is not text.
+        RowError: a speaker is unknown, a part is not text, or a message calls tools.
     """
     if isinstance(value, Mapping) and ({"from", "value"} <= set(value) or _is_message(value)):
         value = [value]
@@ -42,11 +42,13 @@ def _is_message(value: Mapping[str, Any]) -> bool:
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     role, content = message.get("role"), message.get("content")
-    # In one Arrow column, each message may have the keys of both forms.
+    # If an Arrow column mixes both forms, each message has the keys of both, and None where unused.
     if role is None and "from" in message:
         role, content = _role_of(message["from"]), message.get("value")
     if isinstance(content, Sequence) and not isinstance(content, str):
         content = _text_of(content)
+    if message.get("tool_calls"):
+        raise RowError("with a message that has tool_calls, but only role and content are read")
     return {"role": role, "content": content}
 
 
@@ -72,5 +74,5 @@ def _text_of_part(part: Any) -> str:
         )
     text = part.get("text") if kind == "text" else None
     if not isinstance(text, str):
-        raise RowError("with a message whose content has a part that is no text")
+        raise RowError("with a message whose content has a part that is not text")
     return text

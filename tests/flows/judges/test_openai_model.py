@@ -353,6 +353,15 @@ def test_an_answer_between_starts_the_count_anew():
     assert sum(reply.text is None for reply in replies) == 38
 
 
+def test_a_server_that_rejects_many_questions_is_not_down():
+    def refuse_long(request: Request) -> Behavior:
+        return refuse(400, "too long") if "question" in request.question else say("A")
+
+    with fault_server(refuse_long) as server:
+        replies = ask(make_chat(server.url, concurrency=1), 30)
+    assert all("too long" in reply.error for reply in replies)
+
+
 def test_the_count_goes_on_from_one_call_of_ask_to_the_next():
     with fault_server([refuse(500)]) as server:
         chat = make_chat(server.url, concurrency=1)

@@ -147,6 +147,11 @@ def test_no_limit_on_the_divergence_still_needs_one_that_was_measured():
     assert len(judged(kl=nan, limits=limits)) == len(judged(kl=inf, limits=limits)) == 1
 
 
+def test_an_infinite_ratio_of_lengths_is_no_limit():
+    limits = PromotionConfig(max_length_ratio=inf)
+    assert judged(words=30.0, rival_words=0.0, limits=limits) == []
+
+
 def test_the_limits_are_those_of_the_settings():
     limits = PromotionConfig(
         min_win_rate=0.6,

@@ -15,6 +15,8 @@ from ppo_core.training.evaluation import answer_prompts
 from tests.helpers.models.tiny import make_classifier, make_policy, make_tokenizer
 from tests.helpers.runs.forked_python import run_python
 
+OF_CPU = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."
+
 PROMPTS = [f"w{number} w{number + 1}" for number in range(9)]
 
 LIMITED = """
@@ -91,8 +93,36 @@ def test_memory_for_no_row_is_an_error_with_the_peak():
     def work(rows: int) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
 
-    with pytest.raises(TrainingError, match=r"too small for scoring a single row \(peak .* GiB"):
+    words = r"^Scoring needs more memory than there is, even with a single row .*\(peak .* GiB"
+    with pytest.raises(TrainingError, match=words):
         BatchSize(4, "scoring").run(work)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "CUDA error: out of memory",
+        OF_CPU,
+    ],
+)
+def test_full_memory_is_recognized_by_its_message(message: str):
+    def work(rows: int) -> int:
+        if rows > 1:
+            raise RuntimeError(message)
+        return rows
+
+    assert BatchSize(4, "scoring").run(work) == 1
+    with pytest.raises(TrainingError, match="ran out of memory"), explained_out_of_memory("x"):
+        raise RuntimeError(message)
+
+
+def test_the_peak_is_that_of_the_memory_that_is_full(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2**30)
+    for message, place in (("CUDA error: out of memory", "on the GPU"), (OF_CPU, "of the machine")):
+        with pytest.raises(TrainingError, match=place), explained_out_of_memory("x"):
+            raise RuntimeError(message)
 
 
 def test_another_error_passes():

@@ -48,7 +48,9 @@ def test_a_script_without_a_file_has_flags_alone(monkeypatch):
         ("fp16: true", "fp16=True is not supported"),
         ("learnig_rate: 1", "no setting learnig_rate.*mean learning_rate"),
         ("- 1", "has no table of settings"),
-        ("{", "is no YAML"),
+        ("{", "is not YAML"),
+        ("env: FOO=1", "env='FOO=1' is not a mapping"),
+        ("env: [FOO=1]", "is not a mapping"),
         ("total_episodes: -1", "total_episodes=-1 must be"),
     ],
 )

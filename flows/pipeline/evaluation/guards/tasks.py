@@ -51,7 +51,7 @@ def load_tasks(config: GuardsConfig) -> dict[str, Any]:
 
     Raises:
         ConfigError: the package is not installed; a task is unknown, is a group of tasks, or cannot
-            be loaded; or its first metric is better if lower.
+            be loaded; or lower values of its first metric are better.
     """
     require_package("lm_eval", extra="lm-eval", needed_by="promotion.guards.tasks")
     from lm_eval.tasks import TaskManager
@@ -101,7 +101,7 @@ def _metric_of(task: Any) -> str:
 
 @contextmanager
 def _no_downloaded_metrics() -> Iterator[None]:
-    """Forbid the package `evaluate` to download code of metrics, which it would run."""
+    """Keep the package `evaluate` from downloading code of metrics, which it would run."""
     from evaluate import config
 
     before, config.HF_EVALUATE_OFFLINE = config.HF_EVALUATE_OFFLINE, True
@@ -124,8 +124,8 @@ def score_by_task(
 
     Args:
         name: name of the guard.
-        task: the task, of `load_tasks`.
-        model_of: returns a model of lm_eval, or its name, for a batch size.
+        task: the task, as `load_tasks` returns it.
+        model_of: takes a batch size; returns a model of lm_eval, or the name of one.
         size: batch size; smaller if memory is full.
         limit: maximum number of documents; the first ones are used.
         seed: seed of the examples in the prompts, and of other random choices of the task.
@@ -252,7 +252,7 @@ def _scores_of_policy(
 def _measure(
     settings: Settings, tasks: Mapping[str, Any], who: str, files: PolicyFiles
 ) -> list[TaskScore]:
-    """Load a policy as for its answers, and score it on all tasks."""
+    """Load a policy as for sampling answers, and score it on all tasks."""
     from lm_eval.models.huggingface import HFLM
 
     model = load_policy(files.model, placement=placement_for_reading(settings.precision))

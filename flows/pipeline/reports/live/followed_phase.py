@@ -31,14 +31,14 @@ class FollowedPhase:
         """The phase as a bar for a terminal."""
 
     def begin(self) -> None:
-        """Forget the phase; the file may still have the last phase of the step before."""
+        """Forget the phase, and ignore what the step before has written to the file."""
         self._begun = time.time()
         self._end()
 
     def read(self) -> Task | None:
-        """Read the file again; return the phase, or None if no phase with a known end was written.
+        """Read the file again; return the phase, or None if there is no phase with a known end.
 
-        The fields of the result, beside those of rich, are `unit` (what is counted, in the
+        In addition to the fields of rich, the result has the fields `unit` (what is counted, in the
         singular) and `notes`.
         """
         found = read_progress(self._file)
