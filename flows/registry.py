@@ -126,7 +126,7 @@ def saw(name: str, given: str) -> None:
 
 def watch(given: argparse.Namespace) -> None:
     """Print whether users like the champion less than the one before it; withdraw it if asked."""
-    from human_feedback.watch import watch_champion
+    from human_feedback.withdraw_champion import watch_champion
 
     if not 0 < given.alpha <= 0.5 or not 0 <= given.margin < 1:
         raise ConfigError(

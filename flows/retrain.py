@@ -46,7 +46,7 @@ class Retrain(FlowSpec):
         """Withdraw a champion that users like less; fetch the inputs, and find out what is new."""
         with explained_errors():
             from retraining.new_inputs import find_new_inputs
-            from retraining.watch import watch_feedback
+            from retraining.withdraw_before_training import watch_feedback
 
             watch_feedback(self.file_settings, self._id())
             self.found = find_new_inputs(self.file_settings, self._id())

@@ -21,8 +21,8 @@ from ppo_core.errors.packages import require_package
 from ppo_core.io.text_files import read_toml_file
 
 if TYPE_CHECKING:
-    from deployment.argo_state import ArgoDeployment
-    from deployment.step_functions_state import StepFunctionsDeployment
+    from deployment.argo_deployment import ArgoDeployment
+    from deployment.step_functions_deployment import StepFunctionsDeployment
 
 
 def check_deployment(files: DeploymentFiles) -> None:
@@ -113,10 +113,10 @@ def _scheduler_of(deployment: Deployment) -> "ArgoDeployment | StepFunctionsDepl
     # Imported here, because each module needs the client libraries of its scheduler.
     if deployment.scheduler == "argo":
         require_package("kubernetes", extra="deploy", needed_by="A deployment to Argo Workflows")
-        from deployment.argo_state import ArgoDeployment
+        from deployment.argo_deployment import ArgoDeployment
 
         return ArgoDeployment(deployment)
-    from deployment.step_functions_state import StepFunctionsDeployment
+    from deployment.step_functions_deployment import StepFunctionsDeployment
 
     return StepFunctionsDeployment(deployment)
 

@@ -80,12 +80,12 @@ def make_experience(
         rewards = whiten(rewards, keep_mean=True)
     returns = None
     if scores.values is not None:
-        advantages, returns = _over_critic(rewards, scores.values, rollout, config)
+        advantages, returns = _gae_and_returns(rewards, scores.values, rollout, config)
     elif config.compares_samples:
-        advantages = _over_other_samples(rewards, rollout, config)
+        advantages = _advantages_of_groups(rewards, rollout, config)
     else:
         to_go = partial(returns_to_go, gamma=config.gamma)
-        advantages = _as_if_adjacent(to_go, rollout.response_mask, rewards)
+        advantages = _without_masked_tokens(to_go, rollout.response_mask, rewards)
     if config.standardizes_advantages:
         advantages = whiten(advantages, keep_mean=False)
     return Experience(
@@ -98,21 +98,21 @@ def make_experience(
     )
 
 
-def _over_critic(
+def _gae_and_returns(
     rewards: Tensor, values: Tensor, rollout: Rollout, config: PPOConfig
 ) -> tuple[Tensor, Tensor]:
     """Return advantages (B, T) relative to the critic's values, and the critic's targets (B, T)."""
 
     def advantages(gae_lambda: float) -> Tensor:
         gae = partial(gae_advantages, gamma=config.gamma, gae_lambda=gae_lambda)
-        return _as_if_adjacent(gae, rollout.response_mask, rewards, values)
+        return _without_masked_tokens(gae, rollout.response_mask, rewards, values)
 
     of_policy = advantages(config.lam)
     of_critic = of_policy if config.lam_critic is None else advantages(config.lam_critic)
     return of_policy, of_critic + values
 
 
-def _over_other_samples(rewards: Tensor, rollout: Rollout, config: PPOConfig) -> Tensor:
+def _advantages_of_groups(rewards: Tensor, rollout: Rollout, config: PPOConfig) -> Tensor:
     """Return the advantage of each response over the responses to the same prompt.
 
     The result is (B, T), with the same advantage at all counted tokens of a response.
@@ -126,7 +126,9 @@ def _over_other_samples(rewards: Tensor, rollout: Rollout, config: PPOConfig) ->
     return torch.where(rollout.response_mask, advantages[:, None], 0)
 
 
-def _as_if_adjacent(function: Callable[..., Tensor], mask: Tensor, *tensors: Tensor) -> Tensor:
+def _without_masked_tokens(
+    function: Callable[..., Tensor], mask: Tensor, *tensors: Tensor
+) -> Tensor:
     """Apply a function of (B, T) tensors as if the tokens of the mask were adjacent.
 
     Tokens outside the mask, such as a tool's output, are not actions of the policy.

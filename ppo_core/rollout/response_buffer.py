@@ -1,4 +1,4 @@
-"""The sampled tokens of responses, and where each response stops."""
+"""The sampled tokens of responses; a response ends with its stop token."""
 
 from dataclasses import dataclass
 

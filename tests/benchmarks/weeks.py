@@ -7,9 +7,9 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeline.evaluation.comparison import POINTS, Comparison
-from pipeline.evaluation.sequential.betting import log_capitals
+from pipeline.evaluation.sequential.confidence_sequence import log_capitals
 from pipeline.evaluation.sequential.people_and_judge import corrected_values
-from pipeline.evaluation.sequential.until_decided import PAIRS_AT_ONCE, Rule
+from pipeline.evaluation.sequential.sequential_test import PAIRS_AT_ONCE, StoppingRule
 from pipeline.evaluation.win_rate import values_of_prompts
 from pipeline.judges.verdict import Verdict
 from pipeline.registry.alpha_spending import limits_now
@@ -59,7 +59,7 @@ def simulate(rate: float, *, weeks: int = WEEKS, seed: int = 0) -> Weeks:
     """Decide `weeks` times about a policy of a true win rate, as the gate decides."""
     limits, most = PromotionConfig(), EvaluationConfig().num_examples
     least = limits.min_win_rate
-    rule = Rule(least=least, gain=limits.gain_above(least), alpha=limits.alpha)
+    rule = StoppingRule(least=least, gain=limits.gain_above(least), alpha=limits.alpha)
     rng = np.random.default_rng(seed)
     promoted = pairs = before = 0
     for _ in range(weeks):
@@ -107,7 +107,7 @@ def simulate_years(better: float, limits: PromotionConfig, *, seed: int = 0) -> 
         for gained in is_better:
             now = limits_now(limits, history)
             least = now.min_win_rate
-            rule = Rule(least=least, gain=now.gain_above(least), alpha=now.alpha)
+            rule = StoppingRule(least=least, gain=now.gain_above(least), alpha=now.alpha)
             rates = np.full(most, GAINED if gained else 0.5)
             promoted = rule.first_decision(_points(rates, TIES, rng))[0] == "better"
             history.append(_decision("promoted" if promoted else "refused"))
@@ -153,7 +153,7 @@ def simulate_people(
     in 75 % of the pairs, and then turns so many defeats into wins that its rate is BIAS higher.
     """
     limits, most = PromotionConfig(), EvaluationConfig().num_examples
-    rule = Rule(least=limits.min_win_rate, gain=None, alpha=limits.alpha)
+    rule = StoppingRule(least=limits.min_win_rate, gain=None, alpha=limits.alpha)
     rng = np.random.default_rng(seed)
     looks = [*range(PAIRS_AT_ONCE, most, PAIRS_AT_ONCE), most]
     promoted = np.zeros(2)

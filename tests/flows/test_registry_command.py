@@ -14,7 +14,7 @@ import pytest
 
 import registry
 from pipeline.registry import change_champion
-from pipeline.registry.alias_sync import settle
+from pipeline.registry.alias_sync import sync_aliases
 from pipeline.registry.change_champion import decide
 from pipeline.tracking.mlflow_client import connect
 from tests.helpers.paths import ROOT
@@ -50,7 +50,7 @@ def make_model() -> str:
             reasons=[f"Reason {version} of [bold]two[/bold].", "And another."],
             by=f"run RLHF/{version}",
             key=f"RLHF/{version}",
-            after=settle(name),
+            after=sync_aliases(name),
         )
     return name
 

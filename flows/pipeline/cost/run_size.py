@@ -207,10 +207,10 @@ def measure_run(settings: Settings, *, has_champion: bool) -> RunSize:
 
 def _least_prompts(limits: PromotionConfig, *, has_references: bool) -> int:
     # scipy is slow to import.
-    from pipeline.evaluation.sequential.until_decided import Rule
+    from pipeline.evaluation.sequential.sequential_test import StoppingRule
 
     least = [limits.min_win_rate] + [limits.min_reference_win_rate] * has_references
-    return max(Rule(least=one, gain=None, alpha=limits.alpha).least_wins() for one in least)
+    return max(StoppingRule(least=one, gain=None, alpha=limits.alpha).least_wins() for one in least)
 
 
 def _baselines(config: EvaluationConfig, prompts: int) -> str:

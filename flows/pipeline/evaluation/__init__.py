@@ -1,1 +1,1 @@
-"""Sample answers, judge them, measure win rates, and decide on promotion."""
+"""Sample answers, judge them, and measure win rates. `promotion.gate` decides by the result."""

@@ -17,9 +17,9 @@ from pipeline.evaluation.length_control import (
     style_controlled_rate,
 )
 from pipeline.evaluation.sequential.people_and_judge import Labels
-from pipeline.evaluation.sequential.until_decided import (
+from pipeline.evaluation.sequential.sequential_test import (
     DecidedComparison,
-    Rule,
+    StoppingRule,
     compare_until_decided,
 )
 from pipeline.evaluation.win_rate import compare_policies, doubts_of, measure_win_rate
@@ -87,7 +87,7 @@ def evaluate(
     contestants: Contestants,
     contests: Sequence[Contest],
     *,
-    rules: Mapping[Contest, Rule],
+    rules: Mapping[Contest, StoppingRule],
     people: Sequence[Vote],
     config: EvaluationConfig,
     canaries_decide: bool = True,
@@ -148,7 +148,7 @@ def evaluate(
 def _decide(
     judge: Judge,
     contestants: Contestants,
-    rules: Mapping[Contest, Rule],
+    rules: Mapping[Contest, StoppingRule],
     people: Sequence[Vote],
     config: EvaluationConfig,
     seed: int,

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pipeline.evaluation.comparison import Comparison
     from pipeline.evaluation.contests import Contest, Contests
     from pipeline.evaluation.guards.tasks import PolicyFiles, TaskScore
-    from pipeline.evaluation.sequential.until_decided import Rule
+    from pipeline.evaluation.sequential.sequential_test import StoppingRule
 
 
 def evaluate_policies(
@@ -311,18 +311,20 @@ def _compare_on_tasks(
     return results
 
 
-def _rules(limits: PromotionConfig, contestants: Collection[str]) -> "dict[Contest, Rule]":
+def _rules(limits: PromotionConfig, contestants: Collection[str]) -> "dict[Contest, StoppingRule]":
     """Return the rules of the contests that decide about a promotion.
 
     The contest against the champion comes first, or against SFT without a champion.
     """
-    from pipeline.evaluation.sequential.until_decided import Rule
+    from pipeline.evaluation.sequential.sequential_test import StoppingRule
 
     least = {"champion" if "champion" in contestants else "sft": limits.min_win_rate}
     if "reference" in contestants:
         least["reference"] = limits.min_reference_win_rate
     return {
-        ("ppo", opponent): Rule(least=rate, gain=limits.gain_above(rate), alpha=limits.alpha)
+        ("ppo", opponent): StoppingRule(
+            least=rate, gain=limits.gain_above(rate), alpha=limits.alpha
+        )
         for opponent, rate in least.items()
     }
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from pipeline.evaluation.comparison import POINTS, Comparison, valid_pairs
 from pipeline.evaluation.rates import Array
-from pipeline.evaluation.sequential.betting import mean_interval
+from pipeline.evaluation.sequential.confidence_sequence import mean_interval
 from pipeline.results.evaluation import PairedDifference, PeopleAndJudge, SequentialTest, WinRate
 from ppo_core.errors import DataError
 

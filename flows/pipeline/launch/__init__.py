@@ -1,1 +1,1 @@
-"""Start and monitor the processes of a PPO training."""
+"""Start and monitor the processes that train or sample."""

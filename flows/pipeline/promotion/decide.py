@@ -7,7 +7,7 @@ from pathlib import Path
 from pipeline.promotion.fetch_champion import fetch_version
 from pipeline.promotion.gate import reasons_to_promote, reasons_to_refuse
 from pipeline.registry import change_champion
-from pipeline.registry.alias_sync import settle
+from pipeline.registry.alias_sync import sync_aliases
 from pipeline.registry.alpha_spending import limits_now
 from pipeline.registry.champion_history import Champions
 from pipeline.registry.decisions import Decision
@@ -49,7 +49,7 @@ def decide_promotion(
     """
     name, first = settings.registered_model, evaluation
     while True:
-        state = settle(name)
+        state = sync_aliases(name)
         earlier = state.decided(by, version)
         before = _before(state, earlier)
         with_limits = replace(settings, promotion=limits_now(settings.promotion, before.decisions))

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from pipeline.inputs.data_sets import RunData
-from pipeline.registry.alias_sync import settle
+from pipeline.registry.alias_sync import sync_aliases
 from pipeline.registry.aliases import CHAMPION, read_aliases
 from pipeline.registry.versions import policy_folders
 from pipeline.results.step_records import FetchedChampion
@@ -26,7 +26,7 @@ def find_champion(settings: Settings) -> FetchedChampion | None:
         DataError: an evaluation prompt is too long for the champion.
         ModelError: the registry cannot be read, or the files differ from the registered files.
     """
-    version = settle(settings.registered_model).champion
+    version = sync_aliases(settings.registered_model).champion
     return None if version is None else fetch_version(settings, version)
 
 

@@ -48,7 +48,7 @@ _VERDICTS: Mapping[Action, str] = {
 
 
 @explained()
-def settle(name: str) -> Champions:
+def sync_aliases(name: str) -> Champions:
     """Carry out interrupted decisions, and record an alias that was moved in MLflow.
 
     Returns:

@@ -7,7 +7,7 @@ from uuid import uuid4
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
-from pipeline.registry.alias_sync import apply_decisions, settle
+from pipeline.registry.alias_sync import apply_decisions, sync_aliases
 from pipeline.registry.aliases import (
     CHALLENGER,
     exists,
@@ -87,12 +87,12 @@ def decide(
 
     Returns:
         The decision, which has been carried out; None if the champions have changed since `after`.
-        In that case, call `settle` and compare again.
+        In that case, call `sync_aliases` and compare again.
 
     Raises:
         ModelError: there is no such version, or the ledger was deleted.
     """
-    now = settle(name)
+    now = sync_aliases(name)
     if now.decided(key, version) or now != after:
         return now.decided(key, version)
     if promote and now.champion is not None and now.champion > version:
@@ -114,7 +114,7 @@ def promote_by_hand(name: str, version: int, *, reason: str, by: str) -> Decisio
     """
     key = uuid4().hex
     while True:
-        now = settle(name)
+        now = sync_aliases(name)
         if now.champion == version:
             raise ModelError(
                 f"Version {version} of '{name}' is the champion already: there is nothing to do."
@@ -133,7 +133,7 @@ def roll_back(name: str, *, reason: str, by: str, champion: int | None = None) -
         ModelError: there is no champion or no previous champion, or the champion has just changed.
     """
     key = uuid4().hex
-    now = settle(name)
+    now = sync_aliases(name)
     withdrawn = now.champion if champion is None else champion
     if withdrawn is None:
         raise ModelError(
@@ -145,7 +145,7 @@ def roll_back(name: str, *, reason: str, by: str, champion: int | None = None) -
         made = _commit(name, now, "rolled back", withdrawn, reasons=[reason], by=by, key=key)
         if made:
             return made
-        now = settle(name)
+        now = sync_aliases(name)
     raise ModelError(
         f"Version {withdrawn} of '{name}' was champion when you asked, and {now.champion} is now: "
         "somebody else decided meanwhile. Look at `python flows/registry.py history "

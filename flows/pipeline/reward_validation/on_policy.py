@@ -10,7 +10,7 @@ from scipy.stats import rankdata
 
 from pipeline.evaluation.comparison import POINTS, compare
 from pipeline.evaluation.rates import Array, hits, measure_rate
-from pipeline.evaluation.sequential.betting import mean_interval
+from pipeline.evaluation.sequential.confidence_sequence import mean_interval
 from pipeline.judges.judge_budget import Budget
 from pipeline.judges.verdict import Judge, JudgedPrompt
 from pipeline.results.reward_report import OnPolicy

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from pipeline.demo import task
 from pipeline.evaluation.contests import Contestants, Contests, evaluate, judgements
-from pipeline.evaluation.sequential.until_decided import WEEKS, Rule, promoted_share
+from pipeline.evaluation.sequential.sequential_test import WEEKS, StoppingRule, promoted_share
 from pipeline.evaluation.win_rate import describe, values_of_prompts
 from pipeline.inputs import data_sets
 from pipeline.inputs.json_lines import write_jsonl
@@ -89,7 +89,7 @@ def compare_model(
         judge,
         Contestants(prompts, texts),
         [contest],
-        rules={contest: Rule(least=0.5, gain=None, alpha=arguments.alpha)},
+        rules={contest: StoppingRule(least=0.5, gain=None, alpha=arguments.alpha)},
         people=votes_of(labels),
         config=config,
         seed=arguments.seed,
@@ -128,7 +128,9 @@ def result_with_settings(
     share = None
     if arguments.against_itself:
         (comparison,) = contests.comparisons.values()
-        rule = Rule(least=0.5, gain=PromotionConfig().gain_above(0.5), alpha=arguments.alpha)
+        rule = StoppingRule(
+            least=0.5, gain=PromotionConfig().gain_above(0.5), alpha=arguments.alpha
+        )
         share = promoted_share(values_of_prompts(comparison), rule, seed=arguments.seed)
     return ModelWinRate(
         **vars(contests.result),

@@ -9,9 +9,9 @@ from metaflow.plugins.argo.argo_workflows_cli import resolve_workflow_name_v2
 from metaflow.plugins.aws.step_functions.step_functions_cli import resolve_state_machine_name
 from metaflow.plugins.project_decorator import format_name
 
-from deployment.argo_state import ArgoDeployment
+from deployment.argo_deployment import ArgoDeployment
 from deployment.deployment import Deployment
-from deployment.step_functions_state import StepFunctionsDeployment
+from deployment.step_functions_deployment import StepFunctionsDeployment
 from ppo_core.errors import ConfigError
 from retraining.start_training import training_name
 

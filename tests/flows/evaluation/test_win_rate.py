@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from pipeline.evaluation.comparison import Comparison, compare
-from pipeline.evaluation.sequential.betting import mean_interval
+from pipeline.evaluation.sequential.confidence_sequence import mean_interval
 from pipeline.evaluation.win_rate import compare_policies, describe, measure_win_rate
 from ppo_core.errors import DataError
 from tests.flows.evaluation.test_comparison import RuleJudge, judged, longer

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.judges import questions
+from pipeline.judges import judge_prompt
 from pipeline.judges.chat_judge import ChatJudge
 from pipeline.judges.chat_model import Question, Reply
 from pipeline.judges.reply_cache import ReplyCache, reply_key
@@ -49,7 +49,7 @@ class Scripted:
         shown = json.loads(question[1]["content"].split("\n")[1])
         case = (shown["prompt"], shown["answer_a"], shown["answer_b"])
         self.asked.append(case)
-        self.reminded.append(questions.REMINDER in question[1]["content"])
+        self.reminded.append(judge_prompt.REMINDER in question[1]["content"])
         if shown["prompt"] in self.unreachable:
             return Reply(None, error="The server is on fire.")
         if self.asked.count(case) <= self.silent:
@@ -185,13 +185,13 @@ def test_another_model_or_criterion_is_another_judge_and_asked_anew(tmp_path, ch
 
 def test_a_judge_is_named_by_its_model_and_its_wording(tmp_path: Path, monkeypatch):
     judge = make_judge(tmp_path, Scripted(), criterion="Which is shorter?")
-    version = questions.prompt_version("Which is shorter?")
+    version = judge_prompt.prompt_version("Which is shorter?")
     assert judge.name == f"scripted, prompt {version}"
     assert judge.members == ()
     assert judge.version == make_judge(tmp_path, Scripted(), criterion="Which is shorter?").version
     more = make_judge(tmp_path, Scripted(), criterion="Which is shorter?", attempts=4)
     assert (more.name, more.version != judge.version) == (judge.name, True)
-    monkeypatch.setattr(questions, "RULES", "Flip a coin.")
+    monkeypatch.setattr(judge_prompt, "RULES", "Flip a coin.")
     changed = make_judge(tmp_path, Scripted(), criterion="Which is shorter?")
     assert changed.name != judge.name
     assert changed.version != judge.version

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from pipeline.judges.chat_judge import ChatJudge
 from pipeline.judges.chat_model import Question, Reply
-from pipeline.judges.questions import pose
+from pipeline.judges.judge_prompt import pose
 from pipeline.judges.reply_cache import ReplyCache
 from pipeline.judges.transformers_model import TransformersModel
 from pipeline.judges.verdict import Verdict

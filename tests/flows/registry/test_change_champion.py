@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from mlflow import MlflowClient
 
 from pipeline.registry import change_champion as registry
-from pipeline.registry.alias_sync import settle
+from pipeline.registry.alias_sync import sync_aliases
 from pipeline.registry.aliases import read_aliases, read_version
 from pipeline.registry.champion_history import Champions, stack_of
 from pipeline.registry.change_champion import challenge, decide, promote_by_hand, roll_back
@@ -95,7 +95,7 @@ def judge(model: str, version: int, *, promote: bool = True, key: str = "") -> D
             reasons=[f"It won {50 + version} %."],
             by=f"run RLHF/{version}",
             key=key or f"RLHF/{version}",
-            after=settle(model),
+            after=sync_aliases(model),
         )
     return made
 
@@ -117,7 +117,7 @@ def assert_aliases(model: str, champion: int | None, previous: int | None = None
     assert (aliases.get("champion"), aliases.get("previous-champion")) == (champion, previous)
     champions = registry.read_champions(model)
     assert (champions.champion, champions.previous) == (champion, previous)
-    assert settle(model) == champions
+    assert sync_aliases(model) == champions
 
 
 def finish(process) -> None:
@@ -126,8 +126,8 @@ def finish(process) -> None:
 
 
 def test_a_model_without_a_history_or_a_champion_is_settled_and_nothing_is_made(model: str):
-    assert settle(model) == Champions()
-    assert settle("a model that nobody registered") == Champions()
+    assert sync_aliases(model) == Champions()
+    assert sync_aliases("a model that nobody registered") == Champions()
     assert find_ledger(connect(), model) is None
 
 
@@ -184,19 +184,19 @@ def test_a_candidate_never_replaces_a_champion_with_a_higher_number_except_by_ha
 
 
 def test_a_step_that_is_retried_after_it_decided_gives_the_same_decision(model: str):
-    before = settle(model)
+    before = sync_aliases(model)
     first = judge(model, 1)
     judge(model, 2)
     again = partial(
         decide, model, version=1, promote=False, reasons=["No."], by="run", key="RLHF/1"
     )
-    assert again(after=before) == again(after=settle(model)) == first
+    assert again(after=before) == again(after=sync_aliases(model)) == first
     assert told(model) == [("promoted", 1, 1), ("promoted", 2, 2)]
     assert_aliases(model, 2, previous=1)
 
 
 def test_a_judgement_against_champions_of_the_past_decides_nothing(model: str):
-    before = settle(model)
+    before = sync_aliases(model)
     judge(model, 1)
     late = decide(
         model, version=2, promote=True, reasons=["Old."], by="run", key="late", after=before
@@ -298,7 +298,7 @@ def test_what_a_killed_process_had_decided_is_carried_out_by_the_next(served: st
     killed_after_appending(served, proxy, 2)
     assert read_aliases(served) == {"champion": 1, "challenger": 2}
     assert "promotion" not in tags(served, 2)
-    assert settle(served).champion == 2
+    assert sync_aliases(served).champion == 2
     assert_aliases(served, 2, previous=1)
     assert "challenger" not in read_aliases(served)
     assert tags(served, 2)["promotion"] == "promoted"
@@ -309,7 +309,7 @@ def test_what_a_person_did_after_a_process_was_killed_is_not_undone(served: str,
     judge(served, 1)
     killed_after_appending(served, proxy, 2)
     connect().set_registered_model_alias(served, "champion", "4")
-    assert settle(served).champion == 4
+    assert sync_aliases(served).champion == 4
     assert told(served) == [("promoted", 1, 1), ("promoted", 2, 2), ("found", 4, 4)]
     assert_aliases(served, 4, previous=2)
     assert tags(served, 2)["promotion"] == "promoted"
@@ -319,7 +319,7 @@ def test_a_version_deleted_before_its_promotion_was_carried_out_is_no_champion(s
     judge(served, 1)
     killed_after_appending(served, proxy, 2)
     connect().delete_model_version(served, "2")
-    assert settle(served).champion == 1
+    assert sync_aliases(served).champion == 1
     assert told(served) == [("promoted", 1, 1), ("promoted", 2, 2), ("found", 1, 1)]
     # Version 2, which was the one before, is no longer there either.
     assert read_aliases(served) == {"champion": 1}
@@ -428,7 +428,7 @@ def test_an_alias_moved_by_hand_is_taken_over(model: str):
 
 def test_a_champion_from_before_the_history_is_taken_over(model: str):
     connect().set_registered_model_alias(model, "champion", "2")
-    assert settle(model).champion == 2
+    assert sync_aliases(model).champion == 2
     assert told(model) == [("found", 2, 2)]
     judge(model, 3)
     assert_aliases(model, 3, previous=2)
@@ -442,7 +442,7 @@ def test_an_alias_or_a_champion_deleted_by_hand_leaves_no_champion(model: str, h
         connect().delete_registered_model_alias(model, "champion")
     else:
         connect().delete_model_version(model, "2")
-    assert settle(model).champion is None
+    assert sync_aliases(model).champion is None
     assert told(model)[2:] == [("found", 2, None)]
     assert_aliases(model, None)
     judge(model, 3)

@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.registry import change_champion
-from pipeline.registry.alias_sync import settle
+from pipeline.registry.alias_sync import sync_aliases
 from pipeline.results.step_records import ValidatedReward
 from pipeline.settings.settings import Settings, make_settings
 from pipeline.storage.workspace import Workspace
@@ -98,7 +98,7 @@ def test_only_the_second_refused_policy_in_a_row_is_told(
             reasons=[f"Reason {number}."],
             by=f"run RLHF/{number}",
             key=f"RLHF/{number}",
-            after=settle("policy"),
+            after=sync_aliases("policy"),
         )
     alarms.alarm_refused_policies(arn, settings, RUN)
     messages = read()

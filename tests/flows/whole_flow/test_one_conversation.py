@@ -15,7 +15,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from pipeline.judges.questions import pose
+from pipeline.judges.judge_prompt import pose
 from pipeline.judges.reward_model_judge import RewardModelJudge
 from pipeline.registry.artifact import VersionContents, write_artifact
 from pipeline.settings.decoding import Decoding

@@ -10,7 +10,7 @@ import numpy as np
 from pipeline.evaluation.comparison import contests_between
 from pipeline.evaluation.contests import Contestants, evaluate
 from pipeline.evaluation.notes import notes_on
-from pipeline.evaluation.sequential.until_decided import Rule
+from pipeline.evaluation.sequential.sequential_test import StoppingRule
 from pipeline.inputs.preference_pairs import LabeledPair, Vote
 from pipeline.judges.function_judge import FunctionJudge
 from pipeline.judges.judge_budget import Spent
@@ -52,7 +52,7 @@ from pipeline.settings.evaluation_config import EvaluationConfig
 
 Record = TypeVar("Record")
 
-RULE = Rule(least=0.5, gain=0.55, alpha=0.001)
+RULE = StoppingRule(least=0.5, gain=0.55, alpha=0.001)
 """The rule of the default settings."""
 
 HOSTILE = (

@@ -136,7 +136,7 @@ COVERED = {
         "test_a_judge_that_prefers_a_position_gives_ties_only",
     ),
     48: (
-        "tests/flows/judges/test_questions.py",
+        "tests/flows/judges/test_judge_prompt.py",
         "test_hostile_texts_come_through_as_they_are_in_every_place",
     ),
     49: (

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from pipeline.evaluation.guards.scores import Guard, guards_of
 from pipeline.evaluation.rates import Array
-from pipeline.evaluation.sequential.betting import mean_interval
+from pipeline.evaluation.sequential.confidence_sequence import mean_interval
 from pipeline.evaluation.win_rate import mean_by_prompt
 from pipeline.judges.verdict import JudgedPrompt
 from pipeline.results.evaluation import GuardResult

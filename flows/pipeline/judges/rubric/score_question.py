@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 from pipeline.judges.chat_model import Question, Reply
-from pipeline.judges.questions import (
+from pipeline.judges.judge_prompt import (
     delimiter_of,
     line_of_data,
     reply_as_reason,

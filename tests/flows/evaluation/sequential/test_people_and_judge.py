@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pipeline.evaluation.comparison import Comparison
-from pipeline.evaluation.sequential.betting import Values
+from pipeline.evaluation.sequential.confidence_sequence import Values
 from pipeline.evaluation.sequential.people_and_judge import (
     LEAST_LABELS,
     Labels,
@@ -16,8 +16,8 @@ from pipeline.evaluation.sequential.people_and_judge import (
     ppi_variance,
     ppi_weight,
 )
-from pipeline.evaluation.sequential.until_decided import (
-    Rule,
+from pipeline.evaluation.sequential.sequential_test import (
+    StoppingRule,
     compare_until_decided,
 )
 from pipeline.inputs.preference_pairs import Vote
@@ -76,7 +76,7 @@ def draw(
 
 def test_a_biased_judge_promotes_no_equal_policy_and_is_found_where_people_are_not_asked():
     rng = np.random.default_rng(0)
-    rule = Rule(least=0.5, gain=None, alpha=0.001)
+    rule = StoppingRule(least=0.5, gain=None, alpha=0.001)
     corrected = alone = 0
     for _ in range(1000):
         judged, people = draw(rng, 0.5, bias=0.1, labels=100)
@@ -157,7 +157,7 @@ def test_fewer_labels_than_the_least_decide_nothing():
 def test_people_overrule_a_judge_that_always_prefers_the_candidate(wins: int, decided: str):
     rows = [row(n, "first" if n < wins else "second") for n in range(60)]
     pairs = contest(60)
-    rule = Rule(least=0.5, gain=None, alpha=0.001)
+    rule = StoppingRule(least=0.5, gain=None, alpha=0.001)
     alone = compare_until_decided(Biased(), *pairs, rule, seed=1)
     assert alone.test.decided == "better"
     assert alone.people is None
@@ -175,7 +175,7 @@ def test_people_overrule_a_judge_that_always_prefers_the_candidate(wins: int, de
 def test_labels_of_the_pairs_that_an_earlier_run_asked_first_are_spread_over_the_order():
     """A label counts 1 / share times, so a beginning of labeled pairs alone would be no sample."""
     pairs = contest(600)
-    rule = Rule(least=0.5, gain=None, alpha=0.001)
+    rule = StoppingRule(least=0.5, gain=None, alpha=0.001)
     first = Biased()
     compare_until_decided(first, *pairs, rule, seed=1)
     labeled = first.asked[:60]

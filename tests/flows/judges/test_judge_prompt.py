@@ -7,8 +7,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pipeline.judges import questions
-from pipeline.judges.questions import (
+from pipeline.judges import judge_prompt
+from pipeline.judges.judge_prompt import (
     MAX_REASON_CHARACTERS,
     REMINDER,
     pose,
@@ -116,7 +116,7 @@ def test_the_version_of_the_wording_changes_with_the_criterion_and_with_every_wo
     versions = {prompt_version(CRITERION), prompt_version("Which is shorter?")}
     for name in ("TASK", "DATA", "RULES", "REMINDER", "_ESCAPED"):
         with monkeypatch.context() as patch:
-            patch.setattr(questions, name, {} if name == "_ESCAPED" else f"other {name}")
+            patch.setattr(judge_prompt, name, {} if name == "_ESCAPED" else f"other {name}")
             versions.add(prompt_version(CRITERION))
     assert len(versions) == 7
     assert prompt_version(CRITERION) == prompt_version(CRITERION)

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from pipeline.evaluation.comparison import Comparison
-from pipeline.evaluation.sequential.betting import BETS, Values
-from pipeline.evaluation.sequential.until_decided import (
+from pipeline.evaluation.sequential.confidence_sequence import BETS, Values
+from pipeline.evaluation.sequential.sequential_test import (
     PAIRS_AT_ONCE,
-    Rule,
+    StoppingRule,
     compare_until_decided,
     promoted_share,
 )
@@ -18,7 +18,7 @@ from pipeline.evaluation.win_rate import doubts_of, values_of_prompts
 from pipeline.judges.verdict import Verdict
 from pipeline.settings.gate_configs import PromotionConfig
 
-RULE = Rule(least=0.5, gain=0.55, alpha=0.001)
+RULE = StoppingRule(least=0.5, gain=0.55, alpha=0.001)
 
 
 class Recorder:
@@ -43,7 +43,9 @@ def longer(first: str, second: str) -> str:
     return "first" if len(first) > len(second) else "second"
 
 
-def judged(points: Sequence[float], prompts: Sequence[str] | None = None, rule: Rule = RULE):
+def judged(
+    points: Sequence[float], prompts: Sequence[str] | None = None, rule: StoppingRule = RULE
+):
     """Compare candidates that win, tie or lose as `points` say."""
     prompts = prompts or [f"prompt {n}" for n in range(len(points))]
     texts = {1.0: "longer", 0.5: "same", 0.0: "s"}
@@ -69,7 +71,9 @@ def test_the_capital_of_wins_losses_and_ties_by_hand():
     assert test.evidence == pytest.approx(by_hand)
     assert (test.decided, test.asked, test.available) == ("undecided", 4, 9)
     # Against 0.8, a win gains bet / 4, and a loss still loses the bet.
-    high = Rule(least=0.8, gain=0.9, alpha=0.001).test(Values(values[:2]), asked=2, available=2)
+    high = StoppingRule(least=0.8, gain=0.9, alpha=0.001).test(
+        Values(values[:2]), asked=2, available=2
+    )
     assert high.evidence == pytest.approx(np.mean([(1 + b / 4) * (1 - b) for b in BETS]))
 
 
@@ -129,7 +133,7 @@ def test_pairs_without_a_verdict_decide_nothing():
 
 @pytest.mark.parametrize(("least", "gain"), [(0.0, 0.05), (0.99, 0.995)])
 def test_a_limit_at_the_edge_of_the_range_can_be_decided(least: float, gain: float):
-    rule = Rule(least=least, gain=gain, alpha=0.001)
+    rule = StoppingRule(least=least, gain=gain, alpha=0.001)
     assert rule.decide(Values(np.full(2000, 1.0))) == "better"
     assert rule.decide(Values(np.zeros(400))) == "not better"
     assert np.isfinite(rule.test(Values(np.ones(5000)), asked=5000, available=5000).evidence)
@@ -137,14 +141,14 @@ def test_a_limit_at_the_edge_of_the_range_can_be_decided(least: float, gain: flo
 
 def test_a_rate_just_above_a_high_limit_survives_a_tie():
     limits = PromotionConfig(min_win_rate=0.95)
-    rule = Rule(least=0.95, gain=limits.gain_above(0.95), alpha=0.001)
+    rule = StoppingRule(least=0.95, gain=limits.gain_above(0.95), alpha=0.001)
     assert rule.gain == pytest.approx(0.975)
     assert rule.decide(Values(np.array([1.0] * 20 + [0.5]))) == "undecided"
 
 
 @pytest.mark.parametrize(("least", "wins"), [(0.5, 15), (0.8, 47), (0.9999, None)])
 def test_the_fewest_wins_are_those_with_which_the_rule_decides(least: float, wins: int | None):
-    rule = Rule(least=least, gain=None, alpha=0.001)
+    rule = StoppingRule(least=least, gain=None, alpha=0.001)
     found = rule.least_wins()
     assert wins is None or found == wins
     assert rule.decide(Values(np.ones(found))) == "better"
@@ -177,7 +181,7 @@ def test_the_judge_is_asked_further_until_its_verdicts_are_conclusive():
 
 
 def test_without_a_rate_worth_finding_all_pairs_are_judged():
-    rule = Rule(least=0.5, gain=None, alpha=0.001)
+    rule = StoppingRule(least=0.5, gain=None, alpha=0.001)
     _, found = judged([0.0] * 100, rule=rule)
     assert (found.test.asked, found.test.decided) == (100, "undecided")
 
@@ -213,7 +217,7 @@ def test_power_and_false_promotions_of_simulated_weeks():
 
 
 def test_the_first_decision_is_made_at_a_look_and_not_between():
-    rule = Rule(least=0.5, gain=None, alpha=0.001)
+    rule = StoppingRule(least=0.5, gain=None, alpha=0.001)
     wins = np.ones(100)
     assert rule.least_wins() == 15
     assert rule.first_decision(wins) == ("better", PAIRS_AT_ONCE)
@@ -222,7 +226,7 @@ def test_the_first_decision_is_made_at_a_look_and_not_between():
 
 
 def test_a_later_turn_does_not_change_the_first_decision():
-    rule = Rule(least=0.5, gain=0.55, alpha=0.001)
+    rule = StoppingRule(least=0.5, gain=0.55, alpha=0.001)
     values = np.r_[np.ones(64), np.zeros(300)]
     assert rule.first_decision(values) == ("better", 32)
     assert rule.decide(Values(values)) == "not better"
@@ -230,17 +234,17 @@ def test_a_later_turn_does_not_change_the_first_decision():
 
 
 def test_the_share_keeps_to_alpha_also_where_one_side_won_all_pairs():
-    rule = Rule(least=0.5, gain=None, alpha=0.05)
+    rule = StoppingRule(least=0.5, gain=None, alpha=0.05)
     share = promoted_share(np.ones(200), rule, weeks=2000, seed=1)
     assert 0.001 < share < 0.05
     assert promoted_share(np.ones(200), rule, weeks=2000, seed=1) == share
 
 
 def test_pairs_that_are_all_ties_promote_nothing():
-    rule = Rule(least=0.5, gain=None, alpha=0.05)
+    rule = StoppingRule(least=0.5, gain=None, alpha=0.05)
     assert promoted_share(np.full(200, 0.5), rule, weeks=50, seed=1) == 0
 
 
 def test_a_gate_that_asks_for_less_than_half_promotes_equal_policies():
-    rule = Rule(least=0.3, gain=None, alpha=0.05)
+    rule = StoppingRule(least=0.3, gain=None, alpha=0.05)
     assert promoted_share(np.ones(200), rule, weeks=200, seed=1) > 0.99

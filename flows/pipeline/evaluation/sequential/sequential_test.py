@@ -9,7 +9,7 @@ from scipy.special import logsumexp
 
 from pipeline.evaluation.comparison import Comparison, compare, joined
 from pipeline.evaluation.rates import Array
-from pipeline.evaluation.sequential.betting import BETS, Values, log_capitals
+from pipeline.evaluation.sequential.confidence_sequence import BETS, Values, log_capitals
 from pipeline.evaluation.sequential.people_and_judge import Labels
 from pipeline.evaluation.win_rate import values_of_prompts
 from pipeline.judges.verdict import Judge, JudgedPrompt
@@ -34,7 +34,7 @@ LARGEST_LOG = 700.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule:
+class StoppingRule:
     """When a win rate is decided."""
 
     least: float
@@ -126,7 +126,7 @@ def compare_until_decided(
     prompts: Sequence[JudgedPrompt],
     candidates: Sequence[str],
     opponents: Sequence[str],
-    rule: Rule,
+    rule: StoppingRule,
     *,
     labels: Labels | None = None,
     is_conclusive: Callable[[Comparison], bool] = lambda comparison: True,
@@ -163,7 +163,7 @@ def compare_until_decided(
     )
 
 
-def promoted_share(values: Array, rule: Rule, *, weeks: int = WEEKS, seed: int) -> float:
+def promoted_share(values: Array, rule: StoppingRule, *, weeks: int = WEEKS, seed: int) -> float:
     """Return the share of resampled weeks in which a rule finds the candidate better.
 
     A week draws as many values as there are, with replacement. Each drawn value x becomes 1 - x

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from human_feedback.watch import watch_champion
+from human_feedback.withdraw_champion import watch_champion
 from pipeline.stages.given_settings import read_settings
 from ppo_core.errors import DataError
 

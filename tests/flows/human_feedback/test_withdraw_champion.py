@@ -11,14 +11,14 @@ import pytest
 
 import registry
 from human_feedback.opinions import Opinion
-from human_feedback.watch import ALPHA, compare_feedback, evidence_of_loss, promoted_at
-from pipeline.evaluation.sequential.betting import BETS
-from pipeline.registry.alias_sync import settle
+from human_feedback.withdraw_champion import ALPHA, compare_feedback, evidence_of_loss, promoted_at
+from pipeline.evaluation.sequential.confidence_sequence import BETS
+from pipeline.registry.alias_sync import sync_aliases
 from pipeline.registry.change_champion import decide, promote_by_hand, read_champions, roll_back
 from pipeline.registry.decisions import Decision
 from pipeline.tracking.mlflow_client import connect
 from ppo_core.errors import ModelError
-from retraining.watch import watch_feedback
+from retraining.withdraw_before_training import watch_feedback
 from serving.answer_traces import record_opinion
 from tests.flows.human_feedback.test_collect import START, judgment
 from tests.helpers.runs.served_answers import serve_answers
@@ -71,7 +71,7 @@ def name(server: MlflowServer) -> str:
     for version in (1, 2):
         client.create_model_version(made, "s3://bucket/policy")
         key = f"RLHF/{version}"
-        after = settle(made)
+        after = sync_aliases(made)
         decide(made, version=version, promote=True, reasons=["r"], by=key, key=key, after=after)
         if version == 1:
             judge_answers(made, "1", liked=True)
