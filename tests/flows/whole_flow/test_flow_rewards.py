@@ -52,7 +52,7 @@ def finished(tmp_path_factory) -> Finished:
     table["reward_model_training"] = {**table["reward_model_training"], "members": 2}
     with fault_server([say("SCORE: 7", tokens=50)]) as server:
         table["judging"] = {"base_url": server.url}
-        table["hardware.judge_prices"] = {'"openai:scorer"': 2.0}
+        table["hardware"] = {"judge_prices": {"openai:scorer": 2.0}}
         (folder / "tiny.toml").write_text(tomli_w.dumps(table))
         words = ("--config", "settings", "tiny.toml", "run", "--summary-json", "summary.json")
         ran = run_flow(folder, *words)
