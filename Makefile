@@ -1,6 +1,6 @@
 # Two verbs do everything on a machine with Python 3.11 and make: `make run` and `make test`.
 # The others: lint, types, soak, phases, remote, deployed, hostile, forms, architectures, tldr, stories and
-# fresh-stories (for three seeds each), weeks, bench, test-gpu, bench-gpu, docs, install, lock, audit, clean.
+# fresh-stories (for three seeds each), weeks, year, bench, test-gpu, bench-gpu, docs, install, lock, audit, clean.
 
 PYTHON ?= python3
 VENV := .venv
@@ -32,7 +32,7 @@ IMAGE_EXTRAS := $(addprefix --extra ,deploy evaluation judge peft quantised vllm
 COMPILE = $(BIN)/uv pip compile --quiet --generate-hashes --no-annotate $(WHEELS) $(LOCK_ARGS) \
 	--python-platform x86_64-manylinux_2_28 --custom-compile-command "make lock"
 
-.PHONY: run test soak phases remote deployed hostile forms architectures lint types tldr stories fresh-stories weeks bench test-gpu bench-gpu docs install lock audit clean
+.PHONY: run test soak phases remote deployed hostile forms architectures lint types tldr stories fresh-stories weeks year bench test-gpu bench-gpu docs install lock audit clean
 
 run: $(VENV)/installed ## Run the flow on the built-in task and print the result.
 	$(BIN)/python flows/rlhf.py run $(RUN_ARGS)
@@ -105,6 +105,9 @@ fresh-stories: $(VENV)/installed-dev
 weeks: $(VENV)/installed-dev ## Simulated weeks of the gate: false promotions, power, coverage of the intervals; guards.
 	PYTHONPATH=.:flows OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.weeks
 	PYTHONPATH=.:flows OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.guards
+
+year: $(VENV)/installed-dev ## A simulated year of weekly retraining that no person touches; about an hour.
+	PYTHONPATH=.:flows OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.year --figure docs/images/year.png
 
 # Ours and TRL 1.12 in alternation, about 25 minutes. BENCH_ARGS="--cases neox-10m" measures one case.
 bench: $(VENV)/installed-dev $(TRL_VENV)/installed

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -18,6 +19,12 @@ from tests.benchmarks.guards import refused
 from tests.benchmarks.processes import MeasurementError
 from tests.benchmarks.results import KEPT, write_results
 from tests.benchmarks.tasks import Run, Task, Update
+from tests.benchmarks.year_results import Week, draw_year, print_year
+from tests.benchmarks.year_thumbs import (
+    Users,
+    is_withdrawn_wrongly,
+    judgments_until_withdrawn,
+)
 
 TINY = neox("tiny", vocabulary=61, width=8, layers=1, heads=2)
 TINY_LLAMA = Shape(
@@ -166,6 +173,37 @@ def test_a_process_that_fails_says_why(tmp_path: Path):
     task = task_of(Workload(shape=TINY), tmp_path / "missing", side="ours", threads=1)
     with pytest.raises(MeasurementError, match=r"ended with 1:[\s\S]*missing"):
         alternate([task], warmups=0, rounds=1)
+
+
+def weeks_of(champion: str, numbers: range) -> list[Week]:
+    """Weeks in which users ask about a single topic."""
+    figures = {"won": 0.5, "liked": 0.5, "labels": 0, "judged": 0, "seconds": 0.0}
+    return [
+        Week(number=number, event="", outcome="", champion=champion, shares=(1.0,), **figures)
+        for number in numbers
+    ]
+
+
+def test_feedback_withdraws_a_worse_champion_and_no_equal_one():
+    before, after = weeks_of("1", range(1, 6)), weeks_of("2", range(6, 11))
+    users = Users(count=1_500, thumbs=200, liked={"1": [0.9], "2": [0.9]})
+    assert not any(is_withdrawn_wrongly(Random(n), before, after, users) for n in range(10))
+    needed = [judgments_until_withdrawn(Random(n), before, after, users) for n in range(5)]
+    assert all(50 <= count <= 1_000 for count in needed)
+
+
+def test_a_year_is_printed_with_its_largest_loss_and_drawn(tmp_path: Path, capsys):
+    rates = (0.5, 0.9, 0.88, 0.95)
+    weeks = [
+        replace(week, won=won, outcome="promoted 1", event="outage" if won == 0.88 else "")
+        for week, won in zip(weeks_of("1", range(1, 5)), rates, strict=True)
+    ]
+    print_year(weeks)
+    told = " ".join(capsys.readouterr().out.split())
+    assert "the champion wins 95.0 % against SFT" in told
+    assert "The largest loss from one week to the next is 2.0 points, in week 3." in told
+    draw_year(weeks, tmp_path / "year.png")
+    assert (tmp_path / "year.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_guard_refuses_worse_policies_and_no_equal_one():

@@ -1,0 +1,27 @@
+"""Three weeks of the simulated year: a first champion, poisoned labels, and an outage of MLflow."""
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.registry.aliases import read_aliases
+from tests.benchmarks.year import NAME, Year, write_inputs
+from tests.helpers.servers.mlflow_store import tracking_to
+from tests.helpers.servers.servers import mlflow_server
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+
+def test_neither_poison_nor_an_outage_changes_the_champion(tmp_path: Path):
+    events = {2: "poisoned labels", 3: "outage"}
+    with mlflow_server(tmp_path) as server, tracking_to(server.url):
+        write_inputs(tmp_path, seed=1)
+        year = Year(tmp_path, 52, 1, server, events)
+        first, poisoned, cut = (year.run_week(number) for number in (1, 2, 3))
+        assert (first.outcome, first.champion) == ("promoted 1", "1")
+        assert first.won > 0.6
+        # What users said in the week is not lost with the poison.
+        assert (poisoned.outcome, poisoned.champion) == ("reward model refused", "1")
+        assert first.labels < poisoned.labels < first.labels + 200
+        assert (cut.outcome, cut.champion) == ("failed", "1")
+        assert read_aliases(NAME)["champion"] == 1
