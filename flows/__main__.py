@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(describe_commands())
         sys.exit(0)
     if name not in {*commands, *FILES}:
-        wrong = f"{name!r:.100} is no command.\n\n" if name else ""
+        wrong = f"{name!r:.100} is not a command.\n\n" if name else ""
         print(f"{wrong}{describe_commands()}", file=sys.stderr)
         sys.exit(2)
     file, *words = commands.get(name, name).split()

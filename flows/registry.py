@@ -149,7 +149,7 @@ def _parse_row(text: str) -> dict[str, Any]:
         row: dict[str, Any] = json.loads(text)
     except ValueError as error:
         raise DataError(
-            f"The row {text!r:.80} is no JSON object: {error}. Give the row as a line of JSON "
+            f"The row {text!r:.80} is not a JSON object: {error}. Give the row as a line of JSON "
             "Lines, or the name of a file."
         ) from error
     return row

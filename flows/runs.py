@@ -61,7 +61,7 @@ def show_diff(runs: Sequence["ListedRun"], names: Sequence[str], *, as_json: boo
     """Print in what two runs differ, and their results side by side.
 
     Raises:
-        ConfigError: a name is no run, or MLflow does not have the run.
+        ConfigError: a name is not a run, or MLflow does not have the run.
     """
     from pipeline.reports.run_page.differences import compare_runs
     from pipeline.tracking.run_list import find_run

@@ -72,8 +72,8 @@ def _metrics_file(run: Path) -> Path:
         if place.is_file():
             return place
     raise DataError(
-        f"'{run}' is no training: there is no {places[0].name} in it, so nothing can be diagnosed. "
-        "Name the output_dir of a training with checkpoints, or a folder in outputs/runs."
+        f"'{run}' is not a training: there is no {places[0].name} in it, so nothing can be "
+        "diagnosed. Name the output_dir of a training with checkpoints, or a folder of a run."
     )
 
 

@@ -54,7 +54,7 @@ class Alarms:
     """Budget of a run in GPU hours, above which an alarm is sent; 0 for no limit."""
 
     def __post_init__(self) -> None:
-        """Raise if the topic is no ARN, or the budget is negative."""
+        """Raise if the topic is not an ARN, or the budget is negative."""
         check_fields(self)
         is_topic = not self.topic or TOPIC.fullmatch(self.topic) is not None
         require(self, "topic", is_topic, "an ARN, arn:aws:sns:REGION:ACCOUNT:NAME")

@@ -130,17 +130,18 @@ def _check_step(deployment: Deployment, place: str, resources: StepResources) ->
     for secret in resources.secrets:
         if not (SECRET_OF_AWS if on_aws else SECRET_OF_KUBERNETES).fullmatch(secret):
             raise ConfigError(
-                f"{place}.secrets has a text that is no name of a secret of {scheduler}; it is not "
-                "shown here. Store the secret at the scheduler, and write its name."
+                f"{place}.secrets has a text that is not a name of a secret of {scheduler}; it is "
+                "not shown here. Store the secret at the scheduler, and write its name."
             )
     if resources.role and not ROLE.fullmatch(resources.role):
         raise ConfigError(
-            f"{place}.role={resources.role!r} is no ARN of a role, arn:aws:iam::ACCOUNT:role/NAME."
+            f"{place}.role={resources.role!r} is not the ARN of a role, such as "
+            "arn:aws:iam::ACCOUNT:role/NAME."
         )
     if on_aws and (wrong := [one for one in resources.mounts if not EFS.fullmatch(one)]):
         raise ConfigError(
-            f"{place}.mounts names {wrong[0]!r}, which is no id of an EFS file system. Write one: "
-            "fs-0123456789abcdef0."
+            f"{place}.mounts names {wrong[0]!r}, which is not an id of an EFS file system. Write "
+            "one: fs-0123456789abcdef0."
         )
     if not deployment.image_of(resources):
         raise ConfigError(f"{place} has no image. Set image at the top of the deployment file.")

@@ -66,7 +66,7 @@ class _Handler(BaseHTTPRequestHandler):
             else:
                 self.server.labeling.label(int(given["number"]), str(given["label"]))
         except (ValueError, KeyError, TypeError):
-            self._reply(400, "text/plain", "The request is no label.")
+            self._reply(400, "text/plain", "The request is not a label.")
         except PPOError as error:
             self._reply(400, "text/plain", str(error))
         else:

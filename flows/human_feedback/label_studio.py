@@ -106,8 +106,8 @@ def labels_of_export(path: Path) -> list[dict[str, Any]]:
         rows = [row for task in tasks for row in _rows_of(task)]
     except (TypeError, ValueError) as error:
         raise DataError(
-            f"'{path}' is no export of a project whose tasks `feedback.py to-label-studio` wrote: "
-            f"{error}. Export the project in the format JSON, which keeps the data of the tasks."
+            f"'{path}' is not an export of a project whose tasks `feedback.py to-label-studio` "
+            f"wrote: {error}. Export the project in the format JSON, which keeps the tasks' data."
         ) from error
     if not rows:
         raise DataError(f"{path} has {len(tasks)} tasks, and none has a label. Label some first.")

@@ -173,7 +173,7 @@ def _opinion(answer: Opinion, one: Said, scale: Scale) -> Opinion | LeftOut:
     known = replace(answer, user=user, time=time_of(one.create_time_ms))
     if isinstance(one, Expectation):
         if one.name != CORRECTION or not isinstance(value, str):
-            reason = f"the expectation {one.name!r:.60} is no text named {CORRECTION}"
+            reason = f"the expectation {one.name!r:.60} is not a text named {CORRECTION}"
             return LeftOut(answer.source, reason, user)
         if fault := size_fault(value):
             return LeftOut(answer.source, fault, user)
@@ -182,7 +182,9 @@ def _opinion(answer: Opinion, one: Said, scale: Scale) -> Opinion | LeftOut:
         return replace(known, liked=value, disliked=text)
     is_liked = _as_judgment(value, scale)
     if is_liked is None:
-        reason = f"the feedback {one.name!r:.60} has the value {value!r:.60}, which is no judgment"
+        reason = (
+            f"the feedback {one.name!r:.60} has the value {value!r:.60}, which is not a judgment"
+        )
         return LeftOut(answer.source, reason, user)
     return known if is_liked else replace(known, liked=None, disliked=text)
 

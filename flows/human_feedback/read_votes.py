@@ -58,7 +58,7 @@ def _opinion(raw: RawRow, form: Form, place: str) -> Opinion | LeftOut:
     if isinstance(row, RowError):
         return LeftOut(place, str(row), user)
     if isinstance(row, list):
-        return LeftOut(place, "a ranked list is no opinion of one user", user)
+        return LeftOut(place, "a ranked list is not an opinion of one user", user)
     answers = _answers(row)
     if answers is None:
         return LeftOut(place, "a tie, or a label that is not first, second or tie", user)

@@ -25,7 +25,7 @@ MOST_COMPARED = 5
 """Maximum number of earlier users with whom one user of the champion is compared."""
 
 LARGEST_LOG = 700.0
-"""Logarithm at which the evidence is cut off, because larger numbers are no floats."""
+"""Logarithm at which the evidence is cut off, because larger numbers are not floats."""
 
 
 @dataclass(frozen=True, kw_only=True)

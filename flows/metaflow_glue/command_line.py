@@ -30,8 +30,8 @@ def check_settings_file(argv: Sequence[str]) -> None:
     for word, following in pairwise(argv):
         if word == "run" and following.endswith(".toml"):
             raise ConfigError(
-                f"{following!r:.200} after `run` is no option. The settings file is named before "
-                f"`run`: {FILE_FORM}"
+                f"{following!r:.200} after `run` is not an option. The settings file is named "
+                f"before `run`: {FILE_FORM}"
             )
     for place, word in enumerate(argv):
         option, _, value = word.partition("=")

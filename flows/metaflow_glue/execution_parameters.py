@@ -63,7 +63,7 @@ def read_step_functions(names: Collection[str], environment: Mapping[str, str]) 
     A parameter that the execution does not set has the default of the flow.
 
     Raises:
-        ConfigError: the input is no JSON object, or has a parameter that the flow lacks.
+        ConfigError: the input is not a JSON object, or has a parameter that the flow lacks.
     """
     given = environment.get("METAFLOW_PARAMETERS", "{}")
     try:
@@ -72,8 +72,8 @@ def read_step_functions(names: Collection[str], environment: Mapping[str, str]) 
         values = None
     if not isinstance(values, dict):
         raise ConfigError(
-            f"The parameters of this execution, {given!r:.200}, are no JSON object. Start it with "
-            'an input such as {"Parameters": "{\\"policy\\": \\"my-model\\"}"}.'
+            f"The parameters of this execution, {given!r:.200}, are not a JSON object. Start "
+            'it with an input such as {"Parameters": "{\\"policy\\": \\"my-model\\"}"}.'
         )
     known = {_variable(name) for name in names}
     if unknown := [name for name in values if _variable(name) not in known]:

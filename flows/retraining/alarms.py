@@ -50,7 +50,7 @@ def alarm_refused_policies(topic: str, settings: "Settings", run: str) -> None:
 
 
 def alarm_budget(topic: str, budget: float, settings: "Settings", run: "FlowRun") -> None:
-    """Send an alarm if a run used more GPU hours than its budget; a budget of 0 is no limit."""
+    """Send an alarm if a run used more GPU hours than its budget; a budget of 0 is not a limit."""
     if not (topic and budget):
         return
     from pipeline.cost.usage import gpu_hours

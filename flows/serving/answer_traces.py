@@ -58,7 +58,7 @@ def record_opinion(
         ModelError: MLflow does not answer; nothing, or only `liked`, was recorded.
     """
     if not ANSWER_ID.fullmatch(answer):
-        raise DataError(f"{answer!r:.80} is no id of an answer.")
+        raise DataError(f"{answer!r:.80} is not an id of an answer.")
     if liked is None and correction is None:
         raise DataError("The feedback is empty. Give liked (true or false), a correction, or both.")
     try:

@@ -252,7 +252,7 @@ def manifest_digest(tags: Mapping[str, str], tag: str, what: str) -> str:
     """Return the digest of a manifest, which is in a tag of a version.
 
     Raises:
-        ModelError: there is no such tag, or its value is no digest.
+        ModelError: there is no such tag, or its value is not a digest.
     """
     digest = tags.get(tag)
     if digest is None:

@@ -67,7 +67,7 @@ def _fault(path: Path, *, must_exist: bool, is_written: bool) -> str | None:
     if not path.exists() or path.stat().st_size == 0:
         return f"there is no database in {path}" if must_exist else None
     if not path.is_file():
-        return f"{path} is no file"
+        return f"{path} is not a file"
     return _fault_of_content(path)
 
 
@@ -75,7 +75,7 @@ def _fault_of_content(path: Path) -> str | None:
     try:
         with path.open("rb") as file:
             if file.read(len(SQLITE_HEADER)) != SQLITE_HEADER:
-                return f"{path} is no sqlite database"
+                return f"{path} is not a sqlite database"
         tables = _tables(path)
     except OSError as error:
         return f"{path} cannot be read: {error.strerror}"

@@ -116,7 +116,7 @@ def _is_same(one: NamedReward, other: NamedReward) -> bool:
 
 def same_place(one: str, other: str) -> bool:
     """Return whether two sources are the same file, folder or hub id."""
-    # A text with NUL is no path.
+    # A text with NUL is not a path.
     if not one or not other or "\0" in one + other:
         return one == other
     return os.path.realpath(one) == os.path.realpath(other)

@@ -47,7 +47,7 @@ _PASSWORD_OF_DATABASE = re.compile(
 )
 # `user:password@host` without `//`. A password with a slash is recognized only if a port or a
 # database follows the host, so `localhost:5000/image@tag` has no password. A number or a version
-# after the `@` is no host, as in `file:a.py@10:20`. The maximum lengths bound the time for long
+# after the `@` is not a host, as in `file:a.py@10:20`. The maximum lengths bound the time for long
 # lines.
 _PASSWORD_WITHOUT_SCHEME = re.compile(
     r"(?<![\w:/@.+%-])"

@@ -194,7 +194,7 @@ def is_made(folder: Path) -> bool:
         made = _read_made(folder)
         is_own = "values" in made and made["name"] == folder.name
         return is_own and bool(made["digest"] == digest_of_folder(folder))
-    # The file is unreadable, is no JSON object of this form, or has the form of older versions.
+    # The file is unreadable, is not a JSON object of this form, or has the form of older versions.
     except (OSError, ValueError, KeyError, TypeError):
         return False
 

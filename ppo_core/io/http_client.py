@@ -88,8 +88,8 @@ class _LimitedBody(httpx2.SyncByteStream, httpx2.AsyncByteStream):
         self._received += len(part)
         if self._received > MAX_REPLY_BYTES:
             raise self._error(
-                f"{self._who} sends a reply of more than {MAX_REPLY_BYTES} bytes. It is no model "
-                "server, or its settings are wrong; check the address."
+                f"{self._who} sends a reply of more than {MAX_REPLY_BYTES} bytes. It is not a "
+                "model server, or its settings are wrong; check the address."
             )
         if time.monotonic() > self._end:
             raise self._error(

@@ -16,7 +16,7 @@ MAX_DEPTH = 100
 libraries that process them."""
 
 _HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
-"""Escape of a surrogate, which is no character without its other half."""
+"""Escape of a surrogate, which is not a character without its other half."""
 
 
 def open_regular_file(path: Path) -> BinaryIO:
@@ -98,7 +98,7 @@ def _require_whole_characters(value: Any) -> None:
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise ValueError("it has half of a surrogate pair, which is no character") from None
+        raise ValueError("it has half of a surrogate pair, which is not a character") from None
 
 
 def _without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

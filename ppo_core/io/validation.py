@@ -66,7 +66,8 @@ def read_record(
 ) -> Record:
     """Return a parsed JSON value as an object of a type, such as a dataclass.
 
-    Types are strict: an integer is accepted as a float, but True is no integer and "1" no number.
+    Types are strict: an integer is accepted as a float, but True is not an integer, and "1" is not
+    a number.
 
     Raises:
         ValueError: the value does not match the type; the message names the place and the value.

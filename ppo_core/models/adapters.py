@@ -54,7 +54,7 @@ def plain_model(model: nn.Module) -> PreTrainedModel:
             )
         model = model.get_base_model()
     if not isinstance(model, PreTrainedModel):
-        raise ModelError(f"{type(model).__name__} is no model of transformers.")
+        raise ModelError(f"{type(model).__name__} is not a model of transformers.")
     return model
 
 

@@ -269,7 +269,7 @@ def require_causal_lm(model: nn.Module, part: str) -> PreTrainedModel:
     """Return the model if it is a language model that can be the policy or the reference.
 
     Raises:
-        ModelError: the model has no LM head, is no model of transformers, or is of a type in
+        ModelError: the model has no LM head, is not a model of transformers, or is of a type in
             `UNTRAINABLE`.
     """
     if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:

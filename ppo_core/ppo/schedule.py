@@ -63,7 +63,7 @@ def batch_sizes(config: PPOConfig, num_processes: int) -> dict[str, int]:
         )
     if left := batch_size % config.samples_per_prompt:
         raise ConfigError(
-            f"A batch of {batch_size} responses is no multiple of samples_per_prompt="
+            f"A batch of {batch_size} responses is not a multiple of samples_per_prompt="
             f"{config.samples_per_prompt}: {left} responses would be left over. Set batch_size to "
             "a multiple of samples_per_prompt."
         )

@@ -16,7 +16,7 @@ _ADDRESS = re.compile(
     r"((?:(?:https?|ftp|dict)://|www\.)[^\s`|<>&$~\\]*|(?<![\w.+-])[\w.+-]+@[\w.-]+)",
     re.IGNORECASE,
 )
-# An underscore within a word is no markup.
+# An underscore within a word is not markup.
 _NOT_PLAIN = re.compile(r"[^\w ,./-]|(?<=www)\.|(?<![^\W_])_|_(?![^\W_])", re.IGNORECASE)
 
 

@@ -235,7 +235,7 @@ def _require_causal(policy: LanguageModel, own: OwnForward, limit: float) -> Non
         if getattr(config, "is_decoder", True) is False:
             hint = " Its configuration does not set is_decoder=True."
         raise ModelError(
-            f"{type(policy.model).__name__} (model type {policy.model.config.model_type}) is no "
+            f"{type(policy.model).__name__} (model type {policy.model.config.model_type}) is not a "
             "decoder but an encoder, or reads its prompt both ways: a later token changes the "
             f"log-probabilities of earlier ones by {difference:.2g}.{hint} Use a decoder-only "
             "model."

@@ -69,7 +69,7 @@ def run_job(file: Path, prepare: Callable[..., None]) -> dict[str, float]:
     `prepare` sets up the process; it is called with the sharding, and with `trains_adapter`.
 
     Raises:
-        ConfigError: the file cannot be read or is no valid job, or a setting cannot be used.
+        ConfigError: the file cannot be read or is not a valid job, or a setting cannot be used.
         DataError: there are no rows, or too many of them cannot be used or are too long.
         ModelError: the model or its tokenizer cannot be loaded or used.
         RunInterruptedError: SIGTERM stopped the training.
@@ -79,7 +79,7 @@ def run_job(file: Path, prepare: Callable[..., None]) -> dict[str, float]:
         job = SupervisedJob(**json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
-            f"'{file}' is no job of this version: {error}. To train from a shell, give flags: "
+            f"'{file}' is not a job of this version: {error}. To train from a shell, give flags: "
             "python -m ppo_core.supervised sft --help."
         ) from error
     prepare(job.config.get("sharding"), trains_adapter=job.lora is not None)

@@ -150,8 +150,8 @@ class PairRanker(nn.Module):
 def no_ranker(classifier: PreTrainedModel, reason: str) -> ModelError:
     """Return the error for a classifier that cannot score the last token, because of `reason`."""
     return ModelError(
-        f"{type(classifier).__name__} is no last-token classifier, because {reason}. Start from a "
-        "decoder-only model such as Llama, GPT-2, GPT-NeoX or Qwen2."
+        f"{type(classifier).__name__} is not a last-token classifier, because {reason}. Start from "
+        "a decoder-only model such as Llama, GPT-2, GPT-NeoX or Qwen2."
     )
 
 

@@ -293,7 +293,7 @@ def load_reward(
     base = path or start
     if member_folders(base) or is_classifier(base):
         return load_reward_model(base, prompt_format=prompt_format, **reading)
-    given = f"reward_model_path={path!r} is no reward model" if path else "No reward_model_path"
+    given = f"reward_model_path={path!r} is not a reward model" if path else "No reward_model_path"
     warnings.warn(
         f"{given}: '{base}' gets a score head with RANDOM weights. The scores are meaningless, so "
         "this run can only test the setup. Train a reward model with: python -m "

@@ -269,7 +269,7 @@ def require_loaded(model: object, **others: object) -> None:
     for name, one in given.items():
         if not isinstance(one, nn.Module):
             raise ModelError(
-                f"{name}={one!r:.80} is no model. Hand over a loaded one: {name}="
+                f"{name}={one!r:.80} is not a model. Hand over a loaded one: {name}="
                 "AutoModelForCausalLM.from_pretrained(...)."
             )
 

@@ -215,7 +215,7 @@ def covered(ties: float, *, repeated: bool, runs: int = WEEKS, seed: int = 0) ->
 
 def _points(rates: np.ndarray, ties: float, rng: np.random.Generator) -> np.ndarray:
     """Return the points of pairs with the given win rates, of which a share `ties` are ties."""
-    wins = 0.5 + (rates - 0.5) / (1 - ties)  # of the pairs that are no ties
+    wins = 0.5 + (rates - 0.5) / (1 - ties)  # of the pairs that are not ties
     is_tie = rng.uniform(size=len(rates)) < ties
     return np.where(is_tie, 0.5, rng.uniform(size=len(rates)) < wins)
 

@@ -8,14 +8,13 @@ is known, because the users are simulated (`tests.helpers.inputs.drifting_topics
 """
 
 import argparse
+import io
 import json
 import os
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -24,6 +23,8 @@ from typing import Any
 import numpy as np
 import tomli_w
 
+import feedback
+import registry
 from human_feedback.labeling import label_row
 from pipeline.inputs.preference_pairs import Vote
 from pipeline.registry.aliases import read_aliases
@@ -46,7 +47,7 @@ from tests.helpers.inputs.drifting_topics import (
     value,
 )
 from tests.helpers.inputs.pipeline_inputs import write_model, write_rows
-from tests.helpers.paths import ROOT
+from tests.helpers.runs.flow_runs import run_flow
 from tests.helpers.runs.served_answers import serve_answers
 from tests.helpers.servers.mlflow_store import tracking_to
 from tests.helpers.servers.servers import MlflowServer, mlflow_server
@@ -143,11 +144,10 @@ class Year:
     def label(self, number: int) -> None:
         """Choose pairs of the champion's answers, and label them."""
         last = max((self.folder / "outputs" / "runs").glob("*/settings.toml"))
-        chosen = self.folder / f"to-label-{number:02}.jsonl"
-        self.command(
-            *("feedback.py", "choose", str(last.parent), "--policy", f"models:/{NAME}@champion"),
-            *("--prompts", "asked.jsonl", "--labels", str(LABELS), "--seed", str(number)),
-            *("--output", str(chosen)),
+        asked, chosen = (self.folder / name for name in ("asked.jsonl", f"chosen-{number}.jsonl"))
+        run_here(
+            *(feedback.main, "choose", last.parent, "--policy", f"models:/{NAME}@champion"),
+            *("--prompts", asked, "--labels", LABELS, "--seed", number, "--output", chosen),
         )
         pairs = [json.loads(line) for line in chosen.read_text().splitlines()]
         triples = [(row["prompt"], row["first"], row["second"]) for row in pairs]
@@ -160,27 +160,29 @@ class Year:
         if is_poisoned:
             file = write_rows(self.folder / "votes.jsonl", reversed_thumbs(lots, shares))
             votes = ["--votes", file]
-        self.command("feedback.py", "collect", NAME, *votes)
+        run_here(feedback.main, "collect", NAME, "--output-dir", self.folder / "feedback", *votes)
 
     def watch(self) -> str:
         """Withdraw a champion that users like less; return a text if it was withdrawn."""
-        said = self.command("registry.py", "watch", NAME, "--withdraw")
+        said = run_here(registry.main, "watch", NAME, "--withdraw")
         return "withdrawn; " if "is champion again" in said else ""
 
     def train(self, number: int, *, is_cut: bool) -> str:
         """Run the flow, and return how it ended; `is_cut` kills MLflow while PPO trains."""
         summary = self.folder / f"week-{number:02}.json"
-        feedback = self.folder / "outputs" / "feedback" / "feedback.jsonl"
-        table = settings(self.folder) | ({"feedback": str(feedback)} if feedback.exists() else {})
+        table, collected = settings(self.folder), self.folder / "feedback" / "feedback.jsonl"
+        if collected.exists():
+            table["feedback"] = str(collected)
         (self.folder / "week.toml").write_text(tomli_w.dumps(table))
         words = ("--config", "settings", "week.toml", "run", "--summary-json", str(summary))
+        variables = {name: value for name, value in os.environ.items() if "MLFLOW" in name}
         with outage(self.server, self.folder) if is_cut else nullcontext():
-            ran = self.start("rlhf.py", *words)
-        (self.folder / f"week-{number:02}.log").write_text(ran.stdout + ran.stderr)
-        if ran.returncode == 0:
+            ran = run_flow(self.folder, *words, variables=variables)
+        (self.folder / f"week-{number:02}.log").write_text(ran.log)
+        if ran.code == 0:
             made = json.loads(summary.read_text())
             return f"{made['promotion']['action']} {made['model']['version']}"
-        if "reward model" in ran.stderr + ran.stdout and "refused" in ran.stderr + ran.stdout:
+        if "The reward model is not fit to train against" in ran.log:
             return "reward model refused"
         return "failed"
 
@@ -202,27 +204,16 @@ class Year:
     def count_judged(self) -> int:
         return sum(map(int, (self.folder / "judged.txt").read_text().split()))
 
-    def command(self, file: str, *words: str) -> str:
-        """Run a command of the project, which must succeed; return what it printed."""
-        ran = self.start(file, *words)
-        assert ran.returncode == 0, ran.stdout + ran.stderr
-        return ran.stdout
 
-    def start(self, file: str, *words: str) -> subprocess.CompletedProcess[str]:
-        environment = os.environ | {
-            "METAFLOW_DATASTORE_SYSROOT_LOCAL": str(self.folder),
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(ROOT),
-        }
-        return subprocess.run(
-            [sys.executable, str(ROOT / "flows" / file), *words],
-            cwd=self.folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+def run_here(command: Callable[[Sequence[str]], int], *words: object) -> str:
+    """Run a command of the project in this process, and return what it printed.
+
+    A process of its own would import MLflow and torch anew, three times a week.
+    """
+    with redirect_stdout(io.StringIO()) as printed:
+        code = command([str(word) for word in words])
+    assert code == 0, printed.getvalue()
+    return printed.getvalue()
 
 
 def main() -> None:
@@ -283,6 +274,7 @@ def settings(folder: Path) -> dict[str, object]:
         "prompts": str(folder / "prompts.jsonl"),
         "eval_prompts": str(folder / "eval.jsonl"),
         "judge": f"python:{folder / 'judge.py'}:judge",
+        "output_dir": str(folder / "outputs"),
         "registered_model": NAME,
         "start_from": "champion",
         # Prompts are drawn from few words, so each n-gram is in some training text.
@@ -291,7 +283,7 @@ def settings(folder: Path) -> dict[str, object]:
         "sft": training | {"num_epochs": 4, "learning_rate": 5e-3},
         "reward_model_training": training,
         "ppo": {
-            "total_episodes": 2048,
+            "total_episodes": 4096,
             "batch_size": 64,
             "response_length": ANSWER_WORDS,
             "kl_coef": 0.05,

@@ -1,7 +1,7 @@
 """`make docs`: build the site of the documentation; fail at a broken link.
 
 The pages lie in build/docs-pages as in the repository, so links between files need no change. A
-linked file that is no page, such as a script, becomes a page that shows it. The pages of the
+linked file that is not a page, such as a script, becomes a page that shows it. The pages of the
 reference are made from the code. The site in build/docs needs no server and no network.
 """
 

@@ -1,4 +1,4 @@
-"""`python flows/runs.py`: runs that MLflow does not have, and names that are no runs."""
+"""`python flows/runs.py`: runs that MLflow does not have, and names that are not runs."""
 
 import json
 from contextlib import chdir

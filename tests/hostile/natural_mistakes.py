@@ -127,7 +127,7 @@ MISTAKES: dict[str, Mistake] = {
     "a model's path with a typo": Mistake(
         f"{FLOW} {OWN.replace('--policy policy', '--policy ./polcy')}",
         "polcy",
-        "(?i)check the (path|name)|name a folder|is no folder|hub id",
+        "(?i)check the (path|name)|name a folder|is not a folder|hub id",
     ),
     "an adapter as the policy": Mistake(
         f"{FLOW} {OWN.replace('--policy policy', '--policy adapter')}",

@@ -31,7 +31,7 @@ def test_odd_metrics_are_judged_without_an_error(line, tmp_path: Path, capsys):
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        ({}, "is no training: there is no metrics.jsonl"),
+        ({}, "is not a training: there is no metrics.jsonl"),
         ({"metrics.jsonl": ""}, "has no metrics of PPO"),
         ({"metrics.jsonl": '{"update": 1, "loss": 2.0}\n'}, "has no metrics of PPO"),
         ({"settings.json": "[1]"}, "has no settings"),

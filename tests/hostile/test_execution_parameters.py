@@ -147,7 +147,7 @@ def test_a_job_with_such_a_name_ends_before_its_step(machines: StateMachines, tm
 
 @pytest.mark.parametrize("given", ["[]", "null", "policy", '"{}"', "1", '{"policy": ', ""])
 def test_parameters_that_are_no_object_are_refused(given: str):
-    with pytest.raises(ConfigError, match="are no JSON object"):
+    with pytest.raises(ConfigError, match="are not a JSON object"):
         read_step_functions(["policy"], {"METAFLOW_PARAMETERS": given})
 
 

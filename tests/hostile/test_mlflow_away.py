@@ -69,10 +69,14 @@ UNUSABLE: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "a text": (
         lambda path: path.write_text("runs: []\n" * 9),
         "mlflow.db",
-        "is no sqlite database",
+        "is not a sqlite database",
     ),
-    "an image": (lambda path: path.write_bytes(b"\x89PNG\r\n" * 99), "mlflow.db", "is no sqlite"),
-    "zeros": (lambda path: path.write_bytes(bytes(4096)), "mlflow.db", "is no sqlite database"),
+    "an image": (
+        lambda path: path.write_bytes(b"\x89PNG\r\n" * 99),
+        "mlflow.db",
+        "is not a sqlite",
+    ),
+    "zeros": (lambda path: path.write_bytes(bytes(4096)), "mlflow.db", "is not a sqlite database"),
     "another program": (other_program, "mlflow.db", "of another program, with the table 'recipes'"),
     "cut": (cut, "mlflow.db", "cannot be read"),
     "another schema": (older, "mlflow.db", "schema"),
@@ -90,7 +94,7 @@ COMMANDS: dict[str, Callable[[], object]] = {
 
 @pytest.fixture(params=UNUSABLE)
 def unusable(request, tmp_path, monkeypatch) -> Iterator[tuple[str, str]]:
-    """The address of something that is no database, and words that describe it."""
+    """The address of something that is not a database, and words that describe it."""
     make, name, words = UNUSABLE[request.param]
     make(tmp_path / name)
     monkeypatch.chdir(tmp_path)

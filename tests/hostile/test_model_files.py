@@ -220,7 +220,7 @@ POLICY_CASES: dict[str, tuple[Spoil, str]] = {
         "model.safetensors",
     ),
     "no configuration": (lambda folder: (folder / "config.json").unlink(), ""),
-    "a configuration that is no JSON": (write("config.json", "{"), "config.json"),
+    "a configuration that is not JSON": (write("config.json", "{"), "config.json"),
     "a configuration that is a list": (write("config.json", "[1]"), "config.json"),
     "a configuration that is not UTF-8": (write("config.json", b"{\xff}"), "config.json"),
     "a deep configuration": (write("config.json", DEEP), "config.json"),
@@ -253,7 +253,7 @@ TOKENIZER_CASES: dict[str, tuple[Spoil, str]] = {
         remote_code("tokenizer_config.json", "AutoTokenizer", tokenizer_class="Evil"),
         "",
     ),
-    "a tokenizer that is no JSON": (write("tokenizer.json", "{"), ""),
+    "a tokenizer that is not JSON": (write("tokenizer.json", "{"), ""),
     "a tokenizer of another form": (write("tokenizer.json", "[]"), ""),
     "no tokenizer": (
         lambda folder: [path.unlink() for path in folder.glob("tokenizer*")],

@@ -158,7 +158,7 @@ def test_the_metric_is_high_only_for_repetition_at_equal_length():
     repeats = torch.tensor([1 - len(set(ids)) / len(ids) for ids in responses])
     assert repetition_reward(rollout, repeats) > 0.99
     assert repetition_reward(rollout, -repeats) == 0
-    # Longer texts repeat more words. A reward for length is no reward for repetition.
+    # Longer texts repeat more words. A reward for length is not a reward for repetition.
     assert torch.corrcoef(torch.stack([repeats, torch.tensor(lengths)]))[0, 1] > 0.8
     assert repetition_reward(rollout, torch.tensor(lengths, dtype=torch.float32)) < 0.2
     assert repetition_reward(rollout, torch.ones(64)) == 0

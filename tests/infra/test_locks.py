@@ -26,7 +26,7 @@ ENTRY = re.compile(r"([a-z0-9][a-z0-9.-]*)==([^ ;]+)(?: \\\n    --hash=sha256:[0
 
 @cache
 def locked(name: str) -> dict[str, Version]:
-    """Versions of a lock file; fails if anything in it is no hashed version of an index."""
+    """Versions of a lock file; fails if anything in it is not a hashed version of an index."""
     text = (LOCKS / f"{name}.txt").read_text()
     entries = re.sub(r"(?m)^#.*\n", "", text)
     assert not ENTRY.sub("", entries), f"{name}.txt has lines without a version or a hash"

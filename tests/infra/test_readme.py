@@ -30,7 +30,7 @@ OF_THE_CLI = {
     ("s3", "rb"),
     ("s3", "cp"),
 }
-"""Commands that are no operation of a service."""
+"""Commands that are not operations of a service."""
 
 COMMON = {"query", "output", "region"}
 """Flags of every command."""

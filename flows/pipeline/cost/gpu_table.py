@@ -66,8 +66,8 @@ def read_gpus(config: HardwareConfig) -> dict[str, Gpu]:
     for name, known in facts.items():
         if "memory_gib" not in known:
             raise ConfigError(
-                f"[hardware.gpus.{name}] is no GPU of {TABLE.name}, so it needs memory_gib. Known "
-                f"there: {', '.join(_shipped())}."
+                f"[hardware.gpus.{name}] is not a GPU of {TABLE.name}, so it needs memory_gib. "
+                f"Known there: {', '.join(_shipped())}."
             )
     return {name: _gpu(name, known) for name, known in facts.items()}
 

@@ -66,7 +66,7 @@ Numbers = npt.NDArray[np.int64]
 
 
 def without_copies(rows: Rows, training: Sequence[Rows], max_overlap: float) -> Rows:
-    """Return the rows of an evaluation whose prompts are no copies of training texts.
+    """Return the rows of an evaluation whose prompts are not copies of training texts.
 
     The rows that are left out are counted and listed, but `max_left_out` does not limit them.
 

@@ -39,7 +39,7 @@ def read_start_rows(folder: str | Path) -> pyarrow.Table:
     """Return the digests of the rows behind the models in a folder, see ROWS_FILE.
 
     Raises:
-        ModelError: the file is missing, is no parquet file, or has other columns.
+        ModelError: the file is missing, is not a parquet file, or has other columns.
     """
     try:
         table = parquet.read_table(Path(folder) / ROWS_FILE, memory_map=False)

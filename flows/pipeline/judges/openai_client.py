@@ -101,7 +101,7 @@ class OpenAIClient:
         """
         request = {**self._request, "messages": question}
         try:
-            # The client's own timeout restarts whenever bytes arrive, so it is no deadline.
+            # The client's own timeout restarts whenever bytes arrive, so it is not a deadline.
             async with asyncio.timeout(self._deadline):
                 response = await client.chat.completions.with_raw_response.create(**request)
         except TimeoutError:

@@ -118,7 +118,7 @@ def check_chat_model(path: str) -> None:
     """Check from its configuration and tokenizer, without weights, that a model can judge.
 
     Raises:
-        ModelError: the model is no decoder-only language model, or has no chat template for a
+        ModelError: the model is not a decoder-only language model, or has no chat template for a
             system and a user message.
     """
     config = load_config(path)

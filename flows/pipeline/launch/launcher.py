@@ -186,9 +186,9 @@ def _stalled(pid: int, stall: StallWatch, folder: Path) -> ProcessError:
     time.sleep(STACK_SECONDS)
     return ProcessError(
         f"The training made no progress for {stall.limit() / 60:.3g} minutes, so the flow ended "
-        f"it. What its processes were doing is in {', '.join(files)}. If this is no error, raise "
-        f"stall_minutes. A further attempt resumes from the last checkpoint in {folder}, if there "
-        "is one."
+        f"it. What its processes were doing is in {', '.join(files)}. If this is not an error, "
+        f"raise stall_minutes. A further attempt resumes from the last checkpoint in {folder}, if "
+        "there is one."
     )
 
 

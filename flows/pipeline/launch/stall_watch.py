@@ -95,8 +95,8 @@ class _StepWatch:
                 if watch.has_stalled():
                     self._end(
                         f"{self._step}: '{phase}' made no progress for {watch.limit() / 60:.3g} "
-                        f"minutes (stall_minutes={self._stall_minutes:g}). If this is no error, "
-                        "raise stall_minutes"
+                        f"minutes (stall_minutes={self._stall_minutes:g}). If this is not an "
+                        "error, raise stall_minutes"
                     )
 
     def _end(self, problem: str) -> None:

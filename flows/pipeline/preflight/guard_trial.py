@@ -49,7 +49,7 @@ def try_tasks(settings: Settings) -> None:
 
     Raises:
         ConfigError: see `load_tasks`; or a task is a file, and the steps share no disk.
-        DataError: a task cannot be run, or its scores are no numbers in [0, 1].
+        DataError: a task cannot be run, or its scores are not numbers in [0, 1].
     """
     config = settings.promotion.guards
     if not config.tasks:

@@ -81,7 +81,7 @@ def logged_model_id(version: ModelVersion) -> str:
     """Return the id of the logged model that is the source of a version.
 
     Raises:
-        ModelError: the source of the version is no logged model.
+        ModelError: the source of the version is not a logged model.
     """
     if version.source is None or not version.source.startswith("models:/m-"):
         raise ModelError(
@@ -96,7 +96,7 @@ def uploading(model_id: str) -> Iterator[None]:
     """Raise every error of the artifact store as a ModelError."""
     try:
         yield
-    # The client of each store has its own errors. For example, boto's errors are no MLflow errors.
+    # The client of each store has its own errors. For example, boto's errors are not MLflow errors.
     except Exception as error:
         raise ModelError(
             f"The artifact store did not accept the files of {model_id}: {error}. Check the "

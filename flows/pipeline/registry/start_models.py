@@ -7,7 +7,7 @@ They are artifacts of the version's MLflow run, in the folder START:
     rows.parquet      digests of the rows behind them, see ROWS_FILE
     manifest.json     digests of these files; the tag START_TAG of the version has its digest
 
-They are no files of the version itself, so a service never downloads them.
+They are not files of the version itself, so a service never downloads them.
 """
 
 import os

@@ -147,7 +147,7 @@ def write_card(name: str, version: str | int, card: str) -> None:
     """Replace the model card of a version: its README.md and its description.
 
     Raises:
-        ModelError: there is no such version, its source is no logged model, or the registry
+        ModelError: there is no such version, its source is not a logged model, or the registry
             refuses the request.
     """
     client = connect()

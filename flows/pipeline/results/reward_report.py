@@ -433,7 +433,7 @@ class RewardReport:
     """Factor of the scores, see `bias`."""
 
     warnings: list[str] = field(default_factory=list)
-    """Sentences on weaknesses of the reward model that are no reasons to refuse it."""
+    """Sentences on weaknesses of the reward model that are not reasons to refuse it."""
 
     on_policy: OnPolicy | None = None
     """Comparison with the judge on the policy's own samples; None if no judge could be asked."""

@@ -59,7 +59,7 @@ def _contradiction(people: Rate | None) -> str:
 
 
 def undecided_people(people: Rate | None) -> str:
-    """Return a warning if too few people voted to show that the model is no random choice."""
+    """Return a warning if too few people voted to show that the model is not a random choice."""
     if people is None or not people.low <= 0.5 <= people.high:
         return ""
     return f"{_people(people)} This does not differ from a random choice: label more pairs."

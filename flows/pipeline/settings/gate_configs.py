@@ -144,8 +144,8 @@ class GuardsConfig:
         for name, source in self.functions.items():
             if not _GUARD_NAME.fullmatch(name) or name in BUILT_IN_GUARDS:
                 raise ConfigError(
-                    f"functions.{name:.80} is no name of a guard: a name has at most 50 letters, "
-                    "digits and underscores, begins with a letter, and is none of "
+                    f"functions.{name:.80} is not a name of a guard: a name has at most 50 "
+                    "letters, digits and underscores, begins with a letter, and is none of "
                     f"{', '.join(BUILT_IN_GUARDS)}."
                 )
             if not re.fullmatch(r"python:.+:.+", source):
@@ -162,7 +162,7 @@ class GuardsConfig:
         # RecursionError and OverflowError: a group is nested too deeply, or repeated too often.
         except (re.error, RecursionError, OverflowError) as error:
             raise ConfigError(
-                f"format={self.format!r:.80} is no regular expression: {error}."
+                f"format={self.format!r:.80} is not a regular expression: {error}."
             ) from error
 
     def _check_tasks(self) -> None:
@@ -175,7 +175,7 @@ class GuardsConfig:
             name = name_of_task(task)
             if not _TASK_NAME.fullmatch(name):
                 raise ConfigError(
-                    f"tasks.{task:.80} is no name of a task: a name has at most 100 letters, "
+                    f"tasks.{task:.80} is not a name of a task: a name has at most 100 letters, "
                     "digits, underscores and hyphens, and the path of a task file ends in .yaml."
                 )
             if name in taken:
@@ -207,7 +207,7 @@ def _require_known(setting: str, given: Iterable[str], known: Collection[str]) -
             near = nearest_name(name, known)
             hint = f" Did you mean {near}?" if near else ""
             raise ConfigError(
-                f"{setting} names {name!r:.80}, which is no guard of this run.{hint} The guards "
+                f"{setting} names {name!r:.80}, which is not a guard of this run.{hint} The guards "
                 f"are {', '.join(known)}."
             )
 

@@ -45,7 +45,7 @@ class HardwareConfig:
             for fact, value in facts.items():
                 if fact not in GPU_FACTS:
                     raise ConfigError(
-                        f"gpus.{name}.{fact} is no number of a GPU. Known here: "
+                        f"gpus.{name}.{fact} is not a number of a GPU. Known here: "
                         f"{', '.join(GPU_FACTS)}."
                     )
                 _require_positive(f"gpus.{name}.{fact}", value)

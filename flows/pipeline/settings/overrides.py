@@ -16,7 +16,8 @@ def read_overrides(texts: Sequence[str]) -> dict[str, Any]:
     A value is written as in TOML, but a text needs no quotes, and True and False are also booleans.
 
     Raises:
-        ConfigError: a text has no name or value, its value is no TOML, or a setting is given twice.
+        ConfigError: a text has no name or value, its value is not TOML, or a setting is given
+            twice.
     """
     tables: dict[str, Any] = {}
     for text in texts:
@@ -62,7 +63,7 @@ def _given_twice(parts: Sequence[str]) -> ConfigError:
 
 
 def _read_value(text: str, name: str) -> object:
-    """Return the TOML value of a text, or the text itself if it is no TOML value."""
+    """Return the TOML value of a text, or the text itself if it is not a TOML value."""
     if text in _BOOLEANS:
         return _BOOLEANS[text]
     try:
@@ -73,7 +74,7 @@ def _read_value(text: str, name: str) -> object:
     except (ValueError, RecursionError) as error:
         if text.startswith(('"', "'", "[", "{")):
             raise ConfigError(
-                f"--set {name}={text!r:.80} is no TOML value: {error}. Put quotes around the "
+                f"--set {name}={text!r:.80} is not a TOML value: {error}. Put quotes around the "
                 f'argument, as in --set \'{name}=["a", "b"]\'.'
             ) from error
         return text

@@ -29,7 +29,7 @@ def read_settings(
     Raises:
         ConfigError: see `check_machine`, `make_settings` and `check_names`; or num_nodes was set by
             `--set`.
-        ModelError: the policy cannot be read, or is no model that generates text.
+        ModelError: the policy cannot be read, or is not a model that generates text.
     """
     check_machine()
     given = make_settings(from_file, from_command_line, overrides)
@@ -59,7 +59,8 @@ def _parameters(policy: str) -> int:
     with large_imports():
         from ppo_core.models.files.model_folder import check_model_folder
         from ppo_core.models.loading import check_policy_config, count_parameters
-    # These checks come first, because their messages explain what a folder is if it is no policy.
+    # These checks come first, because their messages explain what a folder is if it is not a
+    # policy.
     check_model_folder(policy)
     check_policy_config(policy)
     return count_parameters(policy)

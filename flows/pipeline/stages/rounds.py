@@ -202,7 +202,7 @@ def rescaled(old: ScaledReward, model: PreparedModel, before: Array, after: Arra
     """
     spread, new_spread = float(before.std()), float(after.std())
     if not (spread and new_spread):
-        # One of the models gives all samples the same score, so its spread is no scale.
+        # One of the models gives all samples the same score, so its spread is not a scale.
         spread = new_spread = 1.0
     gain = old.gain * spread / new_spread
     bias = float(after.mean()) - old.gain / gain * (float(before.mean()) - old.bias)

@@ -30,7 +30,7 @@ class S3Address:
         """Return the address in a text.
 
         Raises:
-            ConfigError: the text is no address of S3.
+            ConfigError: the text is not an address of S3.
         """
         found = _FORM.fullmatch(text)
         if found is None:

@@ -78,7 +78,7 @@ class Manifest:
         """Parse the bytes of a manifest.
 
         Raises:
-            ValueError: the bytes are no manifest, or a file would be outside of the folder.
+            ValueError: the bytes are not a manifest, or a file would be outside of the folder.
         """
         read = read_record(parse_json(content), _Manifest)
         files = {safe_name(name): _stored(name, file) for name, file in read.files.items()}
@@ -159,7 +159,7 @@ def safe_name(name: str) -> str:
     """Return `name` if it is the relative path of a file in a folder.
 
     Raises:
-        ValueError: the name is no relative path, or leads out of the folder.
+        ValueError: the name is not a relative path, or leads out of the folder.
     """
     path = PurePosixPath(name)
     if path.is_absolute() or str(path) != name or {"..", "."} & set(path.parts) or "\0" in name:

@@ -99,7 +99,7 @@ class Lease:
         A lease that was not renewed for `LIMIT` is taken over. With `take_over`, every lease is.
 
         Raises:
-            ConfigError: S3 refuses the access, or the object is no lease.
+            ConfigError: S3 refuses the access, or the object is not a lease.
             StorageError: S3 does not answer.
         """
         now = read_timed_object(self._address).now
@@ -181,8 +181,8 @@ class Lease:
                 raise ValueError(f"renewed is '{holder.renewed}', a time without its zone")
         except (ValueError, TypeError) as error:
             raise ConfigError(
-                f"'{self._address}' is no lease ({error}). Look who wrote it, and remove it if no "
-                "run trains."
+                f"'{self._address}' is not a lease ({error}). Look who wrote it, and remove it if "
+                "no run trains."
             ) from error
         return holder
 

@@ -214,8 +214,8 @@ def workspace_of(settings: Settings) -> Workspace:
     """Return the workspace of a run.
 
     Raises:
-        ConfigError: the store is no address in S3, or the step runs on a machine of a scheduler and
-            there is no store.
+        ConfigError: the store is not an address in S3, or the step runs on a machine of a scheduler
+            and there is no store.
     """
     store = settings.store
     if store == NO_VALUE:

@@ -28,7 +28,7 @@ def connect() -> MlflowClient:
     """Return a client of the tracking server and the registry, without sending a request.
 
     Raises:
-        ModelError: the address names a file that is no database of MLflow.
+        ModelError: the address names a file that is not a database of MLflow.
     """
     check_databases()
     logging.getLogger("alembic").setLevel(logging.WARNING)

@@ -27,7 +27,7 @@ def fit_prompts(
     """Return the rows whose prompts leave `response_length` tokens of a model's context.
 
     With overlong="truncate", prompts that are too long are shortened. If `context` is None, there
-    is no limit.
+    is not a limit.
 
     Raises:
         DataError: a prompt is too long and `overlong` is "error", or more than `rows.max_left_out`

@@ -140,7 +140,7 @@ def find_form(
 def _prompts(columns: Collection[str], is_chat: bool) -> Form:
     described, read = _find_prompt(columns) or _common_prompt(columns)
     is_judged = _are_judgements(columns)
-    # The completion of a single judgment may be a rejected one, so it is no reference.
+    # The completion of a single judgment may be a rejected one, so it is not a reference.
     known = _REFERENCE_COLUMNS[: 1 if is_judged else None]
     named = next((name for name in known if name in columns), None)
     is_pair = named is None and {"chosen", "rejected"} <= set(columns)

@@ -156,7 +156,9 @@ def _files_of(folder: Path, pattern: str) -> list[Path]:
             f"The README.md of '{folder}' names {pattern!r:.80}, which is not in the folder. Name "
             "files below it."
         )
-    with library_errors(DataError, f"{pattern!r:.80} in '{folder}' is no pattern", "Correct it."):
+    with library_errors(
+        DataError, f"{pattern!r:.80} in '{folder}' is not a pattern", "Correct it."
+    ):
         entries = list(islice(folder.glob(pattern), MOST_ENTRIES + 1))
     if len(entries) > MOST_ENTRIES:
         raise DataError(

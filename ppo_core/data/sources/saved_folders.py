@@ -56,7 +56,7 @@ def _read(file: Path, root: Path) -> dict[str, Any]:
 
 def _names(names: object, key: str) -> list[str]:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"its {key} are no list of names")
+        raise ValueError(f"its {key} are not a list of names")
     return names
 
 
@@ -65,7 +65,7 @@ def _inside(folder: Path, name: str, named_by: Path, root: Path) -> Path:
     # A backslash or colon leads out of the folder on other systems, or makes the name an address.
     if name in ("", ".", "..") or set("/\\:\0") & set(name):
         raise DataError(
-            f"'{named_by}' is refused: it names {name!r:.200}, which is no file of its folder. "
+            f"'{named_by}' is refused: it names {name!r:.200}, which is not a file of its folder. "
             "Nothing was read. Save the data set again with save_to_disk."
         )
     _require_inside(folder / name, root)

@@ -90,8 +90,8 @@ def _read_head(path: str | Path) -> dict[str, Tensor]:
     saved = read_head(path)
     if saved is None:
         raise ModelError(
-            f"'{path}' has no value head, so it is no critic. Give a folder that a training wrote "
-            "into its critic_dir."
+            f"'{path}' has no value head, so it is not a critic. Give a folder that a training "
+            "wrote into its critic_dir."
         )
     return {name.removeprefix(_HEAD): tensor for name, tensor in saved.tensors.items()}
 

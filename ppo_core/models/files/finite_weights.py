@@ -19,7 +19,7 @@ def require_finite_weights(path: str | Path) -> None:
     """
     for file in sorted(Path(path).glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - safe_open is no mapping
+            for name in tensors.keys():  # noqa: SIM118 - safe_open is not a mapping
                 tensor = tensors.get_tensor(name)
                 # fp16 checkpoints may have a mask's constant: one number, infinite in fp16.
                 is_weight = tensor.is_floating_point() and tensor.ndim > 0

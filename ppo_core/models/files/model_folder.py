@@ -174,10 +174,10 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def _require_hub_id(path: str | Path) -> None:
-    """Raise if `path`, which is no folder, is a file or cannot be a hub id."""
+    """Raise if `path`, which is not a folder, is a file or cannot be a hub id."""
     if os.path.lexists(path):
         raise ModelError(
-            f"'{path}' is no folder. Give the folder of a model, as save_pretrained writes it."
+            f"'{path}' is not a folder. Give the folder of a model, as save_pretrained writes it."
         )
     try:
         validate_repo_id(str(split_revision(path)[0]))
@@ -210,7 +210,7 @@ def _check_weights_are_safe(folder: Path) -> None:
         for shard in sorted(map(str, shards.values())):
             if Path(shard).name != shard or not shard.endswith(".safetensors"):
                 raise _refused(
-                    folder / INDEX, f"it names {shard!r:.120}, which is no file of its folder"
+                    folder / INDEX, f"it names {shard!r:.120}, which is not a file of its folder"
                 )
             if not (folder / shard).is_file():
                 raise _refused(folder / INDEX, f"it names {shard!r}, which is missing")

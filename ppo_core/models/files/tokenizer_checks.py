@@ -43,7 +43,7 @@ def check_tokenizer_file(file: Path) -> None:
     """Raise if the rules or tokens of a tokenizer.json could make a huge text of a short one.
 
     Raises:
-        ModelError: the file is no JSON object, or is refused; the message names the rule.
+        ModelError: the file is not a JSON object, or is refused; the message names the rule.
     """
     content = read_object(file)
     growth = 1.0

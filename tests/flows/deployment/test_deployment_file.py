@@ -187,7 +187,7 @@ NOT_OF_ARGO = [
     (
         "steps.start.secrets",
         ["Not A Name"],
-        "steps.start.secrets has a text that is no name of a secret",
+        "steps.start.secrets has a text that is not a name of a secret",
     ),
 ]
 
@@ -204,8 +204,12 @@ NOT_OF_STEP_FUNCTIONS = [
     ("defaults.disk_gib", 40, "Set its size in the compute environment"),
     ("steps.train_policy.efa", 1, "Step Functions starts one for each step. Deploy with argo"),
     ("retrain.service_account", "rlhf", "retrain.service_account='rlhf' is not possible"),
-    ("steps.end.role", "rlhf-train", "is no ARN of a role, arn:aws:iam::ACCOUNT:role/NAME"),
-    ("steps.end.mounts", {"data": "/data"}, "names 'data', which is no id of an EFS file system"),
+    ("steps.end.role", "rlhf-train", "is not the ARN of a role, such as arn:aws:iam"),
+    (
+        "steps.end.mounts",
+        {"data": "/data"},
+        "names 'data', which is not an id of an EFS file system",
+    ),
 ]
 
 

@@ -244,11 +244,11 @@ def test_labels_of_label_studio_come_back_to_their_pairs(tmp_path: Path, capsys)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda tasks: tasks, "is no export"),
+        (lambda tasks: tasks, "is not an export"),
         (lambda tasks: [annotated(tasks[0], "both")], "choices"),
         (lambda tasks: [annotated(tasks[0], "left", was_cancelled=True)], "none has a label"),
-        (lambda tasks: {"data": {}}, "is no export"),
-        (lambda tasks: 3, "is no export"),
+        (lambda tasks: {"data": {}}, "is not an export"),
+        (lambda tasks: 3, "is not an export"),
         (lambda tasks: [annotated(changed(tasks[0]), "left")], "shows other answers"),
     ],
     ids=["no annotations", "another choice", "skipped", "no list", "a number", "other answers"],

@@ -85,7 +85,7 @@ def test_what_cannot_be_used_is_left_out_by_name(name: str, tmp_path: Path, caps
         "a text has 200,001 characters, and at most 200,000 are read",
         "of version 7, which the registry does not have",
         "the correction is the answer itself",
-        "the feedback 'stars' has the value 5.0, which is no judgment",
+        "the feedback 'stars' has the value 5.0, which is not a judgment",
         "the same user judged this answer again later",
         "the same user judged this answer again later",
     ]
@@ -116,7 +116,9 @@ def test_a_second_collection_writes_the_same_bytes(name: str, tmp_path: Path):
 def test_an_opinion_on_an_answer_of_another_model_is_refused(name: str):
     ids = serve_answers("another", "1", {"a": "one"})
     for answer in (ids["a"], "tr-0", "'; DROP TABLE traces", "../../registered-models/get"):
-        with pytest.raises(feedback.DataError, match=r"There is no answer|is no id of an answer"):
+        with pytest.raises(
+            feedback.DataError, match=r"There is no answer|is not an id of an answer"
+        ):
             record_opinion(name, answer, user="ann", liked=True, correction=None)
     with pytest.raises(feedback.DataError, match="The feedback is empty"):
         record_opinion("another", ids["a"], user="ann", liked=None, correction=None)

@@ -84,7 +84,7 @@ def test_the_versions_that_saw_rows_of_a_file_are_printed(tmp_path: Path, capsys
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ('{"prompt": ', "is no JSON object"),
+        ('{"prompt": ', "is not a JSON object"),
         ('{"person": "Ada"}', "with the columns person, cannot be used"),
         ("no-such-file.jsonl", "no-such-file.jsonl"),
     ],

@@ -64,7 +64,7 @@ def test_every_run_is_printed_with_its_reason_and_origin(
     assert (
         said.count("    data/preferences 3fa9\n    git_commit c0ffee\n    settings_digest 77") == 5
     )
-    # The image is no input.
+    # The image is not an input.
     assert "python" not in said
 
 

@@ -139,7 +139,7 @@ def test_thresholds_are_round_and_fit_the_ratings(least: float, most: float, nam
 
 
 def test_no_threshold_is_the_largest_rating():
-    # 0.035 / 0.005 is a little more than 7, and 7 * 0.005 is 0.035: above it is no pair.
+    # 0.035 / 0.005 is a little more than 7, and 7 * 0.005 is 0.035: above it is not a pair.
     ratings = (0.002, 0.016, 0.019, 0.02, 0.027, 0.03, 0.034, 0.035, 0.035)
     pairs = [pair(margin=rating) for rating in ratings]
     counts = {name: rate.n for name, rate in measure([1.0] * 9, pairs).by_margin.items()}

@@ -148,7 +148,7 @@ def test_the_record_is_json():
 
 
 def test_duplicates_are_counted_within_prompts():
-    # The second a, and nothing else: the b of the other prompt is no duplicate.
+    # The second a, and nothing else: the b of the other prompt is not a duplicate.
     assert duplicates([["a", "a", "b"], ["b", "c", "d"]]) == 1 / 6
     assert duplicates([["a", "a", "a", "a"]]) == 0.75
 

@@ -34,7 +34,7 @@ def settings(*overrides: str, file: dict[str, Any] | None = None, **options: Any
         ("{ r = 4 }", {"r": 4}),
         ("a=b", "a=b"),
         ("", ""),
-        # A comment and a second setting are no part of a value.
+        # A comment and a second setting are not part of a value.
         ("5 # five", "5 # five"),
         ("5, other = 6", "5, other = 6"),
         ("5\nother = 6", "5\nother = 6"),
@@ -52,9 +52,9 @@ def test_a_value_is_toml_or_a_text_without_quotes(text: str, value: object):
         (["ppo.learning_rate"], "has no name or no '='"),
         (["=3"], "has no name or no '='"),
         (["ppo.=3"], "has no name or no '='"),
-        (["lora.target_modules=['q'"], r"--set lora.target_modules=\"\['q'\" is no TOML value"),
-        (['judge="rule'], "is no TOML value"),
-        (["a=" + "[" * 5000], "is no TOML value"),
+        (["lora.target_modules=['q'"], r"--set lora.target_modules=\"\['q'\" is not a TOML value"),
+        (['judge="rule'], "is not a TOML value"),
+        (["a=" + "[" * 5000], "is not a TOML value"),
         (["ppo.seed=1", "ppo.seed=2"], "--set gives ppo.seed twice"),
         (["ppo=1", "ppo.seed=2"], "--set gives ppo.seed twice"),
         (["ppo.seed=2", "ppo=1"], "--set gives ppo twice"),

@@ -238,7 +238,7 @@ def test_a_terminal_has_a_panel_and_stays_sane(terminal: Callable[..., Terminal]
     assert "╰" not in after.rpartition("\x1b[2K")[2]
     assert shown.rfind("\x1b[?25h") > shown.rfind("\x1b[?25l")
     assert termios.tcgetattr(ran.child) == ran.before
-    # The text of others is no control sequence.
+    # The text of others is not a control sequence.
     assert "\x1b]0;" not in shown and "\x1b[2J" not in shown
     assert r"note \x1b]0;title\x07\x1b[2J[red]*x*" in shown
 

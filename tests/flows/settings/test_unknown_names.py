@@ -1,4 +1,4 @@
-"""Names that are no settings or options: what to write instead."""
+"""Names that are not settings or options: what to write instead."""
 
 import subprocess
 import sys

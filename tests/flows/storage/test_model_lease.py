@@ -160,5 +160,5 @@ def test_a_lease_that_is_removed_during_a_renewal_is_said(
 @pytest.mark.parametrize("content", ["", "[]", '{"owner": 1}', '{"owner": "a", "run": "b"}'])
 def test_another_object_at_the_address_is_refused_by_name(lease: Lease, content: str):
     write_object(address_of(lease), content.encode())
-    with pytest.raises(ConfigError, match=r"leases/policy.json' is no lease"):
+    with pytest.raises(ConfigError, match=r"leases/policy.json' is not a lease"):
         lease.take()

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,8 +33,11 @@ class Ran:
         return number
 
 
-def run_flow(folder: Path, *arguments: str) -> Ran:
-    """`python flows/rlhf.py ARGUMENTS` in a folder, as root in a container: with no user's name."""
+def run_flow(folder: Path, *arguments: str, variables: Mapping[str, str] | None = None) -> Ran:
+    """`python flows/rlhf.py ARGUMENTS` in a folder, as root in a container: with no user's name.
+
+    Variables of MLflow are only those of `variables`.
+    """
     environment = {
         key: value
         for key, value in os.environ.items()
@@ -45,6 +49,7 @@ def run_flow(folder: Path, *arguments: str) -> Ran:
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": str(ROOT),
         "METAFLOW_DATASTORE_SYSROOT_LOCAL": str(folder),
+        **(variables or {}),
     }
     ran = subprocess.run(
         [sys.executable, str(FLOW), *arguments],

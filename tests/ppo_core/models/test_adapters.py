@@ -120,7 +120,7 @@ def test_a_second_adapter_on_top_of_one_is_refused():
 def test_what_is_no_peft_config_or_no_transformers_model_is_refused():
     with pytest.raises(ModelError, match="peft_config is a dict, and must be a PeftConfig"):
         add_adapter(make_policy("qwen2"), {"r": 8})
-    with pytest.raises(ModelError, match="Linear is no model of transformers"):
+    with pytest.raises(ModelError, match="Linear is not a model of transformers"):
         add_adapter(torch.nn.Linear(2, 2), METHODS["lora"])
 
 

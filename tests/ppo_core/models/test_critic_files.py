@@ -88,7 +88,7 @@ def test_a_head_of_another_size_is_refused(saved: Path):
 def test_a_model_without_a_head_is_no_critic(saved: Path):
     (saved / HEAD_FILE).unlink()
     for read in (check_critic, load_critic):
-        with pytest.raises(ModelError, match="has no value head, so it is no critic"):
+        with pytest.raises(ModelError, match="has no value head, so it is not a critic"):
             read(saved)
 
 

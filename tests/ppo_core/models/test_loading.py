@@ -60,7 +60,7 @@ def test_a_wrong_path_is_called_a_path_and_the_hub_is_not_asked(path, load):
 
 def test_a_file_is_no_model(tmp_path):
     (tmp_path / "model").touch()
-    with pytest.raises(ModelError, match=r"model' is no folder\. Give the folder of a model"):
+    with pytest.raises(ModelError, match=r"model' is not a folder\. Give the folder of a model"):
         load_policy(tmp_path / "model")
 
 

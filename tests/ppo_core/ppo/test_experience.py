@@ -152,7 +152,7 @@ def test_one_lambda_serves_both_unless_the_critic_has_its_own():
 
 @pytest.mark.parametrize("lam_critic", [None, 0.9])
 def test_tokens_on_both_sides_of_a_gap_follow_one_another(lam_critic):
-    # What lies in a gap, or behind the end, is no step of the policy.
+    # What lies in a gap, or behind the end, is not a step of the policy.
     settings = {"lam_critic": lam_critic, "gamma": 0.9, "kl_coef": 0.1}
     close = experience_of([1.0], [[0.5, 0.2, 0.6]], [[1, 1, 1]], kl=[[0.1, 0.2, 0.3]], **settings)
     apart = experience_of(

@@ -182,7 +182,7 @@ def test_the_choice_is_explained():
 
 def test_an_encoder_is_refused_in_one_sentence():
     model = make(BertConfig(is_decoder=False, intermediate_size=64, **SMALL, **TOKENS))
-    message = r"BertLMHeadModel \(model type bert\) is no decoder.*does not set is_decoder=True"
+    message = r"BertLMHeadModel \(model type bert\) is not a decoder.*does not set is_decoder=True"
     with pytest.raises(ModelError, match=message):
         chosen(LanguageModel(model))
 

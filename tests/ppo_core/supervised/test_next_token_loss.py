@@ -46,7 +46,7 @@ WEIGHTS = torch.tensor([0.5, 2.0, 0.0])
 
 
 class Shifted(LlamaForCausalLM):
-    """A model whose logits are no product of a matrix and hidden states."""
+    """A model whose logits are not the product of a matrix and hidden states."""
 
     def forward(self, *args, **inputs):
         output = super().forward(*args, **inputs)

@@ -133,7 +133,7 @@ def test_the_sums_of_a_batch_are_exact_under_bf16(monkeypatch):
         (one, ones), (many, sums) = (
             ranker(**collate_pairs([row] * count), weights=torch.ones(count)) for count in (1, 257)
         )
-    # 257 is no number of bfloat16.
+    # 257 is not a number of bfloat16.
     assert many.item() == pytest.approx(257 * one.item(), rel=1e-5)
     assert sums.tolist() == pytest.approx((257 * ones).tolist(), rel=1e-5)
 
@@ -218,5 +218,5 @@ def test_a_classifier_that_does_not_read_the_last_token_is_refused():
         intermediate_size=8,
         num_labels=1,
     )
-    with pytest.raises(ModelError, match="no last-token classifier"):
+    with pytest.raises(ModelError, match="not a last-token classifier"):
         PairRanker(BertForSequenceClassification(tiny))

@@ -294,7 +294,7 @@ def test_a_trained_reward_model_is_taken_as_it_is(models, recwarn):
 @pytest.mark.parametrize("given", [True, False])
 def test_without_a_trained_head_a_warning_names_the_model(models, given: bool):
     policy = str(models / "policy")
-    words = "is no reward model" if given else "No reward_model_path"
+    words = "is not a reward model" if given else "No reward_model_path"
     with pytest.warns(UserWarning, match=f"{words}.* gets a score head with RANDOM weights"):
         reward = load_reward(policy if given else None, policy, seed=1)
     with pytest.warns(UserWarning, match="RANDOM"):

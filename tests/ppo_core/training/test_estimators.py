@@ -182,7 +182,11 @@ def test_several_samples_of_a_prompt_also_go_with_a_critic():
     ("estimator", "changes", "message"),
     [
         ("rloo", {"samples_per_prompt": 1}, "samples_per_prompt=1 gives each prompt one"),
-        ("rloo", {"samples_per_prompt": 3}, "8 responses is no multiple of samples_per_prompt=3"),
+        (
+            "rloo",
+            {"samples_per_prompt": 3},
+            "8 responses is not a multiple of samples_per_prompt=3",
+        ),
         ("rloo", {"gamma": 0.9}, "gamma=0.9 has no effect with advantage_estimator='rloo'"),
         ("grpo", {"whiten_rewards": True}, "whiten_rewards=True has no effect"),
         ("rloo", {"scale_by_group_std": False}, "scale_by_group_std=False has no effect"),

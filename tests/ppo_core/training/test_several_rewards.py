@@ -60,7 +60,7 @@ def test_a_folder_of_reward_models_scores_with_their_mean_and_logs_how_far_they_
     assert [one.model for one in rewards.models()] == [one.model for one in ensemble.members]
     metrics = trainer.train()[-1]
     assert metrics["rewards/disagreement"] > 0
-    # The disagreement is no reward, and the critic begins as the first member.
+    # The disagreement is not a reward, and the critic begins as the first member.
     parts = {"mean": torch.ones(2), "length": torch.ones(2), "disagreement": torch.full((2,), 9.0)}
     assert rewards.total(parts).tolist() == [2.0, 2.0]
     assert rewards.learned_from()[0] is ensemble.members[0]

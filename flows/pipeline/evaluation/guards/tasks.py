@@ -131,7 +131,7 @@ def score_by_task(
         seed: seed of the examples in the prompts, and of other random choices of the task.
 
     Raises:
-        DataError: the task cannot be run, or a score is no number in [0, 1].
+        DataError: the task cannot be run, or a score is not a number in [0, 1].
         TrainingError: the memory is too small for one document.
     """
     from lm_eval import simple_evaluate

@@ -85,7 +85,7 @@ def compare_runs(first: str, second: str) -> tuple[list[tuple[str, ...]], list[t
         settings = [_settings(read_artifact(one, SETTINGS_FILE)) for one in both]
     except ValueError as error:
         raise ConfigError(
-            f"{SETTINGS_FILE} of one of the runs {first} and {second} in MLflow is no TOML: "
+            f"{SETTINGS_FILE} of one of the runs {first} and {second} in MLflow is not valid TOML: "
             f"{error}. The runs cannot be compared."
         ) from error
     packages = [_packages(read_artifact(one, PACKAGES_FILE)) for one in both]

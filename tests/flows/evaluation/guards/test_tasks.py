@@ -231,7 +231,7 @@ def test_a_task_has_a_margin_of_its_own():
     ("tasks", "message"),
     [
         ({"arc_easy": 0}, r"tasks\.arc_easy=0 must be a whole number, at least 1"),
-        ({"arc easy": 5}, "is no name of a task"),
+        ({"arc easy": 5}, "is not a name of a task"),
         ({"language": 5}, "another guard has the name language"),
         ({"a/own.yaml": 5, "b/own.yaml": 5}, "another guard has the name own"),
     ],

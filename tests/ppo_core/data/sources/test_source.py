@@ -153,7 +153,7 @@ def test_the_card_of_a_folder_has_configurations(tmp_path):
         ("[{split: [dev], path: a.jsonl}]", "has a list where"),
         ("[{path: {a: b}}]", "has a dict where"),
         ("[{split: dev}]", "has a NoneType where"),
-        ("'**a/**'", "is no pattern|there is no file"),
+        ("'**a/**'", "is not a pattern|there is no file"),
         ("{", "cannot be read"),
     ],
 )
