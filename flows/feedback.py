@@ -51,7 +51,9 @@ def _collect(given: argparse.Namespace) -> None:
     from human_feedback.collect import collect, describe_feedback, write_feedback
     from human_feedback.read_traces import FoundOpinions, Scale, read_traces
     from human_feedback.read_votes import read_votes
+    from pipeline.tracking.mlflow_client import check_model_name
 
+    check_model_name(given.name)
     if (given.liked_from is None) != (given.disliked_to is None):
         raise ConfigError("--liked-from and --disliked-to belong together. Give both, or neither.")
     if given.liked_from is not None and given.disliked_to >= given.liked_from:

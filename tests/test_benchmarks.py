@@ -22,6 +22,7 @@ from tests.benchmarks.tasks import Run, Task, Update
 from tests.benchmarks.year_results import Week, draw_year, print_year
 from tests.benchmarks.year_thumbs import (
     Users,
+    changes_of,
     is_withdrawn_wrongly,
     judgments_until_withdrawn,
 )
@@ -175,28 +176,52 @@ def test_a_process_that_fails_says_why(tmp_path: Path):
         alternate([task], warmups=0, rounds=1)
 
 
-def weeks_of(champion: str, numbers: range) -> list[Week]:
-    """Weeks in which users ask about a single topic."""
+def weeks_of(champions: str, topics: str) -> list[Week]:
+    """Weeks with a champion at their end, in which users ask about one of two topics."""
     figures = {"won": 0.5, "liked": 0.5, "labels": 0, "judged": 0, "seconds": 0.0}
+    shares = {"a": (1.0, 0.0), "b": (0.0, 1.0)}
     return [
-        Week(number=number, event="", outcome="", champion=champion, shares=(1.0,), **figures)
-        for number in numbers
+        Week(number=n, event="", outcome="", champion=one, shares=shares[topic], **figures)
+        for n, (one, topic) in enumerate(zip(champions, topics, strict=True), 1)
     ]
 
 
-def test_feedback_withdraws_a_worse_champion_and_no_equal_one():
-    before, after = weeks_of("1", range(1, 6)), weeks_of("2", range(6, 11))
-    users = Users(count=1_500, thumbs=200, liked={"1": [0.9], "2": [0.9]})
-    assert not any(is_withdrawn_wrongly(Random(n), before, after, users) for n in range(10))
-    needed = [judgments_until_withdrawn(Random(n), before, after, users) for n in range(5)]
-    assert all(50 <= count <= 1_000 for count in needed)
+def test_users_see_a_champion_from_the_week_after_its_promotion():
+    (change,) = changes_of(weeks_of("11122", "aaaab"))
+    assert (change.old, [week.number for week in change.before]) == ("1", [2, 3, 4])
+    assert (change.new, [week.number for week in change.after]) == ("2", [5])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "topics", "is_wrong"),
+    [
+        ([0.9, 0.9], [0.9, 0.9], "aaaaaaaaaaaa", False),
+        ([0.9, 0.9], [0.5, 0.5], "aaaaaaaaaaaa", False),
+        # Both are liked less, because users ask about the other topic.
+        ([0.9, 0.5], [0.9, 0.5], "aaaaaabbbbbb", True),
+        ([0.9, 0.5], [0.9, 0.4], "aaaaaabbbbbb", False),
+    ],
+)
+def test_a_withdrawal_is_wrong_if_the_champion_is_as_good(old, new, topics: str, is_wrong: bool):
+    (change,) = changes_of(weeks_of("111111222222", topics))
+    users = Users(count=1_500, thumbs=200, liked={"1": old, "2": new})
+    found = [is_withdrawn_wrongly(Random(n), change, users) for n in range(5)]
+    assert found == [is_wrong] * 5
+
+
+def test_a_worse_champion_is_withdrawn_after_some_hundred_judgments():
+    (change,) = changes_of(weeks_of("111111222222", "aaaaaaaaaaaa"))
+    users = Users(count=1_500, thumbs=200, liked={"1": [0.9, 0.9], "2": [0.9, 0.9]})
+    assert [judgments_until_withdrawn(Random(n), change, users, 0.0) for n in range(5)] == [0] * 5
+    needed = [judgments_until_withdrawn(Random(n), change, users, 0.3) for n in range(5)]
+    assert all(20 <= count <= 150 for count in needed)
 
 
 def test_a_year_is_printed_with_its_largest_loss_and_drawn(tmp_path: Path, capsys):
     rates = (0.5, 0.9, 0.88, 0.95)
     weeks = [
         replace(week, won=won, outcome="promoted 1", event="outage" if won == 0.88 else "")
-        for week, won in zip(weeks_of("1", range(1, 5)), rates, strict=True)
+        for week, won in zip(weeks_of("1111", "aaaa"), rates, strict=True)
     ]
     print_year(weeks)
     told = " ".join(capsys.readouterr().out.split())

@@ -84,7 +84,7 @@ def explained_out_of_memory(next_move: str) -> Iterator[None]:
 
 _OF_THE_MACHINE = "DefaultCPUAllocator: can't allocate memory"
 
-_SIGNS = (_OF_THE_MACHINE, "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+_SIGNS = (_OF_THE_MACHINE, "error: out of memory", "_STATUS_ALLOC_FAILED")
 """Parts of the messages of errors that torch raises as a plain RuntimeError."""
 
 

@@ -39,11 +39,14 @@ class TrlParser(HfArgumentParser):
             place = words.index(CONFIG)
             values = _read_yaml(words[place + 1] if words[place + 1 :] else "")
             del words[place : place + 2]
-        variables = values.pop("env", None) or {}
+        variables = values.pop("env", None)
+        if variables is None:
+            variables = {}
         if not isinstance(variables, dict):
+            # Without the value, which may be a password.
             raise ConfigError(
-                f"env={variables!r:.80} is not a mapping of environment variables. Write a line "
-                "such as `NAME: VALUE` below `env:`."
+                f"env is a {type(variables).__name__}, not a mapping of environment variables. "
+                "Write a line such as `NAME: VALUE` below `env:`."
             )
         os.environ |= {str(name): str(value) for name, value in variables.items()}
         known = {action.dest: action for action in self._actions}

@@ -11,6 +11,9 @@ import argparse
 import io
 import json
 import os
+import signal
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -58,7 +61,7 @@ USERS, THUMBS, LABELS = 1_500, 200, 100
 """Number of users; of answers that they judge in a week; and of pairs to label in a week, fewer if
 prompts resemble each other."""
 
-EVENTS = {17: "poisoned labels", 26: "outage", 35: "poisoned thumbs"}
+EVENTS = {17: "poisoned labels", 26: "outage", 35: "poisoned votes"}
 
 GIVEN = 2_000
 """Number of labeled pairs before the first week."""
@@ -66,7 +69,7 @@ GIVEN = 2_000
 POISON = 3_000
 """Number of reversed labels, or reversed judgments, in a poisoned week."""
 
-MEASURED = 300
+MEASURED = 1_000
 """Prompts of each topic on which the truth about a champion is measured."""
 
 
@@ -93,6 +96,8 @@ class Year:
     """Week -> what happens in it that does not happen in others."""
 
     truths: dict[str, Truth] = field(default_factory=dict)
+    start: list[list[str]] = field(default_factory=list)
+    """SFT's answers to the prompts of each topic."""
 
     def run_week(self, number: int) -> Week:
         """Let a week pass, and return what it left behind."""
@@ -106,7 +111,7 @@ class Year:
         if "champion" in read_aliases(NAME):
             self.serve(lots, shares)
             self.label(number)
-            self.collect(lots, shares, is_poisoned=event == "poisoned thumbs")
+            self.collect(lots, shares, is_poisoned=event == "poisoned votes")
             withdrawn = self.watch()
         poison = self.folder / "pairs" / "poison.jsonl"
         if event == "poisoned labels":
@@ -158,7 +163,7 @@ class Year:
         """Make training data of all that users said."""
         votes = []
         if is_poisoned:
-            file = write_rows(self.folder / "votes.jsonl", reversed_thumbs(lots, shares))
+            file = write_rows(self.folder / "votes.jsonl", reversed_votes(lots, shares))
             votes = ["--votes", file]
         run_here(feedback.main, "collect", NAME, "--output-dir", self.folder / "feedback", *votes)
 
@@ -189,12 +194,15 @@ class Year:
     def truth(self, version: str) -> Truth:
         """Measure a version, or SFT if there is no champion; each is measured once."""
         if version not in self.truths:
-            (sft,) = (self.folder / "outputs" / "cache").glob("sft-*")
-            policy = sft
+            (policy,) = (self.folder / "outputs" / "cache").glob("sft-*")
+            if not self.start:
+                # Equal random numbers would make the answers of both alike.
+                prompts = prompts_of_topics()
+                self.start = [sample(policy, each, TOPICS + n) for n, each in enumerate(prompts)]
             if version:
                 cache = self.folder / "served"
                 policy = fetch_champion(NAME, version=version, cache=cache).folder
-            self.truths[version] = measure(policy, sft)
+            self.truths[version] = measure(policy, self.start)
         return self.truths[version]
 
     def count_labels(self) -> int:
@@ -221,11 +229,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--weeks", type=int, default=52)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--folder", type=Path, default=Path("outputs/year"))
+    parser.add_argument("--folder", type=Path, help="new folder of the team (default: temporary)")
     parser.add_argument("--figure", type=Path, help="PNG file of the figure")
     given = parser.parse_args()
-    folder = given.folder.absolute()
-    folder.mkdir(parents=True)
+    # So that the server and a running flow end, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    folder = Path(given.folder or tempfile.mkdtemp(prefix="year-")).absolute()
+    folder.mkdir(parents=True, exist_ok=not given.folder)
+    print(f"The year is in {folder}.")
     weeks = []
     with mlflow_server(folder) as server, tracking_to(server.url):
         year = Year(folder, given.weeks, given.seed, server, EVENTS)
@@ -321,7 +332,7 @@ def random_pairs(
         yield prompt, random_answer(lots), random_answer(lots)
 
 
-def reversed_thumbs(lots: Random, shares: Sequence[float]) -> list[Mapping[str, object]]:
+def reversed_votes(lots: Random, shares: Sequence[float]) -> list[Mapping[str, object]]:
     """Return judgments of a crowd that likes what is worth least."""
     prompts = draw_prompts(lots, shares, POISON)
     answers = [random_answer(lots) for _ in prompts]
@@ -336,13 +347,18 @@ def reversed_thumbs(lots: Random, shares: Sequence[float]) -> list[Mapping[str, 
     ]
 
 
-def measure(policy: Path, sft: Path) -> Truth:
-    """Measure a policy on fixed prompts of all topics."""
+def prompts_of_topics() -> list[list[str]]:
+    """Return the prompts of each topic on which all policies are measured."""
     lots = Random("measured")
+    topics = range(TOPICS)
+    return [draw_prompts(lots, [float(n == topic) for n in topics], MEASURED) for topic in topics]
+
+
+def measure(policy: Path, start: Sequence[Sequence[str]]) -> Truth:
+    """Measure a policy on fixed prompts of all topics, against SFT's answers to each topic."""
     won, liked = [], []
-    for topic in range(TOPICS):
-        prompts = draw_prompts(lots, [float(topic == other) for other in range(TOPICS)], MEASURED)
-        answers, others = (sample(folder, prompts, seed=topic) for folder in (policy, sft))
+    for topic, (prompts, others) in enumerate(zip(prompts_of_topics(), start, strict=True)):
+        answers = sample(policy, prompts, seed=topic)
         won.append(float(true_win_rate(prompts, answers, others).mean()))
         opinions = [likes("", prompt, text) for prompt, text in zip(prompts, answers, strict=True)]
         liked.append(float(np.mean(opinions)))
@@ -367,23 +383,25 @@ def sample(folder: Path, prompts: Sequence[str], seed: int) -> list[str]:
 
 @contextmanager
 def outage(server: MlflowServer, folder: Path) -> Iterator[None]:
-    """Kill MLflow when PPO begins; start it again at the end."""
-    trainings = folder / ".metaflow" / "RLHF"
+    """Kill MLflow when PPO begins, and start it again at the end; nothing if PPO does not begin."""
+    trainings, ended = folder / ".metaflow" / "RLHF", threading.Event()
     before = set(trainings.glob("*/train_policy"))
 
     def kill() -> None:
         while not set(trainings.glob("*/train_policy")) - before:
-            time.sleep(0.1)
+            if ended.wait(0.1):
+                return
         server.kill()
 
-    killer = threading.Thread(target=kill, daemon=True)
+    killer = threading.Thread(target=kill)
     killer.start()
     try:
         yield
     finally:
-        killer.join(timeout=1)
-        assert not killer.is_alive(), "The run ended before PPO began."
-        server.start()
+        ended.set()
+        killer.join()
+        if server.process is None:
+            server.start()
 
 
 if __name__ == "__main__":

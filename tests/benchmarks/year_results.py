@@ -57,11 +57,13 @@ def print_year(weeks: Sequence[Week]) -> None:
     lost, where = max(
         ((one.won - two.won, two.number) for one, two in pairwise(weeks)), default=(0.0, 1)
     )
-    promoted = sum("promoted" in week.outcome for week in weeks)
+    promoted, withdrawn = (
+        sum(word in week.outcome for week in weeks) for word in ("promoted", "withdrawn")
+    )
     print(
-        f"{promoted} of {len(weeks)} weeks promoted a policy. At the end the champion wins "
-        f"{100 * weeks[-1].won:.1f} % against SFT. The largest loss from one week to the next is "
-        f"{100 * lost:.1f} points, in week {where}."
+        f"{promoted} of {len(weeks)} weeks promoted a policy, and {withdrawn} withdrew one. At the "
+        f"end the champion wins {100 * weeks[-1].won:.1f} % against SFT. The largest loss from one "
+        f"week to the next is {100 * max(lost, 0.0):.1f} points, in week {where}."
     )
 
 

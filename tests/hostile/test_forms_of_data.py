@@ -62,6 +62,14 @@ CONVERSATIONS: dict[str, tuple[Any, str]] = {
         [{"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}],
         "that has tool_calls",
     ),
+    "a call of a function": (
+        [{"role": "assistant", "content": "a", "function_call": {"name": "f"}}],
+        "that has function_call",
+    ),
+    "an answer of a tool": (
+        [{"role": "tool", "content": "a", "tool_call_id": "1"}],
+        "that has tool_call_id",
+    ),
 }
 """Conversation, and what the message says."""
 

@@ -26,7 +26,8 @@ daily quota is spent, the call is not repeated."""
 
 DOWN_AFTER = 20
 """Number of consecutive unanswered questions after which the server counts as down. It exceeds the
-default of 8 concurrent calls, because a short outage can make all of them fail."""
+default of 8 concurrent calls, because a short outage can make all of them fail. Questions that a
+server rejects, one by one, count only until it has answered one."""
 
 PROBE_RETRIES = 2
 """Maximum number of retries of `probe`; small, so that a wrong address is found within seconds."""
@@ -65,6 +66,7 @@ class OpenAIModel:
         self._random = random.Random(0)
         self._left = 0
         self._given_up_in_a_row = 0
+        self._has_answered = False
 
     def ask(self, questions: Sequence[Question], keep: Callable[[int, Reply], None]) -> None:
         """Ask every question and call `keep(number, reply)` when its reply arrives.
@@ -127,8 +129,9 @@ class OpenAIModel:
             # small one too, the settings are wrong, and RefusedError stops the evaluation.
             with suppress(CallError):
                 await self._insist(client, PROBE, retries)
-                # The server is up, however many questions it rejects.
-                self._given_up_in_a_row = 0
+                # A judge that has answered is up, however many questions it rejects.
+                if self._has_answered:
+                    self._given_up_in_a_row = 0
             return Reply(None, error=str(refusal))
 
     async def _insist(self, client: openai.AsyncOpenAI, question: Question, retries: int) -> Reply:
@@ -167,6 +170,7 @@ class OpenAIModel:
         if reply.text is not None:
             self._left -= 1
             self._given_up_in_a_row = 0
+            self._has_answered = True
             return
         self._given_up_in_a_row += 1
         if self._given_up_in_a_row >= DOWN_AFTER:

@@ -1,6 +1,7 @@
 """Make the report on the promotion or refusal of a version."""
 
 from collections.abc import Mapping
+from math import isinf
 
 from pipeline.registry.decisions import Decision
 from pipeline.reports.document import (
@@ -93,7 +94,9 @@ def _figures(
             (
                 "Words of an answer, and of its opponent",
                 f"{as_number(own)} and {as_number(other)}",
-                f"at most {limits.max_length_ratio:g} times the other",
+                "no limit"
+                if isinf(limits.max_length_ratio)
+                else f"at most {limits.max_length_ratio:g} times the other",
             ),
             (
                 "Repeated 3-grams of words",

@@ -72,10 +72,11 @@ def check_model_name(name: str) -> None:
     Raises:
         ConfigError: the name is empty or has an invalid character.
     """
-    if not name or any(character in name for character in "/:'"):
+    if not name or any(character in name for character in "/:'") or name.endswith("\\"):
         raise ConfigError(
-            f"registered_model={name!r} must not be empty or contain '/', ':' or an apostrophe: "
-            "the URI of a version is models:/NAME/VERSION, and MLflow's searches quote the name."
+            f"registered_model={name!r} must not be empty, contain '/', ':' or an apostrophe, or "
+            "end with a backslash: the URI of a version is models:/NAME/VERSION, and MLflow's "
+            "searches quote the name."
         )
 
 

@@ -21,6 +21,9 @@ _MEDIA = (
 )
 """Types of parts without text, which are refused; the error message names the type."""
 
+_TOOLS = ("tool_calls", "function_call", "tool_call_id")
+"""Keys of messages that call a tool, or answer such a call."""
+
 
 def plain_messages(value: Any) -> Any:
     """Convert messages of any known form to the keys role and content; return others unchanged.
@@ -47,8 +50,9 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
         role, content = _role_of(message["from"]), message.get("value")
     if isinstance(content, Sequence) and not isinstance(content, str):
         content = _text_of(content)
-    if message.get("tool_calls"):
-        raise RowError("with a message that has tool_calls, but only role and content are read")
+    for key in _TOOLS:
+        if message.get(key):
+            raise RowError(f"with a message that has {key}, but only role and content are read")
     return {"role": role, "content": content}
 
 

@@ -495,7 +495,7 @@ def test_a_folder_without_permission_is_refused(tmp_path: Path):
         check(tmp_path, output_dir=str(tmp_path / "locked"))
 
 
-@pytest.mark.parametrize("name", ["", "team/policy", "policy:1", "anna's policy"])
+@pytest.mark.parametrize("name", ["", "team/policy", "policy:1", "anna's policy", "a\\"])
 def test_a_name_that_the_registry_would_not_take_is_refused(name: str):
     with pytest.raises(ConfigError, match="registered_model="):
         check_registry(name)

@@ -353,13 +353,21 @@ def test_an_answer_between_starts_the_count_anew():
     assert sum(reply.text is None for reply in replies) == 38
 
 
-def test_a_server_that_rejects_many_questions_is_not_down():
+@pytest.mark.parametrize("first", ["answered", "rejected"])
+def test_a_server_that_rejects_many_questions_is_not_down_if_it_has_answered_one(first: str):
     def refuse_long(request: Request) -> Behavior:
-        return refuse(400, "too long") if "question" in request.question else say("A")
+        is_first = request.question.endswith("question 0")
+        is_long = "question" in request.question and not (is_first and first == "answered")
+        return refuse(400, "too long") if is_long else say("A")
 
     with fault_server(refuse_long) as server:
-        replies = ask(make_chat(server.url, concurrency=1), 30)
-    assert all("too long" in reply.error for reply in replies)
+        chat = make_chat(server.url, concurrency=1)
+        if first == "rejected":
+            with pytest.raises(JudgeError, match=r"20 questions in a row.*too long"):
+                ask(chat, 30)
+        else:
+            replies = ask(chat, 30)
+            assert [reply.text for reply in replies] == ["A"] + [None] * 29
 
 
 def test_the_count_goes_on_from_one_call_of_ask_to_the_next():

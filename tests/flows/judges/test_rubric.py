@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.flows.judges.test_questions import HOSTILE
 
 from pipeline.cost.run_size import describe_sizes
 from pipeline.inputs.data_sets import RunData
@@ -30,6 +29,7 @@ from ppo_core.checkpointing.folders import finished_checkpoints
 from ppo_core.config.reward_names import read_rewards
 from ppo_core.errors import JudgeError
 from ppo_core.reporting.metrics_file import METRICS_FILE, read_metrics
+from tests.flows.judges.test_judge_prompt import HOSTILE
 from tests.helpers.inputs.pipeline_inputs import tiny_table, write_model
 from tests.helpers.servers.fault_server import Behavior, Request, fault_server, refuse, say
 

@@ -1,4 +1,4 @@
-"""Three weeks of the simulated year: a first champion, poisoned labels, and an outage of MLflow."""
+"""Four weeks of the simulated year: a first champion, poisoned labels, an outage, and its end."""
 
 from pathlib import Path
 
@@ -17,11 +17,13 @@ def test_neither_poison_nor_an_outage_changes_the_champion(tmp_path: Path):
     with mlflow_server(tmp_path) as server, tracking_to(server.url):
         write_inputs(tmp_path, seed=1)
         year = Year(tmp_path, 52, 1, server, events)
-        first, poisoned, cut = (year.run_week(number) for number in (1, 2, 3))
+        first, poisoned, cut, after = (year.run_week(number) for number in (1, 2, 3, 4))
         assert (first.outcome, first.champion) == ("promoted 1", "1")
         assert first.won > 0.6
-        # What users said in the week is not lost with the poison.
         assert (poisoned.outcome, poisoned.champion) == ("reward model refused", "1")
-        assert first.labels < poisoned.labels < first.labels + 200
         assert (cut.outcome, cut.champion) == ("failed", "1")
-        assert read_aliases(NAME)["champion"] == 1
+        assert server.url in (tmp_path / "week-03.log").read_text()
+        assert after.outcome.split()[0] in ("promoted", "refused")
+        assert str(read_aliases(NAME)["champion"]) == after.champion
+        thumbs = (tmp_path / "feedback" / "feedback.jsonl").read_text().splitlines()
+        assert len(thumbs) == 3 * 200

@@ -1,8 +1,8 @@
 """A tiny task whose topics drift: users ask about other topics from month to month.
 
 A prompt has words of one topic. In an answer, the words w10 to w13 count 1 in each topic, and the
-two words that belong to the topic of the prompt count 2. Nobody is told this rule. All words have
-three characters, so the length of an answer says nothing about its value.
+two words that belong to the topic of the prompt count 2. Nobody is told this rule. The words of
+prompts and random answers have three characters each, so that characters do not tell a good word.
 """
 
 import hashlib
@@ -68,7 +68,7 @@ def draw_prompts(lots: Random, shares: Sequence[float], count: int) -> list[str]
 
 
 def random_answer(lots: Random) -> str:
-    """Return an answer as the policy gives it before any training."""
+    """Return an answer of random words, good and bad ones."""
     return " ".join(f"w{lots.randrange(10, 58)}" for _ in range(ANSWER_WORDS))
 
 

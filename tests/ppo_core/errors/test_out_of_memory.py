@@ -103,6 +103,8 @@ def test_memory_for_no_row_is_an_error_with_the_peak():
     [
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
         "CUDA error: out of memory",
+        "CUDA driver error: out of memory",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
         OF_CPU,
     ],
 )

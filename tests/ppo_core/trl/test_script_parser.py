@@ -49,8 +49,9 @@ def test_a_script_without_a_file_has_flags_alone(monkeypatch):
         ("learnig_rate: 1", "no setting learnig_rate.*mean learning_rate"),
         ("- 1", "has no table of settings"),
         ("{", "is not YAML"),
-        ("env: FOO=1", "env='FOO=1' is not a mapping"),
-        ("env: [FOO=1]", "is not a mapping"),
+        ("env: FOO=1", "env is a str, not a mapping"),
+        ("env: [FOO=1]", "env is a list, not a mapping"),
+        ("env: false", "env is a bool, not a mapping"),
         ("total_episodes: -1", "total_episodes=-1 must be"),
     ],
 )
