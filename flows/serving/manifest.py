@@ -158,7 +158,8 @@ def _check_content(folder: Path, path: str, what: str) -> None:
     """Raise if a file could run code, or is malformed.
 
     A JSON file must be readable and have no key in REMOTE_CODE. A safetensors file must begin with
-    a valid header. Any other file must not begin like a pickle or a zip file.
+    the length of a header and an object of JSON. Any other file must not begin like a pickle or a
+    zip file.
     """
     if path.endswith(".json"):
         if key := _remote_code_key(_read_json(folder / path, path, what)):

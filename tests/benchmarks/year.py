@@ -57,7 +57,7 @@ from tests.helpers.servers.servers import MlflowServer, mlflow_server
 
 NAME = "assistant"
 
-USERS, THUMBS, LABELS = 1_500, 200, 100
+USERS, THUMBS, LABELS = 1_500, 200, 200
 """Number of users; of answers that they judge in a week; and of pairs to label in a week, fewer if
 prompts resemble each other."""
 
@@ -104,7 +104,7 @@ class Year:
         began, event = time.monotonic(), self.events.get(number, "")
         shares = traffic((number - 1) / max(self.weeks - 1, 1))
         lots = Random(f"{self.seed} {number}")
-        for file, count in (("prompts", 256), ("eval", 600)):
+        for file, count in (("prompts", 256), ("eval", 1_024)):
             rows = [{"prompt": prompt} for prompt in draw_prompts(lots, shares, count)]
             write_rows(self.folder / f"{file}.jsonl", rows)
         withdrawn = ""
@@ -175,7 +175,8 @@ class Year:
     def train(self, number: int, *, is_cut: bool) -> str:
         """Run the flow, and return how it ended; `is_cut` kills MLflow while PPO trains."""
         summary = self.folder / f"week-{number:02}.json"
-        table, collected = settings(self.folder), self.folder / "feedback" / "feedback.jsonl"
+        table = settings(self.folder) | {"seed": 1_000 * self.seed + number}
+        collected = self.folder / "feedback" / "feedback.jsonl"
         if collected.exists():
             table["feedback"] = str(collected)
         (self.folder / "week.toml").write_text(tomli_w.dumps(table))
@@ -290,8 +291,8 @@ def settings(folder: Path) -> dict[str, object]:
         "start_from": "champion",
         # Prompts are drawn from few words, so each n-gram is in some training text.
         "max_overlap": 1.0,
-        # Until the policy has learned that an answer has six words.
-        "sft": training | {"num_epochs": 4, "learning_rate": 5e-3},
+        # Until the policy has learned that an answer has six words; once for all weeks.
+        "sft": training | {"num_epochs": 4, "learning_rate": 5e-3, "seed": 1},
         "reward_model_training": training,
         "ppo": {
             "total_episodes": 4096,
