@@ -40,6 +40,7 @@ from tests.helpers.inputs.drifting_topics import (
     ANSWER_WORDS,
     OPPOSITE,
     TOPICS,
+    WORDS,
     draw_prompts,
     label,
     likes,
@@ -49,7 +50,8 @@ from tests.helpers.inputs.drifting_topics import (
     true_win_rate,
     value,
 )
-from tests.helpers.inputs.pipeline_inputs import write_model, write_rows
+from tests.helpers.inputs.pipeline_inputs import write_rows
+from tests.helpers.models.tiny import make_policy, make_tokenizer
 from tests.helpers.runs.flow_runs import run_flow
 from tests.helpers.runs.served_answers import serve_answers
 from tests.helpers.servers.mlflow_store import tracking_to
@@ -57,9 +59,8 @@ from tests.helpers.servers.servers import MlflowServer, mlflow_server
 
 NAME = "assistant"
 
-USERS, THUMBS, LABELS = 1_500, 200, 200
-"""Number of users; of answers that they judge in a week; and of pairs to label in a week, fewer if
-prompts resemble each other."""
+USERS, THUMBS, LABELS = 1_500, 200, 100
+"""Number of users, and of answers that they judge and pairs that are labeled in a week."""
 
 EVENTS = {17: "poisoned labels", 26: "outage", 35: "poisoned votes"}
 
@@ -150,8 +151,11 @@ class Year:
         """Choose pairs of the champion's answers, and label them."""
         last = max((self.folder / "outputs" / "runs").glob("*/settings.toml"))
         asked, chosen = (self.folder / name for name in ("asked.jsonl", f"chosen-{number}.jsonl"))
+        # PPO begins at SFT, so the reward model must be right on answers of both.
+        policies = (f"models:/{NAME}@champion", self.sft)
         run_here(
-            *(feedback.main, "choose", last.parent, "--policy", f"models:/{NAME}@champion"),
+            *(feedback.main, "choose", last.parent),
+            *(word for policy in policies for word in ("--policy", policy)),
             *("--prompts", asked, "--labels", LABELS, "--seed", number, "--output", chosen),
         )
         pairs = [json.loads(line) for line in chosen.read_text().splitlines()]
@@ -195,7 +199,7 @@ class Year:
     def truth(self, version: str) -> Truth:
         """Measure a version, or SFT if there is no champion; each is measured once."""
         if version not in self.truths:
-            (policy,) = (self.folder / "outputs" / "cache").glob("sft-*")
+            policy = self.sft
             if not self.start:
                 # Equal random numbers would make the answers of both alike.
                 prompts = prompts_of_topics()
@@ -205,6 +209,12 @@ class Year:
                 policy = fetch_champion(NAME, version=version, cache=cache).folder
             self.truths[version] = measure(policy, self.start)
         return self.truths[version]
+
+    @property
+    def sft(self) -> Path:
+        """Folder of the fine-tuned policy, with which PPO begins each week."""
+        (folder,) = (self.folder / "outputs" / "cache").glob("sft-*")
+        return folder
 
     def count_labels(self) -> int:
         files = (self.folder / "pairs").glob("*.jsonl")
@@ -263,7 +273,9 @@ def write_inputs(folder: Path, seed: int) -> None:
         "        file.write(f'{len(pairs)}\\n')\n"
         "    return drifting_topics.judge(prompts, pairs)\n"
     )
-    write_model(folder / "policy")
+    tokenizer = make_tokenizer(words=WORDS)
+    make_policy(vocabulary=len(tokenizer)).save_pretrained(folder / "policy")
+    tokenizer.save_pretrained(folder / "policy")
     equal = [1 / TOPICS] * TOPICS
     texts = [
         {"prompt": prompt, "completion": random_answer(lots)}
@@ -289,8 +301,6 @@ def settings(folder: Path) -> dict[str, object]:
         "output_dir": str(folder / "outputs"),
         "registered_model": NAME,
         "start_from": "champion",
-        # Prompts are drawn from few words, so each n-gram is in some training text.
-        "max_overlap": 1.0,
         # Until the policy has learned that an answer has six words; once for all weeks.
         "sft": training | {"num_epochs": 4, "learning_rate": 5e-3, "seed": 1},
         "reward_model_training": training,

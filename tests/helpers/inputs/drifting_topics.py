@@ -1,8 +1,8 @@
 """A tiny task whose topics drift: users ask about other topics from month to month.
 
 A prompt has words of one topic. In an answer, the words w10 to w13 count 1 in each topic, and the
-two words that belong to the topic of the prompt count 2. Nobody is told this rule. The words of
-prompts and random answers have three characters each, so that characters do not tell a good word.
+two words that belong to the topic of the prompt count 2. Nobody is told this rule. All
+words of random answers have three characters, so that characters do not tell a good word.
 """
 
 import hashlib
@@ -21,8 +21,11 @@ COMMON = range(10, 14)
 OWN_WORDS, FIRST_OWN = 2, 14
 """How many words are good in answers to one topic, and the number of the first such word."""
 
-TOPIC_WORDS, FIRST_OF_TOPICS = 5, 26
+TOPIC_WORDS, FIRST_OF_TOPICS = 30, 60
 """Of how many words the prompts of a topic are made, and the number of the first such word."""
+
+WORDS = FIRST_OF_TOPICS + TOPICS * TOPIC_WORDS
+"""Number of words that the policy must know: w0, w1, and so on."""
 
 PROMPT_WORDS, ANSWER_WORDS = 6, 6
 
@@ -69,7 +72,7 @@ def draw_prompts(lots: Random, shares: Sequence[float], count: int) -> list[str]
 
 def random_answer(lots: Random) -> str:
     """Return an answer of random words, good and bad ones."""
-    return " ".join(f"w{lots.randrange(10, 58)}" for _ in range(ANSWER_WORDS))
+    return " ".join(f"w{lots.randrange(10, FIRST_OF_TOPICS)}" for _ in range(ANSWER_WORDS))
 
 
 def true_label(prompt: str, first: str, second: str) -> str:

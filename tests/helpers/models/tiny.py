@@ -61,11 +61,15 @@ def make_tokenizer(*, words: int = VOCABULARY - 3, prefix: str = "w") -> PreTrai
     )
 
 
-def make_policy(family: str = "llama", *, seed: int = 0) -> PreTrainedModel:
+def make_policy(
+    family: str = "llama", *, seed: int = 0, vocabulary: int = VOCABULARY
+) -> PreTrainedModel:
     """Return a random causal model with noise on all weights, so that its logits differ."""
     torch.manual_seed(seed)
     # A copy, because a model keeps its configuration, and tests change it.
-    return _spread(AutoModelForCausalLM.from_config(deepcopy(CONFIGS[family])))
+    config = deepcopy(CONFIGS[family])
+    config.vocab_size = vocabulary
+    return _spread(AutoModelForCausalLM.from_config(config))
 
 
 def make_classifier(family: str = "llama", *, seed: int = 1, labels: int = 1) -> PreTrainedModel:
