@@ -449,7 +449,7 @@ def test_the_wrong_class_names_the_right_one(family: str):
 def test_what_is_no_language_model_is_refused(tmp_path: Path):
     with pytest.raises(ModelError, match="no language-model head"):
         AutoModelForCausalLMWithValueHead(GPT2Model(DECODERS["gpt2"]))
-    with pytest.raises(ModelError, match="no model of transformers"):
+    with pytest.raises(ModelError, match="not a model of transformers"):
         AutoModelForCausalLMWithValueHead(nn.Linear(2, 2))
     with pytest.raises(ModelError, match=str(tmp_path)):
         AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path)
