@@ -96,9 +96,8 @@ def evaluate(
     """Test the judge with canaries and labels, and let the judge compare answers.
 
     A contest with a rule is judged until the rule decides. A contest without a rule is judged on
-    the prompts of the contest with a rule against the same opponent; if there is none, on those of
-    the first contest with a rule. A contest without a rule decides nothing, and doubts about it do
-    not make the result inconclusive.
+    the prompts of the contest with a rule against the same opponent, or else of the first contest
+    with a rule; it decides nothing, and doubts about it do not make the result inconclusive.
 
     Args:
         judge: the judge.
