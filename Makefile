@@ -106,7 +106,7 @@ weeks: $(VENV)/installed-dev ## Simulated weeks of the gate: false promotions, p
 	PYTHONPATH=.:flows OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.weeks
 	PYTHONPATH=.:flows OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.guards
 
-year: $(VENV)/installed-dev ## A simulated year of weekly retraining that no person touches; about an hour.
+year: $(VENV)/installed-dev ## A simulated year of weekly retraining that no person touches; 70 minutes.
 	PYTHONPATH=.:flows OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.year --figure docs/images/year.png
 
 # Ours and TRL 1.12 in alternation, about 25 minutes. BENCH_ARGS="--cases neox-10m" measures one case.

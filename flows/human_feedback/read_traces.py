@@ -129,7 +129,7 @@ def _read(trace: Trace, versions: Collection[str], scale: Scale, result: FoundOp
 
 
 def _answer(trace: Trace, source: str) -> Opinion | str:
-    """Return the answer as `liked` of an opinion of nobody, or why the answer cannot be used."""
+    """Return an opinion without a user that likes the answer, or why the answer is not usable."""
     root = next((span for span in trace.data.spans if span.parent_id is None), None)
     inputs: Any = getattr(root, "inputs", None)
     outputs: Any = getattr(root, "outputs", None)

@@ -14,6 +14,11 @@ _Result = TypeVar("_Result")
 
 _LOG = logging.getLogger(__name__)
 
+_OF_THE_MACHINE = "DefaultCPUAllocator: can't allocate memory"
+
+_SIGNS = (_OF_THE_MACHINE, "error: out of memory", "_STATUS_ALLOC_FAILED")
+"""Parts of the messages of errors that torch raises as a plain RuntimeError."""
+
 
 class BatchSize:
     """A batch size that is halved when memory is full, for passes without gradients."""
@@ -82,12 +87,6 @@ def explained_out_of_memory(next_move: str) -> Iterator[None]:
         ) from error
 
 
-_OF_THE_MACHINE = "DefaultCPUAllocator: can't allocate memory"
-
-_SIGNS = (_OF_THE_MACHINE, "error: out of memory", "_STATUS_ALLOC_FAILED")
-"""Parts of the messages of errors that torch raises as a plain RuntimeError."""
-
-
 def _is_out_of_memory(error: RuntimeError) -> bool:
     import torch
 
@@ -96,7 +95,7 @@ def _is_out_of_memory(error: RuntimeError) -> bool:
 
 
 def _peak(reason: str) -> str:
-    """Return in words the largest amount of the memory that is full, as this process used it."""
+    """Return the peak of this process in the memory that is full, the GPU's or the machine's."""
     import torch
 
     if torch.cuda.is_available() and _OF_THE_MACHINE not in reason:

@@ -40,7 +40,7 @@ SAMPLING_SHARE, SCORING_SHARE, WAITING_SHARE = 0.8, 0.5, 0.5
 """Shares of a run's time above which a phase, or the time outside all phases, is a loss."""
 
 SECONDS_THAT_MATTER = 1.0
-"""Seconds of an update below which a share of the time is not a loss."""
+"""Seconds below which time that an update loses does not matter."""
 
 
 @dataclass(frozen=True, kw_only=True)

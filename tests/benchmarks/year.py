@@ -1,4 +1,4 @@
-"""A year of weekly retraining that no person touches: `make year`, about an hour on two cores.
+"""A year of weekly retraining that no person touches: `make year`, 70 minutes on two cores.
 
     PYTHONPATH=.:flows python -m tests.benchmarks.year --weeks 52 --seed 1
 
@@ -63,6 +63,7 @@ USERS, THUMBS, LABELS = 1_500, 200, 100
 """Number of users, and of answers that they judge and pairs that are labeled in a week."""
 
 EVENTS = {17: "poisoned labels", 26: "outage", 35: "poisoned votes"}
+"""Week -> what happens only in this week: reversed labels or judgments, or MLflow is killed."""
 
 GIVEN = 2_000
 """Number of labeled pairs before the first week."""
@@ -94,10 +95,10 @@ class Year:
     seed: int
     server: MlflowServer
     events: Mapping[int, str]
-    """Week -> what happens in it that does not happen in others."""
+    """See `EVENTS`."""
 
     truths: dict[str, Truth] = field(default_factory=dict)
-    start: list[list[str]] = field(default_factory=list)
+    sft_answers: list[list[str]] = field(default_factory=list)
     """SFT's answers to the prompts of each topic."""
 
     def run_week(self, number: int) -> Week:
@@ -111,7 +112,7 @@ class Year:
         withdrawn = ""
         if "champion" in read_aliases(NAME):
             self.serve(lots, shares)
-            self.label(number)
+            self.label_pairs(number)
             self.collect(lots, shares, is_poisoned=event == "poisoned votes")
             withdrawn = self.watch()
         poison = self.folder / "pairs" / "poison.jsonl"
@@ -147,8 +148,8 @@ class Year:
             liked = likes(user, prompt, answer)
             record_opinion(NAME, ids[prompt], user=user, liked=liked, correction=None)
 
-    def label(self, number: int) -> None:
-        """Choose pairs of the champion's answers, and label them."""
+    def label_pairs(self, number: int) -> None:
+        """Choose pairs of answers of the champion and of SFT, and label them."""
         last = max((self.folder / "outputs" / "runs").glob("*/settings.toml"))
         asked, chosen = (self.folder / name for name in ("asked.jsonl", f"chosen-{number}.jsonl"))
         # PPO begins at SFT, so the reward model must be right on answers of both.
@@ -200,14 +201,16 @@ class Year:
         """Measure a version, or SFT if there is no champion; each is measured once."""
         if version not in self.truths:
             policy = self.sft
-            if not self.start:
+            if not self.sft_answers:
                 # Equal random numbers would make the answers of both alike.
                 prompts = prompts_of_topics()
-                self.start = [sample(policy, each, TOPICS + n) for n, each in enumerate(prompts)]
+                self.sft_answers = [
+                    sample(policy, each, TOPICS + n) for n, each in enumerate(prompts)
+                ]
             if version:
                 cache = self.folder / "served"
                 policy = fetch_champion(NAME, version=version, cache=cache).folder
-            self.truths[version] = measure(policy, self.start)
+            self.truths[version] = measure(policy, self.sft_answers)
         return self.truths[version]
 
     @property
@@ -365,10 +368,10 @@ def prompts_of_topics() -> list[list[str]]:
     return [draw_prompts(lots, [float(n == topic) for n in topics], MEASURED) for topic in topics]
 
 
-def measure(policy: Path, start: Sequence[Sequence[str]]) -> Truth:
+def measure(policy: Path, sft_answers: Sequence[Sequence[str]]) -> Truth:
     """Measure a policy on fixed prompts of all topics, against SFT's answers to each topic."""
     won, liked = [], []
-    for topic, (prompts, others) in enumerate(zip(prompts_of_topics(), start, strict=True)):
+    for topic, (prompts, others) in enumerate(zip(prompts_of_topics(), sft_answers, strict=True)):
         answers = sample(policy, prompts, seed=topic)
         won.append(float(true_win_rate(prompts, answers, others).mean()))
         opinions = [likes("", prompt, text) for prompt, text in zip(prompts, answers, strict=True)]

@@ -20,7 +20,7 @@ LENGTH_DEVIATION = 10.0
 logits."""
 
 MIN_PAIRS = 5
-"""The step c is fitted if at least this many pairs have d >= 0, and as many have d <= 0."""
+"""The step c is fitted if at least this many pairs have d >= 0, and at least as many d <= 0."""
 
 RATIOS = (0.5, 0.8, 1.25, 2.0)
 RATIO_NAMES = ("<0.5", "0.5-0.8", "0.8-1.25", "1.25-2", ">2")
@@ -146,7 +146,7 @@ def style_controlled_rate(comparison: Comparison) -> StyleControlledRate:
         return StyleControlledRate(rate=None, equal=equal)
     if len(np.unique(points)) == 1:
         return StyleControlledRate(rate=float(points[0]), equal=equal)
-    # The deviation is 0 if all slopes of a kind are equal; 1 divides instead.
+    # The deviation is 0 if all slopes of a kind are equal.
     slopes = np.tanh(slopes / np.where(slopes.std(axis=0) > 0, slopes.std(axis=0), 1))
     styles = np.concatenate([steps, slopes], axis=1)
     return StyleControlledRate(rate=_rate_at_equal_length(points, length, styles), equal=equal)

@@ -1,8 +1,9 @@
-"""A tiny task whose topics drift: users ask about other topics from month to month.
+"""A tiny task whose topics drift: the topics that users ask about change from month to month.
 
 A prompt has words of one topic. In an answer, the words w10 to w13 count 1 in each topic, and the
-two words that belong to the topic of the prompt count 2. Nobody is told this rule. All
-words of random answers have three characters, so that characters do not tell a good word.
+two words that belong to the topic of the prompt count 2. The flow does not know this rule, except
+through labels, judgments and its judge. All words of random answers have three characters, so that
+the length of a word does not tell whether it is good.
 """
 
 import hashlib
