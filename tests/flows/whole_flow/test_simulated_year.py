@@ -22,7 +22,10 @@ def test_neither_poison_nor_an_outage_changes_the_champion(tmp_path: Path):
         assert first.won > 0.6
         assert (poisoned.outcome, poisoned.champion) == ("reward model refused", "1")
         assert (cut.outcome, cut.champion) == ("failed", "1")
-        assert server.url in (tmp_path / "week-03.log").read_text()
+        # PPO and evaluation went on; the registration waited for minutes, and registered nothing.
+        told = (tmp_path / "week-03.log").read_text()
+        assert "Judge the policy's answers" in told
+        assert "The run stopped:\nMLflow has not accepted" in told
         assert after.outcome.split()[0] in ("promoted", "refused")
         assert str(read_aliases(NAME)["champion"]) == after.champion
         thumbs = (tmp_path / "feedback" / "feedback.jsonl").read_text().splitlines()
