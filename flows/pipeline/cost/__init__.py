@@ -1,1 +1,1 @@
-"""What a run costs: memory, speed, GPUs with prices, estimated time, and what a run used."""
+"""Estimate and measure what a run costs: memory, time, price, and use of GPUs and judges."""

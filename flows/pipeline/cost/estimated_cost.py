@@ -31,17 +31,16 @@ from pipeline.settings.settings import Settings
 from ppo_core.errors import ConfigError, ModelError, ProcessError
 
 NUMBERS_OF_GPUS = (1, 2, 4, 8)
-"""Numbers of GPUs, all in one machine, whose prices are compared."""
+"""Numbers of GPUs in one machine for which prices are compared."""
 
 
 SpeedOf = Callable[[TrainingSize], Speed]
-"""Function that returns the speed of the devices of a training, in the training's precision and
-sharding."""
+"""Function that returns the speed of a training's devices with its precision and sharding."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingCost:
-    """A training, with functions that compute its time, and its size on other processes."""
+    """A training, with one function for its size on other processes and one for its time."""
 
     training: Training
     size_on: Callable[[Processes], TrainingSize | None]
@@ -100,7 +99,7 @@ def describe_time_of(works: Sequence[TrainingCost], settings: Settings) -> list[
 def _device(works: Sequence[TrainingCost], settings: Settings) -> tuple[Gpu | None, int]:
     """Return the GPU and its usable memory in bytes.
 
-    Without a GPU, return None and the share of this machine's memory for each process.
+    Without a GPU, return None and this machine's memory divided by its number of processes.
     """
     gpu = find_gpu(settings.hardware)
     if gpu:
@@ -210,7 +209,7 @@ def _precision_and_sharding(size: TrainingSize) -> tuple[bool, str]:
 
 
 def _cheapest(works: Sequence[TrainingCost], settings: Settings) -> str:
-    """Return, as text, the GPUs of the table on which the trainings fit at the lowest price."""
+    """Return the cheapest GPUs of the table on which all trainings fit, as text."""
     offers = []
     table = read_gpus(settings.hardware).values()
     gpus = [gpu for gpu in table if gpu.price]

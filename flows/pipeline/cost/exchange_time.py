@@ -1,4 +1,4 @@
-"""Compute the time in which processes exchange weights and gradients.
+"""Compute the time that processes take to exchange weights and gradients.
 
 ddp and zero1 reduce (sum) all gradients once for each optimizer step; zero1 then gathers the new
 weights. zero2 reduces gradients in each backward pass, and gathers the new weights once for each
@@ -42,15 +42,15 @@ class ParameterCount:
 
 
 class ExchangeSpeed(Protocol):
-    """Seconds in which the processes of a training exchange weights and gradients."""
+    """Seconds that the processes of a training take to exchange weights and gradients."""
 
     def gathering(self, parameters: ParameterCount) -> float:
         """Return the seconds of an all-gather of sharded weights."""
 
     def reducing(self, parameters: ParameterCount) -> float:
-        """Return the seconds in which gradients are summed over the processes.
+        """Return the seconds to sum gradients over the processes.
 
-        This is a reduce-scatter if weights are sharded, and otherwise an all-reduce.
+        If weights are sharded, this is a reduce-scatter, otherwise an all-reduce.
         """
 
 
@@ -63,11 +63,11 @@ def ppo_exchange_seconds(
     steps: int,
     samples_here: bool,
 ) -> float:
-    """Return the seconds that a process spends on exchange in an update.
+    """Return the seconds that a process takes in an update to exchange weights and gradients.
 
     Args:
         size: sizes of models and batches.
-        speed: speed of the processes.
+        speed: speed of the exchange.
         batch_rows: responses of a process in the update.
         step_rows: responses of a process in an optimizer step.
         steps: optimizer steps of the update.

@@ -73,9 +73,9 @@ def read_gpus(config: HardwareConfig) -> dict[str, Gpu]:
 
 
 def find_gpu(config: HardwareConfig) -> Gpu | None:
-    """Return the GPU that the settings name, or else the GPU of this machine.
+    """Return the GPU that the settings name; if they name none, the GPU of this machine.
 
-    Return None if the settings name no GPU and this machine has none.
+    Return None if this machine has no GPU either.
 
     Raises:
         ConfigError: the settings name an unknown GPU; or see `read_gpus`.
@@ -97,7 +97,7 @@ def find_gpu(config: HardwareConfig) -> Gpu | None:
 def processes_on_a_machine(settings: Settings) -> int:
     """Return the number of processes of a training on each machine.
 
-    This is the setting `processes`, or else one per GPU, or one without GPUs.
+    The setting `processes` is the number; 0 means one process per GPU, or one without a GPU.
 
     Raises:
         ConfigError: the settings name a GPU but not `processes`, and this machine has no GPU.
@@ -124,7 +124,7 @@ def price_per_hour(found: FoundGpu, gpus: Mapping[str, Gpu], named: str) -> floa
 
 
 def _of_the_table(found: FoundGpu, gpus: Mapping[str, Gpu]) -> Gpu | None:
-    """Return the GPU whose full device name is the name of the found GPU; None if there is none.
+    """Return the GPU of the table that has the found GPU's full device name; None if none has.
 
     The beginning of a name is not enough: an L40 is not an L4, and a slice of a GPU (MIG) is not
     the whole GPU.

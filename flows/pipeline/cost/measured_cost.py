@@ -1,4 +1,4 @@
-"""What a run has cost so far: GPU seconds, tokens, calls of judges, and their price."""
+"""Compute the cost of a run so far: GPU seconds, tokens, calls of judges, and prices."""
 
 from collections.abc import Mapping, Sequence
 
@@ -18,7 +18,7 @@ def cost_of_run(
     """Return the cost of a run.
 
     A price is None if the table of prices lacks it, or if the server of a judge does not report
-    tokens. The price of a judge that costs 0 is 0 in any case.
+    tokens. A judge whose price is set to 0 costs 0 even without reported tokens.
 
     Args:
         run: the run of the flow.
@@ -50,7 +50,7 @@ def cost_of_run(
 
 
 def cost_numbers(cost: RunCost) -> dict[str, float]:
-    """Return the known numbers of a cost, by their names in MLflow."""
+    """Return name of the metric in MLflow -> number; unknown numbers are left out."""
     numbers: dict[str, float | None] = {
         "gpu_hours": cost.gpu_hours,
         "price": cost.price,

@@ -1,4 +1,4 @@
-"""Measure the speed of this machine on the policy of a run, with two models of few layers.
+"""Measure the speed of this machine on two models: the policy of a run, cut to few layers.
 
 A pass through L layers takes a + b L seconds. Models of two depths give b, the time of a layer, and
 a, the time of everything outside the layers: embeddings, LM head, and drawing tokens.
@@ -113,7 +113,7 @@ class MeasuredSpeed:
         )
 
     def forward(self, model: ModelSize, tokens: float, logit_tokens: float) -> float:
-        """Return seconds of passes without gradients, with logits for some of the tokens."""
+        """Return seconds of passes without gradients; `logit_tokens` of the tokens get logits."""
         return self._pass(self.scoring, model, tokens, logit_tokens)
 
     def training(
@@ -147,7 +147,7 @@ class MeasuredSpeed:
         return self._exchanging(self.gathered, parameters)
 
     def reducing(self, parameters: ParameterCount) -> float:
-        """Return seconds in which gradients are summed over the processes."""
+        """Return the seconds to sum gradients over the processes."""
         return self._exchanging(self.reduced, parameters)
 
     def _exchanging(self, line: LinearCost, parameters: ParameterCount) -> float:
@@ -168,7 +168,7 @@ class MeasuredSpeed:
 def measure_speed(policy: str, size: PPOSize, *, seconds: float = MAX_SECONDS) -> MeasuredSpeed:
     """Measure the speed of this machine on a policy, and show a progress bar.
 
-    The number of timed processes is the number that a training starts on this machine.
+    As many processes are timed as a training starts on this machine.
 
     Args:
         policy: folder or hub id.

@@ -1,6 +1,6 @@
 """Show the memory of each training by sharding, precision and method, and recommend one choice.
 
-The method is to train all parameters or LoRA adapters.
+A method trains either all parameters or LoRA adapters.
 """
 
 import io
@@ -57,7 +57,7 @@ class Choice:
 
     @property
     def size(self) -> TrainingSize:
-        """Sizes of the training if it runs in this way."""
+        """Sizes of the training with this choice."""
         size = replace(
             self.training.size,
             sharding=self.sharding,
@@ -73,7 +73,7 @@ class Choice:
 
     @property
     def memory(self) -> Memory:
-        """Memory of the phase that needs most."""
+        """Memory of the phase that needs the most memory."""
         return memory_of(self.size)
 
     @property
@@ -98,7 +98,7 @@ class Choice:
 
 
 def memory_of(size: TrainingSize) -> Memory:
-    """Return the memory of the phase of a training that needs most."""
+    """Return the memory of the phase of a training that needs the most memory."""
     return peak_memory(size) if isinstance(size, PPOSize) else peak_supervised_memory(size)
 
 
@@ -106,9 +106,9 @@ def choices(training: Training, *, on_gpus: bool) -> Iterator[Choice]:
     """Yield the ways to run a training, roughly the fastest first.
 
     All parameters come before LoRA, bfloat16 before fp32, and the shardings in the order ddp,
-    zero1, zero2, zero3, fsdp2. On a CPU, the precision is the one in the settings, or the trainer's
-    default. A running average needs all
-    weights in every process, so it excludes zero3 and fsdp2.
+    zero1, zero2, zero3, fsdp2. On a CPU, only the precision of the settings, or the trainer's
+    default precision, is tried. A running average needs all weights in every process, so it
+    excludes zero3 and fsdp2.
     """
     several: tuple[Sharding, ...] = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
     if isinstance(training.size, PPOSize) and training.size.averages:
@@ -122,7 +122,7 @@ def choices(training: Training, *, on_gpus: bool) -> Iterator[Choice]:
 
 
 def recommended(training: Training, usable: int, *, on_gpus: bool) -> Choice | None:
-    """Return the first way in the order of `choices` that fits; None if nothing fits.
+    """Return the first choice that fits, in the order of `choices`; None if nothing fits.
 
     The other method (all parameters or LoRA) is recommended only if nothing fits with the run's
     method. Within a method, a critic on the policy's backbone is recommended only if nothing fits

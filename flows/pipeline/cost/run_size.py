@@ -42,7 +42,7 @@ from ppo_core.supervised.step_order import StepOrder, passes_of_step
 from ppo_core.supervised.supervised_config import SupervisedConfig
 
 SOME_STEPS = 32
-"""Number of optimizer steps whose passes are counted to estimate the time of all."""
+"""Number of optimizer steps whose passes are counted, to estimate the time of all steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class SupervisedRows:
     """Number of tokens in one pass over the rows."""
 
     counted: int
-    """Number of these tokens with a loss of the LM head; 0 for pairs."""
+    """Number of tokens with a loss of the LM head in one pass over the rows; 0 for pairs."""
 
     longest: int
     """Number of tokens of the longest text."""
@@ -124,7 +124,7 @@ class RunSize:
     """Episodes, updates and optimizer steps of PPO."""
 
     works: Sequence[TrainingCost]
-    """The trainings, for their memory, time and price; empty if these cannot be computed."""
+    """The trainings; empty if their memory, time and price cannot be computed."""
 
     selection: str
     """Numbers of prompts, policies and questions to choose the policy, and disk space of earlier
@@ -134,14 +134,14 @@ class RunSize:
     """Number of prompts that the policies answer."""
 
     different_prompts: int
-    """Number of different prompts among them."""
+    """Number of different prompts among the evaluation prompts."""
 
     contests: int
     """Number of comparisons of two policies, or of a policy with references."""
 
     baselines: str
-    """Numbers of answers and questions to compare PPO with SFT's baselines, as text; empty if they
-    are off."""
+    """Numbers of answers and questions to compare PPO with SFT's baselines, as text; empty if the
+    baselines are off."""
 
     least_prompts: int
     """Smallest number of prompts with which a policy can be promoted if it wins all of them."""
@@ -281,7 +281,7 @@ def describe_sizes(settings: Settings, *, has_champion: bool) -> str:
 
 
 def describe_run(size: RunSize) -> str:
-    """Return the sizes in lines of text."""
+    """Return the sizes of a run in lines of text."""
     reward = "trained" if size.reward_model else "given"
     questions = 2 * size.contests * size.evaluation_prompts
     ppo, tokens = size.ppo, size.ppo.total_episodes * size.response_length

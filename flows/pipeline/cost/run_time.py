@@ -1,4 +1,4 @@
-"""Estimate, before a run starts, how long its trainings take, from their sizes and the devices.
+"""Estimate the time of a run's trainings before it starts, from their sizes and the devices.
 
 A forward pass takes 2 operations for each weight and token, and a backward pass 4
 (arXiv:2001.08361, section 2.1). Sampling reads all weights for each token of a batch of responses.
@@ -36,8 +36,8 @@ PUBLISHED_RATE, PUBLISHED_LAYERS = 49.94, 24
 
 LAUNCHES = 1 / PUBLISHED_RATE / PUBLISHED_LAYERS
 """Seconds that Python takes to launch the kernels of one layer, 0.83 ms. Without captured graphs, a
-layer takes at least this time for each sampled token, also on a faster GPU. Every other forward
-pass, and every backward pass, is assumed to have the same lower limit."""
+layer takes at least this time for each sampled token, even on a faster GPU. The same lower limit is
+assumed for every other forward pass, and for every backward pass."""
 
 OPTIMIZER_NUMBERS = 7
 """Numbers in fp32 that AdamW reads or writes per parameter: weight and two moments are read and
@@ -48,22 +48,22 @@ written, the gradient is read."""
 class Backward:
     """What a backward pass of a model computes.
 
-    The gradients of inputs take as many operations as a forward pass, and so do the gradients of
-    weights.
+    The gradients of the inputs take as many operations as a forward pass, and the gradients of the
+    weights take as many again.
     """
 
     recomputes: bool
     """Whether the backward pass repeats the forward pass of the layers."""
 
     is_frozen: bool
-    """Whether the weights are frozen under an adapter, and so have no gradients."""
+    """Whether the weights are frozen under an adapter and get no gradients."""
 
 
 class Speed(ExchangeSpeed, Protocol):
     """Seconds that one process of a training takes for each part of the training."""
 
     def forward(self, model: ModelSize, tokens: float, logit_tokens: float) -> float:
-        """Return seconds of passes without gradients, with logits for some of the tokens."""
+        """Return seconds of passes without gradients; `logit_tokens` of the tokens get logits."""
 
     def training(
         self, model: ModelSize, tokens: float, logit_tokens: float, backward: Backward
@@ -109,7 +109,7 @@ class TableSpeed:
         )
 
     def forward(self, model: ModelSize, tokens: float, logit_tokens: float) -> float:
-        """Return seconds of passes without gradients, with logits for some of the tokens."""
+        """Return seconds of passes without gradients; `logit_tokens` of the tokens get logits."""
         return 2 * _products(model, tokens, logit_tokens) / self._operations
 
     def training(
@@ -123,8 +123,8 @@ class TableSpeed:
     def decoding(self, model: ModelSize) -> float:
         """Return seconds to sample one token for each sequence of a batch.
 
-        Reading all weights from memory sets the time, because each weight takes part in few
-        operations. In a small model, launching the kernels takes longer.
+        The time is the time to read all weights from memory, because each weight takes part in few
+        operations. In a small model, launching the kernels takes longer than reading.
         """
         size = BF16 if self.autocast else FP32
         assert self.gpu.bandwidth is not None
@@ -152,7 +152,7 @@ class TableSpeed:
         return received * (1 - 1 / self.processes) / (LINK_SHARE * rate)
 
     def reducing(self, parameters: ParameterCount) -> float:
-        """Return the seconds in which gradients are summed over the processes.
+        """Return the seconds to sum gradients over the processes.
 
         An all-reduce is a reduce-scatter and an all-gather, so it takes twice as long. DeepSpeed's
         ZeRO-1 and ZeRO-2 use an all-reduce too (default use_multi_rank_bucket_allreduce).
@@ -189,8 +189,8 @@ def ppo_seconds(
 
     The policy samples every response. Reference, critic and reward models each read every sequence
     once. Each PPO epoch trains policy and critic on every sequence. If a server samples, the time
-    of the server is left out, and the policy reads every sequence once. Loading models and saving
-    checkpoints are left out.
+    of the server is left out, and the policy reads every sequence once. The time to load
+    models and to save checkpoints is left out.
     """
     policy, critic = size.policy, size.critic
     rows = schedule.batch_size / size.processes
@@ -238,8 +238,8 @@ def supervised_seconds(
 ) -> float:
     """Return the seconds of a supervised training on `tokens` tokens in all epochs together.
 
-    Of these tokens, `counted` have a loss of the LM head. `passes` is the mean number of passes of
-    a process in an optimizer step.
+    `counted` of these tokens have a loss of the LM head. `passes` is the mean number of passes of a
+    process in an optimizer step.
     """
     own, logit_tokens = tokens / size.processes, counted / size.processes
     shards = 1 if size.sharding in ("none", "ddp") else size.processes
@@ -265,7 +265,7 @@ def _training(
 
 
 def describe_seconds(seconds: float) -> str:
-    """Return a rough time in words."""
+    """Return a duration as text, rounded to a suitable unit."""
     if seconds < 90:
         return f"{ceil(seconds)} s"
     if seconds < 90 * 60:
@@ -274,6 +274,6 @@ def describe_seconds(seconds: float) -> str:
 
 
 def _products(model: ModelSize, tokens: float, logit_tokens: float) -> float:
-    """Return the multiplications of a forward pass: one for each weight that a token meets."""
+    """Return the number of multiplications of tokens and weights in a forward pass."""
     layers = model.parameters - model.outside_layers
     return layers * tokens + model.width * model.vocabulary * logit_tokens

@@ -168,8 +168,8 @@ def _computes_in_bf16(
 ) -> bool:
     """Return whether the passes of a training compute in bfloat16 by autocast.
 
-    If the settings leave the precision open, a GPU that they name, or a GPU of another machine, is
-    assumed to use bfloat16.
+    If the settings do not set the precision, bfloat16 is assumed on a GPU that the settings name,
+    and on a GPU of another machine.
     """
     if asked is not None:
         return asked
@@ -183,10 +183,10 @@ def _kind(sharding: Sharding | None, processes: Processes) -> Sharding:
 
 
 def _scorers(settings: Settings) -> tuple[list[ModelSize], ModelSize | None]:
-    """Return the sizes of all models that score, the run's own first, and the size of the critic.
+    """Return the sizes of all models that score, the run's own model first, and the critic's size.
 
     The critic is a copy of the first reward model that has a weight other than 0 and reads the
-    policy's tokens. Its size is None if there is no such reward model.
+    policy's tokens. The critic's size is None if no reward model meets both conditions.
     """
     data = RunData(settings)
     named = read_rewards(settings.rewards or [OWN])

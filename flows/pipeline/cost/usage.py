@@ -1,7 +1,7 @@
 """Measure the GPU and CPU seconds of each attempt of a step, and write them to the run's folder.
 
-The file of a running attempt is written again every WRITE_SECONDS seconds. The file of a killed
-attempt has the seconds until the last write.
+The file of a running attempt is rewritten every WRITE_SECONDS seconds. If an attempt is killed, its
+file contains the seconds until the last write.
 """
 
 import json
@@ -33,8 +33,7 @@ class Attempt:
     """Seconds since 1970."""
 
     seconds: float = 0.0
-    """Duration. For an attempt that is running or was killed, it ends with the last write of the
-    file."""
+    """Duration; until the last write of the file if the attempt is running or was killed."""
 
     cpu_seconds: float = 0.0
     """CPU seconds of the attempt on all cores of the first machine."""

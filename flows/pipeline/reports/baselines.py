@@ -1,4 +1,4 @@
-"""The comparison of PPO with what SFT reaches without PPO, as a table and a sentence."""
+"""Compare PPO with the baselines of SFT, as a table and as sentences."""
 
 from pipeline.reports.document import as_decimal, as_interval, as_percent, as_points
 from pipeline.results.evaluation import Baseline, Baselines, Evaluation, PairedDifference, WinRate
@@ -7,7 +7,7 @@ BASELINE_TITLES = {
     "greedy": "SFT, greedy",
     "best_of_4": "SFT, best of 4",
 }
-"""Titles of the baselines."""
+"""Baseline -> its title."""
 
 BASELINE_COLUMNS = (
     "wins against SFT",
@@ -16,7 +16,7 @@ BASELINE_COLUMNS = (
     "PPO gains",
     "95 % interval, points",
 )
-"""Columns of `baseline_rows` after the first, which has the titles."""
+"""Headers of `baseline_rows`, without the first column, which has the titles."""
 
 
 def baseline_rows(evaluation: Evaluation) -> tuple[tuple[str, ...], ...]:
@@ -32,7 +32,7 @@ def baseline_rows(evaluation: Evaluation) -> tuple[tuple[str, ...], ...]:
 
 
 def worth_of_ppo(baselines: Baselines) -> list[str]:
-    """Return sentences on whether PPO was worth it, and what a reader must know."""
+    """Return a comparison of PPO with best-of-4 sampling from SFT, or why there is none."""
     best = baselines.found["best_of_4"]
     if baselines.ppo is None or best.win_rate is None or best.gain is None:
         return [f"PPO was not compared with what SFT reaches without PPO: {best.why}"]
@@ -45,7 +45,7 @@ def worth_of_ppo(baselines: Baselines) -> list[str]:
 
 
 def as_divergence(kl: float | None) -> str:
-    """Return a KL divergence with fixed decimals, because SFT's value is only a rounding error."""
+    """Return a KL divergence with two decimals, which hide the rounding error of SFT's value."""
     return "none" if kl is None else as_decimal(kl, 2)
 
 

@@ -24,13 +24,13 @@ from pipeline.reports.document import Chart, Curve, Document, Reading, Section, 
 from ppo_core.errors.redaction import mask_secrets
 
 CHARTS_IN_ROW, CHARACTERS_IN_LINE = 2, 60
-"""Number of charts side by side, and of characters in a line of a chart's caption."""
+"""Charts in a row, and characters in a line of a chart's caption."""
 
 CHART_SIZE = {"width": 390, "height": 140}
-"""Pixels of a chart. Without a width, a chart in a table would have none."""
+"""Size of a chart in pixels. A chart in a table is invisible unless its width is set."""
 
 MOST_IN_TITLE = 200
-"""Characters of a title that Metaflow accepts."""
+"""Maximum number of characters of a title in Metaflow."""
 
 
 def card_components(document: Document) -> list[MetaflowCardComponent]:
@@ -70,7 +70,7 @@ def _bar(progress: ShownProgress) -> list[MetaflowCardComponent]:
 
 
 def _readings(readings: tuple[Reading, ...]) -> Table:
-    """Return readings whose answers have equal titles as a table."""
+    """Return readings as a table; the answers of all readings must have the same titles."""
     rows = [
         [
             reading.title,
@@ -92,10 +92,10 @@ def _charts(charts: list[Chart]) -> Table:
 
 
 def _vega(chart: Chart, curve: Curve) -> dict[str, Any]:
-    """Return a line chart in the language of Vega-Lite."""
+    """Return a line chart as a specification of Vega-Lite."""
     points = thinned(curve.points)
     lowest, highest = min(y for _, y in points), max(y for _, y in points)
-    # Limits far outside of the values would flatten the line.
+    # Limits far outside of the values would flatten the line, so they are clipped.
     low, high = (min(max(end, lowest), highest) for end in curve.healthy)
     y = {"type": "quantitative", "title": None, "scale": {"zero": False}}
     layers: list[dict[str, Any]] = [

@@ -1,4 +1,4 @@
-"""Draw charts as inline SVG, which take their colors from the page and need no script."""
+"""Draw charts as inline SVG that takes its colors from the page and needs no script."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,10 +9,10 @@ from markupsafe import Markup
 from pipeline.reports.document import as_number
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 360, 46, 10, 14, 20
-"""Width of a chart and of its margins, in units that are pixels on a phone."""
+"""Width of a chart, and sizes of its margins. One unit is about one pixel on a phone."""
 
 MOST_POINTS = 500
-"""Number of points of a line; of more points, the lowest and highest of each part are drawn."""
+"""Maximum number of points of a line, see `thinned`."""
 
 Point = tuple[float, float]
 
@@ -22,7 +22,7 @@ Interval = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class ChartAxis:
-    """Maps values from `low` to `high` to positions in a chart from `start` to `end`."""
+    """Maps values between `low` and `high` to positions between `start` and `end` in a chart."""
 
     low: float
     high: float
@@ -30,7 +30,7 @@ class ChartAxis:
     end: float
 
     def __call__(self, value: float) -> float:
-        """Return the position of a value, which is moved to the nearest value of the scale."""
+        """Return the position of a value; a value outside of the axis is clipped."""
         share = (min(max(value, self.low), self.high) - self.low) / (self.high - self.low)
         return round(self.start + share * (self.end - self.start), 1)
 
@@ -88,14 +88,14 @@ def interval_chart(rates: Mapping[str, Interval], shows: str) -> Markup:
 
 
 def front_chart(points: Mapping[str, tuple[float, Interval]], shows: str) -> Markup:
-    """Draw named rates with their intervals above a value, such as a divergence."""
+    """Draw named rates with their intervals (y axis) by a value such as a divergence (x axis)."""
     height = 240
     x = ChartAxis(0, 1.05 * max(0.01, *(value for value, _ in points.values())), LEFT, WIDTH - 20)
     y = ChartAxis(0, 1, height - BOTTOM, TOP)
     parts = [_grid(x, (0, x.high), y, (0, 0.5, 1), height)]
     in_order = sorted(points.items(), key=lambda one: one[1][0])
     for number, (name, (value, (rate, low, high))) in enumerate(in_order):
-        # Names stand above and below the intervals in turn, so that neighbors do not collide.
+        # Names are above and below the intervals in turn, so that neighbors do not overlap.
         at = y(low) + 13 if number % 2 else y(high) - 6
         anchor = "end" if x(value) > WIDTH - 60 else "start" if x(value) < LEFT + 30 else "middle"
         parts += [
@@ -111,7 +111,7 @@ def front_chart(points: Mapping[str, tuple[float, Interval]], shows: str) -> Mar
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """Return at most MOST_POINTS points, with the lowest and the highest of each part."""
+    """Return at most MOST_POINTS points: the lowest and the highest in each part of the line."""
     if len(points) <= MOST_POINTS:
         return list(points)
     size = math.ceil(len(points) / (MOST_POINTS // 2))
@@ -143,7 +143,7 @@ def _grid(
 ) -> Markup:
     lines = Markup("")
     for row in dict.fromkeys(rows):
-        # A value that is tiny in this chart is only a rounding error.
+        # A value that is tiny on the scale of this chart is a rounding error of 0.
         shown = as_number(row if abs(row) > 1e-3 * (y.high - y.low) else 0.0)
         lines += Markup(
             '<line class="grid" x1="{}" x2="{}" y1="{y}" y2="{y}"/>'

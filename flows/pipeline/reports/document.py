@@ -20,7 +20,8 @@ from pipeline.settings.gate_configs import BUILT_IN_GUARDS
 Tone = Literal["success", "warning", "danger"]
 
 PieceKind = Literal["same", "removed", "added"]
-"""Whether both of two answers have a piece of text, or only the first or the second."""
+"""Which of two answers contain a piece of text: both (`same`), only the first (`removed`), or only
+the second (`added`)."""
 
 MOST_EVIDENCE = 1_000_000
 """Evidence above which a report does not show the exact number."""
@@ -53,19 +54,19 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """A figure that a page draws itself."""
+    """A figure that an HTML page contains as SVG."""
 
     title: str
-    """Heading. It may contain untrusted text, as do the next fields but `svg`."""
+    """Heading. `title` and `caption` may contain untrusted text."""
 
     caption: str
-    """What the figure shows, also to a reader who does not see it."""
+    """What the figure shows, also for readers who cannot see it."""
 
     svg: Markup
-    """The figure, in which all text is escaped."""
+    """The figure; all text in it is escaped."""
 
     curve: Curve | None = None
-    """The data of the figure, if it is a line chart; a card draws only these."""
+    """The data of a line chart; None for other figures, which a card leaves out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,10 +74,10 @@ class Answer:
     """An answer to a prompt."""
 
     title: str
-    """Whose answer it is."""
+    """Name of the contestant that gave the answer."""
 
     pieces: tuple[tuple[PieceKind, str], ...]
-    """The text in pieces. Pieces that only one of two answers has are `removed` or `added`."""
+    """The text, split where it differs from another answer; one piece if nothing is compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,19 +91,19 @@ class Reading:
     """Answers, which a page shows side by side."""
 
     notes: tuple[str, ...] = ()
-    """What else is known about the answers."""
+    """Sentences below the answers, such as verdicts or scores."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShownProgress:
-    """How far a phase is that has not ended. All texts are untrusted."""
+    """Progress of a phase that has not ended. All texts are untrusted."""
 
     phase: str
     done: float
     total: float
 
     details: str
-    """What was counted, the rate, and the time left."""
+    """The count, the rate, and the time left."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,12 +129,12 @@ class Section:
     """Figures above the table."""
 
     commands: tuple[tuple[str, str], ...] = ()
-    """What a person may want to do, each with the command."""
+    """Tasks of the reader, each with the command for it."""
 
     readings: tuple[Reading, ...] = ()
 
     progress: ShownProgress | None = None
-    """A bar above everything else."""
+    """A progress bar above all other parts of the section."""
 
     parts: tuple["Section", ...] = ()
     """Sections within this section."""
@@ -159,7 +160,7 @@ class Document:
     """Sections with the measurements."""
 
     refresh: int = 0
-    """Seconds after which a page loads itself again; 0 for never."""
+    """Seconds after which a page reloads itself; 0 for never."""
 
 
 def as_percent(share: float | None) -> str:
@@ -173,7 +174,7 @@ def as_interval(of: WinRate | Rate | Probe | References | OnPolicy | PeopleAndJu
 
 
 def as_evidence(rate: WinRate) -> str:
-    """Return the evidence for a candidate and the pairs behind it; "none" without a test."""
+    """Return the evidence for a candidate and the numbers of pairs; "none" without a test."""
     if rate.test is None:
         return "none"
     evidence = rate.test.evidence
@@ -195,16 +196,16 @@ def as_margin(guard: GuardResult) -> str:
 
 
 def guard_title(name: str) -> str:
-    """Return the name of a guard, and what the answers do that it counts."""
+    """Return the name of a guard; for a built-in guard, also which answers it counts."""
     return f"{name}: answers that {BUILT_IN_GUARDS[name]}" if name in BUILT_IN_GUARDS else name
 
 
 GUARD_COLUMNS = ("policy", "rival", "difference", "95 % interval, points", "margin", "")
-"""Columns of `guard_cells`."""
+"""Headers of the cells that `guard_cells` returns."""
 
 
 def guard_cells(guard: GuardResult) -> tuple[str, ...]:
-    """Return the result of a guard as texts, see GUARD_COLUMNS."""
+    """Return the result of a guard as one text for each of GUARD_COLUMNS."""
     return (
         as_percent(guard.policy),
         as_percent(guard.rival),
@@ -215,7 +216,7 @@ def guard_cells(guard: GuardResult) -> tuple[str, ...]:
 
 
 def describe_annotator_test(test: AnnotatorTest) -> str:
-    """Return a sentence on whether the judge may stand for a person."""
+    """Return a sentence on whether the judge may replace a person."""
     if test.winning_rate is None:
         return f"Whether the judge may stand for a person was not measured: {test.why}"
     count = sum(one.replaceable for one in test.people.values())
@@ -226,7 +227,7 @@ def describe_annotator_test(test: AnnotatorTest) -> str:
 
 
 def as_equal_length_rate(contest: ContestResult) -> str:
-    """Return the win rate at equal length as text, or a text on why it cannot be measured."""
+    """Return the win rate at equal length as text, or say that it cannot be measured."""
     if contest.length_controlled is None:
         return f"not measurable, {contest.equal_length_pairs} of {contest.n}"
     return as_percent(contest.length_controlled)

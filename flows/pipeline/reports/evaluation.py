@@ -1,4 +1,4 @@
-"""The document about an evaluation."""
+"""Make the report on an evaluation."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -41,15 +41,15 @@ from pipeline.results.evaluation import (
 )
 
 WHO = {"reference": "References", "sft": "SFT", "ppo": "PPO", "champion": "Champion"}
-"""Titles of the contestants."""
+"""Contestant -> its title."""
 
 
 def evaluation_document(evaluation: Evaluation, warnings: Sequence[str] = ()) -> Document:
-    """Return the document on whether PPO improved the policy.
+    """Return the report on whether PPO improved the policy.
 
     Args:
         evaluation: the report of `evaluate_policies`.
-        warnings: what is wrong in the training of the policy.
+        warnings: warnings about the training of the policy.
     """
     win_rates = evaluation.win_rate
     verdict, tone = _verdict(evaluation)
@@ -84,7 +84,7 @@ def evaluation_document(evaluation: Evaluation, warnings: Sequence[str] = ()) ->
 
 
 def better_sections(evaluation: Evaluation) -> list[Section]:
-    """Return the sections on whether the policy is better; the first has the win rates."""
+    """Return the sections on whether the policy is better, beginning with the win rates."""
     return _filled(_win_rates(evaluation.win_rate), _improvement(evaluation.improvement))
 
 
@@ -112,7 +112,7 @@ def judge_sections(evaluation: Evaluation) -> list[Section]:
 
 
 def without_ppo_section(evaluation: Evaluation) -> Section:
-    """Return the section on what SFT reaches without PPO; it has no rows without baselines."""
+    """Return the comparison of PPO with baselines of SFT; without baselines, it has no rows."""
     return Section(
         title="What SFT reaches without PPO, on the same prompts",
         headers=("", *BASELINE_COLUMNS),

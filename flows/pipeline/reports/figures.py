@@ -1,4 +1,4 @@
-"""The figures of the reports, as bytes of PNG files."""
+"""Draw the figures of the reports as PNG files."""
 
 import io
 import textwrap
@@ -23,11 +23,11 @@ COLOR = "#1f5f99"
 QUIET = "#50565f"
 
 MARGINS = {"people": "people's margin", "model": "the model's own margin"}
-"""Titles of the margins by which the accuracy is grouped."""
+"""Source of the margins by which the accuracy is grouped -> title."""
 
 
 def reward_model_figures(report: RewardReport) -> dict[str, bytes]:
-    """Return the figures about a reward model by name."""
+    """Return name -> figure about a reward model."""
     return {
         "accuracy-by-margin": accuracy_by_margin_plot(report.accuracy),
         "reliability": reliability_plot(report.calibration),
@@ -108,7 +108,10 @@ def win_rate_plot(win_rates: Mapping[str, WinRate]) -> bytes:
 
 
 def baseline_plot(evaluation: Evaluation) -> bytes | None:
-    """Plot win rates against SFT by KL divergence; None if the divergence of PPO is not known."""
+    """Plot win rates against SFT by KL divergence.
+
+    Return None without baselines, or if the win rate or the divergence of PPO is not known.
+    """
     baselines, kl = evaluation.baselines, evaluation.kl_of_ppo
     if baselines is None or baselines.ppo is None or kl is None:
         return None
@@ -126,7 +129,7 @@ def baseline_plot(evaluation: Evaluation) -> bytes | None:
         axes.vlines(divergence, rate.low, rate.high, COLOR)
         axes.plot(divergence, rate.rate, "o", color=COLOR)
         axes.annotate(name, (divergence, rate.rate), (6, 4), textcoords="offset points")
-    # Room for the names, which stand to the right of the points.
+    # Leave room for the names at the right of the points.
     axes.set_xlim(0, 1.5 * max(divergence for divergence, _ in points.values()))
     axes.set(xlabel="KL of an answer from SFT, nats", ylabel="wins against SFT, % of pairs")
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0, symbol=""))

@@ -61,7 +61,7 @@ def evaluation_numbers(evaluation: Evaluation) -> Numbers:
             numbers |= _under(f"baseline/{name}", rates) | _under(f"baseline/{name}", gains)
     return {
         **numbers,
-        # Without the KL divergence of SFT from itself, which is only a rounding error.
+        # The KL divergence of SFT from itself is left out, because it is only a rounding error.
         **_under("kl", {"ppo": evaluation.kl_of_ppo}),
         **_under("distinct", evaluation.distinct),
         **_under("length", evaluation.length),

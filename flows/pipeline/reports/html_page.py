@@ -167,7 +167,10 @@ def evaluation_page(evaluation: Evaluation) -> str:
 
 
 def document_page(document: Document) -> str:
-    """Return a document as HTML; all text is escaped. A page of many sections has contents."""
+    """Return a document as HTML; all text is escaped.
+
+    The page has a table of contents if a section has parts.
+    """
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )

@@ -38,9 +38,10 @@ def promotion_document(
         promotion: decision on the version.
         evaluation: report of the evaluation on which the decision is based.
         limits: limits of the promotion gate.
-        reward_model_fit: whether the reward model passed its validation gate.
+        reward_model_fit: whether the reward model passed its validation gate, or PPO did not learn
+            from it.
         kl: KL divergence between the version and SFT, nats per answer.
-        earlier_decisions: number of earlier versions that were decided on equal evaluation data.
+        earlier_decisions: number of earlier versions whose decisions used the same evaluation data.
     """
     # `promoted` is also true if a person promoted the version before the run decided.
     promoted = promotion.champion == promotion.version

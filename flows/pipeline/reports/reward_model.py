@@ -33,7 +33,7 @@ WHAT_FOLLOWS = {
     "on labeled pairs of the policy's own answers gains more.",
     "good": "Good for this policy: what PPO gains from this model, the judge sees as well.",
 }
-"""By usefulness of a reward model for the policy's own answers: the consequence for PPO."""
+"""Usefulness of a reward model on the policy's own answers -> the consequence for PPO."""
 
 CALIBRATION = "Calibration: is it as sure as it is right?"
 SAMPLES = "Scores of the SFT policy's samples"
@@ -46,7 +46,7 @@ def reward_document(report: RewardReport) -> Document:
     """Return the report on a reward model: verdict, measurements and baselines.
 
     Args:
-        report: result of `validate`, with the decision of a person if the model was refused.
+        report: result of `validate`; `accepted_by_hand` says whether a person overruled a refusal.
     """
     verdict, tone = _verdict(report)
     plots = _plots(report)
@@ -91,7 +91,7 @@ def reward_sections(report: RewardReport) -> list[Section]:
 
 
 def _plots(report: RewardReport) -> dict[str, tuple[Plot, ...]]:
-    """Return the figures by the title of their section."""
+    """Return title of a section -> its figures."""
     pngs, by_margin = reward_model_figures(report), margin_title(report.accuracy)
     reliability = Plot(png=pngs["reliability"], shows="Share of pairs called right by confidence")
     scores = Plot(png=pngs["sample-scores"], shows="Histogram of the samples' scores")

@@ -1,4 +1,4 @@
-"""Render the end of a run for the terminal: a table, sentences, and where everything is."""
+"""Render the results of a run for the terminal, and say where all results are."""
 
 import io
 from collections.abc import Iterable, Mapping
@@ -28,18 +28,18 @@ CONTEST_TITLES = {
     "ppo_vs_sft": "PPO against SFT",
     "ppo_vs_champion": "PPO against the champion",
 }
-"""Titles of all contests."""
+"""Name of a contest -> its title."""
 
 WIDTH = 100
-"""Columns of the tables."""
+"""Maximum number of characters in a line."""
 
 SHOWN_METRICS = ("objective/scores", "objective/rlhf_reward", "objective/kl", "objective/entropy")
 
 
 def render_summary(summary: Summary) -> str:
-    """Return the summary as text, 100 columns wide; no line begins with a space.
+    """Return the summary as text; a line has at most WIDTH characters and no leading spaces.
 
-    The page of the run has all tables. Metaflow removes spaces at the beginning of a line.
+    The HTML page of the run has all tables. Metaflow would remove leading spaces.
     """
     # Markup is off, because names of judges and data sets may contain brackets.
     console = Console(file=io.StringIO(), width=WIDTH, markup=False, emoji=False)
@@ -52,11 +52,11 @@ def render_summary(summary: Summary) -> str:
 
 
 def render_places(*, page: str, run_id: str, mlflow: str, model: str, decision: Decision) -> str:
-    """Return the lines at the end of a run: where everything is, and what to do next.
+    """Return the last lines of a run: where its results are, and what to do next.
 
     Args:
-        page: sentence with the place of the page of the run.
-        run_id: Metaflow's id of the run, which a resumed run does not share with its origin.
+        page: sentence that says where the HTML page of the run is.
+        run_id: Metaflow's id of the run. A resumed run has a new id.
         mlflow: address of the run in MLflow, or the command that opens MLflow.
         model: name of the registered model.
         decision: the decision on the policy.
@@ -77,7 +77,7 @@ def render_places(*, page: str, run_id: str, mlflow: str, model: str, decision: 
 
 
 def decision_in_words(version: int, champion: int | None) -> str:
-    """Return `champion` if `version` is the champion; otherwise a text that names the champion."""
+    """Return `champion`, or, if the version is not the champion, a text about the refusal."""
     if champion == version:
         return "champion"
     if champion is None:
@@ -93,7 +93,7 @@ def reward_verdict(report: RewardReport) -> str:
 
 
 def reward_model_in_words(report: RewardReport) -> str:
-    """Return a text: the verdict on a reward model, the win rate of its choices, its accuracy."""
+    """Describe a reward model: the verdict on it, the win rate of its choices, and its accuracy."""
     accuracy, chosen = report.accuracy, ""
     if found := report.on_policy:
         chosen = (
@@ -130,7 +130,7 @@ def _win_rates(win_rates: Mapping[str, ContestResult]) -> Table:
 
 
 def _guards(guards: Mapping[str, GuardResult]) -> list[str | Table]:
-    """Return the guards that refused the policy as a table, and the other guards as a line."""
+    """Return a line with the passed guards, and a table of the guards that refused the policy."""
     passed = [name for name, guard in guards.items() if guard.passed]
     parts: list[str | Table] = [f"Guards passed: {', '.join(passed)}"] if passed else []
     if refused := {name: guard for name, guard in guards.items() if not guard.passed}:
@@ -143,7 +143,7 @@ def _guards(guards: Mapping[str, GuardResult]) -> list[str | Table]:
 
 def _table(first_column: str, columns: Iterable[str]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="")
-    # A second line of a row would begin with spaces.
+    # If a row were wrapped, its second line would begin with spaces.
     table.add_column(first_column, no_wrap=True)
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
@@ -177,7 +177,7 @@ def _the_rest(summary: Summary) -> list[str | Table]:
 
 
 def cost_in_words(cost: RunCost) -> str:
-    """Return the measured cost of a run in one line; an unknown price is described as unknown."""
+    """Return the measured cost of a run in one line, also if its price is unknown."""
     cpu, judged = sum(step.cpu_seconds for step in cost.steps.values()), cost.judge_tokens
     parts = [
         f"{cost.gpu_hours:.2f} GPU hours, {cpu / 3600:.2f} CPU hours",

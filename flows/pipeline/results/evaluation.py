@@ -11,7 +11,7 @@ Decided = Literal["better", "not better", "undecided"]
 
 @dataclass(frozen=True, kw_only=True)
 class SequentialTest:
-    """The test by which a win rate was decided, pair after pair."""
+    """Sequential test of a win rate, which is updated pair after pair."""
 
     least: float
     """Win rate that the candidate must exceed."""
@@ -21,7 +21,7 @@ class SequentialTest:
 
     evidence: float
     """Capital of bets on the candidate, in multiples of the stake. The candidate is found better as
-    soon as this reaches 1 / alpha."""
+    soon as the capital reaches 1 / alpha."""
 
     decided: Decided
 
@@ -34,7 +34,7 @@ class SequentialTest:
 
 @dataclass(frozen=True, kw_only=True)
 class PeopleAndJudge:
-    """A win rate from people's labels of some judged pairs and the judge's verdicts on all."""
+    """A win rate from people's labels of some pairs and the judge's verdicts on all pairs."""
 
     rate: float
     """Win rate by PPI++ (arXiv:2311.01453)."""
@@ -60,8 +60,8 @@ class WinRate:
     """How often the candidate's answers beat the opponent's answers."""
 
     rate: float
-    """Mean over prompts of the fraction of their valid pairs that the candidate won; a tie counts
-    as half a win."""
+    """Fraction of a prompt's valid pairs that the candidate won, averaged over prompts. A tie
+    counts as half a win."""
 
     low: float
     """Lower end of the 95 % interval. The interval is valid no matter when the judge stops."""
@@ -97,11 +97,11 @@ class WinRate:
     """Name of the judge."""
 
     test: SequentialTest | None = None
-    """How the rate was decided; None for a contest that decides nothing."""
+    """The test of the rate; None for a contest on which no decision depends."""
 
     people: PeopleAndJudge | None = None
-    """The win rate from people's labels and the judge's verdicts together, which `test` then also
-    uses; None if too few of the judged prompts have a label."""
+    """The win rate from people's labels and the judge's verdicts together; None if too few of the
+    judged prompts have a label. If it is not None, `test` also uses the labels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,7 +205,7 @@ class PairedDifference:
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """What SFT reaches without PPO, by another way to choose its answers."""
+    """Result of SFT without PPO, with another way to choose the answers."""
 
     win_rate: WinRate | None
     """Win rate against SFT's ordinary samples; None if it was not measured."""
@@ -217,22 +217,22 @@ class Baseline:
     """Win rate of PPO minus this win rate, both against SFT; None if it was not measured."""
 
     why: str
-    """Why the win rate was not measured; empty if it was."""
+    """Why the win rate was not measured; empty if it was measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Baselines:
-    """What SFT reaches without PPO, beside PPO on the same prompts; decides nothing."""
+    """Comparison of PPO with baselines of SFT on the same prompts; no decision depends on it."""
 
     found: dict[str, Baseline]
-    """Baselines by name: `greedy`, the likeliest tokens, and `best_of_4`, of four samples the one
-    with the highest reward."""
+    """Baselines by name: `greedy` (the likeliest tokens) and `best_of_4` (the sample with the
+    highest reward among four)."""
 
     ppo: WinRate | None
     """Win rate of PPO against SFT on the prompts of the baselines; None if nothing was measured."""
 
     note: str
-    """What a reader of the comparison must know; may be empty."""
+    """A caution for readers of the comparison; may be empty."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,7 +255,7 @@ class CanaryKind:
 
 @dataclass(frozen=True, kw_only=True)
 class CanaryReport:
-    """Results of a judge on all kinds of canaries: pairs whose right verdict is known."""
+    """Results of a judge on all kinds of canaries: pairs whose correct verdict is known."""
 
     kinds: dict[str, CanaryKind]
     """Results by kind: the keys of `CANARIES`, and "same" for an answer against itself. Empty if
@@ -293,13 +293,13 @@ class TestedAnnotator:
 
 @dataclass(frozen=True, kw_only=True)
 class AnnotatorTest:
-    """The alternative annotator test (arXiv:2501.10970): may the judge stand for a person?"""
+    """The alternative annotator test (arXiv:2501.10970): may the judge replace a person?"""
 
     people: dict[str, TestedAnnotator]
     """The tested people by their id; empty if too few people labeled enough pairs."""
 
     cost: float
-    """Fraction of pairs by which the judge may be worse than a person, because it costs less."""
+    """Fraction of pairs by which the judge may be worse than a person, as a judge costs less."""
 
     winning_rate: float | None
     """Fraction of the people that the judge can replace; None if it was not measured."""
@@ -308,7 +308,7 @@ class AnnotatorTest:
     """Whether the judge can replace at least half of the people; None if it was not measured."""
 
     why: str
-    """Why it was not measured; empty if it was."""
+    """Why the winning rate was not measured; empty if it was measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,12 +334,12 @@ class HumanAgreement:
     """Name of the judge."""
 
     alternative: AnnotatorTest | None = None
-    """Whether the judge may stand for one of the people; None if the labels name no annotators."""
+    """Whether the judge may replace one of the people; None if the labels name no annotators."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedJudge:
-    """The reward model that judges if the settings name no judge, with its accuracy."""
+    """The reward model that is the judge if the settings name no judge, with its accuracy."""
 
     FILE_FIELDS: ClassVar = ("path",)
 
@@ -394,8 +394,8 @@ class ModelWinRate(JudgedContests):
     settings: dict[str, Any]
 
     promoted_share: float | None
-    """Share of simulated evaluations, with prompts drawn again with replacement, in which the gate
-    promotes an equal policy; None unless the model is compared with itself."""
+    """Fraction of simulated evaluations in which the gate promotes an equal policy. Each simulation
+    draws the prompts again with replacement. None unless the model is compared with itself."""
 
 
 TASK_SOURCE = "lm_eval"
@@ -406,8 +406,8 @@ TASK_SOURCE = "lm_eval"
 class GuardResult:
     """Comparison of one property of the policy's answers with the rival's answers.
 
-    For a task, its documents stand in the place of the prompts, and their scores are those of the
-    task. The rival is the champion, or SFT if there is no champion.
+    If the guard is a task, the documents of the task replace the prompts, and the scores are the
+    task's scores. The rival is the champion, or SFT if there is no champion.
     """
 
     policy: float

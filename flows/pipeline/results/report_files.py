@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 Record = TypeVar("Record")
 
 EVALUATION_FILE, REWARD_REPORT_FILE = "evaluation.json", "reward-model.json"
-"""Report in the folder of an evaluation, and report on the reward model in the folder of a run."""
+"""Name of the report in the folder of an evaluation, and name of the report on the reward model in
+the folder of a run."""
 
 
 def as_json(record: "DataclassInstance") -> dict[str, Any]:
@@ -44,7 +45,7 @@ def read_report(path: Path, kind: type[Record]) -> Record:
     Raises:
         DataError: the file cannot be read, or a field is missing or has a value of another type.
     """
-    # Imported here, because every step imports this module, but few steps read a report.
+    # Imported here, because every step imports this module, and few steps read a report.
     from ppo_core.io.validation import read_record
 
     value = read_json_file(path, DataError)

@@ -52,7 +52,7 @@ class Agreement:
     """Fraction of the votes on a pair that agree with the majority, averaged over pairs."""
 
     by_chance: float
-    """Expected value of `mean` for random votes, for example 0.75 with two votes per pair."""
+    """Expected value of `mean` with random votes, for example 0.75 with two votes per pair."""
 
     n: int
     """Number of pairs with several votes, ties included."""
@@ -247,8 +247,8 @@ class OnPolicy:
     pair is decided."""
 
     best_of: dict[str, float]
-    """How often the judge prefers the reward model's best of k samples to another sample, by k as
-    text; ties count as half. A random choice has 0.5."""
+    """k as text -> rate at which the judge prefers the reward model's best of k samples to another
+    sample; ties count as half. A random choice reaches 0.5."""
 
     low: float
     """Lower end of the 95 % interval of the best of four. The interval is valid even though the
@@ -272,7 +272,7 @@ class OnPolicy:
 
     @property
     def best_of_four(self) -> float:
-        """How often the judge prefers the best of four samples, see `best_of`."""
+        """Rate at which the judge prefers the best of four samples, see `best_of`."""
         return self.best_of["4"]
 
 
@@ -369,7 +369,7 @@ class Contract:
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """Scores of one changed version of the references, compared with its rivals."""
+    """Scores of one changed version of the references, compared with rival texts."""
 
     preferred: float
     """Fraction of the references for which the changed version scores above all rivals; equal
@@ -439,8 +439,8 @@ class RewardReport:
     """Comparison with the judge on the policy's own samples; None if no judge could be asked."""
 
     people: Rate | None = None
-    """How often the model prefers the answer that people preferred in a pair that they labeled, see
-    `RunData.voted_pairs`; None without such pairs."""
+    """Accuracy on the pairs that people labeled, see `RunData.voted_pairs`; None without labeled
+    pairs."""
 
     accepted_by_hand: bool = False
     """Whether a person accepted the reward model although it failed the gate."""

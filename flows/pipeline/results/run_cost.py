@@ -33,7 +33,7 @@ class JudgeCost(Spent):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenCounts:
-    """Number of tokens that PPO sampled, and on which PPO trained."""
+    """Numbers of tokens that PPO sampled and trained on."""
 
     sampled: int
     trained: int

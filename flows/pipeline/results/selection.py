@@ -10,8 +10,8 @@ class TriedPolicy:
     """Measurements of a candidate: a policy between the start and the end of PPO."""
 
     weight: float
-    """Position of the policy: 0 is the start of PPO, and 1 is the end of PPO, or a policy that was
-    saved before the end."""
+    """Position of the policy: 0 is the start of PPO, and 1 is the end. A policy that was saved
+    before the end also has 1."""
 
     kl: float
     """KL divergence of the policy's answers from the start of PPO, in nats per answer."""
@@ -42,7 +42,7 @@ class Selection:
     """Number of prompts that were answered."""
 
     candidates: list[TriedPolicy]
-    """Measured policies in the order of the measurements."""
+    """Measured policies, in the order in which they were measured."""
 
     update: int | None = None
     """Update of PPO after which the chosen policy was saved, as in `TriedPolicy`."""

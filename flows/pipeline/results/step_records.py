@@ -1,7 +1,7 @@
-"""Records that the stages of the flow pass on: places of files, and small numbers.
+"""Records that the steps of the flow pass on: locations of files, and small numbers.
 
-A place is a path, a hub id, or the address of a published file; see `Workspace`. FILE_FIELDS of a
-record lists the fields whose files the step publishes if the steps share no disk.
+A location is a path, a hub id, or the address of a published file; see `Workspace`. FILE_FIELDS of
+a record lists the fields whose files a step publishes if the steps share no disk.
 
 Metaflow pickles these records between steps, so this module imports nothing large. Reports are
 stored as JSON files; `ValidatedReward.report` and `EvaluatedPolicy.report` read them.
@@ -34,7 +34,7 @@ class PreparedModel:
     FILE_FIELDS: ClassVar = ("path",)
 
     path: str
-    """Place of the model."""
+    """Location of the model."""
 
     digest: str
     """Digest of the model, as `model_digests.digest_of_model` returns it."""
@@ -43,7 +43,7 @@ class PreparedModel:
     """Final training metrics; empty if the flow did not train the model."""
 
     spent: dict[str, Spent] = field(default_factory=dict)
-    """Calls and tokens of the judge that compared samples before labels were asked for, by name."""
+    """Calls and tokens of the judge that compared samples before the labeling, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class FreshPairs:
     FILE_FIELDS: ClassVar = ("path",)
 
     path: str
-    """Place of the folder with the pairs, see `RunData.fresh_pairs`."""
+    """Location of the folder with the pairs, see `RunData.fresh_pairs`."""
 
     spent: dict[str, Spent]
     """Calls and tokens of the labelers in this run, by name."""
@@ -61,7 +61,7 @@ class FreshPairs:
 
 @dataclass(frozen=True, kw_only=True)
 class FetchedChampion:
-    """The champion on this machine; its files were verified."""
+    """The champion, whose files are on this machine and were verified."""
 
     version: int
     model: str
@@ -134,7 +134,7 @@ class RewardRound:
     """Number of the round, counted from 1."""
 
     path: str
-    """Place of the reward model that PPO used in this round."""
+    """Location of the reward model that PPO used in this round."""
 
     digest: str
     """Digest of the reward model."""
@@ -147,7 +147,7 @@ class EarlierPolicies:
     FILE_FIELDS: ClassVar = ("path",)
 
     path: str
-    """Place of the folder. Each policy has a subfolder whose name is the update of the policy."""
+    """Location of the folder. Each policy has a subfolder, named after its update of PPO."""
 
     digest: str
     """Digest of the folder's files when they were written."""
@@ -155,7 +155,7 @@ class EarlierPolicies:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedPolicy:
-    """The policy after PPO, or the policy that was chosen in its place, see `SelectionConfig`.
+    """The policy after PPO, or the policy that was chosen instead, see `SelectionConfig`.
 
     In both cases, metrics, warnings and self-check come from the full training with PPO.
     """
@@ -163,7 +163,7 @@ class TrainedPolicy:
     FILE_FIELDS: ClassVar = ("path",)
 
     path: str
-    """Place of the policy."""
+    """Location of the policy."""
 
     digest: str
     """Digest of the folder's files when they were written."""
@@ -172,8 +172,8 @@ class TrainedPolicy:
     """First and last values of PPO's metrics, by metric name."""
 
     warnings: list[str]
-    """What is wrong in the training, see `ppo_core.reporting.diagnosis`; after the evaluation, also
-    whether the judge disagrees with the reward."""
+    """Faults of the training, see `ppo_core.reporting.diagnosis`; after the evaluation, also a
+    contradiction between judge and reward."""
 
     episodes_per_second: float
     """Throughput that the last update reported."""
@@ -185,11 +185,11 @@ class TrainedPolicy:
     """Number of tokens of all responses."""
 
     tokens_trained: int
-    """Number of response tokens on which policy and critic were trained, over all epochs."""
+    """Number of response tokens on which policy and critic were trained, summed over all epochs."""
 
     self_check: dict[str, str | float]
-    """Decoding of the policy, and differences between our forward pass of each model and the
-    model's own; see `ppo_core.training.self_check`."""
+    """Decoding of the policy, and for each model the differences between the forward pass of
+    `ppo_core` and the model's own forward pass; see `ppo_core.training.self_check`."""
 
     rounds: list[RewardRound] = field(default_factory=list)
     """Reward models of the rounds after the first; empty with one round."""
@@ -199,7 +199,7 @@ class TrainedPolicy:
     are rewards, by name."""
 
     earlier: EarlierPolicies | None = None
-    """Policies that may be chosen in place of this one; None if there are none, or after the
+    """Policies that may be chosen instead of the last policy; None if there are none, or after the
     choice."""
 
     critic: PreparedModel | None = None
@@ -266,4 +266,4 @@ class RegisteredPolicy:
     """KL divergence from the SFT policy in nats per answer, as used for the decision."""
 
     earlier_decisions: int
-    """Number of earlier versions that were decided on equal evaluation data."""
+    """Number of earlier versions whose decisions used the same evaluation data."""

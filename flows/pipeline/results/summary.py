@@ -40,7 +40,7 @@ class Summary(Evaluation):
     """First and last values of PPO's metrics, by metric name."""
 
     warnings: list[str]
-    """What is wrong in the training, see `TrainedPolicy`."""
+    """Faults of the training, see `TrainedPolicy`."""
 
     timings: Timings
 

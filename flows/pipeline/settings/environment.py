@@ -19,7 +19,7 @@ DEFAULTS = {
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     # MLflow gives up after 14 seconds with 3 retries, and after minutes with its default of 7.
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
-    # With redirects, settings and texts would be sent to an address that nobody chose.
+    # After a redirect, settings and texts would be sent to an address that the user did not choose.
     "MLFLOW_ALLOW_HTTP_REDIRECTS": "false",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     # Metaflow would print that pylint is not installed.
@@ -38,9 +38,9 @@ def runs_remotely() -> bool:
 def prepare_environment() -> None:
     """Redact the output, and set default environment variables, which child processes inherit.
 
-    Each command calls this function, also in the process of each step of a flow, because imports
-    must not change the process. Metaflow refuses to run as root or without a user name, so USERNAME
-    is set in these cases.
+    Each command calls this function, and so does the process of each step of a flow, because
+    imports must not change the process. Metaflow refuses to run as root or without a user name, so
+    USERNAME is set in these cases.
     """
     install_redaction()
     quiet_libraries()

@@ -22,9 +22,9 @@ class EvaluationConfig:
     compares as many of the answers as its decision takes (`promotion.alpha`)."""
 
     rotate: ShareBelow1 = 0.0
-    """Fraction of these rows that is drawn for each champion from all rows but the fixed ones, so
-    that the champions are not selected for the same prompts again and again. There must be at least
-    twice as many rows to draw from as are drawn."""
+    """Fraction of these rows that is drawn anew for each champion, from all rows except the fixed
+    ones, so that successive champions are not all selected on the same prompts. The rows to draw
+    from must be at least twice as many as the rows that are drawn."""
 
     temperature: NotNegative = 0.7
     """Temperature of the answers; 0 always takes the likeliest token."""
@@ -37,8 +37,8 @@ class EvaluationConfig:
 
     baseline_prompts: Natural = 128
     """Maximum number of prompts on which PPO is compared with what SFT reaches without PPO: greedy
-    answers, and the best of four samples by the reward model. They are prompts that the judge
-    compared to decide, and decide nothing themselves. 0 compares nothing."""
+    answers, and the best of four samples by the reward model. The prompts are taken from the
+    prompts of the judge's decision. No decision depends on this comparison. 0 compares nothing."""
 
     max_invalid: ShareBelow1 = 0.05
     """Maximum fraction of pairs without a verdict; above it, the result is inconclusive."""

@@ -48,7 +48,7 @@ class FreshPairsConfig:
     """Number of times that pairs are labeled: first samples of the SFT policy, then samples of the
     current policy, for which PPO pauses. Each time, a reward model is trained on all pairs so far.
     PPO continues with this model if it orders the held-out pairs of the last round at least as well
-    as the reward model before it. `labeller` must be a judge if there are several rounds; the
+    as the previous reward model. `labeller` must be a judge if there are several rounds; the
     limits of [judging] apply to each round."""
 
     def __post_init__(self) -> None:
@@ -93,5 +93,5 @@ class FreshPairsConfig:
 
     @property
     def wanted(self) -> bool:
-        """Whether the reward model is trained on such pairs."""
+        """Whether the reward model is trained on labeled pairs of samples."""
         return bool(self.count or self.labels)

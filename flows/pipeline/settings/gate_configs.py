@@ -88,7 +88,7 @@ BUILT_IN_GUARDS = {
     "language": "have the language of the prompt",
     "format": "match the format",
 }
-"""What the answers do that a built-in guard counts, by name of the guard."""
+"""Built-in guard -> which answers it counts."""
 
 _GUARD_NAME = re.compile(r"[A-Za-z]\w{0,49}", re.ASCII)
 
@@ -96,12 +96,12 @@ _TASK_NAME = re.compile(r"[\w-]{1,100}", re.ASCII)
 
 
 def is_task_file(task: str) -> bool:
-    """Return whether a task is a file of its own, not a task of lm-evaluation-harness."""
+    """Return whether a task is the path of a task file, not a name of lm-evaluation-harness."""
     return task.endswith((".yaml", ".yml"))
 
 
 def name_of_task(task: str) -> str:
-    """Return the name of a task's guard: the task, or the name of its file without the ending."""
+    """Return the name of a task's guard: the task itself, or its file name without the ending."""
     return PurePath(task).stem if is_task_file(task) else task
 
 
@@ -130,7 +130,7 @@ class GuardsConfig:
 
     functions: dict[str, str] = field(default_factory=dict)
     """Guards of your own, by name: python:FILE_OR_MODULE:FUNCTION, a function of prompts and
-    responses that returns a number in [0, 1] for each response, 1 if it is as it should be."""
+    responses that returns a number in [0, 1] for each response: 1 if the response is right."""
 
     tasks: dict[str, int] = field(default_factory=dict)
     """Tasks of lm-evaluation-harness on which the policy must not lose, with the maximum number of
@@ -238,7 +238,8 @@ class PromotionConfig:
 
     alpha: ErrorRate = ALPHA
     """Largest probability of promoting a policy that does not exceed `min_win_rate`. The judge is
-    asked until this is shown, until a rate of `min_gain` is implausible, or for all prompts."""
+    asked until the policy is shown to exceed this rate, until a rate of `min_gain` is implausible,
+    or for all prompts."""
 
     false_promotion_rate: ErrorRate | None = None
     """Largest expected fraction of false promotions among all promotions of the registered model.
@@ -266,9 +267,9 @@ class PromotionConfig:
     """Properties of the answers that the policy must not lose."""
 
     withdraw_alpha: ErrorRate | None = None
-    """If set, the flow Retrain first compares users' feedback on the champion with that on the
-    champion before it, and withdraws the champion if it is shown to be worse. This is the largest
-    probability of withdrawing a champion that is as good. See docs/feedback.md."""
+    """If set, the flow Retrain first compares users' feedback on the champion with users' feedback
+    on the previous champion, and withdraws the champion if it is shown to be worse. The value is
+    the largest probability of withdrawing a champion that is as good. See docs/feedback.md."""
 
     def __post_init__(self) -> None:
         """Raise if a value is out of range, or contradicts another value."""

@@ -14,7 +14,7 @@ GPU_FACTS = (
     "network_gb_per_second",
     "price_per_hour",
 )
-"""Names of the numbers that `gpus` may give for a GPU; flows/gpus.toml explains them."""
+"""Names of the numbers of a GPU in `gpus`; flows/gpus.toml explains the numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,8 +67,8 @@ def _read_value(text: str, name: str) -> object:
     if text in _BOOLEANS:
         return _BOOLEANS[text]
     try:
-        # Parsed in an inline table, where a comment or a second line is an error. On a line of its
-        # own, such a text would be accepted and cut off.
+        # In an inline table, a comment or a second line is an error. Without the inline table, TOML
+        # would accept them, and the value would be cut off.
         parsed = tomllib.loads(f"table = {{ value = {text} }}")
     # ValueError: an error of syntax, or an integer of thousands of digits.
     except (ValueError, RecursionError) as error:

@@ -38,7 +38,7 @@ from ppo_core.io.text_files import read_text_file
 from ppo_core.io.validation import Natural, NotNegative, Positive, Seed, Share, ShareBelow1
 
 WARN_SHARE = 0.75
-"""Default of ppo.warn_kl as a fraction of promotion.max_kl, so that the warning comes first."""
+"""Default of ppo.warn_kl as a fraction of promotion.max_kl, so that PPO warns before the limit."""
 
 UNKNOWN_SIZE = 10**9
 """Number of parameters for which defaults are chosen until the size of the policy is known."""
@@ -59,8 +59,8 @@ NOT_OF_THE_FLOW = {
     "ref_adapter_name": "the reference is the policy before PPO",
     "warn_kl_note": "the flow writes this note itself, with promotion.max_kl",
 }
-"""PPO settings that the flow refuses, because it decides them itself. The value is the reason, or
-the setting to use instead."""
+"""Setting of PPO that the flow refuses, because the flow decides it -> the reason, or the setting
+to use instead."""
 
 NO_VALUE = "none"
 """Text that means None for a setting that may be None, because TOML has no null value."""
@@ -70,7 +70,7 @@ PRESETS = Path(__file__).parents[2] / "presets"
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Everything that decides what a run does.
+    """All settings of a run, which decide what the run does.
 
     Raises:
         ConfigError: an input is missing, or two settings contradict each other.
@@ -102,7 +102,7 @@ class Settings:
     rewards_rubric: str = ""
     """Text file, such as Markdown, with the rubric by which language models in `rewards` score each
     response from 1 to 10. The settings of [judging] apply to these questions; `max_calls` and
-    `max_tokens` limit those of one training, and each process has an equal share."""
+    `max_tokens` apply to all questions of one training; each process has an equal share."""
 
     model_types: list[str] = field(default_factory=list)
     """Model types of transformers that `policy`, reward models and judges may have, as in
@@ -131,23 +131,23 @@ class Settings:
     is empty, and of `prompts` if `eval_prompts` is empty."""
 
     start_from: Literal["", "champion"] = ""
-    """Where the reward model and the critic start: `champion`, from those of the run that made the
-    champion of `registered_model`; if empty, from the policy. With `champion`, each version keeps
-    both models for the next run; see docs/retraining.md. Policy and reference always start from
-    `policy`."""
+    """Where the reward model and the critic start: with `champion`, from the reward model and the
+    critic of the run that made the champion of `registered_model`; if empty, from the policy. With
+    `champion`, each version keeps both models for the next run; see docs/retraining.md. Policy and
+    reference always start from `policy`."""
 
     prompts: str = ""
-    """Rows with prompt and optionally reference, on whose prompts PPO trains."""
+    """Rows with prompt and optionally reference; PPO trains on the prompts."""
 
     eval_prompts: str = ""
-    """Rows on whose prompts the policies are judged; all rows or no row may have a reference. If
+    """Rows with the prompts of the evaluation; either all rows or no rows have a reference. If
     empty, the last rows of `prompts` are held out: the fraction `held_out_share`, but at most
     `evaluation.num_examples` rows, and `selection.num_prompts` more if the judge chooses the
     policy."""
 
     max_overlap: Share = 0.5
     """A prompt of the evaluation is left out if more than this fraction of its 3-grams of words is
-    in one training text, or if it is equal to a training text without case and punctuation. N-grams
+    in one training text, or if it equals a training text apart from case and punctuation. N-grams
     of templates do not count. Short prompts are kept; see docs/trusting-a-result.md for the numbers
     of words. 1 leaves no prompt out."""
 
@@ -181,7 +181,8 @@ class Settings:
     """Judge that compares two answers: openai:MODEL, transformers:PATH, reward-model:PATH,
     python:FILE_OR_MODULE:FUNCTION or rule (the built-in task's judge). Several judges, joined by
     commas, vote. If empty, the judge is a reward model that is trained on a third of `preferences`,
-    on which PPO's reward model is not trained; with a given `reward_model`, on all of them."""
+    which does not train PPO's reward model. With a given `reward_model`, all `preferences` train
+    the judge."""
 
     accept_reward_model: bool = False
     """Whether to train against a reward model that the gate refuses; the run records this."""
@@ -516,8 +517,8 @@ _INSTEAD_OF = {
         "save_steps": "save_total_limit",
     },
 }
-"""Section -> setting -> other setting, whose default is dropped if the former is given. Both
-determine the same size, or the default fits only the flow's own value of the former."""
+"""Section -> given setting -> other setting, whose default is dropped. Both settings determine the
+same size, or the default of the other setting fits only the flow's default of the given setting."""
 
 
 def names_by_section(kind: Any, section: str = "") -> dict[str, list[str]]:
@@ -606,7 +607,7 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def needs_no_value(kind: Any, default: object) -> bool:
     """Return whether None must be written as NO_VALUE for a setting of this type and default."""
-    # Learning rates: the flow replaces a missing one by its own default, which is not None.
+    # The flow replaces a missing learning rate by its own default, which is not None.
     may_be_auto = {float, str} <= {*get_args(kind)}
     return NoneType in get_args(kind) and (default is not None or may_be_auto)
 
@@ -654,7 +655,7 @@ def read_section(
 def _may_be_unset(kind: Any, default: object) -> bool:
     """Return whether the text NO_VALUE means None for a setting of this type and default."""
     parts = get_args(kind)
-    # A text setting may have the value NO_VALUE; it is also a value of `ppo.sharding`.
+    # NO_VALUE may be the text of a text setting, and it is a choice of `ppo.sharding`.
     is_value = str in parts or any(NO_VALUE in get_args(part) for part in parts)
     return needs_no_value(kind, default) or (NoneType in parts and not is_value)
 
@@ -678,7 +679,7 @@ def _with_one_seed(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_defaults(table: Mapping[str, Any], parameters: int) -> dict[str, Any]:
-    """Return the table with the flow's defaults for a policy of this size."""
+    """Return the table with the flow's defaults for a policy with this number of parameters."""
     # For PPO, the section `lora` is at the top level.
     places = {"sft": table.get("sft"), "reward_model_training": table.get("reward_model_training")}
     adapted = {name for name, place in {**places, "ppo": table}.items() if _has_adapters(place)}
@@ -736,7 +737,7 @@ def _with_section_defaults(
 
 
 def _kl_warning(promotion: object) -> dict[str, float]:
-    """Return the default of warn_kl for the `max_kl` of a section; empty without finite max_kl."""
+    """Return the default of warn_kl for a section's `max_kl`; {} without a valid finite max_kl."""
     max_kl = promotion.get("max_kl") if isinstance(promotion, Mapping) else None
     if isinstance(max_kl, int | float) and 0 < max_kl <= sys.float_info.max:
         return {"warn_kl": WARN_SHARE * max_kl}

@@ -28,7 +28,7 @@ def settings_text(settings: Settings) -> str:
     table = _table(settings)
     for section in table.values():
         if isinstance(section, dict) and section.get("seed") == settings.seed:
-            # A section without a seed uses the seed of the run, also if --seed changes that seed.
+            # A section without a seed uses the seed of the run, even if --seed changes the seed.
             del section["seed"]
     return COMMENT + tomli_w.dumps(table)
 

@@ -11,7 +11,7 @@ from ppo_core.io.validation import Count, Natural, ShareBelow1
 from ppo_core.supervised.supervised_config import SupervisedConfig
 
 SEEDS_APART = 1_000_003
-"""Difference of the seeds of two members of the reward model."""
+"""Difference between the seeds of two successive members of the reward model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +119,6 @@ class RewardTrainingSection(SupervisedSection):
     def of_member(self, number: int) -> "RewardTrainingSection":
         """Return the settings of a member, counted from 1; the first has the seed of the section.
 
-        The seeds lie far apart, so they are not those of other runs.
+        The seeds are far apart, so that they differ from the seeds of other runs.
         """
         return replace(self, seed=(self.seed + (number - 1) * SEEDS_APART) % 2**32)

@@ -1,4 +1,4 @@
-"""Error messages for unknown setting names: which setting is meant, and how to write it."""
+"""Make error messages for unknown settings: they suggest a setting, and say how to write it."""
 
 from collections.abc import Collection, Mapping
 
@@ -51,7 +51,7 @@ def settings_named(name: str, known: Mapping[str, Collection[str]]) -> list[str]
 def describe_unknown_option(
     option: str, options: Collection[str], known: Mapping[str, Collection[str]]
 ) -> str:
-    """Return what to write instead of an option that Metaflow does not know.
+    """Return advice on an option that Metaflow does not know: what to write instead.
 
     Args:
         option: the option as it was given, such as `--lr`.

@@ -82,7 +82,7 @@ class PPOSize(Shards):
 
 
 def peak_memory(size: PPOSize) -> Memory:
-    """Return the memory of the phase of PPO that needs most."""
+    """Return the memory of the phase of PPO that needs the most memory."""
     return largest(phases(size))
 
 
@@ -90,7 +90,7 @@ def phases(size: PPOSize) -> list[Memory]:
     """Return the memory in each phase: sampling, scoring, update, and on a CPU loading and saving.
 
     Gradients exist only in the update. Optimizer states and the buffers of DistributedDataParallel
-    exist in all phases but loading.
+    exist in all phases except loading.
     """
     computed = [_sampling(size), _scoring(size), _updating(size)]
     return computed + ([_loading(size), _saving(size)] if size.on_cpu else [])
@@ -231,8 +231,8 @@ def _copies(size: PPOSize) -> int:
 def _gathered(size: PPOSize, weights: int) -> int:
     """Bytes of the gathered weights of a model that has `weights` bytes in full.
 
-    Without `gathers`, these are at most two layers and the weights outside the layers, counted for
-    the policy in fp32.
+    Without `gathers`, these are at most two layers and the weights outside the layers, with the
+    sizes of the policy in fp32.
     """
     if not size.shards_weights:
         return 0

@@ -1,7 +1,7 @@
 """Sizes of models, and the memory of a training in its phases.
 
-The arithmetic counts the tensors that `ppo_core` keeps. `PROCESS` is the memory of a process beside
-its tensors.
+The arithmetic counts the tensors that `ppo_core` keeps. `PROCESS` is the memory of a process in
+addition to its tensors.
 """
 
 from collections.abc import Iterable
@@ -17,14 +17,14 @@ FP32, BF16 = 4, 2
 """Bytes of a number in fp32 and in bfloat16."""
 
 PROCESS = 650 * 2**20
-"""Bytes of a process beside its tensors: the interpreter, the libraries that a training imports,
-and what they keep. Measured with the CPU build of torch 2.13 and transformers 5.23: 587 MiB are
-resident before the models, `KEPT_MATMULS` compiled matmuls take about 1 MiB each, and the threads
-and connections of a training take the rest."""
+"""Bytes of a process in addition to its tensors: the interpreter, and the libraries of a training
+with the memory that they keep. Measured with the CPU build of torch 2.13 and transformers 5.23: 587
+MiB are resident before the models, `KEPT_MATMULS` compiled matmuls take about 1 MiB each, and the
+threads and connections of a training take the rest."""
 
 LOGIT_COPIES = 3
-"""Number of fp32 copies of the logits while tokens are drawn, and in the loss under autocast. In
-the loss, autograd keeps the logits, the probabilities and their gradient."""
+"""Number of fp32 copies of the logits while tokens are sampled, and in the loss under autocast. In
+the loss, autograd keeps the logits, the probabilities and the gradient."""
 
 ZERO_BUCKET = 500_000_000
 """Number of gradients that DeepSpeed collects before it sends them (default of its setting
@@ -73,7 +73,7 @@ class ModelSize:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes on one device, or in one process, in one phase of a training."""
+    """Bytes of memory on one device or in one process, in one phase of a training."""
 
     phase: str
     weights: int
@@ -93,9 +93,9 @@ class Memory:
     """Copies of weights and optimizer states for a checkpoint."""
 
     process: int
-    """Memory of a process on a CPU beside its tensors, such as libraries. On a GPU it is 0; leave a
-    tenth of the GPU's memory free for CUDA's context (about 1 GiB) and for blocks that are not
-    full."""
+    """Memory of a process on a CPU in addition to its tensors, such as libraries. On a GPU it is 0;
+    leave a tenth of the GPU's memory free for CUDA's context (about 1 GiB) and for blocks that are
+    not full."""
 
     @property
     def total(self) -> int:
@@ -108,7 +108,7 @@ PARTS = ("weights", "gradients", "optimizer", "activations", "cache", "copies", 
 
 
 def largest(phases: Iterable[Memory]) -> Memory:
-    """Return the memory of the phase that needs most."""
+    """Return the memory of the phase that needs the most memory."""
     return max(phases, key=lambda memory: memory.total)
 
 
@@ -194,8 +194,9 @@ def kept_activations(
 
     For each token, a layer keeps: the input, the normalized input and the output of both norms;
     queries, keys, values and the attention output; and 4 tensors inside a gated MLP, or 2 inside
-    another MLP. With adapters, it also keeps the input of each adapted linear layer. If activations
-    are recomputed, every layer keeps its input, and only one layer at a time keeps the rest.
+    an ungated MLP. With adapters, it also keeps the input of each adapted linear layer. If
+    activations are recomputed, every layer keeps its input, and only one layer at a time keeps the
+    other activations.
     """
     inside = BF16 if autocast else FP32
     wide = 4 if model.is_gated else 2
@@ -218,9 +219,9 @@ def passing_activations(model: ModelSize, tokens: int, *, autocast: bool) -> int
 def attention_weights(model: ModelSize, tokens: int, longest: int, texts: int = 1) -> int:
     """Return bytes of the attention weights that `kernels.attention` keeps in a pass of `tokens`.
 
-    A row has several `texts` of up to `longest` tokens. The kernel computes blocks of queries, each
-    with the keys of its row up to the end of its block. Texts that are too long for the kernel
-    are left to PyTorch, which keeps no weights; a pass of the kernel has only shorter texts.
+    A row has `texts` texts of up to `longest` tokens. The kernel computes blocks of queries, each
+    with the keys of its row up to the end of the block. PyTorch computes the texts that are too
+    long for the kernel and keeps no weights for them, so a pass of the kernel has shorter texts.
     """
     length = texts * min(longest, isqrt(MAX_SCORES))
     keys = min(length, (length + BLOCK) // 2)

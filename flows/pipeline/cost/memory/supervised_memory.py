@@ -24,7 +24,7 @@ class SupervisedSize(Shards):
     """The language model, or the classifier that is trained on pairs."""
 
     writes: bool
-    """Whether the model has an LM head (SFT) and not a score (reward model)."""
+    """Whether the model has an LM head (SFT), not a score head (reward model)."""
 
     adapter: int = 0
     """Number of parameters of the adapter; 0 if the model itself is trained."""
@@ -56,14 +56,15 @@ class SupervisedSize(Shards):
 
 
 def peak_supervised_memory(size: SupervisedSize) -> Memory:
-    """Return the memory of the phase of a supervised training that needs most."""
+    """Return the memory of the phase of a supervised training that needs the most memory."""
     return largest(supervised_phases(size))
 
 
 def supervised_phases(size: SupervisedSize) -> list[Memory]:
-    """Return the memory of a step, and on a CPU also while loading and saving.
+    """Return the memory in each phase: a step, and on a CPU also loading and saving.
 
-    A frozen base is loaded in fp32. To save, it is loaded again, and the adapter is merged into it.
+    A frozen base is loaded in fp32. For saving, the base is loaded again, and the adapter is merged
+    into it.
     """
     frozen = FP32 * size.model.parameters if size.adapter else 0
     loaded = FP32 * size.trained + frozen

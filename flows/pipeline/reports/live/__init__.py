@@ -1,1 +1,1 @@
-"""What a person sees while a run goes on: a panel on the terminal, a page and cards."""
+"""Show a run while it goes on: a panel on the terminal, a page and cards."""

@@ -14,7 +14,7 @@ class FollowedPhase:
     """The current phase of a step, as `ProgressBar` writes it to the file that PROGRESS names."""
 
     def __init__(self, file: Path) -> None:
-        """Follow a file, which need not exist yet; ignore what was written before now."""
+        """Follow a file, which need not exist yet, and ignore its earlier contents."""
         self._file = file
         self._begun = time.time()
         self._name = ""
@@ -31,14 +31,14 @@ class FollowedPhase:
         """The phase as a bar for a terminal."""
 
     def begin(self) -> None:
-        """Forget the phase, and ignore what the step before has written to the file."""
+        """Forget the phase of the previous step, and ignore what that step wrote to the file."""
         self._begun = time.time()
         self._end()
 
     def read(self) -> Task | None:
-        """Read the file again; return the phase, or None if there is no phase with a known end.
+        """Read the file again; return the phase, or None if there is no phase with a known total.
 
-        In addition to the fields of rich, the result has the fields `unit` (what is counted, in the
+        The dict `fields` of the phase contains `unit` (the name of what is counted, in the
         singular) and `notes`.
         """
         found = read_progress(self._file)
@@ -67,7 +67,7 @@ class FollowedPhase:
 
 
 def describe_speed(phase: Task) -> list[str]:
-    """Return the rate of a phase in words; [] if it is not known yet."""
+    """Return a list with the rate of a phase as text; [] if the rate is not known yet."""
     return [] if phase.speed is None else [f"{phase.speed:,.1f} {phase.fields['unit']}s/s"]
 
 

@@ -1,4 +1,4 @@
-"""The card of a step that trains, which shows the training while it runs."""
+"""Show a training, while it runs, on the Metaflow card of its step."""
 
 import math
 import time
@@ -10,17 +10,18 @@ from pipeline.reports.card_components import card_components
 from pipeline.reports.document import Document
 
 CARD = "training"
-"""Id of the card. It needs `refresh_interval=0`."""
+"""Id of the card. Its decorator needs `refresh_interval=0`."""
 
 CARD_SECONDS = 120.0
-"""Least time between two cards. Metaflow starts a process for a card, and another for its data."""
+"""Minimum seconds between two cards. Metaflow starts one process to write a card, and another to
+write its data."""
 
 DATA_SECONDS = 10.0
-"""Time after which a card is written, and its data may be."""
+"""Seconds from the start of writing a card until its data may be written."""
 
 
 class LiveCard:
-    """The card with the id CARD of the current step; without such a card, nothing is shown."""
+    """The card of the current step with the id CARD; without it, nothing is shown."""
 
     def __init__(self, card: Any) -> None:
         """Show documents on `current.card`; None if the step has no card."""
@@ -30,9 +31,9 @@ class LiveCard:
     def show(self, document: Document) -> None:
         """Write the card in the background, unless it was written less than CARD_SECONDS ago.
 
-        A new list of components makes Metaflow write the whole card, which `card view` shows. The
-        data, which a later call writes, tell Metaflow's pages to load the card again; the first
-        card needs none.
+        A new list of components makes Metaflow write the whole card, which `card view` shows. A
+        later call writes the data of the card, which make Metaflow's open pages reload the card.
+        The first card needs no data.
         """
         now = time.monotonic()
         if self._card is None:

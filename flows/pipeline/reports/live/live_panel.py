@@ -1,4 +1,4 @@
-"""Show on a terminal how far a run is: one panel that is redrawn in place."""
+"""Show the progress of a run on a terminal, in a panel that is redrawn in place."""
 
 import threading
 import time
@@ -17,7 +17,7 @@ WIDTH = 100
 
 
 class LivePanel:
-    """The step of a run, its progress, the time left, score and KL, and the last warning."""
+    """Panel with the step of a run, its progress, time left, score and KL, and the last warning."""
 
     def __init__(
         self, run: str, steps: Sequence[str], earlier: Mapping[str, float], progress_file: Path
@@ -34,7 +34,7 @@ class LivePanel:
         self._step = steps[0]
         self._started = time.monotonic()
         self._warning = ""
-        # rich draws the panel in a thread of its own, and in this one before it prints a line.
+        # rich draws the panel in its own thread, and in the main thread before it prints a line.
         self._lock = threading.RLock()
         self._phase = FollowedPhase(progress_file)
 
@@ -49,7 +49,7 @@ class LivePanel:
         self._warning = line
 
     def __rich__(self) -> RenderableType:
-        """Return the panel as it is now; the file is read again."""
+        """Read the progress file, and return the current panel."""
         with self._lock:
             return self._draw()
 
@@ -64,12 +64,12 @@ class LivePanel:
         if phase is not None:
             parts.insert(1, self._phase.bar)
         if self._warning:
-            # One line: the log has the whole warning.
+            # The panel shows one line; the log has the whole warning.
             parts.append(Text(self._warning, no_wrap=True, overflow="ellipsis"))
         return Panel(Group(*parts), title=Text(f"Run {self._run}"), title_align="left", width=WIDTH)
 
     def _describe_time_left(self, seconds: float, phase: Task | None) -> str:
-        """Return the rate, and the time left for the step and for the run, as far as known."""
+        """Return the rate if it is known, and the time left for the step and for the run."""
         left = None if phase is None else phase.time_remaining
         parts = [] if phase is None else describe_speed(phase)
         if left is None and self._step in self._earlier:

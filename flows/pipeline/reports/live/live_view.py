@@ -24,23 +24,23 @@ from ppo_core.reporting.diagnosis import diagnose
 from ppo_core.reporting.metrics_file import NEWEST_SAMPLES_FILE, UPDATE
 
 REST = 100
-"""Least time between two pages, in multiples of the work for a page."""
+"""Minimum time between two pages, as a multiple of the CPU time for a page."""
 
 LOOK_SECONDS = 1.0
-"""Time between two looks at the progress of a phase, from which its rate is estimated."""
+"""Seconds between two readings of the progress file, from which the rate is estimated."""
 
 FIRST_SECONDS = 5.0
-"""Time before the first page and card, which a shorter training does not need."""
+"""Seconds before the first page and card; a shorter training needs neither."""
 
 EPISODE = "episode"
-"""Metric of each update of PPO."""
+"""Metric that each update of PPO logs."""
 
 PROGRESS_FILE = "phase.json"
-"""File in the folder of a run with the current phase, if no other file is asked for."""
+"""Name of the file with the current phase in the folder of a run, if PROGRESS is not set."""
 
 
 class LiveView:
-    """A training of a run, for people on this machine and for those who see Metaflow's cards."""
+    """Shows a training of a run on a page on this machine and on the Metaflow card of the step."""
 
     def __init__(self, run: FlowRun, settings: Settings, tracker: Tracker, card: LiveCard) -> None:
         """Show the tracked step of a run: the curves in the journal, and its current phase."""
@@ -52,9 +52,9 @@ class LiveView:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Show the training until the context ends; its last state is the content of the card.
+        """Show the training until the context ends, and keep its last state as the card's content.
 
-        All of this happens in a thread, so that an error in it does not end the step.
+        A thread does the work, so that an error in it does not end the step.
         """
         file = Path(os.environ.get(PROGRESS) or self._run.folder / PROGRESS_FILE)
         self._phase = FollowedPhase(file)
@@ -82,7 +82,7 @@ class LiveView:
                 self._warn("the log of the step has the error.")
 
     def update(self) -> None:
-        """Look at the phase; write page and card, unless they were written a moment ago."""
+        """Read the phase; write page and card, unless they were written a short time ago."""
         assert self._phase is not None  # begun by `watching`
         phase, worked_before = self._phase.read(), time.thread_time()
         if time.monotonic() < self._next:
@@ -112,7 +112,7 @@ class LiveView:
         self._next = time.monotonic() + max(REFRESH_SECONDS, rest)
 
     def _warn(self, problem: str) -> None:
-        """Print, once, why a person sees an old page or card."""
+        """Print, only once, why the page or the card is out of date."""
         if not self._has_warned:
             self._has_warned = True
             print(f"Warning: The training is not shown while it runs: {problem}", flush=True)
@@ -133,10 +133,10 @@ class LiveView:
 
 
 def _by_update(curves: Curves) -> list[Mapping[str, Any]]:
-    """Return the metrics of each update, with its number, as the metrics file of PPO has them."""
+    """Return the metrics of each update with its number, in the format of PPO's metrics file."""
     updates: dict[int, dict[str, float]] = {}
     for name, points in curves.items():
         for update, value in points:
             updates.setdefault(update, {UPDATE: update})[name] = value
-    # The load of the machine has steps, too, of its own count.
+    # The curves also contain the load of the machine, whose steps are not updates.
     return [updates[number] for number in sorted(updates) if EPISODE in updates[number]]

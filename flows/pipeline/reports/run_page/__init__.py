@@ -1,1 +1,1 @@
-"""The page of a run: everything that a person wants to know about it, in one HTML file."""
+"""The page of a run: one HTML file with all results of the run."""

@@ -1,4 +1,4 @@
-"""Section with what changed since the run of the champion."""
+"""Find the differences between two runs, such as a run and the run of the champion."""
 
 import re
 import tomllib
@@ -53,7 +53,7 @@ def differences_section(run: FlowRun, name: str, champion: int | None) -> Sectio
             *differing("code and data", _origin(before.tags, run), _origin(run.origin, run)),
             *differing("packages", *map(_packages, texts[PACKAGES_FILE])),
         ]
-    # A ValueError is a settings file that is not TOML.
+    # ValueError: a settings file is not TOML.
     except (PPOError, ValueError) as error:
         return Section(title=TITLE, text=(f"Not compared with version {champion}: {error}",))
     same = f"Settings, code, data and packages are those of version {champion}."
@@ -66,15 +66,15 @@ def differences_section(run: FlowRun, name: str, champion: int | None) -> Sectio
 
 
 def compare_runs(first: str, second: str) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
-    """Return in what two runs differ, and their results side by side.
+    """Return the differences between two runs, and their results side by side.
 
     Args:
-        first: id of the parent run of a run in MLflow.
-        second: the same of the other run.
+        first: MLflow id of the first run's parent run.
+        second: MLflow id of the second run's parent run.
 
     Returns:
-        Rows as of `differing` for settings, code and data, and packages; and rows of results, with
-        the name and both values.
+        Rows of `differing` for settings, code and data, and packages; and for each result, a row
+        with its name and both values.
 
     Raises:
         ModelError: MLflow does not answer, or does not have the settings of a run.
@@ -127,7 +127,7 @@ def _inputs(tags: Mapping[str, str]) -> dict[str, str]:
 
 
 def _origin(tags: Mapping[str, str], run: FlowRun) -> dict[str, str]:
-    """Return the tags of code, data and given models, but those that other rows explain."""
-    # A version also has the digests of models that its run trained.
+    """Return the tags of code, data and given models, without tags that repeat other rows."""
+    # The tags of a version also contain the digests of models that its run trained.
     left_out = {"settings_digest", "seed", *({"model/reward_model"} - run.origin.keys())}
     return {name: value for name, value in _inputs(tags).items() if name not in left_out}

@@ -1,4 +1,4 @@
-"""Everything that the page of a run shows."""
+"""The data of the page of a run."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,19 +17,19 @@ STEPS = ("load_policy", "load_reward_model", "train_policy")
 """Steps of the flow that train a model."""
 
 Curves = Mapping[str, list[tuple[int, float]]]
-"""By name of the metric: each step with its value."""
+"""Metric -> points (step, value)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What is known about a run; a part that the run did not reach is None or empty."""
+    """Data about a run; a part that the run has not reached is None or empty."""
 
     run: FlowRun
 
     settings: Settings
 
     curves: Mapping[str, Curves]
-    """Curves by name of the step of the flow."""
+    """Step of the flow -> its curves."""
 
     reward_model: RewardReport | None = None
 
@@ -39,18 +39,18 @@ class RunFacts:
     evaluation: Evaluation | None = None
 
     registered: RegisteredPolicy | None = None
-    """The version and the decision; its files are on this machine."""
+    """The version, the decision and the evaluation, whose files are on this machine."""
 
     cost: RunCost | None = None
 
     progress: ShownProgress | None = None
-    """The current phase of a running step, if it is known how far the phase is."""
+    """Progress of the current phase of a running step; None if it is unknown."""
 
     samples: Path | None = None
     """File with the newest samples of a running PPO, see `ppo_core.reporting.sample_table`."""
 
     since_champion: Section | None = None
-    """What changed since the run of the champion."""
+    """Section with the changes since the run of the champion."""
 
     @property
     def is_reward_model_refused(self) -> bool:
@@ -70,7 +70,10 @@ class RunFacts:
         return self.place_of(SETTINGS_FILE)
 
     def place_of(self, file: str) -> str:
-        """Return the path of a file of the run, relative if possible; else its name in MLflow."""
+        """Return the path of a file of the run; with a store, its name in MLflow.
+
+        The path is relative to the current folder if the file is below that folder.
+        """
         if self.run.workspace.store:
             return file
         path, here = self.run.folder / file, Path.cwd()

@@ -1,4 +1,4 @@
-"""Sections with answers to read: judged pairs, and prompts with the answers of SFT and PPO."""
+"""Make the sections with answers to read: judged pairs, prompts, and PPO's newest samples."""
 
 import random
 import re
@@ -22,7 +22,7 @@ from ppo_core.reporting.escaping import printable
 NUM_PROMPTS, NUM_PAIRS, PAIRS_OF_A_KIND = 8, 20, 5
 
 MOST_CHARACTERS = 1500
-"""Length to which a text is cut."""
+"""Number of characters of a text that the page shows; the rest is cut."""
 
 OUTCOMES = {
     "first": "PPO won in both orders",
@@ -41,7 +41,7 @@ Row = TypeVar("Row")
 
 @dataclass(frozen=True, kw_only=True)
 class JudgedPair:
-    """A line of the file of verdicts."""
+    """A row of the file of verdicts."""
 
     contest: str
     prompt: str
@@ -50,13 +50,13 @@ class JudgedPair:
     outcome: str
 
     straight: Verdict
-    """Verdict when the candidate was shown first; `first` means the candidate, here and below."""
+    """Verdict with the candidate shown first. In both verdicts, `first` means the candidate."""
 
     swapped: Verdict
 
     @property
     def strength(self) -> float:
-        """How clearly the candidate won, from 0 to 1: the mean over both orders."""
+        """How clearly the candidate won, from 0 to 1: mean probability or points of both orders."""
         found = (
             POINTS[one.winner] if one.probability is None else one.probability
             for one in (self.straight, self.swapped)
@@ -71,7 +71,7 @@ class JudgedPair:
 
 @dataclass(frozen=True, kw_only=True)
 class AnsweredPrompt:
-    """A line of the file of answers."""
+    """A row of the file of answers."""
 
     prompt: str | list[Any]
     sft: str
@@ -82,7 +82,7 @@ class AnsweredPrompt:
 
 @dataclass(frozen=True, kw_only=True)
 class _Completion:
-    """A line of a file of `write_completions`."""
+    """A row of a file that `write_completions` wrote."""
 
     query: str
     response: str
@@ -110,7 +110,7 @@ def pairs_section(evaluated: EvaluatedPolicy, contest: str) -> Section:
 
 
 def prompts_section(evaluated: EvaluatedPolicy) -> Section:
-    """Return prompts with the answers of SFT and PPO, and marks where they differ.
+    """Return prompts with the answers of SFT and PPO, in which the differing words are marked.
 
     Raises:
         DataError: the file of answers is missing or damaged.
@@ -126,7 +126,7 @@ def prompts_section(evaluated: EvaluatedPolicy) -> Section:
 
 
 def newest_section(path: Path) -> Section:
-    """Return responses of the last update of PPO, as a file of `write_completions` has them.
+    """Return responses of the last update of PPO, from a file that `write_completions` wrote.
 
     Raises:
         DataError: the file is damaged.
@@ -144,7 +144,7 @@ def newest_section(path: Path) -> Section:
 
 
 def choose_pairs(rows: Sequence[JudgedPair]) -> list[tuple[str, JudgedPair]]:
-    """Return pairs, each once: the best for the candidate, the worst, the closest, and random."""
+    """Return the best, worst and closest pairs for the candidate, and random pairs, each once."""
     left = sorted(rows, key=lambda row: row.strength, reverse=True)
     chosen: list[tuple[str, JudgedPair]] = []
 
@@ -155,16 +155,16 @@ def choose_pairs(rows: Sequence[JudgedPair]) -> list[tuple[str, JudgedPair]]:
 
     take("Best", [row for row in left if row.strength > 0.5])
     take("Worst", [row for row in reversed(left) if row.strength < 0.5])
-    # Two equal answers tell a reader nothing.
+    # Equal answers come last, because they tell a reader nothing.
     take("Closest", sorted(left, key=lambda row: (abs(row.strength - 0.5), row.is_equal)))
     take("Random", random.Random(0).sample(left, len(left)), NUM_PAIRS - len(chosen))
     return chosen
 
 
 def differing_words(first: str, second: str) -> tuple[Answer, Answer]:
-    """Return two answers in pieces, of SFT and PPO, with marks on the words that differ."""
+    """Return the answers of SFT and PPO in pieces, in which the differing words are marked."""
     old, new = (re.findall(r"\S+\s*", text) for text in (first, second))
-    # Without the spaces after the words, which do not count as differences.
+    # Words are compared without the spaces after them: spaces do not count as differences.
     matcher = SequenceMatcher(None, first.split(), second.split(), autojunk=False)
     removed: list[tuple[PieceKind, str]] = []
     added: list[tuple[PieceKind, str]] = []
@@ -179,14 +179,14 @@ def differing_words(first: str, second: str) -> tuple[Answer, Answer]:
 
 
 def shortened_text(text: str) -> str:
-    """Return a text of a model for a page: printable, and cut with a note if it is long."""
+    """Return a text of a model in printable form; a long text is cut, and a note says so."""
     text = printable(text).strip()
     more = len(text) - MOST_CHARACTERS
     return text if more <= 0 else f"{text[:MOST_CHARACTERS]} [cut: {more:,} more characters]"
 
 
 def read_judged_pairs(path: Path) -> list[JudgedPair]:
-    """Return the lines of a file of verdicts.
+    """Return the rows of a file of verdicts.
 
     Raises:
         DataError: the file is missing, damaged or empty.

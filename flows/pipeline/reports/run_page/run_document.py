@@ -1,4 +1,4 @@
-"""The document about a run, in the order in which a person asks."""
+"""Make the report on a run, with one section for each question of the reader."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -45,11 +45,11 @@ BETTER, FRONT = "Did it get better, and by how much?", "Was PPO worth it? KL aga
 FAILED = "Rule that failed: {}"
 
 REFRESH_SECONDS = 10
-"""Time after which the page of a running run loads itself again."""
+"""Seconds after which the page reloads itself while the run has no outcome."""
 
 
 def run_document(facts: RunFacts) -> Document:
-    """Return the document about a run, with everything that the run measured so far."""
+    """Return the report on a run, with everything that the run has measured so far."""
     verdict, tone, reasons = _verdict(facts)
     sections = [
         *([Section(title="How far is it?", progress=facts.progress)] if facts.progress else []),
@@ -97,7 +97,7 @@ def _decided(made: Decision, evaluation: Evaluation) -> tuple[str, Tone, tuple[s
 
 
 def _evaluated(facts: RunFacts) -> list[Section]:
-    """Return the sections on the win rates, the decision, and what SFT reaches without PPO."""
+    """Return the sections on the win rates, the decision, and the baselines of SFT."""
     evaluation, registered = facts.evaluation, facts.registered
     if not (evaluation and registered):
         text = ("The run has not judged the policy, so nothing is known.",)
@@ -186,7 +186,7 @@ def _answers(facts: RunFacts) -> list[Section]:
 
 
 def _or_why(title: str, make: Callable[[], Section]) -> Section:
-    """Return a section; if its file cannot be read, return a section that says so."""
+    """Return a section, or a section with the error if a file cannot be read."""
     try:
         return make()
     except DataError as error:
@@ -194,7 +194,7 @@ def _or_why(title: str, make: Callable[[], Section]) -> Section:
 
 
 def _trust(facts: RunFacts) -> list[Section]:
-    """Return the sections on the policy's tricks, the judge and the reward model."""
+    """Return the sections on whether the policy cheats, on the judge and on the reward model."""
     found = []
     if evaluation := facts.evaluation:
         failed = [name for name, one in evaluation.guards.items() if not one.passed]

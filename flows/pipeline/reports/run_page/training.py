@@ -1,4 +1,4 @@
-"""Sections with the curves of the trainings."""
+"""Make the sections with the curves of the trainings."""
 
 import math
 import re
@@ -12,7 +12,7 @@ from ppo_core.reporting.health import GUARDS
 TITLE = "How did PPO go? Scores, KL and other curves"
 
 STOPPED = "share of stopped responses"
-"""Name of a curve that is computed from two metrics."""
+"""Name of a curve that `_stopped` computes from two metrics."""
 
 PPO_CURVES = {
     "objective/scores": "Score of a response",
@@ -30,20 +30,21 @@ PPO_CURVES = {
     "val/repetition": "Repeated 3-grams",
     "eval/scores": "Score of greedy answers to evaluation prompts",
 }
-"""Titles of the curves of PPO by metric, in their order."""
+"""Metric of PPO -> title of its curve, in the order of the page."""
 
 LIMITS = {
     "policy/approxkl_avg": (0.0, 0.1),
     "policy/clipfrac_avg": (0.0, 0.3),
     "val/explained_variance": (0.0, 1.0),
 }
-"""Healthy ranges in docs/metrics.md, of metrics without a stricter warning."""
+"""Metric -> healthy range in docs/metrics.md. The limit of a warning replaces an end of a range."""
 
 MOST = 1e100
-"""Size from which a value is left out, as NaN is, because no chart has room for it."""
+"""Absolute value from which a chart leaves a value out, because no chart has room for it. NaN is
+also left out."""
 
 SUPERVISED = ("loss", "accuracy", "margin")
-"""Last parts of the names of metrics of supervised trainings that have a curve."""
+"""Metrics of supervised trainings that have a curve: the last parts of their names."""
 
 
 def ppo_section(facts: RunFacts) -> Section:
@@ -88,7 +89,7 @@ def supervised_section(facts: RunFacts) -> Section:
 
 
 def healthy_range(config: PPOConfig, metric: str, first: float) -> tuple[float, float]:
-    """Return the range outside of which a metric of PPO gives a warning or reason for doubt.
+    """Return the healthy range of a metric of PPO, from the limits of the warnings and LIMITS.
 
     Args:
         config: settings of PPO, with the limits of the warnings.
@@ -140,7 +141,7 @@ def _drawable(curves: Curves) -> dict[str, list[tuple[int, float]]]:
 
 
 def _ends(points: list[tuple[int, float]]) -> str:
-    # A value that should be 0 is a rounding error, such as the first divergence.
+    # A tiny value, such as the first divergence, is a rounding error of 0.
     first, last = (0.0 if abs(value) < 1e-6 else value for _, value in (points[0], points[-1]))
     return f"from {as_number(first)} to {as_number(last)}."
 
@@ -154,13 +155,13 @@ def _in_words(low: float, high: float) -> str:
 
 
 def _warned(warning: str) -> tuple[int, str]:
-    """Return the update and the metric of a warning; metric "" if it names none."""
+    """Return the update and the metric that a warning names; (0, "") if it names no metric."""
     found = re.match(r"Update (\d+)\. [^:]+: (?:drop of )?(\S+) is ", warning)
     return (int(found[1]), found[2]) if found else (0, "")
 
 
 def _stopped(curves: Curves) -> list[tuple[int, float]]:
-    """Return the share of the responses of each update that ended with a stop token."""
+    """Return the fraction of each update's responses that ended with a stop token."""
     ended, shares, before = dict(curves.get("val/num_eos_tokens", [])), [], 0.0
     for update, episode in curves.get("episode", []):
         if update in ended and episode > before:

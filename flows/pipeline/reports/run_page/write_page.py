@@ -12,11 +12,11 @@ from ppo_core.errors.redaction import mask_secrets
 from ppo_core.io.atomic_files import explained_writes, write_atomically
 
 PAGE_FILE = "index.html"
-"""Page in the folder of a run, and among the artifacts of its parent run in MLflow."""
+"""Name of the page in the folder of a run, and among the artifacts of its MLflow parent run."""
 
 
 def write_run_page(facts: RunFacts, parent: RunLog) -> str:
-    """Write the page of a run, log it, and return a sentence with its place."""
+    """Write the page of a run, log it, and return a sentence that says where it is."""
     error = write_page_file(run_document(facts), facts.run.folder)
     if error is not None:
         return f"The page of the run was not written: {error}"
@@ -26,12 +26,12 @@ def write_run_page(facts: RunFacts, parent: RunLog) -> str:
 
 
 def write_page_file(document: Document, folder: Path) -> PPOError | None:
-    """Write the page; return an error of the disk, because a run does not fail for its page."""
+    """Write the page. Return a disk error instead of raising it: a run must not fail for a page."""
     path = folder / PAGE_FILE
     page = mask_secrets(document_page(document))
     try:
         with explained_writes(path):
-            # A file name may have half of a character, which cannot be encoded.
+            # A file name may contain an unpaired surrogate, which cannot be encoded.
             write_atomically(path, page.encode(errors="replace"), durable=False)
     except PPOError as error:
         return error
