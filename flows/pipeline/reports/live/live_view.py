@@ -14,7 +14,7 @@ from pipeline.launch.job import ppo_config
 from pipeline.reports.document import ShownProgress
 from pipeline.reports.live.followed_phase import FollowedPhase, as_clock, describe_speed
 from pipeline.reports.live.live_card import LiveCard
-from pipeline.reports.run_page.facts import Curves, RunFacts, curves_of
+from pipeline.reports.run_page.facts import EPISODE, Curves, RunFacts, curves_of
 from pipeline.reports.run_page.run_document import REFRESH_SECONDS, run_document
 from pipeline.reports.run_page.write_page import write_page_file
 from pipeline.settings.settings import Settings
@@ -31,9 +31,6 @@ LOOK_SECONDS = 1.0
 
 FIRST_SECONDS = 5.0
 """Time before the first page and card, which a shorter training does not need."""
-
-EPISODE = "episode"
-"""Metric of each update of PPO."""
 
 PROGRESS_FILE = "phase.json"
 """File in the folder of a run with the current phase, if no other file is asked for."""
@@ -98,7 +95,7 @@ class LiveView:
                 phase=phase.description, done=phase.completed, total=phase.total, details=details
             )
         facts = self._facts(progress)
-        if progress is None and not facts.curves.get(self._step):
+        if progress is None and not facts.curves:
             return
         document = run_document(facts)
         has_disk = not self._run.workspace.store
@@ -120,7 +117,7 @@ class LiveView:
     def _facts(self, progress: ShownProgress | None) -> RunFacts:
         curves = curves_of(self._run, self._journal)
         facts = RunFacts(run=self._run, settings=self._settings, curves=curves, progress=progress)
-        updates = _by_update(curves.get("train_policy", {}))
+        updates = _by_update(curves)
         if self._step != "train_policy" or not updates:
             return facts
         samples = self._run.folder / PPO / NEWEST_SAMPLES_FILE
@@ -138,5 +135,5 @@ def _by_update(curves: Curves) -> list[Mapping[str, Any]]:
     for name, points in curves.items():
         for update, value in points:
             updates.setdefault(update, {UPDATE: update})[name] = value
-    # The load of the machine has steps, too, of its own count.
+    # SFT and reward training count their own steps.
     return [updates[number] for number in sorted(updates) if EPISODE in updates[number]]

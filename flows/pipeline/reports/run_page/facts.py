@@ -12,9 +12,10 @@ from pipeline.results.run_cost import RunCost
 from pipeline.results.step_records import RegisteredPolicy
 from pipeline.settings.settings import Settings
 from pipeline.tracking.journal import Journal
+from pipeline.tracking.run_record import PARENT
 
-STEPS = ("load_policy", "load_reward_model", "train_policy")
-"""Steps of the flow that train a model."""
+EPISODE = "episode"
+"""Metric of each update of PPO, and of no other training."""
 
 Curves = Mapping[str, list[tuple[int, float]]]
 """By name of the metric: each step with its value."""
@@ -28,8 +29,8 @@ class RunFacts:
 
     settings: Settings
 
-    curves: Mapping[str, Curves]
-    """Curves by name of the step of the flow."""
+    curves: Curves
+    """Curves of all trainings so far."""
 
     reward_model: RewardReport | None = None
 
@@ -77,6 +78,6 @@ class RunFacts:
         return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
-def curves_of(run: FlowRun, journal: Journal) -> dict[str, Curves]:
-    """Return the curves of all steps so far."""
-    return {step: journal.curves(run.tracking[step]) for step in STEPS if step in run.tracking}
+def curves_of(run: FlowRun, journal: Journal) -> Curves:
+    """Return the curves of all trainings so far."""
+    return journal.curves(run.tracking[PARENT])
