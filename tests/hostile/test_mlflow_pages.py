@@ -128,8 +128,9 @@ PAGES = {
         ["Which answers won and lost?", *(f"The judge said {text}" for text in TEXTS)],
         frames=1,
     ),
-    "answers": Page(f"{EVALUATION}/artifacts/samples.json", TEXTS),
-    "an answer": Page(f"{EVALUATION}/artifacts/samples.json", ["Preview", *TEXTS], MARKDOWN[1]),
+    "answers": Page(f"{PARENT}/artifacts/samples.json", TEXTS),
+    "an answer": Page(f"{PARENT}/artifacts/samples.json", ["Preview", *TEXTS], MARKDOWN[1]),
+    "pairs": Page(f"{PARENT}/artifacts/pairs.json", TEXTS),
     "judgements": Page(
         f"{EVALUATION}/artifacts/judgements.jsonl", [as_json(text) for text in TEXTS]
     ),
@@ -138,7 +139,7 @@ PAGES = {
     "version": Page(
         "models/{model}/versions/{version}",
         # The description is cut after 5,000 characters; the card has the other texts.
-        [f"{NAME}, version 1", *(f"Inconclusive: The judge said {text}" for text in TEXTS[:-3])],
+        [f"Inconclusive: The judge said {text}" for text in TEXTS[:-3]],
     ),
     "uploaded model": Page("experiments/{experiment}/models/{logged_model}", [NAME]),
     "card": Page(

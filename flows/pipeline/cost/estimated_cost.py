@@ -162,7 +162,10 @@ def _time_and_price(
     text += f", on {size.processes} x {gpu.name}"
     assumed = "" if missing or settings.ppo.use_vllm else _assumed_decoding(size, speed_of(size))
     if gpu.price is None:
-        return f"{text}; no price, because [hardware.gpus.{gpu.name}] has none{assumed}"
+        unknown = (
+            f"no price of {gpu.name}: set hardware.gpu and [hardware.gpus.NAME] price_per_hour"
+        )
+        return f"{text}; {unknown}{assumed}"
     price = total / 3600 * size.processes * gpu.price
     rate = f"{gpu.price:g} per GPU and hour"
     return f"{text}; price: about {price:,.2f} US dollars at {rate}{assumed}"
@@ -229,7 +232,11 @@ def _cheapest(works: Sequence[TrainingCost], settings: Settings) -> str:
                 ways = [one[0] for one in found if one]
                 offers.append((price, seconds, number, gpu.name, ways))
     if not offers:
-        return "No number of GPUs of the table, up to 8, fits all trainings."
+        numbers = ", ".join(map(str, NUMBERS_OF_GPUS))
+        return (
+            f"cheapest: none found. Neither {numbers} GPUs of a type with known price and speed fit "
+            "all trainings with these batches."
+        )
     machines = "num_nodes = 1\n" if settings.num_nodes > 1 else ""
     price, seconds, number, name, ways = min(offers, key=lambda offer: offer[0])
     chosen = "\n".join(dict.fromkeys(way.as_settings() for way in ways))

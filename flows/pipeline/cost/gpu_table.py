@@ -104,9 +104,8 @@ def processes_on_a_machine(settings: Settings) -> int:
     """
     if settings.hardware.gpu and not (settings.processes or found_gpus()):
         raise ConfigError(
-            f"hardware.gpu={settings.hardware.gpu!r} says which GPU a training uses, and not how "
-            "many, and this machine has none to count. Set processes to the number of GPUs of a "
-            "machine."
+            f"hardware.gpu={settings.hardware.gpu!r} names the GPU, but the number of GPUs is "
+            "unknown: this machine has none. Set processes to the number of GPUs of a machine."
         )
     return settings.processes or len(found_gpus()) or 1
 

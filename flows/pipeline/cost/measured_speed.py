@@ -227,8 +227,8 @@ class _Watch:
         self._bar.keep_showing()
         if time.monotonic() >= self._ends:
             raise ProcessError(
-                f"The measurement was ended after {MAX_SECONDS:.0f} s, its limit, so time and "
-                f"price are not known; the memory is. {NAME_A_GPU}"
+                f"Timing this machine took longer than {MAX_SECONDS:.0f} s, so time and price are "
+                f"unknown. {NAME_A_GPU}"
             )
 
 

@@ -175,8 +175,8 @@ def measure_run(settings: Settings, *, has_champion: bool) -> RunSize:
     members = settings.reward_model_training.members
     works = [
         *([_sft_work(settings, sft, processes)] if sft else []),
-        *([_reward_work(settings, pairs, processes, members)] if pairs else []),
-        *([_reward_work(settings, judge, processes)] if judge else []),
+        *([_reward_work(settings, pairs, processes, members=members)] if pairs else []),
+        *([_reward_work(settings, judge, processes, what="judge")] if judge else []),
         _ppo_work(settings, lengths, processes),
     ]
     return RunSize(
@@ -342,7 +342,12 @@ def _sft_work(
 
 
 def _reward_work(
-    settings: Settings, rows: SupervisedRows, processes: Processes, members: int = 1
+    settings: Settings,
+    rows: SupervisedRows,
+    processes: Processes,
+    *,
+    what: str = "reward model",
+    members: int = 1,
 ) -> TrainingCost | None:
     """Return the cost of training `members` models, one after the other, on the same rows."""
 
@@ -350,7 +355,7 @@ def _reward_work(
         return reward_size(settings, longest=rows.longest, processes=some)
 
     name, config = "reward_model_training", settings.reward_model_training
-    one = _supervised_work("reward model", name, config, rows, size_on, settings, processes)
+    one = _supervised_work(what, name, config, rows, size_on, settings, processes)
     if one is None or members == 1:
         return one
     return replace(one, seconds=lambda size, speed: members * one.seconds(size, speed))

@@ -118,9 +118,13 @@ def gpu_hours(run: FlowRun) -> float:
 
 
 def _write(run: FlowRun, attempt: Attempt) -> None:
+    """Write the file of an attempt. A step must not fail because its cost cannot be written."""
     file = run.folder / FOLDER / f"{attempt.step}-{attempt.started:.3f}.json"
-    file.parent.mkdir(exist_ok=True)
-    write_atomically(file, json.dumps(asdict(attempt)))
+    try:
+        file.parent.mkdir(exist_ok=True)
+        write_atomically(file, json.dumps(asdict(attempt)))
+    except OSError as error:
+        print(f"Warning: The cost of {attempt.step} is not recorded: {error}", flush=True)
 
 
 def _cpu_seconds() -> float:

@@ -123,6 +123,11 @@ def is_origin(tag: str) -> bool:
     return tag.startswith(ORIGIN)
 
 
+def is_input(tag: str) -> bool:
+    """Return whether a tag describes an input of a run, or its version of Python."""
+    return tag == "python" or is_origin(tag)
+
+
 def git_state(file: Path) -> tuple[str, str]:
     """Return the commit of a file's repository, and whether tracked files changed: yes or no.
 

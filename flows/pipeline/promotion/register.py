@@ -1,6 +1,5 @@
 """Register a trained policy as a version, and promote or refuse the version."""
 
-import json
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -13,7 +12,12 @@ from pipeline.inputs.row_digests import ROWS_FILE
 from pipeline.judges.judge_budget import sum_spent
 from pipeline.promotion.bill_of_materials import bill_of_materials
 from pipeline.promotion.decide import decide_promotion
-from pipeline.promotion.version_card import NamedModel, VersionFacts, version_card
+from pipeline.promotion.version_card import (
+    NamedModel,
+    VersionFacts,
+    version_card,
+    version_description,
+)
 from pipeline.registry.artifact import VersionContents, write_artifact
 from pipeline.registry.change_champion import challenge, read_champions
 from pipeline.registry.decisions import Decision
@@ -97,12 +101,11 @@ def register(candidate: Candidate) -> RegisteredPolicy:
     settings, run = candidate.settings, candidate.run
     decoding = _decoding(settings)
     facts = _facts(candidate, candidate.evaluation, decoding, None, None)
-    card = version_card(facts)
     contents = VersionContents(
         name=settings.registered_model,
         decoding=decoding,
         example=read_jsonl(candidate.evaluation.samples)[0]["prompt"],
-        card=card,
+        card=version_card(facts),
         settings=run.folder / SETTINGS_FILE,
         rows=run.folder / ROWS_FILE,
         sbom=bill_of_materials(
@@ -115,7 +118,7 @@ def register(candidate: Candidate) -> RegisteredPolicy:
         flow_run=run.id,
         write=partial(_write_judged, candidate, contents),
         tags=_tags(candidate, facts.evaluation.judge) | _start_of_next_run(candidate),
-        card=card,
+        description=version_description(facts),
         scratch=run.folder,
     )
     number = int(model["version"])
@@ -130,7 +133,7 @@ def register(candidate: Candidate) -> RegisteredPolicy:
         folder=run.folder,
     )
     facts = _facts(candidate, evaluation, decoding, number, decision)
-    write_card(settings.registered_model, number, version_card(facts))
+    write_card(settings.registered_model, number, version_card(facts), version_description(facts))
     before = read_champions(settings.registered_model).decisions[: decision.number - 1]
     return RegisteredPolicy(
         model=model,
@@ -190,15 +193,17 @@ def _decoding(settings: Settings) -> Decoding:
 
 
 def _tags(candidate: Candidate, judge: JudgeIdentity) -> dict[str, str]:
-    """Return the tags of the version; `parent_champion` is the champion of the first evaluation."""
+    """Return the tags of the version; `parent_champion` is the champion of the first evaluation.
+
+    They are few, because MLflow shows them all. The MLflow run of the version has the tags about
+    code, settings and data, and the card has the digests of all models.
+    """
     champion = candidate.evaluation.champion
     return {
-        **candidate.run.origin,
-        **{f"model/{part}": model.digest for part, model in candidate.models.items()},
+        EVALUATION_DATA: candidate.run.origin[EVALUATION_DATA],
+        "model/policy": candidate.trained.digest,
         "judge": judge.name,
-        "judge_version": judge.version,
         "parent_champion": "none" if champion is None else str(champion),
-        "self_check": json.dumps(candidate.trained.self_check),
     }
 
 

@@ -25,6 +25,7 @@ from ppo_core.data.rows.dialogues import shown_prompt
 from ppo_core.data.rows.row_error import list_reasons
 from ppo_core.reporting.escaping import as_line, as_markdown, as_table, as_yaml
 from ppo_core.training.model_card import without_folders
+from serving.manifest import CARD
 
 SHOWN_SAMPLES = 5
 """Number of prompts whose answers the card shows."""
@@ -111,6 +112,18 @@ def version_card(facts: VersionFacts) -> str:
         _section("Settings", _settings(facts.settings)),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def version_description(facts: VersionFacts) -> str:
+    """Return the decision, the win rates and how to load the version, as Markdown."""
+    parts = (
+        _decision(facts.decision),
+        _win_rates(facts),
+        _loading(facts),
+        f"{CARD} among the artifacts of the version is the model card: guards, models, data, cost, "
+        "samples and settings.",
+    )
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _front_matter(facts: VersionFacts) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from mlflow import MlflowClient, get_registry_uri
 from mlflow.exceptions import MlflowException
 
+from pipeline.inputs.lineage import is_input
 from pipeline.registry.decisions import shortened
 from pipeline.tracking.limits import MAX_TAG_CHARACTERS
 from pipeline.tracking.mlflow_client import connect, explained
@@ -20,7 +21,7 @@ class VersionNotes:
     """Tags and win rates of a version in MLflow."""
 
     tags: Mapping[str, str]
-    """Tags of the version."""
+    """Tags of the version, and the tags of its MLflow run about the inputs of the run."""
 
     win_rates: Mapping[str, float]
     """Win rates of its MLflow run, by contest."""
@@ -71,7 +72,10 @@ def read_version(name: str, version: int) -> VersionNotes:
         found = client.get_model_version(name, str(version))
         tags = found.tags
         run_id = found.run_id or None
-        metrics = client.get_run(run_id).data.metrics if run_id else {}
+        if run_id:
+            run = client.get_run(run_id).data
+            metrics = run.metrics
+            tags = {name: one for name, one in run.tags.items() if is_input(name)} | tags
     rates = {
         metric.removeprefix("win_rate/").removesuffix("/rate"): value
         for metric, value in sorted(metrics.items())

@@ -84,7 +84,7 @@ def register_version(
     flow_run: str,
     write: Callable[[Path, str], str],
     tags: Mapping[str, str],
-    card: str,
+    description: str,
     scratch: Path | None = None,
 ) -> dict[str, str]:
     """Register the model that `write` makes as the one version of a run of the flow.
@@ -102,7 +102,7 @@ def register_version(
         write: function that takes a new folder and the id of a logged model. It writes an MLflow
             model into the folder and returns the digest of the manifest; see `write_artifact`.
         tags: further tags of the version.
-        card: the model card, which becomes the description.
+        description: description of the version, in Markdown.
         scratch: folder for the files of the version during the upload; None for the temporary
             folder of the system, which may be in memory.
 
@@ -118,7 +118,7 @@ def register_version(
     number = versions.claimed()
     if number is None:
         try:
-            versions.create(write, tags, card, scratch)
+            versions.create(write, tags, description, scratch)
         except (MlflowException, ModelError):
             # Another copy of this step may have been faster and deleted this copy's upload.
             if not versions.find():
@@ -143,8 +143,8 @@ def decided_on(name: str, decisions: Sequence[Decision], tag: str, value: str) -
 
 
 @explained()
-def write_card(name: str, version: str | int, card: str) -> None:
-    """Replace the model card of a version: its README.md and its description.
+def write_card(name: str, version: str | int, card: str, description: str) -> None:
+    """Replace the model card of a version, which is its README.md, and its description.
 
     Raises:
         ModelError: there is no such version, its source is not a logged model, or the registry
@@ -157,7 +157,7 @@ def write_card(name: str, version: str | int, card: str) -> None:
         path.write_text(card, encoding="utf-8")
         with uploading(model_id):
             client.log_model_artifact(model_id, str(path))
-    client.update_model_version(name, str(version), _description(card))
+    client.update_model_version(name, str(version), _within_limit(description))
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class _FlowRunVersions:
         self,
         write: Callable[[Path, str], str],
         tags: Mapping[str, str],
-        card: str,
+        description: str,
         scratch: Path | None,
     ) -> None:
         """Upload the model and create a version, unless another copy has created a version."""
@@ -214,7 +214,7 @@ class _FlowRunVersions:
                 FLOW_RUN: self.models.flow_run,
                 MANIFEST_TAG: model.tags[MANIFEST_TAG],
             },
-            description=_description(card),
+            description=_within_limit(description),
             model_id=model.model_id,
         )
 
@@ -253,18 +253,16 @@ def _create_registered_model(client: MlflowClient, name: str) -> None:
             raise
 
 
-def _description(card: str) -> str:
-    """Return the card as a description: without its front matter, and cut to the maximum."""
-    text = card
-    if card.startswith("---\n"):
-        text = card.partition("\n---\n")[2].strip()
-    if len(text) <= MAX_DESCRIPTION_CHARACTERS:
-        return text
-    return _whole_lines(text, MAX_DESCRIPTION_CHARACTERS - len(CUT_DESCRIPTION)) + CUT_DESCRIPTION
+def _within_limit(description: str) -> str:
+    """Return the description, cut to the maximum length."""
+    if len(description) <= MAX_DESCRIPTION_CHARACTERS:
+        return description
+    room = MAX_DESCRIPTION_CHARACTERS - len(CUT_DESCRIPTION)
+    return _whole_lines(description, room) + CUT_DESCRIPTION
 
 
 def _whole_lines(text: str, limit: int) -> str:
-    """Return the full lines of a card within `limit` characters, without an unfinished code block.
+    """Return the full lines of a text within `limit` characters, without an unfinished code block.
 
     A partial escape sequence or code block would be interpreted as markup.
     """

@@ -1,23 +1,27 @@
 """Log the reports to MLflow as metrics, pages, plots and tables."""
 
+from pathlib import Path
+
 from pipeline.inputs.json_lines import read_jsonl
 from pipeline.reports.figures import baseline_plot, reward_model_figures, win_rate_plot
 from pipeline.reports.headline_metrics import evaluation_numbers, reward_model_numbers
 from pipeline.reports.html_page import evaluation_page, reward_model_page
+from pipeline.reports.run_page.reading import JudgedPair
 from pipeline.reports.terminal import reward_verdict
 from pipeline.results.report_files import as_json
 from pipeline.results.reward_report import RewardReport
 from pipeline.results.step_records import EvaluatedPolicy
 from pipeline.tracking.tracker import Tracker
+from ppo_core.io.validation import read_record
 
 NUM_SAMPLES = 200
-"""Number of prompts in the table of answers."""
+"""Maximum number of rows in the table of answers, and in the table of judged pairs."""
 
 
 def log_reward_report(tracker: Tracker, report: RewardReport) -> None:
     """Log the report on a reward model."""
+    tracker.parent.log_figures(reward_model_numbers(report))
     for log in (tracker.step, tracker.parent):
-        log.log_metrics(reward_model_numbers(report))
         log.set_tags({"reward_model": reward_verdict(report)})
     tracker.step.log_json(as_json(report), "reward-model/report.json")
     tracker.step.log_text(reward_model_page(report), "reward-model/report.html")
@@ -28,14 +32,30 @@ def log_reward_report(tracker: Tracker, report: RewardReport) -> None:
 def log_evaluation(tracker: Tracker, evaluated: EvaluatedPolicy) -> None:
     """Log the report on an evaluation, with samples and all judgements."""
     evaluation = evaluated.report()
-    for log in (tracker.step, tracker.parent):
-        log.log_metrics(evaluation_numbers(evaluation))
+    tracker.parent.log_figures(evaluation_numbers(evaluation))
     tracker.step.log_text(evaluation_page(evaluation), "evaluation/report.html")
     tracker.step.log_figure(win_rate_plot(evaluation.win_rate), "evaluation/win-rates.png")
     if png := baseline_plot(evaluation):
         tracker.step.log_figure(png, "evaluation/kl-and-win-rates.png")
-    tracker.step.log_table(read_jsonl(evaluated.samples)[:NUM_SAMPLES], "samples.json")
+    tracker.parent.log_table(read_jsonl(evaluated.samples)[:NUM_SAMPLES], "samples.json")
+    tracker.parent.log_table(_pairs(evaluated.judgements), "pairs.json")
     tracker.step.log_artifact(evaluated.judgements)
     tracker.step.log_artifact(evaluated.guard_scores)
     if evaluated.task_scores.exists():
         tracker.step.log_artifact(evaluated.task_scores)
+
+
+def _pairs(judgements: Path) -> list[dict[str, str]]:
+    """Return the first judged pairs, as rows of a table."""
+    pairs = [read_record(row, JudgedPair) for row in read_jsonl(judgements)[:NUM_SAMPLES]]
+    return [
+        {
+            "contest": pair.contest,
+            "outcome": pair.outcome,
+            "prompt": pair.prompt,
+            "candidate": pair.candidate,
+            "opponent": pair.opponent,
+            "reason": pair.straight.reason,
+        }
+        for pair in pairs
+    ]

@@ -23,12 +23,16 @@ LITTLE = 0.1
 """Weight of the judge below which its verdicts add little to people's labels."""
 
 
+REWARD_MODEL = {True: "fit", False: "accepted by hand", None: "not used"}
+"""Words for a reward model by `reward_model_fit`."""
+
+
 def promotion_document(
     promotion: Decision,
     evaluation: Evaluation,
     limits: PromotionConfig,
     *,
-    reward_model_fit: bool,
+    reward_model_fit: bool | None,
     kl: float,
     earlier_decisions: int,
 ) -> Document:
@@ -38,8 +42,8 @@ def promotion_document(
         promotion: decision on the version.
         evaluation: report of the evaluation on which the decision is based.
         limits: limits of the promotion gate.
-        reward_model_fit: whether the reward model passed its validation gate, or PPO did not learn
-            from it.
+        reward_model_fit: whether the reward model passed its validation gate; None if PPO did not
+            learn from it.
         kl: KL divergence between the version and SFT, nats per answer.
         earlier_decisions: number of earlier versions whose decisions used the same evaluation data.
     """
@@ -78,7 +82,7 @@ def _version(champion: int | None) -> str:
 def _figures(
     evaluation: Evaluation,
     limits: PromotionConfig,
-    reward_model_fit: bool,
+    reward_model_fit: bool | None,
     kl: float,
     earlier_decisions: int,
 ) -> Section:
@@ -91,13 +95,11 @@ def _figures(
             _win_rate(win_rates, contest, limits.min_win_rate),
             _win_rate(win_rates, "ppo_vs_reference", limits.min_reference_win_rate),
             ("People's labels of these pairs", _people(win_rates[contest].people), "no limit"),
-            ("KL of an answer from SFT, nats", as_number(kl), f"at most {limits.max_kl:g}"),
+            ("KL of an answer from SFT, nats", as_number(kl), _at_most(limits.max_kl)),
             (
                 "Words of an answer, and of its opponent",
                 f"{as_number(own)} and {as_number(other)}",
-                "no limit"
-                if isinf(limits.max_length_ratio)
-                else f"at most {limits.max_length_ratio:g} times the other",
+                _at_most(limits.max_length_ratio, " times the other"),
             ),
             (
                 "Repeated 3-grams of words",
@@ -110,10 +112,14 @@ def _figures(
                 "conclusive" if evaluation.conclusive else "inconclusive",
                 "conclusive",
             ),
-            ("Reward model", "fit" if reward_model_fit else "accepted by hand", "fit"),
+            ("Reward model", REWARD_MODEL[reward_model_fit], "fit"),
             ("Earlier decisions on these evaluation data", str(earlier_decisions), "no limit"),
         ),
     )
+
+
+def _at_most(limit: float, unit: str = "") -> str:
+    return "no limit" if isinf(limit) else f"at most {limit:g}{unit}"
 
 
 def _people(found: PeopleAndJudge | None) -> str:

@@ -288,7 +288,7 @@ def _contract(contract: Contract) -> Section:
 
 def _difference(name: str, found: Difference | None) -> tuple[str, ...]:
     if found is None:
-        return name, "cannot be said", ""
+        return name, "not measurable", ""
     if found.largest is None:
         return name, "not finite", ""
     return name, f"differs by up to {as_number(found.largest)}", as_number(found.share)
@@ -306,11 +306,11 @@ def _short(digest: str) -> str:
 def _end_of_text(ends: EndOfText | None) -> list[tuple[str, ...]]:
     name = "End-of-sequence token after a response"
     if ends is None:
-        return [(name, "cannot be said", "")]
+        return [(name, "not measurable", "")]
     return [
         (name, "read" if ends.as_set else "not read", ""),
-        ("Accuracy so", as_percent(ends.accuracy), ""),
-        ("Accuracy the other way", as_percent(ends.other_accuracy), ""),
+        ("Accuracy with this setting", as_percent(ends.accuracy), ""),
+        ("Accuracy with the opposite setting", as_percent(ends.other_accuracy), ""),
     ]
 
 

@@ -141,10 +141,14 @@ def _guards(guards: Mapping[str, GuardResult]) -> list[str | Table]:
     return parts
 
 
+NAME_WIDTH = 30
+"""Columns of a table's first column; a longer name would cut the numbers off."""
+
+
 def _table(first_column: str, columns: Iterable[str]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="")
     # If a row were wrapped, its second line would begin with spaces.
-    table.add_column(first_column, no_wrap=True)
+    table.add_column(first_column, no_wrap=True, overflow="ellipsis", max_width=NAME_WIDTH)
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     return table
@@ -167,7 +171,11 @@ def _the_rest(summary: Summary) -> list[str | Table]:
         for metric in [summary.objective[name]]
     )
     lines.append(f"PPO: {', '.join(changes)}")
-    divergence = "greedy, KL not measured" if kl is None else f"{as_decimal(kl, 2)} nats of KL"
+    divergence = (
+        "KL not measured, because decoding is greedy or restricted"
+        if kl is None
+        else f"{as_decimal(kl, 2)} nats of KL"
+    )
     lines.append(f"Answers: {divergence}, {summary.distinct['ppo']:.1%} distinct")
     lines.append(f"Cost: {cost_in_words(summary.cost)}")
     lines += [f"Note: {note}" for note in summary.notes]
@@ -185,7 +193,7 @@ def cost_in_words(cost: RunCost) -> str:
         f"{cost.judge_calls:,} calls of judges with "
         f"{'an unknown number of' if judged is None else f'{judged:,}'} tokens",
     ]
-    price = "no price, because that of a GPU, or price or tokens of a judge are unknown"
+    price = "price unknown: a GPU or judge has no price, or a server reports no tokens"
     if cost.price is not None:
         price = f"{cost.price:.2f} US dollars for GPUs and judges"
     return "; ".join([*parts, price])

@@ -68,9 +68,9 @@ class Selection:
         if self.update is not None:
             where = f"after update {self.update} of PPO"
         if chosen.kl > self.limit:
-            why = f"no policy was within a KL of {self.limit:.3g} nats, and it is the nearest"
+            why = f"no policy is within {self.limit:.3g} nats of KL, and it is the nearest"
         elif chosen.points is None:
-            why = f"it is the last within a KL of {self.limit:.3g} nats"
+            why = f"it is the last policy within {self.limit:.3g} nats of KL"
         else:
-            why = f"the judge preferred it, of those within a KL of {self.limit:.3g} nats"
+            why = f"the judge preferred it among the policies within {self.limit:.3g} nats of KL"
         return f"The policy {where} is chosen: {why}, on {self.prompts} prompts ({measured})."

@@ -56,8 +56,8 @@ class FreshPairsConfig:
         check_fields(self)
         if bool(self.count) != bool(self.labeller):
             raise ConfigError(
-                f"count={self.count} and labeller={self.labeller!r}: pairs need a labeller, and a "
-                "labeller pairs. Set both, or neither."
+                f"count={self.count} and labeller={self.labeller!r} need each other. Set both, or "
+                "remove both."
             )
         if self.labels and self.labeller not in ("", PEOPLE):
             raise ConfigError(

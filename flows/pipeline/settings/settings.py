@@ -317,9 +317,8 @@ class Settings:
         method, evaluation = self.selection.method, self.evaluation
         if self.ppo.save_policies and method != "judge":
             raise ConfigError(
-                f"ppo.save_policies={self.ppo.save_policies} would only fill the disk: the judge "
-                f"chooses among earlier policies of PPO, and selection.method={method!r} does not "
-                "ask it. Set selection.method='judge', or remove save_policies."
+                f"ppo.save_policies={self.ppo.save_policies} saves policies that nothing uses, "
+                f"because selection.method={method!r} compares no earlier policies. Set selection.method='judge', or remove save_policies."
             )
         if method == "last":
             return
@@ -343,14 +342,16 @@ class Settings:
             )
 
     def _refuse_prices_of_no_judge(self) -> None:
-        judges = {part.strip() for part in self.judge.split(",")}
+        named = f"{self.judge},{self.fresh_pairs.judge}"
+        judges = {part.strip() for part in named.split(",")}
         judges |= {f"{one.kind}:{one.source}" for one in read_rewards(self.rewards)}
         for name in self.hardware.judge_prices:
             if name not in judges or not name.startswith("openai:"):
                 raise ConfigError(
-                    f"hardware.judge_prices.{name!r} would be ignored: judge={self.judge!r} and "
-                    f"rewards={self.rewards} name no server of this name. Write the name as there, "
-                    "openai:MODEL, or remove the price."
+                    f"hardware.judge_prices.{name!r} would be ignored: no judge, labeler or reward "
+                    f"of this run is a server of this name (judge={self.judge!r}, "
+                    f"fresh_pairs.labeller={self.fresh_pairs.labeller!r}, rewards={self.rewards}). "
+                    "Write the name as there, openai:MODEL, or remove the price."
                 )
 
     def _check_rewards(self) -> None:
@@ -559,8 +560,8 @@ def make_settings(
             contains a secret, or the command line gives it twice.
     """
     changes = read_overrides(overrides)
-    refuse_secrets({**from_file, **from_command_line})
-    refuse_secrets(changes)
+    for source in (from_file, from_command_line, changes):
+        refuse_secrets(source)
     given = _as_tables(from_command_line)
     if twice := sorted(flatten(given).keys() & flatten(changes).keys()):
         raise ConfigError(f"{twice[0]} is given by an option and by --set. Give each setting once.")

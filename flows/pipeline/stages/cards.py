@@ -42,7 +42,7 @@ def promotion_card(
         registered.promotion,
         registered.evaluation.report(),
         limits,
-        reward_model_fit=validation.is_harmless,
+        reward_model_fit=validation.fit if validation.is_used else None,
         kl=registered.kl,
         earlier_decisions=registered.earlier_decisions,
     )

@@ -178,7 +178,7 @@ def _choose(
     metrics = {"selection/weight": selection.weight, "selection/max_kl": selection.limit}
     if selection.update is not None:
         metrics["selection/update"] = float(selection.update)
-    tracker.step.log_metrics(metrics)
+    tracker.parent.log_figures(metrics)
     return (None if selection.is_end else made), selection
 
 

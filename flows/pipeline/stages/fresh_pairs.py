@@ -131,7 +131,10 @@ def _log_labels(
 ) -> FreshPairs:
     """Log the numbers of labeled pairs, as metrics of round `number`, and return the pairs."""
     numbers = {f"fresh_pairs/{name}": float(value) for name, value in made.values.items()}
-    tracker.step.log_metrics(numbers, step=number)
+    if number is None:
+        tracker.parent.log_figures(numbers)
+    else:
+        tracker.parent.log_metrics(numbers, step=number)
     print(f"{FRESH_PAIRS}: {describe_labels(made.values)}", flush=True)
     spent = {} if made.reused else budget.spent({})
     return FreshPairs(path=made.place, spent=spent)

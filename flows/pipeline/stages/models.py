@@ -128,8 +128,7 @@ def load_reward_models(
     if settings.judge:
         return reward_model, None, fresh
     judge, _ = _train_once(_judge_training(settings, sft, run), run, here, tracker)
-    # Named judge_..., because names such as judge/loss belong to the curves of the training.
-    tracker.step.log_metrics({f"judge_{name}": value for name, value in judge.metrics.items()})
+    _log_result(tracker, JUDGE, judge.metrics)
     return reward_model, judge, fresh
 
 
@@ -156,7 +155,7 @@ def _measure_given(
         return False, {} if found is None else found.spent
     rate = found.accuracy
     gains_little = rate.low > fresh.enough_agreement
-    tracker.step.log_metrics({f"{REWARD_MODEL}/agreement_with_judge": rate.accuracy})
+    tracker.parent.log_figures({f"{REWARD_MODEL}/agreement_with_judge": rate.accuracy})
     tracker.step.set_tags({"labels_would_gain_little": str(gains_little)})
     follows = (
         "labels would gain little, and nobody is asked for any: the reward model stays. To ask all "
@@ -271,7 +270,7 @@ def better_reward_model(
             f"samples, 95 % interval {rate.low:.1%} .. {rate.high:.1%}",
             flush=True,
         )
-        tracker.step.log_metrics({f"{name}/on_policy_accuracy": rate.accuracy})
+        tracker.parent.log_figures({f"{name}/on_policy_accuracy": rate.accuracy})
         rates.append(rate.accuracy)
     better = trained if rates[1] >= rates[0] else given
     print(f"reward model: PPO trains against {original_names(better.path)}", flush=True)
@@ -293,7 +292,7 @@ def _train_once(
     name, job = training.name, run.folder / training.name
 
     def log_curves(step: int, metrics: Mapping[str, float]) -> None:
-        tracker.step.log_metrics(
+        tracker.parent.log_metrics(
             {f"{name}/{metric}": value for metric, value in metrics.items()}, step=step
         )
 
@@ -359,7 +358,7 @@ def _train_members(
 
     inputs = {"members": [model.digest for model in models]}
     made = make_or_reuse(run.workspace, training.name, inputs, join)
-    tracker.step.log_metrics(made.values)
+    _log_result(tracker, training.name, made.values)
     tracker.step.set_tags({"reused": str(all(reused for _, reused in trained))})
     return PreparedModel(path=made.place, digest=made.digest, metrics=made.values)
 
@@ -391,9 +390,14 @@ def _train_and_log(
     training: _Training, run: FlowRun, here: Machines, tracker: Tracker
 ) -> PreparedModel:
     model, reused = _train_once(training, run, here, tracker)
-    tracker.step.log_metrics(model.metrics)
+    _log_result(tracker, training.name, model.metrics)
     tracker.step.set_tags({"reused": str(reused)})
     return model
+
+
+def _log_result(tracker: Tracker, training: str, values: Mapping[str, float]) -> None:
+    """Log what a training returned, such as its mean loss at the end."""
+    tracker.parent.log_figures({f"{training}/{name}": value for name, value in values.items()})
 
 
 def _given_model(place: str, run: FlowRun) -> PreparedModel:

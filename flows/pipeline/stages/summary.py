@@ -50,7 +50,7 @@ def summarize(
         spent = sum_spent(labeled, policy.spent, validation.spent, evaluation.spent)
         cost = cost_of_run(run, settings.hardware, policy, spent)
         summary = _summary_of(settings, evaluation, reward_model, policy, registered, seconds, cost)
-        tracker.parent.log_metrics(cost_numbers(cost))
+        tracker.parent.log_figures(cost_numbers(cost))
         tracker.parent.log_json(as_json(summary), "summary.json")
         outcome, reasons = _outcome(registered)
         warnings = [f"Warning: {warning}" for warning in policy.warnings]

@@ -94,7 +94,8 @@ def track(run: FlowRun, step: str, *, patient: bool = False) -> Iterator[Tracker
             # Imported here, because it imports MLflow, which a short step does not need.
             from pipeline.tracking.mlflow_runs import remember_sent_metrics
 
-            remember_sent_metrics(tracker.journal, tracker.step.run)
+            for log in (tracker.step, tracker.parent):
+                remember_sent_metrics(tracker.journal, log.run)
         # `parallel` exists only in a step that runs on several machines.
         parallel = current.get("parallel")
         name = LAST_STEP if step == PARENT else step
@@ -136,8 +137,15 @@ def watched(step: str, settings: Settings | None, run: FlowRun | None) -> Iterat
         stall_minutes=settings.stall_minutes,
         step_minutes=settings.step_minutes,
     )
-    with watch, run.workspace.sharing_rows():
-        yield
+    try:
+        with watch, run.workspace.sharing_rows():
+            yield
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
+        # Imported here, because a step that succeeds does not need it.
+        from pipeline.reports.run_page.write_page import write_failure
+
+        write_failure(run, settings, f"{step} failed: {error or type(error).__name__}")
+        raise
 
 
 def _small_files(folder: Path) -> dict[str, Path]:

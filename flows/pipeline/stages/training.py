@@ -1,5 +1,6 @@
 """Run PPO in separate processes on one or several machines."""
 
+import json
 import resource
 import shutil
 import sys
@@ -112,7 +113,7 @@ def train_policy(
     view = LiveView(run, settings, tracker, card_of_step())
 
     def log_update(update: int, metrics: Mapping[str, float]) -> None:
-        tracker.step.log_metrics(metrics, step=update)
+        tracker.parent.log_metrics(metrics, step=update)
 
     def train_all(on_metrics: OnMetrics) -> dict[str, Any]:
         if fresh is None or settings.fresh_pairs.rounds == 1:
@@ -158,12 +159,14 @@ def _track_policy(
     if warnings:
         tracker.step.describe("Warnings", warnings)
     tracker.step.set_tags({"reused": str(made.reused)})
+    tracker.parent.set_tags({"self_check": json.dumps(made.values["self_check"])})
     trained = _trained_policy(made, beside, warnings, run, settings.ppo.num_ppo_epochs)
-    cost = {
-        "episodes_per_second": trained.episodes_per_second,
-        "peak_rss_bytes": trained.peak_rss_bytes,
-    }
-    tracker.parent.log_metrics(_without_number(updates[-1]) | cost)
+    tracker.parent.log_figures(
+        {
+            "episodes_per_second": trained.episodes_per_second,
+            "peak_rss_bytes": trained.peak_rss_bytes,
+        }
+    )
     return trained
 
 

@@ -108,11 +108,15 @@ class Journal:
 
     def write_file(self, run: str, artifact: str, content: bytes) -> None:
         """Store an artifact in `files` and add it; `artifact` is the path among the artifacts."""
-        path = self.folder / "files" / run / artifact
+        path = self.path_of(run, artifact)
         with explained_writes(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, content, durable=False)
         self.add_file(run, path, artifact.rpartition("/")[0])
+
+    def path_of(self, run: str, artifact: str) -> Path:
+        """Return the path of an artifact that `write_file` stores."""
+        return self.folder / "files" / run / artifact
 
     def next_step(self, run: str, prefix: str) -> int:
         """Return the step number after the last step of a run's metrics with a prefix."""

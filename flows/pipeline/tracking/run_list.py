@@ -10,8 +10,10 @@ from mlflow.entities import Run
 from pipeline.inputs.lineage import FLOW_RUN
 from pipeline.tracking.decided_runs import MODEL, outcome_of, runs_of_step
 from pipeline.tracking.mlflow_client import connect, explained
+from pipeline.tracking.mlflow_runs import read_artifact
+from pipeline.tracking.run_log import FIGURES, LOGGED_ARTIFACTS, read_figures
 from pipeline.tracking.run_record import OUTCOME, PARENT, RECORD, was_killed
-from ppo_core.errors import ConfigError
+from ppo_core.errors import ConfigError, ModelError
 
 FLOW = "RLHF"
 """Name of the flow whose runs are listed."""
@@ -98,13 +100,23 @@ def find_run(runs: Sequence[ListedRun], name: str) -> ListedRun:
 
 @explained()
 def facts_in_mlflow(run_id: str) -> tuple[Mapping[str, str], Mapping[str, float]]:
-    """Return the tags and the last values of the metrics of an MLflow run.
+    """Return the tags, and the last values of the metrics and figures, of an MLflow run.
 
     Raises:
-        ModelError: MLflow does not answer.
+        ModelError: MLflow does not answer, or its table of figures is damaged.
     """
     data = connect().get_run(run_id).data
-    return data.tags, data.metrics
+    # Runs of earlier versions, and runs that ended early, have no such table.
+    if FIGURES not in data.tags.get(LOGGED_ARTIFACTS, ""):
+        return data.tags, data.metrics
+    try:
+        figures = read_figures(read_artifact(run_id, FIGURES))
+    except ValueError as error:
+        raise ModelError(
+            f"{FIGURES} of run {run_id} in MLflow is damaged: {error}. The results of this run are "
+            "in summary.json of the same run."
+        ) from error
+    return data.tags, data.metrics | {k: v for k, v in figures.items() if v is not None}
 
 
 @explained()

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +15,15 @@ from ppo_core.reporting.escaping import as_line, as_markdown
 
 DESCRIPTION = "mlflow.note.content"
 """Tag of a run that MLflow shows as its description, in Markdown."""
+
+FIGURES = "figures.json"
+"""Artifact with a table of all figures of a run."""
+
+HEADLINES = re.compile(
+    r"win_rate/.+/rate|win_rate/ppo_vs_(champion|sft)/(low|high)|kl/ppo|"
+    r"reward_model/(accuracy|best_of_4)|cost/(gpu_hours|price)"
+)
+"""Names of the figures that are metrics, too, so that MLflow can sort and compare runs by them."""
 
 LOGGED_ARTIFACTS = "mlflow.loggedArtifacts"
 """Tag that lists the artifacts that MLflow shows as tables."""
@@ -33,6 +43,16 @@ class RunLog:
     def log_metrics(self, values: Mapping[str, float], step: int | None = None) -> None:
         """Log metrics of `step`, or of the full run if None; the first values of a step stay."""
         self.journal.log_metrics(self.run, values, step)
+
+    def log_figures(self, values: Mapping[str, float]) -> None:
+        """Add figures of the full run to the table FIGURES; log the HEADLINES also as metrics.
+
+        MLflow draws a bar chart for each metric with a single value, so only a few are metrics.
+        """
+        self.log_metrics({name: one for name, one in values.items() if HEADLINES.fullmatch(name)})
+        rows = self._figures() | dict(values)
+        table = [{"figure": name, "value": value} for name, value in sorted(rows.items())]
+        self.log_table(table, FIGURES)
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Set tags."""
@@ -77,6 +97,15 @@ class RunLog:
         if table not in tables:
             self.set_tags({LOGGED_ARTIFACTS: json.dumps([*tables, table])})
 
+    def _figures(self) -> dict[str, float | None]:
+        """Return the figures logged so far."""
+        try:
+            text = self.journal.path_of(self.run, FIGURES).read_text(encoding="utf-8")
+            return read_figures(text)
+        # No figures were logged yet, or a power cut has emptied the file.
+        except (FileNotFoundError, ValueError):
+            return {}
+
 
 def description(outcome: str, sentences: Sequence[str] = ()) -> str:
     """Return the description of a run in Markdown: its outcome, and a list of sentences.
@@ -91,6 +120,18 @@ def description(outcome: str, sentences: Sequence[str] = ()) -> str:
             break
         text += line
     return text.rstrip()
+
+
+def read_figures(text: str) -> dict[str, float | None]:
+    """Return the values by name in the text of a table FIGURES; a value that is not finite is None.
+
+    Raises:
+        ValueError: the text is not such a table.
+    """
+    match parse_strict_json(text):
+        case {"columns": ["figure", "value"], "data": list(rows)}:
+            return dict(rows)
+    raise ValueError("it is not a table of figures")
 
 
 def _logged_tables(tag: str | None) -> list[Any]:

@@ -19,7 +19,7 @@ from pipeline.registry.versions import (
     CUT_DESCRIPTION,
     DESCRIPTION,
     MAX_DESCRIPTION_CHARACTERS,
-    _description,
+    _within_limit,
     find_policy,
     register_version,
     write_card,
@@ -76,7 +76,7 @@ def register(
 ) -> dict[str, str]:
     write = partial(_write, policy, name, run_id)
     return register_version(
-        name, run_id=run_id, flow_run=flow_run, write=write, tags=tags, card=CARD
+        name, run_id=run_id, flow_run=flow_run, write=write, tags=tags, description=CARD
     )
 
 
@@ -203,8 +203,8 @@ def test_a_store_of_artifacts_that_is_away_is_an_error_and_leaves_no_version(
 
 def test_a_card_is_written_again(client: MlflowClient, name: str, policy: Path):
     made = register(policy, name, start_run(client))
-    write_card(name, 1, "# Promoted")
-    assert client.get_model_version(name, "1").description == "# Promoted"
+    write_card(name, 1, "# Promoted", "Version 1 was promoted.")
+    assert client.get_model_version(name, "1").description == "Version 1 was promoted."
     assert mlflow.artifacts.load_text(f"{made['uri']}/README.md") == "# Promoted"
 
 
@@ -218,25 +218,21 @@ def test_the_name_in_the_description_of_a_registered_model_is_no_markup(
     assert description == DESCRIPTION + shown
 
 
-def test_a_long_card_is_whole_in_the_artifacts_and_visibly_cut_in_the_description(
-    client: MlflowClient, name: str, policy: Path
-):
-    made = register(policy, name, start_run(client))
-    card = "a long line\n" * 2000
-    write_card(name, "1", card)
+def test_a_long_description_is_visibly_cut(client: MlflowClient, name: str, policy: Path):
+    register(policy, name, start_run(client))
+    write_card(name, "1", CARD, "a long line\n" * 2000)
     description = client.get_model_version(name, "1").description
     kept = description.removesuffix(CUT_DESCRIPTION)
     assert MAX_DESCRIPTION_CHARACTERS - len("a long line\n") <= len(description)
     assert len(description) <= MAX_DESCRIPTION_CHARACTERS
     assert set(kept.split("\n")) == {"a long line"} and kept != description
-    assert mlflow.artifacts.load_text(f"{made['uri']}/README.md") == card
 
 
-def test_a_card_is_never_cut_within_an_escape_or_a_block_of_code():
+def test_a_description_is_never_cut_within_an_escape_or_a_block_of_code():
     lines = ["&#60;b&#62; `http://x`", "```python", "load('<b>')", "```", "end"]
     room = MAX_DESCRIPTION_CHARACTERS - len(CUT_DESCRIPTION)
     for visible in range(len("\n".join(lines)) + 2):
-        description = _description("\n".join(["x" * (room - visible), *lines, "z" * 200]))
+        description = _within_limit("\n".join(["x" * (room - visible), *lines, "z" * 200]))
         kept = description.removesuffix(CUT_DESCRIPTION).split("\n")[1:]
         fit = sum(len("\n".join(lines[: n + 1])) < visible for n in range(len(lines)))
         assert kept == lines[: 1 if fit in (2, 3) else fit]
@@ -245,10 +241,10 @@ def test_a_card_is_never_cut_within_an_escape_or_a_block_of_code():
 def test_a_card_needs_a_version_that_has_one(client: MlflowClient, name: str):
     client.create_registered_model(name)
     with pytest.raises(ModelError, match="not found"):
-        write_card(name, 4, CARD)
+        write_card(name, 4, CARD, CARD)
     client.create_model_version(name, f"s3://{BUCKET}/elsewhere")
     with pytest.raises(ModelError, match="no model card to replace"):
-        write_card(name, 1, CARD)
+        write_card(name, 1, CARD, CARD)
 
 
 def test_a_version_of_the_flow_is_found_and_one_without_a_manifest_is_refused(
@@ -351,7 +347,9 @@ def test_a_policy_that_was_uploaded_whole_is_not_uploaded_again(
     def write_again(folder: Path, model_id: str) -> str:
         raise AssertionError("it is there already")
 
-    register_version(name, run_id=run_id, flow_run="17", write=write_again, tags={}, card=CARD)
+    register_version(
+        name, run_id=run_id, flow_run="17", write=write_again, tags={}, description=CARD
+    )
     require_one_version(client, name, run_id)
 
 
@@ -384,7 +382,7 @@ def test_a_copy_that_was_overtaken_while_it_wrote_takes_the_version_of_the_other
         return _write(policy, name, run_id, folder, model_id)
 
     slower = register_version(
-        name, run_id=run_id, flow_run="17", write=write_slowly, tags={}, card=CARD
+        name, run_id=run_id, flow_run="17", write=write_slowly, tags={}, description=CARD
     )
     assert faster == [slower]
     require_one_version(client, name, run_id)

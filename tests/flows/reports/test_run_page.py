@@ -142,9 +142,9 @@ def training(journal: Journal, updates: int) -> None:
             values |= {"episode": 64.0 * update, "val/num_eos_tokens": 32.0}
             values["loss/policy_avg"] = (math.nan, math.inf, 1e308, 2.0)[update % 4]
             values["eval/scores"] = math.nan
-            for run, found in (("train", values), ("sft", {"sft/loss": 1 / update})):
-                entry = {"time": 1, "kind": "metrics", "run": run, "step": update, "values": found}
-                file.write(json.dumps(entry) + "\n")
+            values["sft/loss"] = 1 / update
+            entry = {"time": 1, "kind": "metrics", "run": "parent", "step": update}
+            file.write(json.dumps(entry | {"values": values}) + "\n")
 
 
 def facts_of(folder: Path, updates: int, samples: int = 30) -> RunFacts:
@@ -258,7 +258,7 @@ def test_a_run_of_a_million_episodes_and_of_long_texts_has_a_small_page(
     assert len(points) > 9
     assert max(len(line.split()) for line in points) <= MOST_POINTS
     assert re.search(r"\[cut: [\d,]+ more characters\]", text)
-    reward = facts.curves["train_policy"]["objective/rlhf_reward"]
+    reward = facts.curves["objective/rlhf_reward"]
     assert (99, 30.0) in thinned(reward)
     assert max(map(len, re.findall(r'<div class="text">([^<]*)', text))) < 8 * MOST_CHARACTERS
 

@@ -83,7 +83,7 @@ def train(settings: Settings, run: FlowRun, given: list[Any]) -> TrainedPolicy:
 
 
 def curve(client, run: FlowRun, metric: str) -> list[tuple[int, float]]:
-    history = client.get_metric_history(run.tracking["train_policy"], metric)
+    history = client.get_metric_history(run.tracking["parent"], metric)
     return [(point.step, point.value) for point in history]
 
 

@@ -47,7 +47,7 @@ def begin(settings: Settings, number: int) -> FlowRun:
 
 
 def curve(client, run: FlowRun) -> list[tuple[int, float]]:
-    history = client.get_metric_history(run.tracking["train_policy"], "objective/kl")
+    history = client.get_metric_history(run.tracking["parent"], "objective/kl")
     return [(point.step, point.value) for point in history]
 
 

@@ -53,7 +53,8 @@ def test_judgments_of_users_train_the_next_version(tmp_path: Path):
     assert second.code == 0, second.log
     assert "feedback.jsonl: 500 rows" in second.steps["start"]
     client = client_of(tmp_path)
-    tags = [client.get_model_version(NAME, version).tags for version in ("1", "2")]
+    runs = [client.get_model_version(NAME, version).run_id for version in ("1", "2")]
+    tags = [client.get_run(run).data.tags for run in runs]
     assert "data/feedback" not in tags[0]
     assert tags[1]["data/feedback"]
     # The reward model of the first run is not that of the second.

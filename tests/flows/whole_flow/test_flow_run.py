@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import mlflow
 import pytest
 import tomli_w
 
 import runs
+from pipeline.tracking.run_log import FIGURES, HEADLINES
 from tests.helpers.inputs.pipeline_inputs import JUDGE, tiny_table
 from tests.helpers.runs.flow_runs import Ran, artifacts_of, client_of, run_flow, runs_of
 from tests.helpers.servers.mlflow_store import tracking_to
@@ -142,7 +144,9 @@ def test_a_policy_that_won_nothing_is_registered_and_refused(
     assert summary["promotion"]["action"] == "refused"
     version = client_of(journey.folder).get_model_version("tiny-policy", "1")
     assert version.tags["promotion"] == "refused"
-    assert json.loads(version.tags["self_check"])["policy_padded"] < 1e-3
+    parent = client_of(journey.folder).get_run(version.run_id)
+    assert json.loads(parent.data.tags["self_check"])["policy_padded"] < 1e-3
+    assert len(version.tags) == 10
     assert "min_win_rate" in version.tags["promotion_reasons"]
     assert "reward model failed validation" in version.tags["promotion_reasons"]
     assert "**Refused** by run RLHF/" in version.description
@@ -223,12 +227,9 @@ def test_ppo_is_compared_with_what_sft_reaches_without_it(
     evaluated = runs_of(journey.folder, run.data.tags["flow_run"])["evaluate_win_rate"]
     kept = artifacts_of(journey.folder, evaluated, "evaluation")
     assert "evaluation/kl-and-win-rates.png" in kept
-    assert (
-        "## Without PPO"
-        in client_of(journey.folder)
-        .get_model_version("tiny-policy", summary["model"]["version"])
-        .description
-    )
+    address = f"{summary['model']['uri']}/README.md"
+    with tracking_to(f"sqlite:///{journey.folder / 'mlflow.db'}"):
+        assert "## Without PPO" in mlflow.artifacts.load_text(address)
 
 
 def test_the_summary_repeats_the_warnings_of_the_training(
@@ -273,12 +274,26 @@ def test_the_registry_keeps_settings_metrics_and_samples(journey: Journey, summa
     assert parent.data.params["ppo.response_length"] == "6"
     rate = summary["win_rate"]["ppo_vs_sft"]["rate"]
     assert parent.data.metrics["win_rate/ppo_vs_sft/rate"] == rate
-    history = client.get_metric_history(runs["train_policy"].info.run_id, "objective/kl")
+    history = client.get_metric_history(parent.info.run_id, "objective/kl")
     assert [metric.step for metric in history] == [1, 2, 3]
+    # Single values besides the curves: bars in MLflow's charts.
+    single = {
+        name
+        for name in parent.data.metrics
+        if not client.get_metric_history(parent.info.run_id, name)[0].step
+    }
+    assert single <= {name for name in single if HEADLINES.fullmatch(name)} and len(single) < 15
+    table = client.load_table(parent.info.experiment_id, FIGURES, run_ids=[parent.info.run_id])
+    figures = dict(zip(table["figure"], table["value"], strict=True))
+    assert figures["win_rate/ppo_vs_sft/rate"] == rate
+    assert {"guards/stops", "cost/tokens_sampled", "reward_model/bias"} <= figures.keys()
+    pairs = client.load_table(parent.info.experiment_id, "pairs.json", run_ids=[parent.info.run_id])
+    assert set(pairs["contest"]) >= {"ppo_vs_sft"} and pairs["prompt"].str.len().min() > 0
     assert len(parent.inputs.dataset_inputs) == 5
     evaluated = artifacts_of(journey.folder, runs["evaluate_win_rate"])
-    assert evaluated == {"samples.json", "judgements.jsonl", "guards.jsonl", "evaluation"}
-    kept = {"index.html", "packages.txt", "settings.toml", "summary.json"}
+    assert evaluated == {"judgements.jsonl", "guards.jsonl", "evaluation"}
+    tables = {FIGURES, "samples.json", "pairs.json"}
+    kept = {"index.html", "packages.txt", "settings.toml", "summary.json", *tables}
     assert artifacts_of(journey.folder, parent) == kept
 
 

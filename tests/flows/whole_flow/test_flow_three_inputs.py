@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import tomli_w
 
+from pipeline.tracking.run_log import FIGURES, read_figures
 from tests.helpers.inputs.pipeline_inputs import tiny_table
 from tests.helpers.runs.flow_runs import Ran, artifacts_of, client_of, run_flow, runs_of
 
@@ -47,8 +48,9 @@ def test_three_inputs_lead_to_a_registered_version(bare: Bare):
     assert bare.summary["model"]["uri"] == "models:/rlhf-policy/1"
     version = client_of(bare.folder).get_model_version("rlhf-policy", "1")
     assert version.tags["judge"] == bare.summary["judge"]["name"]
-    assert {"data/preferences", "data/judge-preferences", "data/eval-prompts"} <= set(version.tags)
-    assert version.tags["data/preferences"] != version.tags["data/judge-preferences"]
+    tags = client_of(bare.folder).get_run(version.run_id).data.tags
+    assert {"data/preferences", "data/judge-preferences", "data/eval-prompts"} <= set(tags)
+    assert tags["data/preferences"] != tags["data/judge-preferences"]
     assert "this is weaker evidence than people" in version.description
     assert "There are no references" in version.description
     assert "SFT against the references" not in version.description
@@ -89,7 +91,10 @@ def test_the_result_is_told_without_references(bare: Bare):
     assert "this is weaker evidence than people" in parent.data.tags["mlflow.note.content"]
     assert not any("reference" in name for name in parent.data.metrics)
     accuracy = bare.summary["trained_judge"]["accuracy"]
-    assert parent.data.metrics["judge/accuracy"] == accuracy
+    place = client_of(bare.folder).download_artifacts(parent.info.run_id, FIGURES)
+    figures = read_figures(Path(place).read_text())
+    assert figures["judge/accuracy"] == accuracy
+    assert not any("reference" in name for name in figures)
     runs = runs_of(bare.folder, parent.data.tags["flow_run"])
     kept = artifacts_of(bare.folder, runs["evaluate_win_rate"], "evaluation")
     assert {"evaluation/report.html", "evaluation/win-rates.png"} <= kept

@@ -15,10 +15,12 @@ from typing import Any
 
 import pytest
 import tomli_w
+from mlflow import MlflowClient
 from mlflow.entities import Run
 from mlflow.entities.model_registry import ModelVersion
 
 from pipeline.launch.launcher import SPOT_NOTICE
+from pipeline.tracking.run_log import FIGURES, read_figures
 from tests.helpers.aws.cloud import Cloud, cloud_of
 from tests.helpers.aws.state_machine import Execution
 from tests.helpers.inputs.pipeline_inputs import tiny_table
@@ -104,8 +106,12 @@ def log_of(execution: Execution, step: str) -> str:
 
 def curve(cloud: FlowInCloud, execution: Execution) -> list[int]:
     """The updates of PPO that MLflow has."""
-    run = cloud.runs(execution)["train_policy"].info.run_id
+    run = cloud.runs(execution)["parent"].info.run_id
     return [metric.step for metric in cloud.mlflow.get_metric_history(run, "objective/kl")]
+
+
+def mlflow_text(client: MlflowClient, run: Run, artifact: str) -> str:
+    return Path(client.download_artifacts(run.info.run_id, artifact)).read_text()
 
 
 def test_every_step_runs_once_and_the_version_is_registered(cloud: FlowInCloud, first: Execution):
@@ -114,8 +120,9 @@ def test_every_step_runs_once_and_the_version_is_registered(cloud: FlowInCloud, 
     assert not [job.step for job in first.jobs if job.revisited]
     version = cloud.version(first)
     assert version.tags["flow_run"] == f"RLHF/sfn-{first.name}"
-    assert re.fullmatch(r"[0-9a-f]{40}", version.tags["git_commit"])
-    assert version.tags["git_changes"] in ("yes", "no")
+    tags = cloud.runs(first)["parent"].data.tags
+    assert re.fullmatch(r"[0-9a-f]{40}", tags["git_commit"])
+    assert tags["git_changes"] in ("yes", "no")
 
 
 def test_mlflow_has_all_curves_and_reports(cloud: FlowInCloud, first: Execution):
@@ -123,17 +130,16 @@ def test_mlflow_has_all_curves_and_reports(cloud: FlowInCloud, first: Execution)
     assert {run.info.status for run in runs.values()} == {"FINISHED"}
     assert curve(cloud, first) == [*range(1, UPDATES + 1)]
     artifacts = {one.path for one in cloud.mlflow.list_artifacts(runs["parent"].info.run_id)}
-    assert {"settings.toml", "packages.txt", "summary.json", "index.html"} <= artifacts
-    page = Path(cloud.mlflow.download_artifacts(runs["parent"].info.run_id, "index.html"))
-    text = page.read_text()
+    assert {"settings.toml", "packages.txt", "summary.json", "index.html", FIGURES} <= artifacts
+    text = mlflow_text(cloud.mlflow, runs["parent"], "index.html")
     assert text.count('<polyline class="line"') > 13
     assert "<h4>Prompt 8</h4>" in text
     assert "Not shown" not in text
     assert not [job for job in first.jobs if str(job.folder) in text]
     # The step of the evaluation has fetched the reward model.
-    assert {f"baseline/{name}/gain" for name in ("greedy", "best_of_4")} <= runs[
-        "parent"
-    ].data.metrics.keys()
+    figures = read_figures(mlflow_text(cloud.mlflow, runs["parent"], FIGURES))
+    assert {f"baseline/{name}/gain" for name in ("greedy", "best_of_4")} <= figures.keys()
+    assert {"sft/rows", "cost/price", "reward_model/accuracy"} <= figures.keys()
 
 
 def test_the_store_has_models_inputs_and_records(cloud: FlowInCloud, first: Execution):
@@ -243,10 +249,12 @@ def test_the_built_in_task_gives_the_figures_of_a_local_run(cloud: FlowInCloud, 
     ended = cloud.machines.start(machine, {"registered-model": "remote"})
     assert ended.status == "SUCCEEDED", ended.jobs[-1].log
     there = cloud.mlflow.get_model_version_by_alias("remote", "champion")
-    lineage = [name for name in here.tags if name.startswith(("data/", "model/", "judge", "seed"))]
-    assert len(lineage) > 10
-    for name in lineage:
-        assert there.tags[name] == here.tags[name], name
+    assert there.tags["model/policy"] == here.tags["model/policy"]
     runs = cloud.mlflow.get_run(there.run_id), client_of(tmp_path).get_run(here.run_id)
+    lineages = [
+        {k: v for k, v in run.data.tags.items() if k.startswith(("data/", "model/", "seed"))}
+        for run in runs
+    ]
+    assert lineages[0] == lineages[1] and len(lineages[0]) > 6
     rates = [{n: v for n, v in run.data.metrics.items() if "_vs_" in n} for run in runs]
     assert rates[0] == rates[1] and rates[0]

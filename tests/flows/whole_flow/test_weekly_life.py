@@ -323,5 +323,6 @@ def test_the_audit_trail_tells_the_weeks_from_lineage_alone(life: Life):
         f"{'promoted' if life.champions['killed'] == 3 else 'refused'} version {last.version}",
         "nothing new",
     ]
-    for digest in {one.tags["data/preferences"] for one in life.versions()}:
+    runs = [life.cloud.mlflow.get_run(one.run_id) for one in life.versions()]
+    for digest in {run.data.tags["data/preferences"] for run in runs}:
         assert digest in life.audit

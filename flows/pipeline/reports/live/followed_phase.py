@@ -68,7 +68,12 @@ class FollowedPhase:
 
 def describe_speed(phase: Task) -> list[str]:
     """Return a list with the rate of a phase as text; [] if the rate is not known yet."""
-    return [] if phase.speed is None else [f"{phase.speed:,.1f} {phase.fields['unit']}s/s"]
+    return [] if phase.speed is None else [f"{phase.speed:,.1f} {plural(phase.fields['unit'])}/s"]
+
+
+def plural(unit: str) -> str:
+    """Return what a phase counts in the plural; symbols such as B for bytes have none."""
+    return unit if len(unit) == 1 else f"{unit}s"
 
 
 def as_clock(seconds: float) -> str:

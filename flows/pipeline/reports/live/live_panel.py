@@ -70,15 +70,14 @@ class LivePanel:
 
     def _describe_time_left(self, seconds: float, phase: Task | None) -> str:
         """Return the rate if it is known, and the time left for the step and for the run."""
-        left = None if phase is None else phase.time_remaining
         parts = [] if phase is None else describe_speed(phase)
-        if left is None and self._step in self._earlier:
-            left = max(self._earlier[self._step] - seconds, 0.0)
-        parts.append(f"step: {'unknown' if left is None else as_clock(left)} left")
+        if phase is not None and phase.time_remaining is not None:
+            parts.append(f"phase: {as_clock(phase.time_remaining)} left")
+        left = self._earlier.get(self._step, 0.0) - seconds
+        if left <= 0:  # The step takes longer than in the last run, or there was none.
+            return ", ".join([*parts, "step and run: time left unknown"])
         later = self._steps[self._steps.index(self._step) + 1 :]
-        if left is None or not self._earlier:
-            parts.append("run: unknown, as no run has ended here yet")
-        else:
-            rest = left + sum(self._earlier.get(step, 0.0) for step in later)
-            parts.append(f"run: {as_clock(rest)} left, if the next steps take as long as last time")
+        rest = left + sum(self._earlier.get(step, 0.0) for step in later)
+        parts.append(f"step: {as_clock(left)} left")
+        parts.append(f"run: {as_clock(rest)} left, if all take as long as last time")
         return ", ".join(parts)

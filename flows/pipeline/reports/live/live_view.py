@@ -11,10 +11,15 @@ from typing import Any
 
 from pipeline.inputs.flow_run import PPO, FlowRun
 from pipeline.launch.job import ppo_config
-from pipeline.reports.document import ShownProgress
-from pipeline.reports.live.followed_phase import FollowedPhase, as_clock, describe_speed
+from pipeline.reports.document import Document, ShownProgress
+from pipeline.reports.live.followed_phase import (
+    FollowedPhase,
+    as_clock,
+    describe_speed,
+    plural,
+)
 from pipeline.reports.live.live_card import LiveCard
-from pipeline.reports.run_page.facts import Curves, RunFacts, curves_of
+from pipeline.reports.run_page.facts import EPISODE, Curves, RunFacts, curves_of
 from pipeline.reports.run_page.run_document import REFRESH_SECONDS, run_document
 from pipeline.reports.run_page.write_page import write_page_file
 from pipeline.settings.settings import Settings
@@ -31,9 +36,6 @@ LOOK_SECONDS = 1.0
 
 FIRST_SECONDS = 5.0
 """Seconds before the first page and card; a shorter training needs neither."""
-
-EPISODE = "episode"
-"""Metric that each update of PPO logs."""
 
 PROGRESS_FILE = "phase.json"
 """Name of the file with the current phase in the folder of a run, if PROGRESS is not set."""
@@ -75,7 +77,9 @@ class LiveView:
         try:
             while not self._over.wait(LOOK_SECONDS):
                 self.update()
-            self._card.keep(run_document(self._facts(None)))
+            document = run_document(self._facts(None))
+            self._card.keep(document)
+            self._write_page(document)
             is_done = True
         finally:
             if not is_done:
@@ -90,7 +94,8 @@ class LiveView:
         progress = None
         if phase is not None and phase.total:
             left = phase.time_remaining
-            counted = f"{phase.completed:,.0f} of {phase.total:,.0f} {phase.fields['unit']}s"
+            unit = plural(phase.fields["unit"])
+            counted = f"{phase.completed:,.0f} of {phase.total:,.0f} {unit}"
             wait = "time left unknown" if left is None else f"{as_clock(left)} left"
             parts = [counted, *describe_speed(phase), wait, phase.fields["notes"]]
             details = ", ".join(filter(None, parts))
@@ -98,18 +103,21 @@ class LiveView:
                 phase=phase.description, done=phase.completed, total=phase.total, details=details
             )
         facts = self._facts(progress)
-        if progress is None and not facts.curves.get(self._step):
+        if progress is None and not facts.curves:
             return
         document = run_document(facts)
-        has_disk = not self._run.workspace.store
-        if has_disk and (error := write_page_file(document, self._run.folder)):
-            self._warn(str(error))
+        self._write_page(document)
         try:
             self._card.show(document)
         except OSError as error:
             self._warn(str(error))
         rest = REST * (time.thread_time() - worked_before)
         self._next = time.monotonic() + max(REFRESH_SECONDS, rest)
+
+    def _write_page(self, document: Document) -> None:
+        has_disk = not self._run.workspace.store
+        if has_disk and (error := write_page_file(document, self._run.folder)):
+            self._warn(str(error))
 
     def _warn(self, problem: str) -> None:
         """Print, only once, why the page or the card is out of date."""
@@ -120,7 +128,7 @@ class LiveView:
     def _facts(self, progress: ShownProgress | None) -> RunFacts:
         curves = curves_of(self._run, self._journal)
         facts = RunFacts(run=self._run, settings=self._settings, curves=curves, progress=progress)
-        updates = _by_update(curves.get("train_policy", {}))
+        updates = _by_update(curves)
         if self._step != "train_policy" or not updates:
             return facts
         samples = self._run.folder / PPO / NEWEST_SAMPLES_FILE
@@ -138,5 +146,5 @@ def _by_update(curves: Curves) -> list[Mapping[str, Any]]:
     for name, points in curves.items():
         for update, value in points:
             updates.setdefault(update, {UPDATE: update})[name] = value
-    # The curves also contain the load of the machine, whose steps are not updates.
+    # SFT and reward training count their own steps.
     return [updates[number] for number in sorted(updates) if EPISODE in updates[number]]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
-from pipeline.inputs.lineage import is_origin
+from pipeline.inputs.lineage import is_input
 from pipeline.registry.aliases import read_version
 from pipeline.reports.document import Section, as_number
 from pipeline.settings.settings import flatten
@@ -123,7 +123,7 @@ def _packages(text: str) -> dict[str, str]:
 
 
 def _inputs(tags: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in tags.items() if name == "python" or is_origin(name)}
+    return {name: value for name, value in tags.items() if is_input(name)}
 
 
 def _origin(tags: Mapping[str, str], run: FlowRun) -> dict[str, str]:

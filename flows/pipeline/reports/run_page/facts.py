@@ -12,9 +12,10 @@ from pipeline.results.run_cost import RunCost
 from pipeline.results.step_records import RegisteredPolicy
 from pipeline.settings.settings import Settings
 from pipeline.tracking.journal import Journal
+from pipeline.tracking.run_record import PARENT
 
-STEPS = ("load_policy", "load_reward_model", "train_policy")
-"""Steps of the flow that train a model."""
+EPISODE = "episode"
+"""Metric of each update of PPO, and of no other training."""
 
 Curves = Mapping[str, list[tuple[int, float]]]
 """Metric -> points (step, value)."""
@@ -28,8 +29,8 @@ class RunFacts:
 
     settings: Settings
 
-    curves: Mapping[str, Curves]
-    """Step of the flow -> its curves."""
+    curves: Curves
+    """Curves of all trainings so far."""
 
     reward_model: RewardReport | None = None
 
@@ -37,6 +38,9 @@ class RunFacts:
     """Warnings of PPO, each with its update."""
 
     evaluation: Evaluation | None = None
+
+    failure: str = ""
+    """Step that failed, and its error; empty if no step has failed."""
 
     registered: RegisteredPolicy | None = None
     """The version, the decision and the evaluation, whose files are on this machine."""
@@ -62,7 +66,7 @@ class RunFacts:
     @property
     def is_running(self) -> bool:
         """Whether the run has no outcome yet."""
-        return not (self.registered or self.is_reward_model_refused)
+        return not (self.registered or self.is_reward_model_refused or self.failure)
 
     @property
     def settings_file(self) -> str:
@@ -80,6 +84,6 @@ class RunFacts:
         return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
-def curves_of(run: FlowRun, journal: Journal) -> dict[str, Curves]:
-    """Return the curves of all steps so far."""
-    return {step: journal.curves(run.tracking[step]) for step in STEPS if step in run.tracking}
+def curves_of(run: FlowRun, journal: Journal) -> Curves:
+    """Return the curves of all trainings so far."""
+    return journal.curves(run.tracking[PARENT])

@@ -80,7 +80,10 @@ def _verdict(facts: RunFacts) -> tuple[str, Tone, tuple[str, ...]]:
         why = "PPO was not started, because it would exploit the faults of the reward model."
         reasons = (why, *map(FAILED.format, facts.reward_model.reasons))
         return "The reward model was refused", "danger", reasons
-    return "The run goes on", "warning", (f"Nothing is decided yet. Written at {timestamp()}.",)
+    if facts.failure:
+        return "The run failed, and nothing is decided", "danger", (facts.failure,)
+    reasons = (f"Nothing is decided yet. Written at {timestamp()}.",)
+    return "The run is not finished", "warning", reasons
 
 
 def _decided(made: Decision, evaluation: Evaluation) -> tuple[str, Tone, tuple[str, ...]]:
@@ -107,7 +110,9 @@ def _evaluated(facts: RunFacts) -> list[Section]:
         evaluation,
         facts.settings.promotion,
         reward_model_fit=(
-            not facts.reward_model or facts.reward_model.fit or not facts.settings.uses_reward_model
+            (not facts.reward_model or facts.reward_model.fit)
+            if facts.settings.uses_reward_model
+            else None
         ),
         kl=registered.kl,
         earlier_decisions=registered.earlier_decisions,
@@ -320,7 +325,9 @@ def _commands(facts: RunFacts) -> Section:
             commands.append(("Write 200 pairs of its answers for people to label", ask))
     elif not facts.is_reward_model_refused or facts.settings.reward_model:
         # A refused reward model that the run trained would only be refused again.
-        commands.append(("Continue this run after a correction", "python flows/rlhf.py resume"))
+        number = facts.run.id.rpartition("/")[2]
+        resume = f"python flows/rlhf.py resume --origin-run-id {number}"
+        commands.append(("Continue this run after a correction", resume))
     if facts.is_reward_model_refused:
         accept = f"{repeat} --accept-reward-model"
         commands.append(("Train against this reward model all the same", accept))

@@ -5,7 +5,7 @@ import re
 
 from pipeline.reports.charts import line_chart
 from pipeline.reports.document import Chart, Curve, Section, as_number
-from pipeline.reports.run_page.facts import Curves, RunFacts
+from pipeline.reports.run_page.facts import EPISODE, Curves, RunFacts
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.reporting.health import GUARDS
 
@@ -43,18 +43,21 @@ MOST = 1e100
 """Absolute value from which a chart leaves a value out, because no chart has room for it. NaN is
 also left out."""
 
+REWARDS = "rewards/"
+"""Prefix of PPO's metrics of single rewards."""
+
 SUPERVISED = ("loss", "accuracy", "margin")
 """Metrics of supervised trainings that have a curve: the last parts of their names."""
 
 
 def ppo_section(facts: RunFacts) -> Section:
     """Return the curves of PPO, with the healthy range and the warnings of each metric."""
-    curves = _drawable(facts.curves.get("train_policy", {}))
-    if not curves:
+    curves = _drawable(facts.curves)
+    if EPISODE not in curves:
         none = "PPO has not finished an update yet." if facts.is_running else "PPO did not run."
         return Section(title=TITLE, text=(none,))
     curves |= _drawable({STOPPED: _stopped(curves)})
-    rewards = [name for name in curves if name.startswith("rewards/")]
+    rewards = [name for name in curves if name.startswith(REWARDS)]
     titles = PPO_CURVES | ({name: name for name in rewards} if len(rewards) > 1 else {})
     told = facts.warnings or ["PPO gave no warning."]
     return Section(
@@ -74,12 +77,10 @@ def ppo_section(facts: RunFacts) -> Section:
 
 def supervised_section(facts: RunFacts) -> Section:
     """Return the curves of SFT, of the reward model and of a judge that the run trained."""
-    steps = ("load_policy", "load_reward_model")
     charts = tuple(
         _line(name, _ends(points), name, Curve(points=tuple(points)))
-        for step in steps
-        for name, points in _drawable(facts.curves.get(step, {})).items()
-        if name.rpartition("/")[2] in SUPERVISED
+        for name, points in _drawable(facts.curves).items()
+        if name.rpartition("/")[2] in SUPERVISED and not name.startswith(REWARDS)
     )
     none = ("No curve: the run was given these models, or reused models of an earlier run.",)
     if facts.is_running:
@@ -163,7 +164,7 @@ def _warned(warning: str) -> tuple[int, str]:
 def _stopped(curves: Curves) -> list[tuple[int, float]]:
     """Return the fraction of each update's responses that ended with a stop token."""
     ended, shares, before = dict(curves.get("val/num_eos_tokens", [])), [], 0.0
-    for update, episode in curves.get("episode", []):
+    for update, episode in curves[EPISODE]:
         if update in ended and episode > before:
             shares.append((update, ended[update] / (episode - before)))
         before = episode

@@ -1,15 +1,22 @@
 """Write the page of a run."""
 
+import re
 from pathlib import Path
 
+from pipeline.inputs.flow_run import FlowRun
 from pipeline.reports.document import Document
 from pipeline.reports.html_page import document_page
-from pipeline.reports.run_page.facts import RunFacts
+from pipeline.reports.run_page.facts import RunFacts, curves_of
 from pipeline.reports.run_page.run_document import run_document
+from pipeline.settings.settings import Settings
+from pipeline.tracking.journal import Journal
 from pipeline.tracking.run_log import RunLog
 from ppo_core.errors import PPOError
 from ppo_core.errors.redaction import mask_secrets
 from ppo_core.io.atomic_files import explained_writes, write_atomically
+
+RELOADS = re.compile('<meta http-equiv="refresh"')
+"""Mark of a page without an outcome."""
 
 PAGE_FILE = "index.html"
 """Name of the page in the folder of a run, and among the artifacts of its MLflow parent run."""
@@ -23,6 +30,22 @@ def write_run_page(facts: RunFacts, parent: RunLog) -> str:
     parent.log_artifact(facts.run.folder / PAGE_FILE)
     place = "" if facts.run.workspace.store else f"{facts.place_of(PAGE_FILE)}, and "
     return f"Page of the run: {place}{PAGE_FILE} of the run in MLflow"
+
+
+def write_failure(run: FlowRun, settings: Settings, failure: str) -> None:
+    """Say on the page of a run that a step failed, unless the page has the outcome of the run.
+
+    Without a disk that all steps share, there is no such page.
+    """
+    path = run.folder / PAGE_FILE
+    if run.workspace.store or not path.is_file():
+        return
+    if not RELOADS.search(path.read_text(encoding="utf-8")):
+        return
+    curves = curves_of(run, Journal(run.folder))
+    facts = RunFacts(run=run, settings=settings, curves=curves, failure=failure)
+    if error := write_page_file(run_document(facts), run.folder):
+        print(f"Warning: The page of the run does not show the failure: {error}", flush=True)
 
 
 def write_page_file(document: Document, folder: Path) -> PPOError | None:
