@@ -136,7 +136,7 @@ def register_version(
 
 @explained()
 def decided_on(name: str, decisions: Sequence[Decision], tag: str, value: str) -> int:
-    """Count the versions with this value of the tag about which a run has decided."""
+    """Count the versions with this value of a tag that a run has promoted or refused."""
     found = connect().search_model_versions(f"name = '{name}'")
     tagged = {int(one.version) for one in found if one.tags.get(tag) == value}
     return len(tagged & {one.version for one in decisions if one.is_of_run})
@@ -219,7 +219,7 @@ class _FlowRunVersions:
         )
 
     def keep_only(self, number: str) -> ModelVersion:
-        """Delete the run's versions except `number`, and its models except that of `number`."""
+        """Delete the run's other versions and their logged models; return version `number`."""
         kept = None
         for version in self.find():
             if str(version.version) == number:
@@ -254,7 +254,7 @@ def _create_registered_model(client: MlflowClient, name: str) -> None:
 
 
 def _description(card: str) -> str:
-    """Return the card as a description: without its front matter, and cut to the maximum."""
+    """Return the card without its front matter, cut to the maximum length of a description."""
     text = card
     if card.startswith("---\n"):
         text = card.partition("\n---\n")[2].strip()
