@@ -1,1 +1,1 @@
-"""Orchestration: the Metaflow flows, the presets, and the pipeline that their steps call."""
+"""The Metaflow flows, the presets of settings, and the pipeline that the flows' steps call."""

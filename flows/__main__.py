@@ -1,7 +1,7 @@
 """Run a command of the project from any folder: `rlhf COMMAND`, or `python -m flows COMMAND`.
 
 `rlhf registry show NAME` does the same as `python flows/registry.py show NAME` in the folder of the
-project. This module imports the standard library only, so that the help is printed at once.
+project. This module imports only the standard library, so that the help appears at once.
 """
 
 import os
@@ -32,14 +32,17 @@ COMMANDS = {
         "retrain": ("retrain", "start a run if its inputs changed"),
     },
 }
-"""By group and command: the file of the command with its first words, and what the command does."""
+"""Group -> command -> (the command's file and first arguments, the command's help text)."""
 
 FILES = ("deploy", "feedback", "registry", "retrain", "rlhf", "runs", "win_rate")
-"""Files that are commands, too: `python -m flows rlhf run`."""
+"""Files whose names are also commands, as in `python -m flows rlhf run`."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Replace this process by the command that the first word names; pass it the other words."""
+    """Replace this process with the command that the first argument names.
+
+    All other arguments are passed to the command.
+    """
     name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
     commands = {name: words for group in COMMANDS.values() for name, (words, _) in group.items()}
     if name in ("-h", "--help"):
@@ -51,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(2)
     file, *words = commands.get(name, name).split()
     if name in ("run", "check") and rest and rest[0].endswith(".toml"):
-        # Metaflow wants the settings file before its own command.
+        # Metaflow expects `--config` before its own command.
         words, rest = ["--config", "settings", rest[0], *words], rest[1:]
     # Python must be started with the command's own file: Metaflow packages the folder of that file.
     path = str(FOLDER / f"{file}.py")

@@ -1,6 +1,7 @@
 """Public import path for services: `from flows.champion import load_champion`.
 
-Import it as `flows.champion`: its relative import fails if the file is imported as `champion`.
+Import this module as `flows.champion`: the relative import below fails if the module is imported as
+`champion`.
 """
 
 from .serving.champion import (

@@ -1,4 +1,4 @@
-"""Deploy the flows RLHF and Retrain, as a deployment file describes, to a scheduler.
+"""Deploy the flows RLHF and Retrain to a scheduler, with the options of a deployment file.
 
 The scheduler is Argo Workflows or Step Functions.
 
@@ -8,9 +8,9 @@ The scheduler is Argo Workflows or Step Functions.
     python flows/deploy.py DEPLOYMENT.toml --status
     python flows/deploy.py DEPLOYMENT.toml --delete
 
-`--check` compiles both flows and deploys nothing; `--status` changes nothing. `--start` starts
+`--check` compiles both flows and deploys nothing. `--status` changes nothing. `--start` starts
 Retrain now; after a failed run, the new run reuses the models that were already trained. `--delete`
-does not delete runs, models or data. To change a deployment that somebody else created, add
+deletes no runs, models or data. To change a deployment that somebody else created, add
 `--authorize TOKEN`. infra/deployments has an example for each scheduler.
 """
 

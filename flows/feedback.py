@@ -8,11 +8,12 @@
     python flows/feedback.py from-label-studio export.json
 
 NAME is the registered model whose answers `docs/champion_service.py NAME --record` serves.
-`collect` writes feedback.jsonl and left-out.jsonl anew each time, so nothing is counted twice.
+Each `collect` replaces feedback.jsonl and left-out.jsonl, so nothing is counted twice.
 `python flows/rlhf.py run --set feedback=outputs/feedback/feedback.jsonl` trains on the feedback.
-`choose` samples answers and writes pairs that people should label, `disputed` writes the pairs that
-judge and reward model order differently. `label` opens a page on this machine, and saves each label
-at once. The last two commands take the pairs to Label Studio, and bring the labels back.
+`choose` samples answers and writes pairs for people to label. `disputed` writes the pairs on which
+the judge and the reward model prefer different answers. `label` serves a web page on this machine
+and saves each label at once. `to-label-studio` writes the pairs as tasks of Label Studio, and
+`from-label-studio` reads the labels that Label Studio exported.
 """
 
 import argparse
@@ -177,7 +178,7 @@ def _output(named: str, default: Path) -> Path:
     """Return the file to write.
 
     Raises:
-        ConfigError: its folder cannot be written, or the file exists.
+        ConfigError: the file exists, or its folder is not writable.
     """
     output = Path(named) if named else default
     require_writable(output.parent, "output")

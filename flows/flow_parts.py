@@ -1,4 +1,4 @@
-"""Code of the flows RLHF and Retrain: read settings, fill the code package, run the command."""
+"""Code that the flows RLHF and Retrain share: settings files, code package and command line."""
 
 import sys
 import tomllib
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class RunStoppedError(MetaflowException):
-    """An error of the project; Metaflow prints it without a traceback."""
+    """An error of the project that Metaflow prints without a traceback."""
 
     headline = "The run stopped"
 
@@ -43,7 +43,7 @@ def explained_errors() -> Iterator[None]:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Return the tables of a settings file. Metaflow will store them, so secrets are refused."""
+    """Return the parsed settings file; refuse secrets in it, because Metaflow stores the result."""
     with explained_errors():
         tables = _tables_of(text, "settings")
         refuse_secrets(tables)
@@ -51,7 +51,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def parse_deployment(text: str) -> dict[str, Any]:
-    """Return the tables of a deployment file, after a check; Metaflow will store the tables."""
+    """Check a deployment file, and return the parsed file; Metaflow stores the result."""
     tables = _tables_of(text, "deployment")
     if tables:
         _deployment_of(tables)
@@ -61,7 +61,7 @@ def parse_deployment(text: str) -> dict[str, Any]:
 def _tables_of(text: str, what: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text.removeprefix("\ufeff"))
-    # A ValueError is an error of syntax, or an integer of thousands of digits.
+    # tomllib raises ValueError for a syntax error and for an integer with thousands of digits.
     except (ValueError, RecursionError) as error:
         raise RunStoppedError(f"The {what} file is not valid TOML: {error}.") from error
 
@@ -77,9 +77,9 @@ def _deployment_of(tables: Mapping[str, Any]) -> "Deployment":
 class more_files(FlowMutator):  # noqa: N801
     """Add ppo_core, the presets and the GPU table to the code package for other machines.
 
-    Metaflow packages the modules of this folder by itself. The other files are selected here by
-    their suffixes: Metaflow's own options would package every file of ppo_core, even a `.env`, and
-    every .toml below this folder.
+    Metaflow itself packages the modules in this folder. This class selects the other files by
+    suffix, because Metaflow's own options would package every file of ppo_core, even a `.env`, and
+    every .toml file below this folder.
     """
 
     def add_to_package(self) -> Iterator[tuple[str, str, ContentType]]:
@@ -92,14 +92,15 @@ class more_files(FlowMutator):  # noqa: N801
 
 
 class deployment_of_file(FlowMutator):  # noqa: N801
-    """Add the schedule, machines and rights of the deployment file to a flow, if there is a file.
+    """Add the schedule, machines and rights from the deployment file to a flow.
 
-    Metaflow applies the decorators of a class from the bottom up. This mutator must come after a
-    mutator that replaces steps, so it is written above that mutator.
+    Without a deployment file, the flow is not changed. Metaflow applies the decorators of a class
+    from the bottom up. Write this mutator above a mutator that replaces steps, so that this mutator
+    is applied last.
     """
 
     def init(self, *, is_scheduled: bool = False) -> None:
-        """Store whether the schedule of the file starts this flow."""
+        """Store whether the schedule in the deployment file starts this flow."""
         self.is_scheduled = is_scheduled
 
     def pre_mutate(self, mutable_flow: Any) -> None:
@@ -122,7 +123,8 @@ def run_command(
 
     Args:
         flow: class of the flow.
-        is_brief: whether a run shows few lines of its steps, or a panel; see `run_terminal`.
+        is_brief: whether a run prints only a few lines per step, or a panel on a terminal; see
+            `run_terminal`.
         imported: modules that a run imports once for all its steps; see `forked_steps`.
     """
     prepare_environment()
@@ -136,7 +138,7 @@ def run_command(
     explain_unknown_options(parameters)
     if set(COMMANDS) & set(sys.argv):
         quote_parameters(parameters)
-    # The following modules are imported here, because a step does not need them.
+    # Import the following modules here, because the process of a step does not need them.
     is_run = bool(RUN_COMMANDS & set(sys.argv))
     if is_run and is_brief:
         from metaflow_glue.run_terminal import show_run_briefly

@@ -1,4 +1,4 @@
-"""Show or change which version of a registered model production loads.
+"""Show or change the champion of a registered model: the version that production loads.
 
     python flows/registry.py show NAME
     python flows/registry.py history NAME
@@ -43,7 +43,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def show(name: str) -> None:
-    """Print champion, previous champion and challenger, and aliases that contradict the history."""
+    """Print the champion, the previous champion and the challenger.
+
+    Also print the aliases that contradict the history.
+    """
     from pipeline.registry.aliases import CHALLENGER, CHAMPION, PREVIOUS, read_aliases
     from pipeline.registry.change_champion import read_champions
 
@@ -61,7 +64,7 @@ def show(name: str) -> None:
 
 
 def history(name: str) -> None:
-    """Print all decisions on the registered model, oldest first."""
+    """Print all decisions about the registered model, oldest first."""
     from pipeline.registry.change_champion import read_champions
 
     decisions = read_champions(name).decisions
@@ -100,7 +103,7 @@ def audit(name: str) -> None:
 
 
 def rows(name: str, version: int) -> None:
-    """Print the data set and the digest of each row that a version was made from."""
+    """Print the data set and the digest of each row from which a version was made."""
     from pipeline.registry.seen_rows import require_rows_of
 
     found = require_rows_of(name, version)
@@ -113,7 +116,10 @@ def rows(name: str, version: int) -> None:
 
 
 def saw(name: str, given: str) -> None:
-    """Print the versions that were made from a row, given as JSON, or from the rows of a file."""
+    """Print the versions that were made from a row or from the rows of a file.
+
+    `given` is the row as JSON, or the name of the file.
+    """
     from pipeline.inputs.row_digests import digests_of_raw, read_digests
     from pipeline.registry.seen_rows import describe_versions_that_saw
 
@@ -125,7 +131,10 @@ def saw(name: str, given: str) -> None:
 
 
 def watch(given: argparse.Namespace) -> None:
-    """Print whether users like the champion less than the one before it; withdraw it if asked."""
+    """Print whether users like the champion less than the previous champion.
+
+    With `--withdraw`, withdraw a champion that users like less.
+    """
     from human_feedback.withdraw_champion import watch_champion
 
     if not 0 < given.alpha <= 0.5 or not 0 <= given.margin < 1:
@@ -169,7 +178,8 @@ def _run(arguments: argparse.Namespace) -> None:
     check_model_name(name)
     check_databases(must_exist=True)
     check_registry(name)
-    # If the first runs were refused, there are runs to audit, but no registered version yet.
+    # If all runs so far were refused before they registered a version, there are runs to audit, but
+    # no registered model.
     if arguments.command != "audit":
         require_registered(name)
     if arguments.command == "show":
@@ -254,7 +264,7 @@ def _version(version: int | None) -> str:
 
 
 def _print_block(head: str, *lines: str) -> None:
-    """Print indented lines below a heading; replace characters that cannot be printed by spaces."""
+    """Print indented lines below a heading; replace unprintable characters with spaces."""
     for line in (head, *(f"    {line}" for line in lines)):
         print("".join(c if c.isprintable() else " " for c in line))
     print()

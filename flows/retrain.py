@@ -2,8 +2,8 @@
 
     python flows/retrain.py --config settings FILE.toml run
 
-A schedule or a trigger starts this flow on a small machine; the flow RLHF, with its GPUs, starts
-only if there is work. `python flows/deploy.py` deploys both.
+A schedule or an event starts this flow on a small machine. The flow RLHF, which needs GPUs, starts
+only if an input has changed. `python flows/deploy.py` deploys both flows.
 """
 
 from metaflow import Config, FlowSpec, Parameter, current, step
@@ -43,7 +43,7 @@ class Retrain(FlowSpec):
 
     @step
     def start(self) -> None:
-        """Withdraw a champion that users like less; fetch the inputs, and find out what is new."""
+        """Withdraw the champion if users prefer the previous one; fetch inputs, find new ones."""
         with explained_errors():
             from retraining.new_inputs import find_new_inputs
             from retraining.withdraw_before_training import watch_feedback
@@ -54,7 +54,7 @@ class Retrain(FlowSpec):
 
     @step
     def end(self) -> None:
-        """If something is new, take the lease (the right to train) and start the flow RLHF."""
+        """If an input is new, take the lease (the right to train) and start the flow RLHF."""
         with explained_errors():
             from retraining.retrain import retrain
 

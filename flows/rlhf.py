@@ -4,12 +4,12 @@ Without arguments, the flow runs the built-in task. To use your own data and mod
 
     python flows/rlhf.py run --policy gpt2 --preferences pairs.jsonl --prompts train.jsonl
 
-A second reward model then judges the answers to the last prompts, which are held out. Better
+The last prompts are then held out, and a second reward model judges the answers to them. Better
 evidence comes from `--eval-prompts test.jsonl` with references, and from another judge, such as
 `--judge python:judge.py:judge`.
 
-Every other setting is read from a file, `python flows/rlhf.py --config settings FILE.toml run`, or
-given by its name: `run --set ppo.learning_rate=3e-6 --set evaluation.num_examples=500`.
+Every other setting comes from a file (`python flows/rlhf.py --config settings FILE.toml run`) or
+from the command line (`run --set ppo.learning_rate=3e-6 --set evaluation.num_examples=500`).
 """
 
 import sys
@@ -48,19 +48,20 @@ from step_wrapper import RECORDS, alarms_of, phase, run_id
 
 STAGES = "start models validation training evaluation registration cards".split()
 IMPORTED = [f"pipeline.stages.{stage}" for stage in STAGES]
-"""Modules that the step server imports: with what they import, nearly all that the steps need."""
+"""Modules that the step server imports. Together with the modules that they import, these are
+nearly all modules that the steps need."""
 
-# Without an interval: what writes the card decides how often. The id is that of `LiveCard`.
+# The code that writes the card limits the rate, so the interval is 0. `LiveCard` uses this id.
 training_card = card(type="blank", id="training", refresh_interval=0)
 
 
 class machines_of_settings(FlowMutator):  # noqa: N801
-    """Replace steps by those of `SeveralMachines` if the settings file has num_nodes above 1."""
+    """Use the steps of `SeveralMachines` if num_nodes is above 1 in the settings file."""
 
     def pre_mutate(self, mutable_flow: Any) -> None:
         """Replace the steps before Metaflow reads the graph."""
         nodes = (dict(mutable_flow.configs)["settings"] or {}).get("num_nodes", 1)
-        # The first step refuses values of other types.
+        # The first step refuses a num_nodes of another type.
         nodes = nodes if isinstance(nodes, int) else 1
         try:
             refuse_scheduler(sys.argv, nodes)
@@ -69,7 +70,7 @@ class machines_of_settings(FlowMutator):  # noqa: N801
         # Metaflow has no method that replaces a step.
         if nodes > 1:
             for name in vars(SeveralMachines):
-                # By getattr: in vars(), a decorator takes the place of its step.
+                # Use getattr, because vars() has the step's decorator instead of the step.
                 if hasattr(member := getattr(SeveralMachines, name), "is_step"):
                     setattr(mutable_flow._flow_cls, name, member)
 
@@ -165,7 +166,7 @@ class RLHF(FlowSpec):
         )
         self.next(self.validate_reward_model)
 
-    # Without an interval, so that the card of a refused reward model can be written at once.
+    # The interval is 0, so that the card of a refused reward model can be written at once.
     @card(type="blank", refresh_interval=0)
     @phase
     @step
@@ -258,7 +259,7 @@ class RLHF(FlowSpec):
                 "check is a flag of `python flows/rlhf.py run` on this machine. A scheduled run "
                 "would start all steps, so leave it out."
             )
-        # Once the settings are stored, an error releases the lease.
+        # Store the settings first: an error releases the lease only if the settings are stored.
         self.settings = given = self._given_settings()
         if self.lease:
             lease_of_run.lease_of(given, self.lease).renew(run_id())
@@ -320,7 +321,7 @@ class RLHF(FlowSpec):
         )
 
     def _command_line(self) -> dict[str, Any]:
-        """Return the command-line values by setting name; None for parameters not given."""
+        """Return setting name -> value on the command line; None for a parameter not given."""
         return {
             "policy": self.policy,
             "reward_model": self.reward_model,
@@ -328,7 +329,7 @@ class RLHF(FlowSpec):
             "prompts": self.prompts,
             "eval_prompts": self.eval_prompts,
             "judge": self.judge,
-            # A flag that was not given is False, which must not override the settings file.
+            # A flag that was not given is False. This value must not override the settings file.
             "accept_reward_model": self.accept_reward_model or None,
             "processes": self.processes,
             "total_episodes": self.total_episodes,
@@ -342,9 +343,9 @@ class RLHF(FlowSpec):
 class SeveralMachines:
     """The steps of the flow that differ if `num_nodes` machines share each training.
 
-    Each training starts on all machines, by Metaflow's `@parallel`, and a join step keeps the
-    result of the first machine. Metaflow reads the graph from the source code of the steps, so each
-    step is written out.
+    Metaflow's `@parallel` starts each training on all machines, and a join step keeps the result of
+    the first machine. Metaflow reads the graph from the source code of the steps, so each step must
+    be written out.
     """
 
     @phase
@@ -398,7 +399,7 @@ class SeveralMachines:
         self.rewarder, self.judge_model, self.fresh = result_of_first_machine(self, inputs)
         self.next(self.validate_reward_model)
 
-    # Without an interval, so that the card of a refused reward model can be written at once.
+    # The interval is 0, so that the card of a refused reward model can be written at once.
     @card(type="blank", refresh_interval=0)
     @phase
     @step
@@ -430,7 +431,7 @@ class SeveralMachines:
 
 
 def machines_of_step() -> Any:
-    """Return the machines of this step; all of them use the same name for the attempt."""
+    """Return the machines of this step, with an attempt id that is equal on all machines."""
     return stages.training.this_machine(current.parallel, f"{current.run_id}.{current.retry_count}")
 
 

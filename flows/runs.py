@@ -3,8 +3,9 @@
     python flows/runs.py list [--json]
     python flows/runs.py diff RUN RUN [--json]
 
-A run is named by its id, such as RLHF/1795736811895441, or by the number. Both commands read what
-MLflow has; `list` also shows the runs of this machine. MLFLOW_TRACKING_URI names the server.
+RUN is the id of a run, such as RLHF/1795736811895441, or the number in the id. Both commands read
+the runs in MLflow; `list` also shows the runs of this machine. MLFLOW_TRACKING_URI names the
+server.
 """
 
 import argparse
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from pipeline.tracking.run_list import ListedRun
 
 WIDTH = 120
-"""Columns of the tables in a log."""
+"""Width in characters of a table that is not printed to a terminal."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -58,7 +59,7 @@ def show_list(runs: Sequence["ListedRun"], *, as_json: bool) -> None:
 
 
 def show_diff(runs: Sequence["ListedRun"], names: Sequence[str], *, as_json: bool) -> None:
-    """Print in what two runs differ, and their results side by side.
+    """Print the differences between two runs, and their results side by side.
 
     Raises:
         ConfigError: a name is not a run, or MLflow does not have the run.
@@ -124,7 +125,7 @@ def _print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
         table.add_column(escape_controls(column), overflow="fold")
     for row in rows:
         table.add_row(*(escape_controls(cell) for cell in row))
-    # Markup is off, because settings may contain brackets. A log would have only 80 columns.
+    # Markup is off, because settings may contain brackets. In a log, rich would use 80 columns.
     width = None if sys.stdout.isatty() else WIDTH
     Console(markup=False, emoji=False, highlight=False, width=width).print(table)
 

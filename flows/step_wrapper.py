@@ -20,17 +20,17 @@ from ppo_core.io.atomic_files import explained_full_disk
 from retraining import alarms, lease_of_run
 
 RECORDS = 15
-"""Format version of the records passed between steps; increase it when the code can no longer read
-older records."""
+"""Format version of the records that steps pass to each other. Increase it when the code can no
+longer read older records."""
 
 
 @user_step_decorator
 def phase(step_name: str, flow: Any, inputs: Any = None, attributes: Any = None) -> Iterator[None]:
     """Measure and watch a step, and print an error of the project without a traceback.
 
-    Without a scheduler, a step with `@retry` is not retried after an error that a second attempt
-    would meet again. Schedulers retry after every error: there, each attempt prints the error, and
-    the last attempt releases the lease.
+    Without a scheduler, a step with `@retry` is not retried after a permanent error (see
+    `is_permanent`). A scheduler retries the step after every error. Each attempt then prints the
+    error, and the last attempt releases the lease.
     """
     # A join step has no artifacts before it merges the artifacts of its inputs.
     earlier = flow if inputs is None else next(iter(inputs))
@@ -67,10 +67,10 @@ def phase(step_name: str, flow: Any, inputs: Any = None, attributes: Any = None)
 
 
 def with_next_move(error: PPOError) -> str:
-    """Return the message of an error with the command that continues after a correction.
+    """Append to an error's message the command that continues the run after a correction.
 
     A message that already names a command, such as the message about a refused reward model, is
-    not changed.
+    returned unchanged.
     """
     if "resume" in str(error) or "python flows/rlhf.py" in str(error):
         return str(error)
@@ -90,9 +90,9 @@ def run_id() -> str:
 
 
 def alarms_of(flow: Any) -> Any:
-    """Return who receives alarms, and the budget, from the deployment file.
+    """Return the alarm settings of the deployment file: the topic and the budget.
 
-    Without a deployment, nobody receives alarms.
+    Without a deployment, the topic is empty, and no alarm is sent.
     """
     from deployment.deployment_file import read_deployment
 
@@ -100,11 +100,11 @@ def alarms_of(flow: Any) -> Any:
 
 
 def is_permanent(error: BaseException) -> bool:
-    """Return whether a second attempt would meet the same error."""
+    """Return whether a second attempt would fail with the same error."""
     passes = ProcessError | RunInterruptedError | StorageError
     return isinstance(error, PPOError) and not isinstance(error, passes)
 
 
 def most_attempts(step: Any) -> int:
-    """Return the maximum number of attempts that Metaflow makes of a step."""
+    """Return the maximum number of attempts that Metaflow makes to run a step."""
     return 1 + sum(int(one.attributes["times"]) for one in step.decorators if one.name == "retry")

@@ -2,8 +2,9 @@
 
     python flows/win_rate.py --model PATH_OR_URI --judge openai:MODEL --num-examples 1000
 
-This needs no run of the flow: it accepts any model, any judge, and rows with prompt and reference.
-With `--against-itself`, the model is compared with itself, which tests the judge and the gate.
+No run of the flow is needed: the command accepts any model, any judge, and rows with prompt and
+reference. With `--against-itself`, the command compares the model with itself, which tests the
+judge and the gate.
 """
 
 import sys

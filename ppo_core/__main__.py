@@ -28,7 +28,7 @@ def main(argv: Sequence[str], load_language_model: "LoadLanguageModel | None" = 
 
     The exit code is 0 on success, 1 after an error, which is printed, and 75 after SIGTERM. A run
     that saves checkpoints can resume after SIGTERM. `load_language_model` loads rewards that are
-    language models; without it, they are refused.
+    language models; if None, these rewards are refused.
     """
     try:
         with reported_errors(), explained_full_disk():

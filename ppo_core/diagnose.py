@@ -37,7 +37,7 @@ def describe_training(run: Path) -> str:
     """Return what is wrong in a training, with evidence, advice and source, as text.
 
     Raises:
-        DataError: there are no metrics, or they are not those of PPO.
+        DataError: there are no metrics, or the metrics are not from a training with PPO.
     """
     path = _metrics_file(run)
     updates = read_metrics(path)

@@ -1,1 +1,1 @@
-"""Deploy the flows RLHF and Retrain to a scheduler, as one deployment file describes."""
+"""Deploy the flows RLHF and Retrain to a scheduler, with the options of one deployment file."""

@@ -30,15 +30,15 @@ def check_deployment(files: DeploymentFiles) -> None:
 
     Raises:
         ConfigError: a setting is wrong, a training does not fit its machine or its time limit, or
-            a secret would be stored in clear.
+            the scheduler would store a secret in clear text.
         ProcessError: Metaflow refuses a flow.
     """
-    # Imported here, because it imports torch.
+    # Imported here, because this module imports torch.
     from deployment.size_check import check_sizes
 
     settings = check_settings(files)
     sizes = check_sizes(files)
-    # Rendered before the flows are compiled: rendering refuses a schedule without a next time.
+    # Render first, because rendering refuses a schedule without a next time.
     overview = render_deployment(files.deployment, tags_of(files), settings.num_nodes)
     for flow in FILES:
         compile_flow(files, flow)
@@ -65,7 +65,7 @@ def create_deployment(files: DeploymentFiles) -> None:
 
 
 def start_deployment(files: DeploymentFiles) -> None:
-    """Start the deployed flow Retrain now; it starts a training if something is new.
+    """Start the deployed flow Retrain now; Retrain starts a training only if an input is new.
 
     After a failed run, the new run reuses all models that were trained from the same inputs.
 
@@ -83,7 +83,7 @@ def start_deployment(files: DeploymentFiles) -> None:
 
 
 def delete_deployment(files: DeploymentFiles) -> None:
-    """Delete both flows from the scheduler, first Retrain, which has the schedule.
+    """Delete both flows from the scheduler: first Retrain, because Retrain has the schedule.
 
     Raises:
         ProcessError: the scheduler refuses the deletion.
@@ -110,7 +110,7 @@ def show_deployment(files: DeploymentFiles) -> None:
 
 
 def _scheduler_of(deployment: Deployment) -> "ArgoDeployment | StepFunctionsDeployment":
-    # Imported here, because each module needs the client libraries of its scheduler.
+    # Imported here, because each of these modules needs the client library of its scheduler.
     if deployment.scheduler == "argo":
         require_package("kubernetes", extra="deploy", needed_by="A deployment to Argo Workflows")
         from deployment.argo_deployment import ArgoDeployment
@@ -122,10 +122,12 @@ def _scheduler_of(deployment: Deployment) -> "ArgoDeployment | StepFunctionsDepl
 
 
 def check_settings(files: DeploymentFiles) -> Settings:
-    """Return the settings of the runs. The inputs are not read; the first step reads them.
+    """Return the settings of the runs after checking them.
+
+    The inputs are not checked here; the first step of a run reads and checks them.
 
     Raises:
-        ConfigError: a setting is wrong, or a step that asks a server has no secret with its key.
+        ConfigError: a setting is wrong, or a step that calls a server lacks a secret for the key.
     """
     try:
         settings = make_settings(read_toml_file(files.settings, ConfigError), {})

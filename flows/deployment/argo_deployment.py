@@ -21,10 +21,10 @@ NEXT_MOVE = (
 
 
 class ArgoDeployment:
-    """The flows of a deployment at Argo Workflows."""
+    """The flows of a deployment on Argo Workflows."""
 
     def __init__(self, deployment: Deployment) -> None:
-        """Take the deployment; kubectl's configuration names the cluster."""
+        """Store the deployment; the configuration of kubectl selects the cluster."""
         self._deployment = deployment
         self.namespace = deployment.namespace or KUBERNETES_NAMESPACE or "default"
 
@@ -36,8 +36,8 @@ class ArgoDeployment:
     def forbid_overlaps(self, flow: str) -> None:
         """Make each run of the flow wait for the run before it, and skip the schedule during a run.
 
-        Metaflow has no setting for either. The policy `Forbid` applies only to Argo's own
-        schedule; the mutex also applies to runs that are started by hand or by an event.
+        Metaflow has no setting for this. The policy `Forbid` applies only to runs that Argo's
+        schedule starts. The mutex also applies to runs that a person or an event starts.
 
         Raises:
             StorageError: the cluster does not answer, or refuses the change.
@@ -78,11 +78,11 @@ class ArgoDeployment:
         )
 
     def _last_run(self, template: str) -> tuple[str, str]:
-        """Return name and result of the newest run of a template; empty texts if there is none."""
+        """Return the name and result of a template's newest run, or two empty strings."""
         found = self._objects().list_namespaced_custom_object(
             GROUP, VERSION, self.namespace, "workflows"
         )
-        # No label can select the runs: Argo labels only runs that its own CLI or UI started.
+        # No label selects the runs, because Argo labels only runs that its own CLI or UI started.
         runs = [run for run in found["items"] if _template_of(run) == template]
         if not runs:
             return "", ""

@@ -1,4 +1,4 @@
-"""Describe a deployed flow: its tags, schedule and last run, as its scheduler reports them."""
+"""The state of a deployed flow at its scheduler: tags, schedule and last run."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,7 @@ SETTINGS, DEPLOYMENT = "settings_file", "deployment_file"
 
 @dataclass(frozen=True, kw_only=True)
 class DeployedFlow:
-    """A deployed flow, as its scheduler describes it."""
+    """The state of a deployed flow at its scheduler."""
 
     name: str
     """Name at the scheduler."""
@@ -40,16 +40,15 @@ class DeployedFlow:
     """Name of the last run; empty without one."""
 
     result: str = ""
-    """Status of the last run, and its end time, or its start time while it runs."""
+    """Status of the last run, with its end time, or with its start time while it runs."""
 
 
 def tags_of(files: DeploymentFiles) -> dict[str, str]:
     """Return the tags of a deployed flow and its runs.
 
-    They are the commit of the code, whether tracked files differ from it, and the digests of the
-    settings file and of the deployment file.
-
-    The digests depend only on the values in the files, not on comments or the order of names.
+    The tags are the commit of the code, whether tracked files differ from this commit, and the
+    digests of the settings file and of the deployment file. The digests depend only on the values
+    in the files, not on comments or the order of names.
 
     Raises:
         ConfigError: one of the two files cannot be read.

@@ -1,4 +1,4 @@
-"""Settings of a deployment: where, when, with which settings and machines the flows run."""
+"""Settings of a deployment: scheduler, schedule, alarms, and the resources of each step."""
 
 import re
 from dataclasses import dataclass, field
@@ -13,20 +13,20 @@ TOPIC = re.compile(r"arn:aws[a-z-]*:sns:[a-z0-9-]+:\d{12}:[\w-]+")
 """Pattern of the ARN of an SNS topic."""
 
 MAX_NAME_CHARACTERS = 45
-"""Maximum length of a flow's name that Metaflow does not shorten. Metaflow would replace the end of
-a longer name by a digest. Retrain could then not derive the name of the flow RLHF from its own."""
+"""Maximum length of the name of a deployed flow. Metaflow replaces the end of a longer name with a
+digest, and then Retrain cannot derive the name of the flow RLHF from its own name."""
 
 
 JUDGING_STEP = "evaluate_win_rate"
 """The step whose secrets include the judge's key."""
 
 TRAINING_STEP = "train_policy"
-"""The step whose secrets include the key of a language model that is a reward."""
+"""The step whose secrets include the key of a language model that is used as a reward."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """When the flow Retrain starts by itself; without cron and event, a person starts it."""
+    """When the scheduler starts the flow Retrain; without cron and event, only people start it."""
 
     cron: str = ""
     """Times of the start: minute, hour, day of the month, month and day of the week. Step Functions
@@ -62,7 +62,7 @@ class Alarms:
 
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
-    """A deployment of both flows. An object without values stands for a run without deployment.
+    """A deployment of both flows; `Deployment()` represents a run without a deployment.
 
     Raises:
         ConfigError: a value is missing or out of range.

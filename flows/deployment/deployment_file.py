@@ -26,7 +26,7 @@ STEPS = (
 """Steps of the flow RLHF, in their order."""
 
 STEPS_OF_SEVERAL_MACHINES = ("join_policy", "share_policy", "join_reward_model", "join_trained")
-"""Further steps of the flow RLHF if num_nodes is above 1 in the settings."""
+"""Additional steps of the flow RLHF if num_nodes is above 1 in the settings."""
 
 REQUIRED = ("scheduler", "settings", "project")
 
@@ -43,11 +43,11 @@ KNOWN = {
         for step in (*STEPS, *STEPS_OF_SEVERAL_MACHINES)
     },
 }
-"""Section, followed by a dot -> the names that it may contain."""
+"""Section with a dot at its end -> the names that the section may contain."""
 
 
 def read_deployment(table: Mapping[str, Any]) -> Deployment:
-    """Return the deployment of a parsed TOML file; for an empty file, an object without values.
+    """Return the deployment that a parsed TOML file describes; `Deployment()` for an empty file.
 
     Raises:
         ConfigError: a name is unknown; a value is missing, has the wrong type, is out of range or
@@ -63,7 +63,7 @@ def read_deployment(table: Mapping[str, Any]) -> Deployment:
     defaults = _section(table, "defaults")
     retrain = merge_tables(defaults, _section(table, "retrain"))
     whole = {**table, "retrain": retrain, "steps": {}}
-    # The defaults are read first, so that an error in them is reported as one of [defaults].
+    # Read the defaults first, so that the message about an error in them names [defaults].
     read_section(StepResources, defaults, "defaults.", KNOWN)
     deployment: Deployment = read_section(Deployment, whole, "", KNOWN)
     steps = {

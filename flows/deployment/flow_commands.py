@@ -17,19 +17,19 @@ from ppo_core.errors.redaction import MASK, mask_secrets
 from ppo_core.io.text_files import read_toml_file
 
 FILES = {"RLHF": "rlhf.py", "Retrain": "retrain.py"}
-"""Flow -> its file. RLHF is first, because Retrain starts it and is therefore deployed after it."""
+"""Flow -> its file, in the order of deployment. RLHF is first, because Retrain starts RLHF."""
 
 COMMANDS = {"argo": "argo-workflows", "step-functions": "step-functions"}
-"""Scheduler -> Metaflow's name of its commands."""
+"""Scheduler -> Metaflow's command group for this scheduler."""
 
 SCHEDULES = "METAFLOW_ARGO_WORKFLOWS_USE_SCHEDULES"
-"""Environment variable with which Metaflow writes cron times in the only form that Argo 4 reads."""
+"""Environment variable that makes Metaflow write cron times in the only form that Argo 4 reads."""
 
 ANOTHERS = "Try again with the correct production token."
-"""Message with which Metaflow refuses to change a deployment of another user."""
+"""Metaflow's message when it refuses to change another user's deployment."""
 
 MAX_LINES = 12
-"""Maximum number of last stderr lines of a failed command that the error message shows."""
+"""Number of stderr lines of a failed command that the error message shows, counted from the end."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def create_flow(files: DeploymentFiles, flow: str, *words: str) -> str:
     Args:
         files: the deployment and its files.
         flow: name of the flow.
-        words: further words of Metaflow's command `create`; `--only-json` only compiles the flow.
+        words: further arguments of Metaflow's `create`; `--only-json` only compiles the flow.
 
     Raises:
         ProcessError: Metaflow refuses the flow.
@@ -95,14 +95,14 @@ def start_flow(files: DeploymentFiles, flow: str) -> None:
 
 
 def compile_flow(files: DeploymentFiles, flow: str) -> dict[str, Any]:
-    """Return the definition of a flow that the scheduler would store; nothing is deployed.
+    """Compile a flow without deploying it; return the definition that the scheduler would store.
 
     While Metaflow compiles the flow, it uploads the code package and, for Step Functions, registers
     job definitions at AWS Batch.
 
     Raises:
         ConfigError: the definition contains a secret in clear text.
-        ProcessError: Metaflow refuses the flow, or would let a shell execute its parameters.
+        ProcessError: Metaflow refuses the flow, or its first job would execute parameters as code.
     """
     text = create_flow(files, flow, "--only-json")
     compiled: dict[str, Any] = json.loads(text)
@@ -112,7 +112,7 @@ def compile_flow(files: DeploymentFiles, flow: str) -> dict[str, Any]:
             "the parameters of an execution. Install the version of Metaflow that pyproject.toml "
             "names."
         )
-    # The command masks secrets in its output.
+    # The command masks secrets in its output, so a mask in the definition marks a secret.
     if places := sorted(set(_places_of_mask(compiled, flow))):
         raise ConfigError(
             f"The scheduler would store a secret in clear, in {', '.join(places)}. Unset the "
@@ -123,7 +123,7 @@ def compile_flow(files: DeploymentFiles, flow: str) -> dict[str, Any]:
 
 
 def run_flow_command(files: DeploymentFiles, flow: str, *words: str) -> str:
-    """Run a scheduler command of a flow, and return its output.
+    """Run one of Metaflow's scheduler commands for a flow, and return its standard output.
 
     Raises:
         ProcessError: the command fails.
@@ -166,7 +166,7 @@ def _variables(deployment: Deployment) -> dict[str, str]:
 
 
 def _places_of_mask(value: Any, place: str) -> Iterator[str]:
-    """Yield the name of each value in which a secret was masked; `place` is the name of `value`."""
+    """Yield the name of each text in `value` that has a masked secret; `place` names `value`."""
     if isinstance(value, str):
         if MASK in value:
             yield place

@@ -1,4 +1,4 @@
-"""Render as text the resources of each step of a deployment, and the state of deployed flows."""
+"""Render a deployment's resources per step, and the state of its deployed flows, as text."""
 
 import io
 from collections.abc import Iterator, Mapping
@@ -21,11 +21,11 @@ FACTS = ("name", "deployed", "token", "settings", "code", "next start", "last ru
 """Rows of the table that `--status` prints."""
 
 SHORT_DIGEST = 12
-"""Number of characters that are shown of a commit, and of the digest of an image."""
+"""Number of characters to show of a commit or of an image's digest."""
 
 
 def render_deployment(deployment: Deployment, tags: Mapping[str, str], num_nodes: int) -> str:
-    """Return a text about the deployment: resources of each step, schedule, settings and code.
+    """Render the resources of each step, the schedule, the settings and the code as text.
 
     Args:
         deployment: the deployment.
@@ -49,11 +49,11 @@ def render_deployment(deployment: Deployment, tags: Mapping[str, str], num_nodes
 
 
 def render_status(found: Mapping[str, DeployedFlow | None], tags: Mapping[str, str]) -> str:
-    """Return a text about the deployed flows.
+    """Render the state of the deployed flows as text.
 
     Args:
         found: flow -> its state at the scheduler; None if the flow is not deployed.
-        tags: the present result of `tags_of`, with which the tags of the flows are compared.
+        tags: the current result of `tags_of`, for comparison with the tags of the deployed flows.
     """
     table = Table("", *found)
     columns = [_facts(one, tags) for one in found.values()]
@@ -99,7 +99,7 @@ def _short_image(image: str) -> str:
 
 
 def _starts(schedule: Schedule) -> str:
-    """Return in words when the flow Retrain starts."""
+    """Describe when the flow Retrain starts."""
     parts = []
     if schedule.cron:
         at = f"{next_run(schedule.cron, schedule.timezone):%Y-%m-%d %H:%M %Z}"
@@ -110,13 +110,13 @@ def _starts(schedule: Schedule) -> str:
 
 
 def _code(tags: Mapping[str, str]) -> str:
-    """Return the commit, and whether files differed from it."""
+    """Return the shortened commit, and whether files differed from the commit."""
     changed = {"yes": ", with changes", "no": ""}.get(tags.get(CHANGES, ""), "")
     return f"{tags.get(COMMIT, 'unknown')[:SHORT_DIGEST]}{changed}"
 
 
 def _settings(deployed: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """Return the digest of the deployed settings, and the digest in the file if the two differ."""
+    """Return the digest of the deployed settings, and the digest of the file if they differ."""
     value = deployed.get(SETTINGS, "unknown")
     return value if value == now[SETTINGS] else f"{value}, the file has {now[SETTINGS]}"
 
@@ -132,12 +132,12 @@ def _render(table: Table, lines: list[str]) -> str:
 
 
 def next_run(cron: str, timezone: str, after: datetime | None = None) -> datetime:
-    """Return the next time of a schedule, in its time zone.
+    """Return the next start time of a schedule, in the schedule's time zone.
 
     Args:
-        cron: the times in the format of Argo or EventBridge, with names for days of the week.
-        timezone: time zone of the times; empty for UTC.
-        after: time after which to search; by default now.
+        cron: start times in the format of Argo or EventBridge, with names for days of the week.
+        timezone: time zone of `cron`; empty for UTC.
+        after: time after which to search; None for now.
 
     Raises:
         ConfigError: the schedule has no next time.
@@ -145,7 +145,7 @@ def next_run(cron: str, timezone: str, after: datetime | None = None) -> datetim
     require_package("croniter", extra="deploy", needed_by="A schedule")
     from croniter import CroniterError, croniter
 
-    # EventBridge's format has ? for any day, and a sixth field for the year.
+    # In EventBridge's format, ? means any day, and the sixth field is the year.
     fields = cron.replace("?", "*").split()[:5]
     start = (after or datetime.now(UTC)).astimezone(ZoneInfo(timezone or "UTC"))
     try:

@@ -1,4 +1,4 @@
-"""Refuse settings of a deployment that its scheduler does not support, and name the remedy."""
+"""Refuse settings of a deployment that the scheduler does not support, with a remedy for each."""
 
 import re
 from collections.abc import Iterator
@@ -74,7 +74,7 @@ def _refuse_argo_only(deployment: Deployment) -> None:
 
 
 def _check_time_limits(deployment: Deployment) -> None:
-    """Raise if the time limit of a run is shorter than the time limit of a step's attempt."""
+    """Raise if a run has less time than one attempt of a step may take."""
     minutes = 60 * deployment.timeout_hours
     for place, resources in _places(deployment):
         if minutes and resources.timeout_minutes > minutes:

@@ -1,7 +1,7 @@
-"""Compare memory and time of the trainings with the machines and time limits of a deployment.
+"""Check that the trainings fit the memory of a deployment's machines and its time limits.
 
-The data are not read: every prompt is assumed to have `PROMPT_TOKENS` tokens, and every response
-the maximum length. `flows/rlhf.py run --check` reads the data and computes with the actual lengths.
+The data are not read. This check assumes that every prompt has `PROMPT_TOKENS` tokens and every
+response the maximum length. `flows/rlhf.py run --check` reads the data and uses the actual lengths.
 """
 
 from collections.abc import Iterator
@@ -41,14 +41,14 @@ PROMPT_TOKENS = 1024
 """Assumed number of tokens of each prompt, as in the table of presets in docs/own-data.md."""
 
 DEFAULT_MINUTES = 5 * 24 * 60
-"""Metaflow's time limit of an attempt in minutes, for steps without a limit of their own."""
+"""Metaflow's default time limit of an attempt, in minutes."""
 
 GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedTraining:
-    """A training, with the resources and the type of GPU of the step that runs it."""
+    """A training, and the resources and GPU type of the step that runs it."""
 
     step: str
     resources: StepResources
@@ -64,7 +64,7 @@ class PlannedTraining:
 def check_sizes(files: DeploymentFiles) -> list[str]:
     """Return lines of text that compare each training with its machine and time limit.
 
-    If a model cannot be read here, the only line states the reason.
+    If a model cannot be read here, return one line with the reason.
 
     Raises:
         ConfigError: a training needs more GPUs or memory than its machine has, or more time than
@@ -75,7 +75,7 @@ def check_sizes(files: DeploymentFiles) -> list[str]:
     with TemporaryDirectory() as folder:
         try:
             settings = _read_with_models(files.settings, Path(folder))
-        # The person who deploys may have no access to the models.
+        # The person who deploys the flows may have no access to the models.
         except PPOError as error:
             return [
                 "sizes: not compared with the machines, because a model could not be read: "
@@ -93,7 +93,7 @@ def check_sizes(files: DeploymentFiles) -> list[str]:
 
 
 def _read_with_models(path: Path, folder: Path) -> Settings:
-    """Return the settings; download configurations and tokenizers of the models into `folder`.
+    """Download the models' configurations and tokenizers to `folder`, and return the settings.
 
     Raises:
         PPOError: a setting is wrong, or a model cannot be read here.
@@ -115,11 +115,9 @@ def _read_with_models(path: Path, folder: Path) -> Settings:
 def _planned(
     deployment: Deployment, settings: Settings, lines: list[str]
 ) -> Iterator[PlannedTraining]:
-    """Yield the trainings that can be compared with their machines.
+    """Yield the trainings that run on a known type of GPU and have a known size (see `_size_of`).
 
-    A training can be compared if its step has GPUs of a known type and `_size_of` returns a size.
-    For every other training on GPUs, the reason is appended to `lines`. Trainings on CPUs are
-    skipped.
+    For every other training on GPUs, append the reason to `lines`. Skip trainings on CPUs.
     """
     trainings = {
         "load_policy": ("SFT", "sft", settings.sft.lora.r),
@@ -160,10 +158,7 @@ def _planned(
 
 
 def _size_of(name: str, settings: Settings, processes: Processes) -> TrainingSize | None:
-    """Return the size of the training with this name; None if it cannot be computed.
-
-    This is the case if the training offloads, or if DeepSpeed has settings of its own.
-    """
+    """Return the size of a training; None if it offloads or has its own DeepSpeed settings."""
     if name == "SFT":
         return sft_size(settings, longest=settings.sft.max_length, processes=processes)
     if name == "reward model":
@@ -174,21 +169,21 @@ def _size_of(name: str, settings: Settings, processes: Processes) -> TrainingSiz
 
 
 def _schedule(settings: Settings, processes: int) -> Schedule:
-    """Return the schedule of PPO as if there were one prompt.
+    """Return the schedule of PPO for a data set with one prompt.
 
-    The number of prompts matters only if num_train_epochs sets the length of PPO.
+    The number of prompts matters only if num_train_epochs determines the number of updates.
     """
     return make_schedule(settings.ppo, num_prompts=1, num_processes=processes)
 
 
 def _gpu_of(resources: StepResources, settings: Settings) -> Gpu | None:
-    """Return the GPU of a step; None if it is unknown.
+    """Return the GPU of a step, or None if the GPU is unknown.
 
-    A `gpu_type` of the step takes precedence over the GPU that the settings name.
+    The step's `gpu_type` takes precedence over the GPU in the settings.
     """
     table = read_gpus(settings.hardware).values()
     if resources.gpu_type:
-        # The label of a node is CUDA's name of the GPU with hyphens instead of spaces.
+        # The node label is the GPU name that CUDA reports, with hyphens instead of spaces.
         return next(
             (gpu for gpu in table if gpu.device.replace(" ", "-") == resources.gpu_type), None
         )

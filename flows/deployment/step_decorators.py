@@ -1,4 +1,4 @@
-"""Add the Metaflow decorators that a deployment file describes to the flows."""
+"""Add Metaflow decorators to the flows, with the values of a deployment file."""
 
 from math import ceil
 from typing import Any
@@ -20,14 +20,14 @@ from deployment.step_settings import TAINT, StepResources
 from pipeline.judges.judge_names import JUDGED_ELSEWHERE, SCORED_ELSEWHERE
 
 GPU_LABEL = "nvidia.com/gpu.product"
-"""Label of a node in which NVIDIA's feature discovery writes the type of the node's GPUs."""
+"""Node label in which NVIDIA's feature discovery stores the type of the node's GPUs."""
 
 ACCOUNT_LABEL = "rlhf/service-account"
-"""Label of a pod with the name of the pod's service account. The NetworkPolicies of
-infra/kubernetes select pods by this label, because Kubernetes has no selector for accounts."""
+"""Pod label with the name of the pod's service account. The NetworkPolicies of infra/kubernetes
+select pods by this label, because a NetworkPolicy cannot select pods by service account."""
 
 EFA_RESOURCE = "vpc.amazonaws.com/efa"
-"""Name of EFA network devices among the resources of a node."""
+"""Name of the Kubernetes resource for EFA network devices."""
 
 
 def add_decorators(flow: Any, deployment: Deployment, *, is_scheduled: bool) -> None:
@@ -36,7 +36,7 @@ def add_decorators(flow: Any, deployment: Deployment, *, is_scheduled: bool) -> 
     Args:
         flow: the flow, in the form that Metaflow passes to its mutators.
         deployment: the deployment.
-        is_scheduled: whether this is the flow Retrain, which alone has a schedule.
+        is_scheduled: whether this is the flow Retrain; the flow RLHF has no schedule.
     """
     branch = {"branch": deployment.branch} if deployment.branch else {}
     # Without `production`, the name of the deployed flow would contain the name of the user.
@@ -79,7 +79,10 @@ def _add_to_step(step: Any, resources: StepResources, deployment: Deployment) ->
 
 
 def _variables_of_keys(resources: StepResources, deployment: Deployment) -> dict[str, str]:
-    """Return the variables that tell a step that only other steps have the key of a server."""
+    """Return the environment variables that mark a step without the key of a server.
+
+    A step is marked if the step that calls the server has a secret that this step lacks.
+    """
     steps = {JUDGED_ELSEWHERE: JUDGING_STEP, SCORED_ELSEWHERE: TRAINING_STEP}
     return {
         variable: "1"
@@ -89,7 +92,7 @@ def _variables_of_keys(resources: StepResources, deployment: Deployment) -> dict
 
 
 def _kubernetes_attributes(resources: StepResources) -> dict[str, Any]:
-    """Return the attributes of @kubernetes that have a value; others keep Metaflow's defaults."""
+    """Return the attributes of @kubernetes that are set; otherwise, Metaflow's defaults apply."""
     gpu_node = {GPU_LABEL: resources.gpu_type} if resources.gpu_type else {}
     efa = {EFA_RESOURCE: str(resources.efa)} if resources.efa else {}
     account = {ACCOUNT_LABEL: resources.service_account} if resources.service_account else {}
@@ -110,7 +113,7 @@ def _kubernetes_attributes(resources: StepResources) -> dict[str, Any]:
 
 
 def _batch_attributes(resources: StepResources) -> dict[str, Any]:
-    """Return the attributes of @batch that have a value; others keep Metaflow's defaults."""
+    """Return the attributes of @batch that are set; otherwise, Metaflow's defaults apply."""
     given = {
         "efs_volumes": [f"{volume}:{folder}" for volume, folder in resources.mounts.items()],
         "gpu": resources.gpu,
@@ -123,7 +126,7 @@ def _batch_attributes(resources: StepResources) -> dict[str, Any]:
 
 
 def _toleration(taint: str) -> dict[str, str]:
-    """Return the toleration of a taint that `StepResources` accepted."""
+    """Convert a taint, whose syntax `StepResources` has checked, to a toleration."""
     match = TAINT.fullmatch(taint)
     assert match
     value = {"operator": "Exists"} if match["value"] is None else {"value": match["value"]}
@@ -135,5 +138,5 @@ def _mebibytes(gib: float) -> int:
 
 
 def _megabytes(gib: float) -> int:
-    """Return a size in units of 10^6 bytes, which Metaflow uses for Kubernetes."""
+    """Convert GiB to units of 10^6 bytes, which Metaflow uses for Kubernetes."""
     return ceil(gib * 2**30 / 10**6)

@@ -24,10 +24,10 @@ NEXT_MOVE = (
 
 
 class StepFunctionsDeployment:
-    """The flows of a deployment at AWS Step Functions."""
+    """The flows of a deployment on AWS Step Functions."""
 
     def __init__(self, deployment: Deployment) -> None:
-        """Take the deployment; account and region are those of the AWS credentials."""
+        """Store the deployment; the AWS configuration selects the account and the region."""
         self._deployment = deployment
 
     def name_of(self, flow: str) -> str:
@@ -38,7 +38,7 @@ class StepFunctionsDeployment:
     def forbid_overlaps(self, flow: str) -> None:
         """Do nothing: Step Functions cannot forbid overlapping runs.
 
-        The lease of the registered model still prevents that two runs train at the same time.
+        The lease of the registered model still prevents two runs from training at the same time.
         """
 
     def find(self, flow: str) -> DeployedFlow | None:
@@ -76,7 +76,7 @@ class StepFunctionsDeployment:
 def _cron_of(state_machine: str) -> str:
     """Return the cron times at which EventBridge starts a state machine.
 
-    The text is empty if the state machine has no schedule, or a disabled one.
+    Return an empty string if the state machine has no schedule or its schedule is disabled.
     """
     events: Any = get_aws_client("events")
     try:

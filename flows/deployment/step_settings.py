@@ -1,4 +1,4 @@
-"""Resources of a step of a deployed flow: machine, rights, secrets, limits, and environment."""
+"""Settings for a step of a deployed flow: machine, rights, secrets, limits and environment."""
 
 import re
 from dataclasses import dataclass, field

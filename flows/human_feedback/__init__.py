@@ -1,1 +1,1 @@
-"""Feedback of users: read from traces and files, checked, and written as training data."""
+"""Read users' feedback from traces and files, check it, and write it as training data."""

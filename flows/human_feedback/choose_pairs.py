@@ -32,22 +32,24 @@ from ppo_core.io.validation import Count, Seed
 from ppo_core.models.loading import member_folders
 
 CANDIDATES = 4
-"""Prompts that are answered for each pair that a reward model chooses."""
+"""Number of prompts to answer for each pair that reward models choose."""
 
 SPARE = 1.25
-"""Prompts that are answered for each random pair: some have equal answers, or resemble others."""
+"""Number of prompts to answer for each random pair. It is above 1, because a prompt yields no pair
+if its answers are equal or if the prompt resembles another prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairChoice:
-    """What pairs to label are chosen from.
+    """Options for choosing pairs to label: policies, prompts, reward model and number of pairs.
 
     Raises:
         ConfigError: a value is out of range.
     """
 
     settings: Settings
-    """Settings of a run: how prompts are read, how answers are sampled and scored."""
+    """Settings of a run. They determine how prompts are read, and how answers are sampled and
+    scored."""
 
     policies: Sequence[str]
     """Folders, hub ids, or models:/NAME@ALIAS."""
@@ -84,12 +86,14 @@ class PairChoice:
 
     @cached_property
     def members(self) -> list[Path]:
-        """Folders of the reward models."""
+        """Folders of the members of the reward model."""
         return member_folders(self.reward_model)
 
 
 def pairs_to_label(choice: PairChoice) -> list[Pair]:
-    """Return the pairs on which the reward models differ most; without one, random pairs.
+    """Return the pairs on which the members of the reward model differ most.
+
+    Without a reward model, return random pairs.
 
     Raises:
         DataError: the prompts cannot be used, or no prompt has two different answers.
@@ -115,9 +119,10 @@ def pairs_to_label(choice: PairChoice) -> list[Pair]:
 
 
 def disputed_pairs(settings: Settings, folder: Path, reward_model: str, labels: int) -> list[Pair]:
-    """Return at most `labels` answers of PPO that judge and reward model order differently.
+    """Return pairs with an answer of PPO on which the judge and the reward model disagree.
 
-    The pair with the largest difference of scores comes first. A prompt has one pair at most.
+    The pairs are sorted by the difference between the reward model's scores, largest first. Each
+    prompt has at most one pair.
 
     Args:
         settings: settings of the run.
@@ -126,13 +131,13 @@ def disputed_pairs(settings: Settings, folder: Path, reward_model: str, labels: 
         labels: maximum number of pairs.
 
     Raises:
-        DataError: a file of the evaluation is missing or damaged, or has no such pair.
+        DataError: a file of the evaluation is missing or damaged, or there is no such pair.
         ModelError: the model cannot be loaded, or a score is not finite.
     """
     judged = [one for one in read_judged_pairs(folder / JUDGEMENTS) if _decides_about_ppo(one)]
     if not judged:
         raise DataError(f"'{folder}': the judge decided no pair of PPO. There is nothing to label.")
-    # The verdicts have each prompt as the judge read it, without its turns.
+    # A verdict has the prompt as text, as the judge read it. The samples have the original prompt.
     as_asked = {shown_prompt(row["prompt"]): row["prompt"] for row in read_jsonl(folder / SAMPLES)}
     prompts = [as_asked[one.prompt] for one in judged]
     answers = [[one.candidate, one.opponent] for one in judged]
@@ -151,7 +156,7 @@ def disputed_pairs(settings: Settings, folder: Path, reward_model: str, labels: 
 
 
 def write_pairs(pairs: Sequence[Pair], path: Path) -> None:
-    """Write the pairs in the form that `feedback.py label` reads.
+    """Write the pairs in the format that `feedback.py label` reads.
 
     Raises:
         TrainingError: the file cannot be written.
@@ -166,7 +171,7 @@ def _decides_about_ppo(one: JudgedPair) -> bool:
 
 
 def _prompts(choice: PairChoice) -> list[str | Messages]:
-    """Return different prompts to answer, drawn at random if there are more than needed."""
+    """Return distinct prompts to answer; draw them at random if there are more than needed."""
     settings = choice.settings
     sources = choice.prompts or [settings.prompts]
     found = {
@@ -183,9 +188,9 @@ def _prompts(choice: PairChoice) -> list[str | Messages]:
 def _answers(
     choice: PairChoice, policy: str, number: int, prompts: Sequence[str | Messages]
 ) -> list[list[str]]:
-    """Return the answers of the policy with this number to each prompt, sampled as PPO samples."""
+    """Sample answers of a policy to each prompt, as PPO does; `number` is the policy's index."""
     model, tokenizer = find_policy(policy, Path(choice.settings.output_dir) / "cache" / CHAMPIONS)
-    # Policies with equal random numbers would give answers that are alike.
+    # With equal seeds, similar policies would give similar answers.
     settings = replace(choice.settings, seed=(choice.seed + number) % 2**32)
     asked = [prompt for prompt in prompts for _ in range(choice.samples)]
     with TemporaryDirectory() as folder:
@@ -199,7 +204,7 @@ def _scores(
     prompts: Sequence[str | Messages],
     answers: Sequence[Sequence[str]],
 ) -> Array:
-    """Return the scores (N, K, M) of K answers to each of N prompts by M models, one at a time."""
+    """Return scores (N, K, M) of K answers to N prompts by M models; load one model at a time."""
     repeated = [prompt for prompt, texts in zip(prompts, answers, strict=True) for _ in texts]
     flat = [text for texts in answers for text in texts]
     found = []

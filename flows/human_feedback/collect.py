@@ -14,12 +14,12 @@ from pipeline.inputs.json_lines import json_line
 from ppo_core.io.atomic_files import explained_writes, require_writable, write_atomically
 
 FEEDBACK, LEFT_OUT = "feedback.jsonl", "left-out.jsonl"
-"""Files with the opinions that are used, and with those that are left out."""
+"""Names of the file of used opinions and of the file of left-out opinions."""
 
 SECONDS_OF_A_DAY = 86_400
 
 LEAST_WEIGHT = 1e-4
-"""Weight below which an old opinion is not written, because it would teach nothing."""
+"""Minimum weight of a written opinion. An opinion with a smaller weight has almost no effect."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,13 +35,14 @@ class Collected:
     """Number of answers, or pairs of answers, on which users disagree. All opinions are used."""
 
     implausible: list[ImplausibleUser]
-    """Users to look at. Their opinions are used unless `without` names them."""
+    """Users whose judgments look implausible. Their opinions are used unless `without` names the
+    users."""
 
 
 def collect(
     opinions: Sequence[Opinion], left_out: Sequence[LeftOut], without: Collection[str]
 ) -> Collected:
-    """Leave out repetitions and the users in `without`; find contradictions and doubtful users."""
+    """Leave out repetitions and users in `without`; find contradictions and implausible users."""
     gone = [
         LeftOut(one.source, "opinions of this user are not wanted", one.user)
         for one in opinions
@@ -57,11 +58,11 @@ def collect(
 
 
 def write_feedback(found: Collected, folder: Path, half_life_days: float | None) -> Path:
-    """Write each file completely or not at all; return the path of the feedback.
+    """Write the files FEEDBACK and LEFT_OUT atomically; return the path of FEEDBACK.
 
-    The weight of a row is 1. With a half-life, it is 1 for the newest row and halves with each
-    half-life of age; a row without a time has the weight of the oldest one. Rows with a weight
-    below LEAST_WEIGHT are not written.
+    Without a half-life, each row has the weight 1. With a half-life, the newest row has the weight
+    1, and the weight halves with each half-life of age. A row without a time has the weight of the
+    oldest row. Rows with a weight below LEAST_WEIGHT are not written.
 
     Raises:
         ConfigError: the folder cannot be written.
@@ -90,7 +91,7 @@ def write_feedback(found: Collected, folder: Path, half_life_days: float | None)
 
 
 def weights_of(times: Sequence[datetime | None], half_life_days: float | None) -> list[float]:
-    """Return the weight of each time, see `write_feedback`."""
+    """Return the weight of a row for each time; see `write_feedback`."""
     known = [time for time in times if time is not None]
     if half_life_days is None or not known:
         return [1.0] * len(times)
@@ -100,7 +101,7 @@ def weights_of(times: Sequence[datetime | None], half_life_days: float | None) -
 
 
 def describe_feedback(found: Collected, silent: int) -> list[str]:
-    """Return lines on what was collected and what was left out."""
+    """Describe the used and the left-out opinions, as lines of text."""
     liked = sum(one.disliked is None for one in found.opinions)
     disliked = sum(one.liked is None for one in found.opinions)
     pairs = len(found.opinions) - liked - disliked

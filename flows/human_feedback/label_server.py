@@ -1,4 +1,4 @@
-"""A page on this machine on which a person labels pairs of answers."""
+"""Serve a local web page on which a person labels pairs of answers."""
 
 import json
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -26,7 +26,7 @@ HEADERS = {
 
 
 class _Server(ThreadingHTTPServer):
-    """A server on 127.0.0.1 of one labeling."""
+    """A server on 127.0.0.1 for one `Labeling`."""
 
     def __init__(self, labeling: Labeling, port: int) -> None:
         super().__init__(("127.0.0.1", port), _Handler)
@@ -73,7 +73,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._reply(200, "application/json", json.dumps(self.server.labeling.state()))
 
     def _is_ours(self) -> bool:
-        # A foreign name that resolves to this machine is refused (DNS rebinding).
+        # Refuse other host names: a foreign name may resolve to 127.0.0.1 (DNS rebinding).
         return self.headers.get("Host") == f"127.0.0.1:{self.server.server_port}"
 
     def _reply(self, status: int, kind: str, text: str) -> None:
@@ -91,9 +91,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def label_server(labeling: Labeling, port: int) -> tuple[ThreadingHTTPServer, str]:
-    """Return a server on 127.0.0.1 that does not run yet, and the address of its page.
+    """Return a server on 127.0.0.1, not started yet, and the address of its page.
 
-    The address has a secret part, so that no other page of the browser can send labels. With
+    The address contains a secret, so that no other web page in the browser can send labels. With
     `port` 0, a free port is chosen.
     """
     server = _Server(labeling, port)

@@ -1,4 +1,4 @@
-"""Pairs of answers as tasks of Label Studio, and the labels of its export as rows of votes."""
+"""Write pairs of answers as tasks of Label Studio, and read the labels of its export."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from ppo_core.io.text_files import read_json_file
 from ppo_core.io.validation import read_record
 
 CONTROL = "better"
-"""Name of the choice in INTERFACE."""
+"""Name of the tag `Choices` in INTERFACE."""
 
 INTERFACE = f"""<View>
   <Text name="prompt" value="$prompt"/>
@@ -30,10 +30,11 @@ INTERFACE = f"""<View>
     <Choice value="tie"/>
   </Choices>
 </View>"""
-"""Labeling interface of the project; its tags: https://labelstud.io/tags/choices."""
+"""Labeling interface of the Label Studio project, written with the tags of
+https://labelstud.io/tags/choices."""
 
 ANYONE = "label-studio"
-"""Name with which `sides_of` exchanges answers: it is not known who will see a task."""
+"""Annotator id for `sides_of`, because the annotator of a task is not known in advance."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class _Result:
 class _Annotation:
     result: list[_Result]
     completed_by: Any = None
-    """Id of the person, or an object that has it."""
+    """Id of the person, or an object that contains the id."""
 
     was_cancelled: bool = False
 
@@ -77,7 +78,9 @@ class _Task:
 
 
 def write_tasks(pairs: Sequence[Vote], path: Path) -> None:
-    """Write the tasks of a project, to be imported there; half of them have exchanged answers.
+    """Write one task for each pair, for the import into a Label Studio project.
+
+    About half of the tasks show the second answer on the left.
 
     Raises:
         TrainingError: the file cannot be written.
@@ -93,12 +96,12 @@ def write_tasks(pairs: Sequence[Vote], path: Path) -> None:
 
 
 def labels_of_export(path: Path) -> list[dict[str, Any]]:
-    """Return a row of votes for each label in an export of the format `JSON`.
+    """Return one row of votes for each label in a file that Label Studio exported as `JSON`.
 
-    Skipped tasks, and other results than those of INTERFACE, are left out.
+    Skipped tasks, and results that do not come from the tag CONTROL, are left out.
 
     Raises:
-        DataError: the file is no such export, or has no label.
+        DataError: the file is not such an export, or has no label.
     """
     content = read_json_file(path, DataError)
     try:
@@ -128,7 +131,7 @@ def _rows_of(task: _Task) -> Iterator[dict[str, Any]]:
 
 
 def _person(annotation: _Annotation) -> str | None:
-    """Return an id of the person who labeled; None if it is not known."""
+    """Return the email address or id of the annotator; None if both are unknown."""
     who = annotation.completed_by
     if isinstance(who, dict):
         who = who.get("email") or who.get("id")

@@ -1,4 +1,4 @@
-"""Pairs of answers that a person labels: the next pair, the labels so far, and their file."""
+"""Find the next pair of answers that a person should label, and save the person's labels."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -19,21 +19,21 @@ from ppo_core.io.atomic_files import explained_writes, write_atomically
 SKIP = "skip"
 
 CHOICES = ("left", "right", "tie", SKIP)
-"""What a person can say about a pair."""
+"""Choices of a person for a pair."""
 
 _Texts: TypeAlias = tuple[str, str, str]
-"""Prompt as JSON, and the two answers."""
+"""The prompt as JSON, and the two answers."""
 
 
 @dataclass
 class Labeling:
-    """The pairs of a file, and one person's labels, which are saved after each label.
+    """The pairs of a file, and one person's labels; each label is saved at once.
 
-    Several people may label into one file at a time.
+    Several people may write labels to the same file at the same time.
     """
 
     pairs: list[Vote]
-    """The pairs to label; their own labels are not used."""
+    """The pairs to label; labels that they already have are ignored."""
 
     annotator: str
     """Id of the person."""
@@ -42,7 +42,7 @@ class Labeling:
     """File of the labels of all persons."""
 
     skipped: set[_Texts] = field(default_factory=set, init=False)
-    """Pairs that are not shown again before the next start."""
+    """Pairs that the person skipped; they are shown again only after a restart."""
 
     labeled: set[_Texts] = field(init=False)
     """Pairs that this person has labeled."""
@@ -58,7 +58,7 @@ class Labeling:
         return sum(texts in self.labeled or texts in self.skipped for texts in self._texts)
 
     def state(self) -> dict[str, Any]:
-        """Return the next pair as the page shows it, and how many are done."""
+        """Return the next pair as the page expects it, and the number of finished pairs."""
         left = (
             number
             for number, texts in enumerate(self._texts)
@@ -73,7 +73,7 @@ class Labeling:
         return {"pair": shown, "done": self.done, "total": len(self.pairs)}
 
     def label(self, number: int, choice: str) -> None:
-        """Save what the person says about a pair; a repeated label of one pair is ignored.
+        """Save the person's choice for a pair; ignore a second label for the same pair.
 
         Raises:
             DataError: there is no such pair or choice.
@@ -92,7 +92,7 @@ class Labeling:
             self._change(lambda rows: [*rows, row])
 
     def undo(self) -> None:
-        """Remove the person's last label of a pair of this file; do nothing if there is none."""
+        """Remove the person's last label for one of `pairs`; do nothing if there is none."""
         own = {*self._texts}
 
         def without_last(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -108,7 +108,7 @@ class Labeling:
         return sides_of(self.pairs[number], self.annotator)
 
     def _change(self, change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> None:
-        """Change the rows of the file, while no other process changes them."""
+        """Apply `change` to the rows of the file under a lock, and write the result."""
         with explained_writes(self.file), FileLock(f"{self.file}.lock"):
             rows = change(self._saved())
             lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
@@ -126,16 +126,19 @@ class Labeling:
 
 
 def sides_of(pair: Vote, annotator: str) -> tuple[str, str]:
-    """Return the left and the right answer; they are exchanged in half of the pairs."""
+    """Return the left and the right answer, which are exchanged in about half of the pairs.
+
+    A hash of the pair and of the annotator decides, so the order is always the same.
+    """
     text = json.dumps([*_texts_of(vars(pair)), annotator])
     is_swapped = blake2b(text.encode(), digest_size=1).digest()[0] % 2
     return (pair.second, pair.first) if is_swapped else (pair.first, pair.second)
 
 
 def label_row(pair: Vote, choice: str, annotator: str | None, *, left: str) -> dict[str, Any]:
-    """Return what is saved of a pair of which a person chose `left`, `right` or `tie`.
+    """Return the row to save after a person chose `left`, `right` or `tie` for a pair.
 
-    `left` is the answer that was shown on the left.
+    The argument `left` is the answer that was shown on the left.
     """
     label = "tie"
     if choice != "tie":

@@ -1,4 +1,4 @@
-"""An opinion of a user on an answer, and the reason why an opinion is left out."""
+"""Records of a user's opinion on an answer, and of an opinion that is left out."""
 
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -50,7 +50,7 @@ class LeftOut:
 
 
 def size_fault(*texts: object) -> str:
-    """Return why these texts are refused; empty if they are not too long."""
+    """Return the reason for refusing the texts if one is too long; otherwise an empty string."""
     most = max(map(count_characters, texts))
     if most <= MOST_CHARACTERS:
         return ""
@@ -58,5 +58,5 @@ def size_fault(*texts: object) -> str:
 
 
 def time_of(milliseconds: int | None) -> datetime | None:
-    """Return the time of a timestamp of MLflow."""
+    """Convert a timestamp of MLflow to a time in UTC."""
     return None if milliseconds is None else datetime.fromtimestamp(milliseconds / 1000, UTC)

@@ -17,14 +17,14 @@ from serving.answer_traces import CORRECTION, MODEL_TAG, PEOPLE, VERSION_TAG, se
 TRACES_AT_ONCE = 100
 
 Said: TypeAlias = Feedback | Expectation
-"""What a person attached to a trace."""
+"""An assessment that a person attached to a trace."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How a number becomes a judgment: positive from `liked` on, negative up to `disliked`.
+    """Thresholds for a judgment by a number: positive from `liked` on, negative up to `disliked`.
 
-    If both are None, judgments by numbers are left out.
+    If the thresholds are None, judgments by numbers are left out.
     """
 
     liked: float | None = None
@@ -33,7 +33,7 @@ class Scale:
 
 @dataclass
 class FoundOpinions:
-    """The opinions that were found, and those that are left out."""
+    """The opinions that were found, and the opinions that are left out."""
 
     opinions: list[Opinion] = field(default_factory=list)
     left_out: list[LeftOut] = field(default_factory=list)
@@ -51,15 +51,15 @@ def read_traces(
 ) -> FoundOpinions:
     """Read the opinions on the answers of a registered model.
 
-    Only feedback and expectations of people are read. If a user judged an answer several times, the
-    last judgment counts.
+    Only feedback and expectations from people are read. If a user judged an answer several times,
+    the last judgment counts.
 
     Args:
         name: name of the registered model.
         scale: how numbers become judgments.
         experiment: MLflow experiment of the traces; if empty, `served_experiment`.
-        since: answers before this time are not read.
-        version: only answers of this version are read; if empty, answers of all versions.
+        since: read no answers from before this time.
+        version: read only the answers of this version; if empty, of all versions.
 
     Raises:
         DataError: there is no such experiment.
@@ -129,7 +129,10 @@ def _read(trace: Trace, versions: Collection[str], scale: Scale, result: FoundOp
 
 
 def _answer(trace: Trace, source: str) -> Opinion | str:
-    """Return an opinion without a user that likes the answer, or why the answer is not usable."""
+    """Return a template for opinions on the answer, or the reason why the answer is unusable.
+
+    The template has no user, and its `liked` is the answer.
+    """
     root = next((span for span in trace.data.spans if span.parent_id is None), None)
     inputs: Any = getattr(root, "inputs", None)
     outputs: Any = getattr(root, "outputs", None)
@@ -168,7 +171,7 @@ def _user(one: Said) -> str:
 
 
 def _opinion(answer: Opinion, one: Said, scale: Scale) -> Opinion | LeftOut:
-    """Return a user's opinion on an answer."""
+    """Convert an assessment to an opinion; `answer` is the result of `_answer`."""
     user, value, text = _user(one), one.value, answer.liked
     known = replace(answer, user=user, time=time_of(one.create_time_ms))
     if isinstance(one, Expectation):

@@ -15,12 +15,12 @@ from ppo_core.data.sources.source import named_data, open_source
 
 
 def read_votes(source: str) -> tuple[list[Opinion], list[LeftOut]]:
-    """Read the rows of a file.
+    """Return the opinions in a file, and the rows that are left out.
 
-    A row has `prompt` and one of three forms of an opinion: `first`, `second` and `label` (first,
+    A row has `prompt` and an opinion in one of three forms: `first`, `second` and `label` (first,
     second or tie); `completion` and `label` (true or false); or `chosen` and `rejected`, one of
-    which may be missing. It may have `annotator`, `version` and `time` (ISO 8601, or seconds since
-    1970).
+    which may be missing. A row may also have `annotator`, `version` and `time` (ISO 8601, or
+    seconds since 1970).
 
     Raises:
         DataError: the file cannot be read, or a column is missing.
@@ -84,7 +84,7 @@ def _has_messages(row: RawRow) -> bool:
 
 
 def _answers(row: Row) -> tuple[str | None, str | None] | None:
-    """Return the preferred and the other answer of a row; None if none is preferred."""
+    """Return the preferred answer and the other answer of a row; None if neither is preferred."""
     if "label" not in row:
         return row["chosen"], row["rejected"]
     vote = Vote.of(row)

@@ -1,4 +1,4 @@
-"""Find opinions on equal answers: repetitions, and contradictions between users."""
+"""Find opinions on equal answers: repetitions by one user, and contradictions between users."""
 
 import json
 from collections import defaultdict
@@ -8,11 +8,11 @@ from typing import TypeAlias
 from human_feedback.opinions import LeftOut, Opinion
 
 AnswerKey: TypeAlias = tuple[str, frozenset[str]]
-"""Prompt as JSON, and the answer or the two answers of an opinion."""
+"""The prompt as JSON, and the one or two answers of an opinion."""
 
 
 def answer_key(opinion: Opinion) -> AnswerKey:
-    """Return what two opinions on the same answers have in common."""
+    """Return a key that is equal for all opinions on the same prompt and answers."""
     texts = (opinion.liked, opinion.disliked)
     return json.dumps(opinion.prompt), frozenset(text for text in texts if text is not None)
 
@@ -20,8 +20,8 @@ def answer_key(opinion: Opinion) -> AnswerKey:
 def without_repetitions(opinions: Sequence[Opinion]) -> tuple[list[Opinion], list[LeftOut]]:
     """Return the last opinion of each user on equal answers, and the earlier opinions as left out.
 
-    Two opinions of unknown users may be of different users, so only those on one trace, or in one
-    row of a file, repeat each other.
+    Opinions without a user id may come from different users. They count as repetitions only if they
+    have the same source: one trace, or one row of a file.
     """
     last: dict[tuple[AnswerKey, str], Opinion] = {}
     left_out = []

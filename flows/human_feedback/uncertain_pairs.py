@@ -12,11 +12,12 @@ from pipeline.inputs.contamination import text_of
 from ppo_core.data.chat_template import Messages
 
 MOST_SIMILAR = 0.8
-"""Largest cosine similarity of two prompts that are both labeled. Words are weighted by TF-IDF."""
+"""Maximum cosine similarity of the TF-IDF vectors of two prompts that are both labeled."""
 
 SHARED_BY_ALL = 0.1
-"""Weight of a word that is in all prompts, such as those of a shared instruction. scikit-learn's
-weight is 1; with 0, two prompts of equal words would have no words."""
+"""Inverse document frequency of a word that is in all prompts, such as a word of a shared
+instruction. scikit-learn uses 1. With 0, prompts that consist of the same words would have zero
+vectors."""
 
 
 class Pair(NamedTuple):
@@ -31,7 +32,7 @@ class Pair(NamedTuple):
 
 
 def preference_variance(scores: Array) -> Array:
-    """Return the variance (N, K, K) of the preference between two answers over M reward models.
+    """Return the variance (N, K, K), over M reward models, of the preference between two answers.
 
     Each model gives P(answer i is better than answer j) = sigmoid(score_i - score_j) (Bradley and
     Terry, 1952).
@@ -48,15 +49,15 @@ def uncertain_pairs(
     scores: Array,
     count: int,
 ) -> list[Pair]:
-    """Return the pair of each prompt with the largest variance, of at most `count` prompts.
+    """Return the pair of answers with the largest variance for each of at most `count` prompts.
 
-    Prompts with the largest variance come first. A prompt that resembles an earlier one is left
+    Prompts with the largest variance come first. A prompt that resembles an earlier prompt is left
     out.
 
     Args:
         prompts: N prompts.
         answers: K answers to each prompt.
-        scores: their scores (N, K, M) by M reward models.
+        scores: scores (N, K, M) of the answers by M reward models.
         count: maximum number of pairs.
     """
     variance = preference_variance(scores)
@@ -73,9 +74,9 @@ def uncertain_pairs(
 def random_pairs(
     prompts: Sequence[str | Messages], answers: Sequence[Sequence[str]], count: int, seed: int
 ) -> list[Pair]:
-    """Return two different answers to each of at most `count` prompts, drawn at random.
+    """Draw at most `count` prompts at random, and two different answers to each prompt.
 
-    A prompt that resembles an earlier one is left out. `prompts` and `answers` are as in
+    A prompt that resembles an earlier prompt is left out. For `prompts` and `answers`, see
     `uncertain_pairs`.
     """
     generator = np.random.default_rng(seed)
@@ -92,7 +93,7 @@ def first_unlike(pairs: Sequence[Pair], count: int) -> list[Pair]:
     """Return the first `count` pairs whose prompts resemble no prompt of an earlier pair."""
     if not pairs:
         return []
-    # Also words of one letter: a prompt may have no others.
+    # Keep one-letter words and punctuation as tokens, because a prompt may have no other tokens.
     vectorizer = TfidfVectorizer(token_pattern=r"\w+|[^\w\s]")
     texts = [text_of(pair.prompt) for pair in pairs]
     vectorizer.fit(texts)

@@ -1,4 +1,4 @@
-"""Find users whose judgments are implausible beside those of the other users."""
+"""Find users whose judgments are implausible, compared with the judgments of the other users."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from human_feedback.opinions import Opinion
 from human_feedback.same_answers import AnswerKey, answer_key
 
 FALSE_ALARMS = 0.05
-"""Largest probability of naming any user if all users judge alike, shared by all tests."""
+"""Maximum probability that the tests together name any user although all users judge alike."""
 
 _Votes: TypeAlias = Mapping[str, Mapping[AnswerKey, bool]]
 """User -> answer -> whether the user likes the answer."""
@@ -19,20 +19,20 @@ _Votes: TypeAlias = Mapping[str, Mapping[AnswerKey, bool]]
 
 @dataclass(frozen=True)
 class ImplausibleUser:
-    """A user to look at."""
+    """A user whose judgments look implausible, and the reason."""
 
     user: str
     reason: str
 
 
 def find_implausible(opinions: Sequence[Opinion]) -> list[ImplausibleUser]:
-    """Return the users whose judgments of single answers differ from those of the other users.
+    """Return the users whose judgments of single answers differ from the other users' judgments.
 
-    Two tests are made for each user: whether the user likes as large a share of answers as the
-    others (Fisher's exact test); and whether, on answers that others judged as well, the user
-    agrees with the majority of the others at least as often as by chance (binomial test). The user
-    with the smallest p-value is named first, and does not count for the others. Users without an id
-    are not named.
+    Each user is tested twice. Fisher's exact test compares the share of answers that the user likes
+    with the share that the other users like. The binomial test takes the answers that other users
+    judged as well, and asks whether the user agrees with their majority less often than by chance.
+    The user with the smallest p-value is named first, and this user's judgments are removed before
+    the next user is named. Users without an id are not named.
     """
     votes: dict[str, dict[AnswerKey, bool]] = defaultdict(dict)
     for one in opinions:
@@ -50,7 +50,7 @@ def find_implausible(opinions: Sequence[Opinion]) -> list[ImplausibleUser]:
 
 
 def _tests(user: str, votes: _Votes) -> list[tuple[float, str, str]]:
-    """Return the p-value of each test of a user, the user, and the reason to look at the user."""
+    """Return (p-value, user, reason) for each test of a user."""
     own, others = votes[user], [given for name, given in votes.items() if name != user]
     theirs = [liked for given in others for liked in given.values()]
     if not theirs:

@@ -1,4 +1,4 @@
-"""Compare the feedback on the champion with the feedback on the champion before it."""
+"""Compare the feedback on the champion with the feedback on the previous champion."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,36 +16,38 @@ from pipeline.registry.change_champion import read_champions, roll_back
 from pipeline.registry.decisions import Decision
 
 ALPHA = 0.01
-"""Largest probability of withdrawing a champion that users like as much as the one before it."""
+"""Maximum probability of withdrawing a champion that users like as much as the previous one."""
 
 PLANNED = 250
-"""Number of users of the champion for which the users of the one before it must suffice."""
+"""Number of comparisons, one for each user of the champion, for which the previous champion's users
+must suffice. It limits the number of the previous champion's users in one comparison."""
 
 MOST_COMPARED = 5
-"""Maximum number of earlier users with whom one user of the champion is compared."""
+"""Maximum number of the previous champion's users in one comparison."""
 
 LARGEST_LOG = 700.0
-"""Logarithm at which the evidence is cut off, because larger numbers are not floats."""
+"""Maximum logarithm of the evidence; the exponential of a larger number overflows a float."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FeedbackComparison:
-    """Judgments of single answers of the champion and of the champion before it, one per user."""
+    """Judgments of single answers of the champion and the previous champion, one per user."""
 
     champion: int
     """Version of the champion."""
 
     before: int
-    """Version of the champion before it."""
+    """Version of the previous champion."""
 
     liked: tuple[float, float]
-    """Mean of the users' judgments on the champion, and on the one before it: 1 for liked."""
+    """Mean judgment of the users of the champion, and of the previous champion: 1 for liked."""
 
     users: tuple[int, int]
-    """Number of users who judged the champion, and the one before it."""
+    """Number of users who judged the champion, and of users who judged the previous champion."""
 
     evidence: float
-    """Capital of bets that users like the champion less; 1 / alpha shows it."""
+    """Largest capital of bets that users like the champion less. A capital of at least 1 / alpha
+    shows that they do."""
 
     def describe(self) -> str:
         """Return the rates and the evidence as a sentence."""
@@ -61,9 +63,10 @@ class FeedbackComparison:
 def watch_champion(
     name: str, *, by: str, alpha: float = ALPHA, margin: float = 0.0, withdraw: bool
 ) -> str:
-    """Compare the feedback on the champion with that on the one before, and return the result.
+    """Compare the feedback on the champion and the previous champion; describe the result.
 
-    If the champion is shown to be worse and `withdraw` is true, the one before is champion again.
+    If the evidence shows that the champion is worse and `withdraw` is true, withdraw it, so that
+    the previous champion is champion again.
 
     Raises:
         DataError: no served answers are recorded.
@@ -110,16 +113,17 @@ def compare_feedback(
 ) -> FeedbackComparison:
     """Compare the judgments of single answers; pairs and corrections do not count.
 
-    Each user counts once, because judgments of one user depend on each other: by the mean of the
-    judgments on the version before, and by the first judgment on the champion. A later judgment
-    would change a value on which bets were made. Judgments of users without an id do not count.
+    Each user counts once, because judgments of one user are not independent. For the previous
+    champion, a user's value is the mean of the user's judgments. For the champion, it is the user's
+    first judgment, because later judgments would change a value on which bets were already made.
+    Judgments of users without an id do not count.
 
     Args:
         opinions: opinions on answers of both versions.
         champion: version of the champion.
-        before: version of the champion before it.
-        since: time of the promotion; only earlier judgments on the version before count, and only
-            later ones on the champion.
+        before: version of the previous champion.
+        since: time of the champion's promotion. Only earlier judgments of the previous champion
+            count, and only later judgments of the champion.
         margin: accepted loss in the share of liked answers.
     """
     new = [given[0] for given in _by_user(opinions, champion, after=since).values()]
@@ -129,7 +133,7 @@ def compare_feedback(
         before=before,
         liked=(fmean(new) if new else 0.0, fmean(old) if old else 0.0),
         users=(len(new), len(old)),
-        # The newest users of the version before are closest in time.
+        # Use the newest users of the previous champion first: they are closest in time.
         evidence=evidence_of_loss(new, old[::-1], margin),
     )
 
@@ -137,16 +141,17 @@ def compare_feedback(
 def evidence_of_loss(new: Sequence[float], old: Sequence[float], margin: float = 0.0) -> float:
     """Return the largest capital of bets that new answers are liked less than old ones.
 
-    User i of the champion, with the judgment x_i, is compared with the mean m_i of k other users of
-    the version before. A bet wins if m_i - x_i is above `margin` (see `log_capitals`). If the
-    champion is liked as much, the capital ever reaches 1 / alpha with a probability of at most
-    alpha (Ville's inequality), however often one looks. k depends on the number of old users
-    alone, so no old user is compared twice; when all are used, no further bet is made.
+    User i of the champion has the judgment x_i. The judgment is compared with the mean m_i of the
+    judgments of k users of the previous champion. A bet wins if m_i - x_i is above `margin` (see
+    `log_capitals`). If users like the champion as much as the previous champion, the probability
+    that the capital ever reaches 1 / alpha is at most alpha (Ville's inequality), however often the
+    evidence is checked. k depends only on M. Each user of the previous champion is compared only
+    once, and the bets end when fewer than k of these users are left.
 
     Args:
-        new: judgments (N,) on the champion, from 0 to 1, of independent users.
-        old: judgments (M,) on the version before.
-        margin: accepted loss.
+        new: judgments (N,) of the champion, from 0 to 1, by independent users.
+        old: judgments (M,) of the previous champion, from 0 to 1.
+        margin: accepted loss in the share of liked answers.
     """
     compared = min(max(len(old) // PLANNED, 1), MOST_COMPARED)
     bets = min(len(new), len(old) // compared)
@@ -164,7 +169,7 @@ def _by_user(
     after: datetime | None = None,
     until: datetime | None = None,
 ) -> Mapping[str, list[float]]:
-    """Return each user's judgments of a version, oldest first, in the order of the first ones."""
+    """Return user -> judgments of a version, oldest first; users are sorted by first judgment."""
     own = [
         (one.time, one)
         for one in opinions

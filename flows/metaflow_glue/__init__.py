@@ -1,1 +1,1 @@
-"""Code that uses private parts of Metaflow: its command line, its errors, its compiled jobs."""
+"""Code that uses private parts of Metaflow: command line, errors, runtime and compiled jobs."""

@@ -1,4 +1,4 @@
-"""Add hints, checks and refusals to Metaflow's command line of `flows/rlhf.py`."""
+"""Add hints and checks to the command line that Metaflow creates for `flows/rlhf.py`."""
 
 from collections.abc import Collection, Sequence
 from itertools import pairwise
@@ -18,13 +18,14 @@ from ppo_core.io.text_files import read_text_file
 
 
 def check_settings_file(argv: Sequence[str]) -> None:
-    """Raise unless `--config` has the form that Metaflow expects, and the file can be read.
+    """Check that `--config` has the form that Metaflow expects, and that the file can be read.
 
-    Without this check, Metaflow would take any two next words for the name and the file, would wait
-    for the writer if the file is a pipe, and would end in a traceback if the file is not UTF-8.
+    Without this check, Metaflow would accept any two words after `--config` as the name and the
+    file. It would wait for the writer if the file is a pipe, and print a traceback if the file is
+    not UTF-8.
 
     Raises:
-        ConfigError: the option has another form, a settings file follows `run` directly, or the
+        ConfigError: `--config` has another form, a settings file follows `run` directly, or the
             file cannot be read.
     """
     for word, following in pairwise(argv):
@@ -52,7 +53,7 @@ def refuse_scheduler(argv: Sequence[str], num_nodes: int) -> None:
     Raises:
         ConfigError: the scheduler is Airflow, or Step Functions with several machines.
     """
-    # A value after `run` may have the name of a scheduler.
+    # A value after `run` may be equal to the name of a scheduler.
     words = argv[: argv.index("run")] if "run" in argv else argv
     if "airflow" in words:
         raise ConfigError(
@@ -68,7 +69,7 @@ def refuse_scheduler(argv: Sequence[str], num_nodes: int) -> None:
 
 
 def prepare_resume(argv: Sequence[str], flow_name: str) -> None:
-    """Make a `resume` the latest run; if no run is named, print which run it continues.
+    """Make `resume` record its run as the latest run; print which run it resumes if none is named.
 
     Raises:
         ConfigError: no run is named, and the working directory has none.
@@ -89,11 +90,11 @@ def prepare_resume(argv: Sequence[str], flow_name: str) -> None:
 
 
 def _record_resumed_runs(flow_name: str) -> None:
-    """Record a resumed run as the latest run, once it has copied the finished steps of its origin.
+    """Record a resumed run as the latest run, after it has copied its origin's finished steps.
 
-    Metaflow records the latest run only in the command `run`. So a second `resume` would continue
-    the first run, and repeat all steps that the first `resume` had finished. Metaflow has no hook
-    for this, so a method of its runtime is replaced.
+    Metaflow records the latest run only in the command `run`. Therefore, a second `resume` would
+    continue the original run and repeat all steps that the first `resume` had finished. Metaflow
+    has no hook for this, so this function replaces a method of Metaflow's runtime.
     """
     execute = NativeRuntime.execute
 
@@ -108,17 +109,17 @@ def _record_resumed_runs(flow_name: str) -> None:
 
 
 def explain_unknown_options(options: Collection[str]) -> None:
-    """Add a hint to Metaflow's message about an unknown option: what to write instead.
+    """Extend Metaflow's message about an unknown option with a hint: what to write instead.
 
-    Metaflow has no setting for its messages, so a method of its parser is replaced.
+    Metaflow has no setting for its messages, so this function replaces a method of its parser.
 
     Args:
-        options: the options of `run` for the flow's parameters, without the leading hyphens.
+        options: names of the flow's parameters, which are options of `run`.
     """
     describe = NoSuchOption.format_message
 
     def explained(error: NoSuchOption) -> str:
-        # Imported here, because only this message needs the names of all settings.
+        # Imported here, because only this message needs the names of the settings.
         from pipeline.settings.settings import SETTING_NAMES
 
         if error.possibilities:
@@ -132,11 +133,11 @@ def explain_unknown_options(options: Collection[str]) -> None:
 
 
 def check_instead_of_run(context: Context, _option: Option, is_given: bool) -> bool:
-    """Make Metaflow's `run` call the flow's `check_only`, without a run, if the option is given.
+    """If `--check` is given, make Metaflow's `run` call the flow's `check_only` and start no run.
 
     This is the callback of `--check`. Metaflow creates a run before the first step, and a step
-    cannot end a run early. So the function of the command `run` is replaced after its parameters
-    have been read.
+    cannot end a run early. Therefore, this callback replaces the function of the command `run`
+    after Metaflow has read the parameters.
     """
     if is_given and context.info_name == "run":
 
@@ -153,14 +154,14 @@ def send_to_scheduler(context: Context, option: Option, given: Sequence[str]) ->
     """Make Metaflow's `trigger` send the values of `--set` as one text, joined by spaces.
 
     The scheduled run splits this text at its spaces. This is the callback of `--set`. Metaflow has
-    no hook here, so the function of the command `trigger` is replaced after the values have been
-    read from the command line and the environment.
+    no hook for this, so this callback replaces the function of the command `trigger` after Metaflow
+    has read the values from the command line and the environment.
     """
     if context.info_name == "trigger":
         trigger = context.command.callback
 
         def send(**values: Any) -> Any:
-            # The run would get a list as one text in JSON.
+            # If the value were a list, the run would receive the list as one JSON text.
             values[option.name] = " ".join(given) or None
             try:
                 refuse_spaces(given)
@@ -173,7 +174,7 @@ def send_to_scheduler(context: Context, option: Option, given: Sequence[str]) ->
 
 
 def refuse_spaces(overrides: Sequence[str]) -> None:
-    """Raise if a value of `--set` contains a space, at which a scheduled run would split it.
+    """Raise if a value of `--set` contains a space, because a scheduled run splits at spaces.
 
     Raises:
         ConfigError: a value contains a space.

@@ -1,8 +1,8 @@
 """Pass the parameters of a scheduled execution to the first step, quoted for the shell.
 
-The first job of an execution writes the parameters into a file, which the job's shell then reads.
-Metaflow would write each value as JSON, so the shell would execute `$(...)` in a value, with the
-rights of the first step. These commands write the file instead:
+The first job of an execution writes the parameters to a file, which the job's shell then reads.
+Metaflow's own command writes each value as JSON. The shell would then execute `$(...)` in a value,
+with the rights of the first step. These commands write the file instead:
 
     python -m metaflow_glue.execution_parameters step-functions FILE NAME ...
     python -m metaflow_glue.execution_parameters argo FILE NAME,IS_NONE,VALUE_IN_BASE64 ...
@@ -26,21 +26,22 @@ ARGO = re.compile(r"metaflow\.plugins\.argo\.set_parameters (\w+)")
 STEP_FUNCTIONS = re.compile(
     r"metaflow\.plugins\.aws\.step_functions\.set_batch_environment parameters (\w+)"
 )
-"""Patterns of the Metaflow commands that write the file; the group is the name of the file."""
+"""Patterns of Metaflow's commands that write the file; the group matches the name of the file."""
 
 
 COMMANDS = ("argo-workflows", "step-functions")
-"""Metaflow's commands that deploy a flow to a scheduler."""
+"""Metaflow's command groups that deploy a flow to a scheduler."""
 
 
 def quote_parameters(names: Collection[str]) -> None:
-    """Make Metaflow put the command of this module into the jobs that it compiles.
+    """Make Metaflow use the commands of this module in the jobs that it compiles.
 
-    Metaflow has no hook here, so the function that completes the commands of a job is replaced.
+    Metaflow has no hook for this, so this function replaces the function with which Metaflow
+    completes the commands of a job.
 
     Args:
-        names: the parameters of the flow; an execution of Step Functions with another parameter
-            is refused.
+        names: the parameters of the flow. An execution of Step Functions that sets another
+            parameter is refused.
     """
     # Imported here, because only a deployment needs the clients of the schedulers.
     from metaflow.plugins.argo import argo_workflows
@@ -60,7 +61,7 @@ def quote_parameters(names: Collection[str]) -> None:
 def read_step_functions(names: Collection[str], environment: Mapping[str, str]) -> dict[str, Any]:
     """Return the parameters of an execution of Step Functions.
 
-    A parameter that the execution does not set has the default of the flow.
+    A parameter that the execution does not set has the flow's default.
 
     Raises:
         ConfigError: the input is not a JSON object, or has a parameter that the flow lacks.
@@ -98,7 +99,7 @@ def read_argo(words: Sequence[str]) -> dict[str, str | None]:
             parsed = json.loads(text)
         except ValueError:
             parsed = text
-        # `trigger` sends a text as a JSON string. The text of any other value is not changed.
+        # `trigger` sends a text as a JSON string, which is decoded. Any other text is kept.
         values[name] = parsed if isinstance(parsed, str) else text
         if text == "null" and is_none == "t":
             values[name] = None
@@ -106,7 +107,7 @@ def read_argo(words: Sequence[str]) -> dict[str, str | None]:
 
 
 def exports(values: Mapping[str, Any]) -> str:
-    """Return lines with which a shell exports the values; a value of None is left out.
+    """Return shell commands that export the values; leave out a value of None.
 
     Raises:
         ConfigError: a value has a null character, which no variable can contain.

@@ -1,7 +1,7 @@
-"""Fork the steps of a run on this machine from a step server, which has imported everything.
+"""Fork the steps of a run on this machine from a step server that has imported their modules.
 
-Each step is a process of its own, and its imports of torch, transformers and MLflow take 5 to 9
-seconds. The server imports them once. Steps on other machines are started as before.
+Each step runs in its own process, which would need 5 to 9 seconds to import torch, transformers and
+MLflow. The server imports these modules once. Metaflow starts steps on other machines as usual.
 """
 
 import json
@@ -22,7 +22,8 @@ from metaflow_glue import step_server
 from metaflow_glue.step_server import NUMBER
 
 REMOTE = ("batch", "kubernetes")
-"""Commands of Metaflow before `step` that start the step elsewhere and wait for it."""
+"""Metaflow's commands that run a step on another machine and wait for it. In the arguments, such a
+command comes directly before the word `step`."""
 
 GPUS = ("/dev/nvidiactl", "/dev/kfd")
 """Device files of the drivers of NVIDIA and AMD."""
@@ -31,9 +32,10 @@ GPUS = ("/dev/nvidiactl", "/dev/kfd")
 def fork_steps(modules: Sequence[str]) -> None:
     """Fork the steps of a Metaflow run from a step server.
 
-    Metaflow has no setting for how a step starts, so its runtime gets another module `subprocess`.
-    Nothing changes on other systems than Linux, where a process that has imported native libraries
-    may not be forked, nor on a machine with a GPU, since an import may initialize CUDA.
+    Metaflow has no setting for how a step starts, so this function replaces the module `subprocess`
+    in Metaflow's runtime. On systems other than Linux, it does nothing, because a process that has
+    imported native libraries must not be forked there. On a machine with a GPU, it does nothing,
+    because an import may initialize CUDA.
 
     Args:
         modules: modules that the server imports.
@@ -46,19 +48,19 @@ def fork_steps(modules: Sequence[str]) -> None:
 
 
 class StepServer:
-    """A process that forks for each step; it starts with the first step."""
+    """The client of a server process that forks for each step; the first step starts the server."""
 
     def __init__(self, modules: Sequence[str]) -> None:
-        """Prepare a server that imports `modules`."""
+        """Store the names of the modules that the server imports."""
         self._modules = modules
 
     def start(
         self, argv: Sequence[str], env: Mapping[str, str], **options: Any
     ) -> "ForkedStep | subprocess.Popen[bytes]":
-        """Start a step: Metaflow's call of `subprocess.Popen`.
+        """Start a step; Metaflow calls this method instead of `subprocess.Popen`.
 
-        Only a step of this Python on this machine is forked. Any other step, and every step once
-        the server has died, is started as a new process.
+        A step that runs with this Python on this machine is forked. Any other step is started as a
+        new process. If the server has died, every step is started as a new process.
         """
         is_here = "step" in argv and argv[argv.index("step") - 1] not in REMOTE
         step = self._fork(argv[1:], env) if is_here and argv[0] == sys.executable else None
@@ -75,7 +77,7 @@ class StepServer:
             socket.send_fds(self._channel, [len(text).to_bytes(NUMBER)], streams)
             self._channel.sendall(text)
         except OSError:
-            pass  # The empty answer below says that the server has died.
+            pass  # The server has died, so `ForkedStep` receives no process id below.
         finally:
             to_status.close()
             os.close(to_output)
@@ -87,14 +89,14 @@ class StepServer:
     def _channel(self) -> socket.socket:
         """Start the server, and return the socket of its requests."""
         here, there = socket.socketpair()
-        # The flow's file will run in the main module, so this program leaves no name there.
+        # The flow's file will run in the main module, so this program must define no name there.
         program = f"__import__({step_server.__name__!r}, fromlist=['serve']).serve()"
         with there:
             subprocess.Popen(
                 [sys.executable, "-u", "-c", program, *self._modules],
                 cwd=Path(__file__).parents[1],
-                # Python decides at its start whether a stream can seek. The pipes of a step cannot,
-                # nor can a socket.
+                # When Python starts, it checks whether each stream is seekable. The streams must
+                # not be seekable, because the pipes of a step are not. A socket is not seekable.
                 stdin=there.fileno(),
                 stdout=there.fileno(),
                 stderr=there.fileno(),
@@ -110,8 +112,8 @@ class ForkedStep:
 
         Args:
             status: socket on which the server sends the process id, and at the end the wait status.
-            output: file descriptor of what the step prints.
-            error: the same for its standard error.
+            output: file descriptor of the step's standard output.
+            error: file descriptor of the step's standard error.
         """
         self._status = status
         self.stdout, self.stderr = os.fdopen(output, "rb"), os.fdopen(error, "rb")
@@ -132,7 +134,7 @@ class ForkedStep:
         """Wait for the end of the step, and return its exit code."""
         if self.returncode is None:
             status = self._receive()
-            # Without an answer the server has died, and the kernel has killed the step with it.
+            # If no status arrives, the server has died, and the kernel has killed the step.
             killed = -signal.SIGKILL
             self.returncode = killed if status is None else os.waitstatus_to_exitcode(status)
         return self.returncode

@@ -24,8 +24,8 @@ def keep_secrets_from_metaflow(argv: Sequence[str]) -> None:
     """Refuse secrets on the command line, and redact the data that Metaflow stores by itself.
 
     Metaflow stores the address of the git remote, which contains a token in many CI jobs, and the
-    traceback of a failed step. No setting of Metaflow prevents this, so a function and a class of
-    Metaflow are replaced.
+    traceback of a failed step. No setting of Metaflow prevents this, so this function replaces a
+    function and a class of Metaflow.
 
     Args:
         argv: arguments of the command, without the name of the file.
@@ -45,7 +45,7 @@ def keep_secrets_from_metaflow(argv: Sequence[str]) -> None:
 def redacted_exception(error: BaseException) -> Any:
     """Return the record of an exception that Metaflow stores and shows.
 
-    Secrets are masked, and control characters are escaped.
+    Mask secrets and escape control characters in the record.
     """
     stored = MetaflowExceptionWrapper(error)
     stored.exception = escape_controls(redact(stored.exception))
@@ -66,7 +66,7 @@ def _redacted(read: Any) -> Any:
 def _named(argv: Sequence[str]) -> dict[str, str]:
     """Return flag -> its values, joined by spaces.
 
-    The key of an argument before the first flag contains the position of the argument.
+    An argument before the first flag has the key "argument POSITION".
     """
     values: dict[str, str] = {}
     flag = ""

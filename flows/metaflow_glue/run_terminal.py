@@ -1,7 +1,7 @@
-"""Show a run of a flow on this machine: few lines in a log, and one panel on a terminal.
+"""Show a run of a flow on this machine: a few lines in a log, or a panel on a terminal.
 
-Metaflow prints each line of each step with time, step and process. Its logs of the steps, which
-`logs` prints, are not changed.
+By default, Metaflow prints every line of every step, with time, step and process. This module does
+not change the logs of the steps that Metaflow stores and that its command `logs` prints.
 """
 
 import os
@@ -33,13 +33,13 @@ from ppo_core.errors.redaction import redact
 from ppo_core.io.progress_bar import PROGRESS
 
 QUIET, QUIET_VARIABLE = "--quiet", "METAFLOW_QUIET"
-"""Metaflow's option, before the command `run`, and the environment variable of the same meaning."""
+"""Metaflow's option before the command `run`, and the environment variable with its meaning."""
 
 HELD_LINES = 10_000
-"""Number of the last lines of a step that are shown if the step fails."""
+"""Maximum number of lines of a failed step that are shown, counted from the end."""
 
 _KILLED = "[KILLED BY ORCHESTRATOR]"
-"""Metaflow's message on a task that did not end by itself in time."""
+"""Metaflow's message about a task that it killed, because the task did not end in time."""
 
 _UNREADABLE = (
     MetaflowException,
@@ -51,51 +51,51 @@ _UNREADABLE = (
     TypeError,
     ValueError,
 )
-"""Errors of reading a result of another run, which may be missing, old or damaged."""
+"""Errors that occur while reading a missing, old or damaged result of another run."""
 
 _TASK = re.compile(r"\[[^/\]]+/(?P<step>\w+)/\S+( \(pid (?P<pid>\d+)\))?\]")
-"""What Metaflow writes before a line: run, step, task and process."""
+"""Prefix that Metaflow writes before a line: run, step, task and process."""
 
 _RUN = re.compile(r"Workflow starting \(run-id (\S+)\):")
 
 _NOISE = re.compile(r"Done!|Foreach yields|Cloning results|(No|\d+) tasks? |.* not started")
-"""Beginnings of Metaflow's messages that say nothing new."""
+"""Beginnings of Metaflow's messages that are not shown."""
 
 _PROGRESS = re.compile(r"[^:]{1,200} \d+ %: \d")
-"""Beginning of a line of a `ProgressBar`."""
+"""Beginning of a line that a `ProgressBar` prints."""
 
 _WARNING = re.compile(r"(warning|error|critical)\b|\S+:\d+: \w*Warning: ", re.IGNORECASE)
-"""Beginning of a line of a step that is shown although the step has not failed."""
+"""Beginning of a step's line that is shown even if the step does not fail."""
 
 _CONTINUED = re.compile(r"- ")
-"""Beginning of the further lines of a warning."""
+"""Beginning of the second and later lines of a warning."""
 
 
 def show_run_briefly(flow: type[FlowSpec], argv: Sequence[str]) -> None:
     """Show the run of a flow: its steps, their progress, warnings, and the lines of the last step.
 
     The other lines of a step are shown only if the step fails. With `--quiet`, only warnings,
-    failures and the result are shown. Metaflow has no setting for its output, so its functions
-    are replaced.
+    failures and the result are shown. Metaflow has no setting for its output, so this function
+    replaces functions of Metaflow.
 
     Args:
         flow: class of the flow.
         argv: arguments of a process that runs or resumes a flow.
     """
-    # Metaflow reads its options from variables with this prefix, too.
+    # Metaflow also reads its options from environment variables, such as METAFLOW_QUIET.
     given = os.environ.get(QUIET_VARIABLE, "")
     is_quiet = QUIET in argv or BoolParamType().convert(given or "0", None, None)
     os.environ[QUIET_VARIABLE] = "true"
     stream = _stream_below(sys.stdout)
-    # Otherwise FORCE_COLOR would make rich take a log for a terminal.
+    # Without `force_terminal`, FORCE_COLOR would make rich treat a log as a terminal.
     console = Console(file=stream, highlight=False, force_terminal=stream.isatty())
     terminal = RunTerminal(console, is_quiet)
-    # The options of the command line, which this module creates on import, depend on the flow.
+    # The import of `cli` creates the options of the command line, which depend on the flow.
     with flow_context(flow):
         from metaflow import cli
     cli.logger = terminal.show
     if os.environ.get("NO_COLOR"):
-        # The click of Metaflow does not read this variable.
+        # Metaflow's copy of click does not read NO_COLOR.
         utils.should_strip_ansi = lambda *_, **__: True
     execute = NativeRuntime.execute
 
@@ -107,10 +107,10 @@ def show_run_briefly(flow: type[FlowSpec], argv: Sequence[str]) -> None:
 
 
 class RunTerminal:
-    """What a terminal or a log shows of a run."""
+    """Prints a run to a terminal or to a log."""
 
     def __init__(self, console: Console, is_quiet: bool) -> None:
-        """Print to `console`."""
+        """Store the console to print to."""
         self._console, self._is_quiet = console, is_quiet
         self._docs: Mapping[str, str] = {}
         self._last_step = ""
@@ -120,7 +120,7 @@ class RunTerminal:
 
     @contextmanager
     def watching(self, runtime: Any) -> Iterator[None]:
-        """Show the steps of Metaflow's runtime; on a terminal, in a panel."""
+        """Show the steps of the run that Metaflow's runtime executes; on a terminal, in a panel."""
         graph = runtime._graph
         steps = list(graph.sorted_nodes)
         self._docs = {name: (graph[name].doc or "").strip().partition("\n")[0] for name in steps}
@@ -151,8 +151,8 @@ class RunTerminal:
         timestamp: Any = True,
         nl: bool = True,
     ) -> None:
-        """Show a line, or hold it back; the arguments are those of Metaflow's logger."""
-        # Native libraries of a step write past its own redaction.
+        """Show a line, or hold it back; the parameters are the same as in Metaflow's logger."""
+        # The step itself redacts its output, but not the output of native libraries.
         body, task = escape_controls(redact(body)), _TASK.match(head)
         if system_msg or bad or task is None:
             self._show_message(body, head, task, is_bad=bad)
@@ -216,7 +216,7 @@ class RunTerminal:
 
 
 def seconds_of_last_run(flow: str) -> dict[str, float]:
-    """Return the duration of each step in the last successful run; {} if it cannot be read."""
+    """Return step -> seconds in the last successful run; {} if the run cannot be read."""
     with suppress(*_UNREADABLE):
         run = Flow(flow).latest_successful_run
         return dict(run.data.seconds) if run else {}
@@ -235,11 +235,14 @@ def _live(panel: LivePanel, console: Console) -> Iterator[None]:
         redirect_stderr=False,
     )
     with live:
-        # A killed process cannot show the cursor again.
+        # Show the cursor while the panel is drawn, because a killed process could not restore it.
         console.show_cursor(True)
         yield
 
 
 def _stream_below(stream: Any) -> TextIO:
-    """Return the stream below a redacted one, which would escape the codes that move a panel."""
+    """Return the stream that a redacting stream wraps.
+
+    The redacting stream would escape the control characters with which a panel is drawn.
+    """
     return cast(TextIO, getattr(stream, "_stream", stream))

@@ -1,9 +1,10 @@
 """The step server: a process that imports modules once, and forks for each step of a run.
 
-Its other side is `forked_steps`.
+Its client is `forked_steps`.
 
-`serve` reads requests from a socket, its standard input, and ends when the socket is closed and the
-last step has ended. A code change during a run reaches only the modules that are not imported yet.
+`serve` reads requests from its standard input, which is a socket. It ends when the socket is closed
+and the last step has ended. If the code changes during a run, the change affects only the modules
+that the server has not imported.
 """
 
 import json
@@ -51,8 +52,8 @@ def serve() -> None:
 
     The forked process runs the flow's file and ends as the file does.
     """
-    # Ctrl+C and SIGTERM may reach all processes of a run. The server ignores them; the steps save a
-    # checkpoint and end.
+    # Ctrl+C and SIGTERM may reach all processes of a run. The server ignores both signals, and the
+    # steps save a checkpoint and end.
     signals = {
         each: signal.signal(each, signal.SIG_IGN) for each in (signal.SIGINT, signal.SIGTERM)
     }
@@ -63,7 +64,7 @@ def serve() -> None:
     server = os.getpid()
     request = _next_step()
     if request is None:
-        # To free every imported object would take seconds.
+        # A normal exit would take seconds, because Python would free every imported object.
         os._exit(0)
     end_with(server)
     for each, handler in signals.items():
@@ -73,8 +74,11 @@ def serve() -> None:
 
 
 def _next_step() -> StepRequest | None:
-    """Fork for each request; return it in the new process, and None in the server at its end."""
-    # Where this call is missing or forbidden, the server dies before it has promised a step.
+    """Fork for each request, and return the request in the new process.
+
+    In the server, return None after the last step has ended.
+    """
+    # If `pidfd_open` is missing or forbidden, the server dies here, before it accepts a step.
     os.close(os.pidfd_open(os.getpid()))
     running: dict[int, tuple[int, socket.socket]] = {}
     channel = socket.socket(fileno=os.dup(sys.stdin.fileno()))
@@ -88,7 +92,7 @@ def _next_step() -> StepRequest | None:
             elif (request := _receive(channel)) is None:
                 waiting.unregister(channel)
             elif process := _fork(request):
-                # The file descriptor of a process is readable when the process has ended.
+                # The file descriptor of a process becomes readable when the process ends.
                 ended = os.pidfd_open(process)
                 running[ended] = process, request.status
                 waiting.register(ended, selectors.EVENT_READ)
@@ -112,7 +116,7 @@ def _receive(channel: socket.socket) -> StepRequest | None:
 def _fork(request: StepRequest) -> int | None:
     """Fork, and return the process id as `os.fork` does; None if there is no new process."""
     process = None
-    # Without an answer, the run starts the step itself.
+    # If the fork fails, the run receives no process id, and starts the step itself.
     with suppress(OSError):
         process = os.fork() if _is_wanted(request) else None
     if process != 0:
@@ -126,7 +130,7 @@ def _fork(request: StepRequest) -> int | None:
 
 
 def _is_wanted(request: StepRequest) -> bool:
-    """Return whether the run still waits; it may have been interrupted during the imports."""
+    """Return whether the run still waits; the run may have ended during the imports."""
     with suppress(BlockingIOError):
         return bool(request.status.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
     return True
@@ -139,13 +143,13 @@ def _report_end(ended: int, process: int, status: socket.socket) -> None:
 
 
 def _send(status: socket.socket, number: int) -> None:
-    # A run that was killed reads nothing.
+    # If the run was killed, nobody reads the number.
     with suppress(OSError):
         status.sendall(number.to_bytes(NUMBER))
 
 
 def _become(request: StepRequest) -> None:
-    """Make this process the step: its streams, environment, folder and arguments."""
+    """Give this process the step's streams, environment, working directory and arguments."""
     request.status.close()
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, sys.stdin.fileno())
@@ -156,7 +160,7 @@ def _become(request: StepRequest) -> None:
     os.chdir(request.folder)
     sys.argv[:] = request.argv
     sys.path[0] = os.path.dirname(os.path.realpath(request.argv[0]))
-    # Otherwise all steps would draw the same numbers.
+    # Without new seeds, all steps would draw the same random numbers.
     random.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
@@ -165,7 +169,7 @@ def _become(request: StepRequest) -> None:
 
 
 def _set_streams(streams: Sequence[int]) -> None:
-    """Make two file descriptors the standard output and error, and close the descriptors."""
+    """Redirect standard output and error to two file descriptors, and close the descriptors."""
     for number, stream in enumerate(streams, start=1):
         os.dup2(stream, number)
         os.close(stream)
@@ -174,8 +178,8 @@ def _set_streams(streams: Sequence[int]) -> None:
 def _run_file(path: str) -> None:
     """Run a file as the main module.
 
-    `runpy` would put a new module in the place of the main module, in which Metaflow has already
-    stored names.
+    `runpy` would replace the main module with a new module, but Metaflow has already stored names
+    in the main module.
     """
     main = vars(sys.modules["__main__"])
     main["__file__"] = path

@@ -1,1 +1,1 @@
-"""Start the flow RLHF regularly: only if something is new, one run at a time, with alarms."""
+"""Start the flow RLHF if an input is new, limit it to one run at a time, and send alarms."""

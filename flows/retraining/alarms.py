@@ -1,4 +1,4 @@
-"""Send alarms about a run to a topic of Amazon SNS, only when a person has to act."""
+"""Send alarms about a run to an Amazon SNS topic, but only if a person has to act."""
 
 import sys
 from collections.abc import Sequence
@@ -16,14 +16,14 @@ MAX_SUBJECT_CHARACTERS = 99
 """Maximum length of the subject of an SNS message."""
 
 REFUSED_IN_A_ROW = 2
-"""Number of refused policies in a row after which an alarm is sent. Each further refused policy
-causes another alarm."""
+"""Number of consecutively refused policies after which an alarm is sent. Each further refused
+policy causes another alarm."""
 
 
 def alarm_refused_reward_model(
     topic: str, settings: "Settings", run: str, validation: "ValidatedReward"
 ) -> None:
-    """Send an alarm: the run ended because its reward model was refused."""
+    """Send an alarm that the run ended because its reward model was refused."""
     subject = f"{settings.registered_model}: the reward model was refused"
     send_alarm(topic, subject, [f"Run {run} ended before PPO.", *validation.reasons])
 
@@ -32,13 +32,13 @@ def alarm_refused_policies(topic: str, settings: "Settings", run: str) -> None:
     """Send an alarm if the last `REFUSED_IN_A_ROW` decisions all refused their policies."""
     if not topic:
         return
-    # Imported here: it imports MLflow.
+    # Imported here, because this module imports MLflow.
     from pipeline.registry.change_champion import read_champions
 
     try:
         decisions = read_champions(settings.registered_model).decisions
     except ModelError as error:
-        # The version is registered already, so an MLflow server that is down must not fail the run.
+        # The version is already registered, so the run must not fail if MLflow does not answer.
         print(f"Warning: Whether to send an alarm is unknown: {error}", file=sys.stderr, flush=True)
         return
     last = decisions[-REFUSED_IN_A_ROW:]
@@ -50,7 +50,7 @@ def alarm_refused_policies(topic: str, settings: "Settings", run: str) -> None:
 
 
 def alarm_budget(topic: str, budget: float, settings: "Settings", run: "FlowRun") -> None:
-    """Send an alarm if a run used more GPU hours than its budget; a budget of 0 is not a limit."""
+    """Send an alarm if a run used more GPU hours than its budget; a budget of 0 means no limit."""
     if not (topic and budget):
         return
     from pipeline.cost.usage import gpu_hours
@@ -81,7 +81,7 @@ def send_alarm(topic: str, subject: str, sentences: Sequence[str]) -> None:
             TopicArn=topic, Subject=_as_subject(subject), Message=f"{subject}\n{text}"
         )
     except (BotoCoreError, ClientError) as error:
-        # The result of the run is known already; a lost message must not turn it into a failure.
+        # The run has already ended with a result, so a lost message must not make the run fail.
         print(
             f"Warning: The alarm was not sent: {error}\n{subject}\n{text}",
             file=sys.stderr,
@@ -90,6 +90,6 @@ def send_alarm(topic: str, subject: str, sentences: Sequence[str]) -> None:
 
 
 def _as_subject(text: str) -> str:
-    """Return a text in the form that SNS accepts: printable ASCII on one short line."""
+    """Convert a text to a subject that SNS accepts: one short line of printable ASCII."""
     plain = "".join(character if " " <= character <= "~" else "?" for character in text)
     return plain[:MAX_SUBJECT_CHARACTERS]

@@ -22,10 +22,10 @@ RENEWAL_SECONDS = 60.0
 
 
 class KeptLease:
-    """Renews a lease during a step; releases the lease if the run ends with this step.
+    """Renews a lease during a step, and releases the lease if the run ends with this step.
 
-    If another run takes over the lease meanwhile, this process gets SIGTERM: a training then saves
-    a checkpoint and ends.
+    If another run takes over the lease, this class sends SIGTERM to this process. A training then
+    saves a checkpoint and ends.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class KeptLease:
                 print(error, file=sys.stderr, flush=True)
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
-            # For example, credentials that are missing for a moment. The time limit of a lease is
-            # much longer than RENEWAL_SECONDS, so the next renewal is in time.
+            # For example, the credentials are missing for a moment. The lease expires only after a
+            # time much longer than RENEWAL_SECONDS, so the next renewal is still in time.
             except (ConfigError, StorageError) as error:
                 print(
                     f"Warning: The lease could not be renewed: {error}", file=sys.stderr, flush=True
@@ -115,9 +115,9 @@ def lease_of(settings: Settings, owner: str) -> "Lease":
 
 
 def release_lease(owner: str, settings: Settings | None, run: str) -> None:
-    """Release the lease at the end of a run; if that fails, print the reason.
+    """Release the lease at the end of a run; if the release fails, print the reason.
 
-    A failure does not change the result of the run: a lease that is not released expires.
+    A failure does not change the result of the run, because a lease that is not released expires.
     """
     if not owner or settings is None:
         return

@@ -1,6 +1,6 @@
-"""Compare the present inputs with those of the champion and of runs that ended with a decision.
+"""Compare the current inputs with the inputs of the champion and of runs that made a decision.
 
-A run ends with a decision if it promoted or refused its policy, or refused its reward model.
+A run makes a decision if it promotes or refuses its policy, or refuses its reward model.
 """
 
 from collections.abc import Mapping
@@ -23,12 +23,12 @@ MEANINGS = {
     "model/reward_model": "reward model",
     "settings_digest": "settings",
 }
-"""Lineage tag -> the words for it in messages, if its name is not clear by itself."""
+"""Lineage tag -> the name of the input in messages, if the tag itself is not clear."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NewInputs:
-    """The inputs that a run would have today, and how they differ from the champion's."""
+    """The current inputs of a run, and their differences from the inputs of the champion."""
 
     settings: Settings
     """Settings of the run. They name the inputs as the user did, not the fetched copies."""
@@ -37,7 +37,7 @@ class NewInputs:
     """Lineage tags of the run, such as the commit and the digests of the inputs and settings."""
 
     compared: dict[str, str]
-    """Lineage tags that are compared with those of the champion and of decided runs."""
+    """Lineage tags that are compared with the tags of the champion and of decided runs."""
 
     new: list[str]
     """What is new, as parts of a sentence; empty if a run has already decided on equal inputs."""
@@ -47,9 +47,9 @@ class NewInputs:
 
 
 def find_new_inputs(from_file: Mapping[str, Any], run: str) -> NewInputs:
-    """Fetch the inputs of the settings, and compare them with those of earlier runs.
+    """Fetch the inputs that the settings name, and compare them with the inputs of earlier runs.
 
-    Nothing is new if the champion, or any run that ended with a decision, had equal inputs. So a
+    Nothing is new if the champion, or any run that made a decision, had equal inputs. Therefore, a
     policy that was refused or withdrawn is not trained again.
 
     Args:
@@ -77,16 +77,16 @@ def find_new_inputs(from_file: Mapping[str, Any], run: str) -> NewInputs:
 
 
 def _is_compared(tag: str, given: Settings) -> bool:
-    """Return whether a change of this lineage tag counts as something new.
+    """Return whether a change of this lineage tag counts as a new input.
 
-    If the policy is a version of the registered model itself, it changes with each promotion, and
-    this change does not count.
+    If the settings' policy is a version of the registered model itself, the policy changes with
+    each promotion. This change does not count.
     """
     is_own = given.policy.startswith(tuple(f"{REGISTRY}{given.registered_model}{x}" for x in "@/"))
     return is_origin(tag) and not (tag == "model/base" and is_own)
 
 
 def _changes(lineage: Mapping[str, str], champion: Mapping[str, str]) -> list[str]:
-    """Return the names of the tags that differ from the champion's tags, each name once."""
+    """Return the names of the inputs whose tags differ from the champion's tags, each name once."""
     changed = [name for name, value in lineage.items() if champion.get(name) != value]
     return list(dict.fromkeys(MEANINGS.get(name, name) for name in changed))

@@ -1,4 +1,4 @@
-"""If something is new, take the lease (the right to train) and start the flow RLHF."""
+"""If an input is new, take the lease (the right to train) and start the flow RLHF."""
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -13,7 +13,7 @@ from retraining.start_training import start_training
 
 
 def retrain(found: NewInputs, from_file: Mapping[str, Any], run: str, *, take_over: bool) -> str:
-    """Start the flow RLHF if something is new; print, record and return the outcome.
+    """Start the flow RLHF if an input is new; print, record and return the outcome.
 
     Args:
         found: the result of `find_new_inputs`.
@@ -33,7 +33,7 @@ def retrain(found: NewInputs, from_file: Mapping[str, Any], run: str, *, take_ov
     if (holder := lease.take(take_over=take_over)) is not None:
         return record("busy", f"The lease belongs to {holder}. Nothing was started.")
     try:
-        # Another run may have ended with a decision since this run looked for new inputs.
+        # Another run may have made a decision after this run compared the inputs.
         if decided := find_decided_run(found.compared):
             lease.release()
             return record("nothing new", decided)
@@ -44,7 +44,7 @@ def retrain(found: NewInputs, from_file: Mapping[str, Any], run: str, *, take_ov
         try:
             lease.release()
         finally:
-            # Recorded also if S3 fails, so that the first error is known.
+            # Record the outcome even if the release fails, so that the first error is known.
             record("failed", reason_of(error))
         raise
     return record("training", f"{new} Started {started}.")

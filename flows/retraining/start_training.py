@@ -1,4 +1,4 @@
-"""Start the flow RLHF where the flow Retrain runs: on its scheduler, or on this machine."""
+"""Start the flow RLHF on the scheduler of the flow Retrain, or on this machine without one."""
 
 import os
 import subprocess
@@ -13,21 +13,21 @@ from metaflow.exception import MetaflowException
 from ppo_core.errors import ProcessError, reason_of
 
 STATE_MACHINE = "SFN_STATE_MACHINE"
-"""Environment variable of a Step Functions job with the name of its state machine."""
+"""Environment variable that names the state machine in a job of Step Functions."""
 
 TEMPLATE = "ARGO_WORKFLOW_TEMPLATE"
-"""Environment variable of an Argo Workflows pod with the name of its workflow template."""
+"""Environment variable that names the workflow template in a pod of Argo Workflows."""
 
 
 def start_training(from_file: Mapping[str, Any], lease: str) -> str:
     """Start the flow RLHF with a lease; return a text that names the started run.
 
-    On a scheduler, this function starts the deployed flow RLHF of the same project and branch, and
-    does not wait for it. On this machine, it runs the flow to its end.
+    On a scheduler, start the deployed flow RLHF of the same project and branch, and do not wait for
+    its end. Otherwise, run the flow on this machine to its end.
 
     Args:
-        from_file: tables of the settings file, for a run on this machine. A deployed flow has the
-            settings with which it was deployed.
+        from_file: tables of the settings file, for a run on this machine. A deployed flow uses the
+            settings that it was deployed with.
         lease: owner of the lease that the run will renew and release.
 
     Raises:
@@ -36,7 +36,7 @@ def start_training(from_file: Mapping[str, Any], lease: str) -> str:
     parameters = {"lease": lease}
     try:
         if own := os.environ.get(STATE_MACHINE):
-            # Imported here: a run on this machine may have no client of a scheduler installed.
+            # Imported here, because a run on this machine may have no scheduler client installed.
             from metaflow.plugins.aws.step_functions.step_functions import StepFunctions
 
             started = StepFunctions.trigger(training_name(own), parameters)
@@ -55,10 +55,10 @@ def start_training(from_file: Mapping[str, Any], lease: str) -> str:
 
 
 def training_name(own: str) -> str:
-    """Return the name under which the flow RLHF is deployed beside the flow Retrain.
+    """Return the name of the deployed flow RLHF, derived from the name of the flow Retrain.
 
     Raises:
-        ProcessError: `own` does not end with the name of the flow Retrain.
+        ProcessError: `own` does not end with "Retrain" or "retrain".
     """
     for mine, other in (("Retrain", "RLHF"), ("retrain", "rlhf")):
         if own.endswith(mine):

@@ -1,4 +1,4 @@
-"""Withdraw the champion before a retraining if users like it less than the one before it."""
+"""Withdraw the champion before a retraining if users like it less than the previous champion."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,10 @@ from ppo_core.errors import DataError
 
 
 def watch_feedback(from_file: Mapping[str, Any], run: str) -> None:
-    """Do nothing unless `promotion.withdraw_alpha` is set; without feedback, only print so.
+    """Withdraw the champion if users like it less than the previous champion; print the result.
+
+    Do nothing unless `promotion.withdraw_alpha` is set. If no served answers are recorded, print
+    that the two champions were not compared.
 
     Raises:
         ModelError: MLflow does not answer, or somebody else decided meanwhile.
@@ -23,6 +26,6 @@ def watch_feedback(from_file: Mapping[str, Any], run: str) -> None:
             settings.registered_model, by=f"run {run}", alpha=alpha, withdraw=True
         )
     except DataError as error:
-        # A service that records nothing must not stop the training.
+        # A service that does not record its answers must not prevent the training.
         told = f"not compared: {error}"
     print(f"feedback: {told}", flush=True)

@@ -1,8 +1,8 @@
-"""Record served answers as MLflow traces, and what users say about the answers.
+"""Record served answers, and users' opinions on the answers, as MLflow traces.
 
-A trace has the prompt as its inputs, `{"prompt": TEXT}` or `{"messages": [...]}`, the answer as its
-outputs, `{"text": TEXT}`, and the tags `MODEL_TAG` and `VERSION_TAG`. A judgment is feedback named
-`LIKED` with a boolean value, and a better answer is an expectation named `CORRECTION`.
+The inputs of a trace are the prompt, `{"prompt": TEXT}` or `{"messages": [...]}`. The outputs are
+the answer, `{"text": TEXT}`. The tags are `MODEL_TAG` and `VERSION_TAG`. A judgment is feedback
+named `LIKED` with a boolean value, and a better answer is an expectation named `CORRECTION`.
 """
 
 import re
@@ -19,12 +19,12 @@ from ppo_core.errors import DataError, ModelError
 MODEL_TAG, VERSION_TAG = "served_model", "served_version"
 
 ANSWER_ID = re.compile("tr-[0-9a-f]{1,64}")
-"""Ids of traces. No other text becomes a part of MLflow's address."""
+"""Pattern of the id of a trace. Only a text that matches is used in a URL of MLflow."""
 
 LIKED, CORRECTION = "liked", "expected_response"
 
 PEOPLE = "HUMAN"
-"""Type of the source of an assessment that a person made."""
+"""MLflow's source type for assessments by people."""
 
 
 def served_experiment(name: str) -> str:
@@ -35,13 +35,14 @@ def served_experiment(name: str) -> str:
 def record_to(name: str) -> None:
     """Send the traces of this process to the experiment of a registered model.
 
-    Traces are sent in the background. If MLflow is away, they are lost, and answers are not.
+    Traces are sent in the background. If MLflow does not answer, the traces are lost, but the
+    service still answers.
     """
     mlflow.set_experiment(served_experiment(name))
 
 
 def begin_answer(name: str, version: str, inputs: Mapping[str, Any]) -> LiveSpan:
-    """Return the span of an answer that begins; end it with `end(outputs={"text": TEXT})`."""
+    """Begin the trace of an answer; end the returned span with `end(outputs={"text": TEXT})`."""
     span: LiveSpan = mlflow.start_span_no_context(
         "answer", inputs=dict(inputs), tags={MODEL_TAG: name, VERSION_TAG: version}
     )
@@ -54,7 +55,7 @@ def record_opinion(
     """Attach a user's opinion to an answer of a registered model; `answer` is the trace's id.
 
     Raises:
-        DataError: this model has given no such answer, or the opinion is empty.
+        DataError: this model has given no answer with this id, or the opinion is empty.
         ModelError: MLflow does not answer; nothing, or only `liked`, was recorded.
     """
     if not ANSWER_ID.fullmatch(answer):
@@ -85,7 +86,7 @@ def _model_of(answer: str) -> str | None:
     except MlflowException as error:
         if not _is_missing(error):
             raise
-        # The answers of the last seconds wait in this process to be sent. Sending takes seconds.
+        # Recent traces may still wait in this process. Send them first, which takes seconds.
         trace = client.get_trace(answer, display=False, flush=True)
     return trace.info.tags.get(MODEL_TAG)
 

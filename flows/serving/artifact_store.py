@@ -29,12 +29,12 @@ from .manifest import (
 )
 
 SLOWEST_BYTES_PER_SECOND = 1_000_000
-"""Rate below which a download is abandoned."""
+"""Minimum rate of a download; a slower download is abandoned."""
 
 
 def prepare_mlflow() -> None:
     """Set environment variables of MLflow's client, unless the service has set them."""
-    # Without redirects, the answer comes from the registry that the service names.
+    # If redirects are refused, only the registry that the service names can answer.
     os.environ.setdefault("MLFLOW_ALLOW_HTTP_REDIRECTS", "false")
     # A progress bar for each file would clutter the log of a service.
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
@@ -55,7 +55,7 @@ def open_store(found: ModelVersion, what: str, timeout: float) -> ArtifactReposi
 
 
 def open_store_at(address: Callable[[], str], what: str, timeout: float) -> ArtifactRepository:
-    """Return the artifact store at an address of MLflow, which may be models:/ or runs:/.
+    """Return the artifact store at an address of MLflow, which may begin with models:/ or runs:/.
 
     Raises:
         ModelError: see `open_store`.
@@ -129,7 +129,7 @@ def download_file(
 
 
 def _walk(store: ArtifactRepository, what: str, timeout: float) -> Iterator[tuple[str, int]]:
-    """Yield path and size of all files in the store; raise at the first path that is refused."""
+    """Yield the path and size of each file in the store; raise at the first refused path."""
     folders = [""]
     while folders:
         folder = folders.pop()

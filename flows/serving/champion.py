@@ -1,4 +1,4 @@
-"""Verify every file of a registered model's champion, then load the champion.
+"""Download the champion of a registered model, verify each of its files, and load the model.
 
     from flows.champion import load_champion
 
@@ -6,9 +6,9 @@
     question = champion.tokenizer("Hello", return_tensors="pt").to(champion.model.device)
     champion.model.generate(**question)
 
-From the rest of the project, this package imports only `ppo_core.errors` and
-`ppo_core.config.placement`. Loading a model also imports `ppo_core.models.loading`, with which the
-flow loads and checks its models.
+This package imports only two other parts of the project: `ppo_core.errors` and
+`ppo_core.config.placement`. Loading a model also imports `ppo_core.models.loading`, which the flow
+uses to load and check its models.
 """
 
 import logging
@@ -50,7 +50,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Fetched:
-    """A downloaded version with every file verified."""
+    """A downloaded version whose files have all been verified."""
 
     name: str
     """Name of the registered model."""
@@ -156,10 +156,10 @@ def fetch_champion(
 ) -> Fetched:
     """Download a version and verify each file against the manifest.
 
-    The digest of the manifest must be equal to the tag of the version, the list of files in the
-    store must match the manifest, and each file must have its digest in the manifest. Files are
-    downloaded to a temporary folder, which is renamed when it is complete. A version in the cache
-    is verified again, and downloaded again only if a file has changed.
+    The digest of the manifest must be equal to the tag of the version. The list of files in the
+    store must match the manifest, and the digest of each file must be the digest in the manifest.
+    Files are downloaded to a temporary folder, which is renamed when it is complete. A version in
+    the cache is verified again, and is downloaded again only if a file has changed.
 
     Args:
         name: name of the registered model.
@@ -189,10 +189,10 @@ def fetch_verified(
     what: str,
     timeout: float,
 ) -> Path:
-    """Return the folder in the cache with the files of a manifest; download it if it is missing.
+    """Return the cache folder with the files of a manifest; download missing or changed files.
 
     Args:
-        open_files: returns the store of the files, if they must be downloaded.
+        open_files: returns the store of the files; called only if the files must be downloaded.
         digest: SHA-256 of the manifest, and name of the folder.
         cache: folder for downloads.
         what: name of the files in error messages.
@@ -249,7 +249,7 @@ def _find_version(name: str, alias: str, version: str | int | None, timeout: flo
 
 
 def manifest_digest(tags: Mapping[str, str], tag: str, what: str) -> str:
-    """Return the digest of a manifest, which is in a tag of a version.
+    """Return the digest of a manifest from the tag of a version.
 
     Raises:
         ModelError: there is no such tag, or its value is not a digest.

@@ -1,7 +1,7 @@
 """Check an MLflow database on disk before MLflow opens it.
 
-Without this check, MLflow would create missing folders, write its tables into the database of
-another program, and repeat its attempts to open an unusable file for two minutes.
+Without this check, MLflow would create missing folders and write its tables into the database of
+another program. It would also try for two minutes to open an unusable file.
 """
 
 import os
@@ -28,7 +28,7 @@ def check_database(uri: str, *, must_exist: bool = False, is_written: bool = Fal
         is_written: whether to refuse a file that is not writable.
 
     Raises:
-        ModelError: the file cannot be used; the message has the reason and what to do.
+        ModelError: the file cannot be used; the message states the reason and the remedy.
     """
     path = sqlite_file(uri)
     if path is None:
@@ -56,7 +56,7 @@ def sqlite_file(uri: str) -> Path | None:
 
 
 def _fault(path: Path, *, must_exist: bool, is_written: bool) -> str | None:
-    """Return why a file cannot be used; None if it can."""
+    """Return the reason why a file cannot be used; None if it can be used."""
     folder = path.absolute().parent
     if not folder.is_dir():
         return f"there is no folder {folder}"

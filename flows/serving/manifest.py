@@ -14,13 +14,14 @@ from typing import Any
 from ppo_core.errors import ModelError
 
 MANIFEST = "manifest.json"
-"""File with the SHA-256 of every file of a version, except those in WITHOUT_DIGEST."""
+"""File with the SHA-256 of every file of a version, except the files in WITHOUT_DIGEST."""
 
 MANIFEST_TAG = "manifest"
-"""MLflow tag of a version with the SHA-256 of its manifest."""
+"""MLflow tag of a version; its value is the SHA-256 of the manifest."""
 
 CARD = "README.md"
-"""Model card; rewritten after the promotion decision, so it has no digest and is not downloaded."""
+"""Model card. The flow rewrites it after the promotion decision, so it has no digest and is not
+downloaded."""
 
 WITHOUT_DIGEST = frozenset({MANIFEST, CARD, "registered_model_meta"})
 """Files without a digest; MLflow adds `registered_model_meta` to a store on the same machine."""
@@ -31,7 +32,7 @@ REMOTE_CODE = frozenset({"auto_map", "custom_pipelines", "trust_remote_code"})
 """Configuration keys that make transformers run code from outside its package."""
 
 PICKLE_OR_ZIP = re.compile(rb"\x80[\x02-\x05]|PK\x03\x04")
-"""First bytes of a pickle, or of a zip file, the format of torch.save."""
+"""First bytes of a pickle, or of a zip file (the format of torch.save)."""
 
 MAX_SAFETENSORS_HEADER = 100_000_000
 """Maximum header size in bytes that the safetensors format allows."""
@@ -106,10 +107,10 @@ def read_manifest(folder: Path, digest: str, what: str) -> dict[str, str]:
 
 
 def check_list(listed: Iterable[str], files: Mapping[str, str], what: str) -> None:
-    """Raise unless `listed` and `files` have the same paths; paths in WITHOUT_DIGEST are ignored.
+    """Check that `listed` and `files` have the same paths; ignore the paths in WITHOUT_DIGEST.
 
     Raises:
-        ModelError: a path is missing or is not in the manifest.
+        ModelError: a path of the manifest is missing, or a path is not in the manifest.
     """
     listed = set(listed) - WITHOUT_DIGEST
     if strange := sorted(listed - files.keys()):
@@ -157,9 +158,9 @@ def check_name(path: str, what: str) -> None:
 def _check_content(folder: Path, path: str, what: str) -> None:
     """Raise if a file could run code, or is malformed.
 
-    A JSON file must be readable and have no key in REMOTE_CODE. A safetensors file must begin with
-    the length of a header and an object of JSON. Any other file must not begin like a pickle or a
-    zip file.
+    A JSON file must be readable, and must have no key in REMOTE_CODE. A safetensors file must begin
+    with the length of its header and a JSON object. Any other file must not begin like a pickle or
+    a zip file.
     """
     if path.endswith(".json"):
         if key := _remote_code_key(_read_json(folder / path, path, what)):
@@ -178,7 +179,8 @@ def _check_content(folder: Path, path: str, what: str) -> None:
 def _remote_code_key(document: Any) -> str:
     """Return a key in REMOTE_CODE at any depth of the document, or '' if there is none.
 
-    A key whose value is a number is ignored: the key is a token, and the number is its id.
+    A key whose value is a number is ignored, because it is a token of a vocabulary, and the number
+    is its id.
     """
     left = [document]
     while left:
@@ -212,9 +214,9 @@ def _files_of(folder: Path, what: str) -> set[str]:
 
 
 def check_plain(root: Path, path: str, what: str) -> None:
-    """Raise unless a path is a plain file or folder.
+    """Check that a path is a plain file or folder.
 
-    A link could point to any file on the machine, and reading from a pipe might never end.
+    A link could point to any file on the machine, and a read from a pipe might never end.
 
     Raises:
         ModelError: the path is a link, a pipe or a device.

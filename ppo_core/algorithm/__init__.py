@@ -1,1 +1,1 @@
-"""The formulas of PPO on floats and tensors; they need only torch and the standard library."""
+"""Formulas of PPO on floats and tensors; this package needs only torch."""

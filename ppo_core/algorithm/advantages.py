@@ -1,4 +1,4 @@
-"""Advantages of tokens relative to a critic's values, or relative to other responses."""
+"""Advantages and returns, with a critic (GAE) or without one (REINFORCE++, RLOO, GRPO)."""
 
 import torch
 from torch import Tensor
@@ -13,12 +13,11 @@ def gae_advantages(rewards: Tensor, values: Tensor, *, gamma: float, gae_lambda:
     rewards and values are (B, T), and the caller has set them to 0 after each response's last
     token. Returns advantages (B, T), not standardized, and 0 after the last token.
 
-    Decoupled GAE (arXiv:2503.01491) takes two calls: the policy's lambda gives the advantages of
-    the policy loss, and the critic's lambda gives the returns A + values.
+    For decoupled GAE (arXiv:2503.01491), call this function twice: with the policy's lambda to get
+    the advantages of the policy loss, and with the critic's lambda to get the returns A + values.
 
     The caller removes tokens that are not counted (`ppo_core.algorithm.masking`) from inside a
-    response. As a step with reward 0 and value 0, such a token would hide the next value from the
-    token before it.
+    response. Otherwise, values[t+1] would be 0 for the token before an uncounted token.
     """
     if rewards.shape != values.shape:
         raise ValueError(f"rewards {tuple(rewards.shape)} and values {tuple(values.shape)} differ.")
@@ -32,19 +31,19 @@ def gae_advantages(rewards: Tensor, values: Tensor, *, gamma: float, gae_lambda:
 
 
 def returns_to_go(rewards: Tensor, *, gamma: float) -> Tensor:
-    """Return the discounted sum of the rewards from each token on (REINFORCE).
+    """Return the discounted sum of the rewards from each token to the end (REINFORCE).
 
         R[t] = rewards[t] + gamma * R[t+1]
 
     rewards are (B, T), and the caller has set them to 0 after each response's last token. Returns
-    (B, T). Instead of training a critic, REINFORCE++ (arXiv:2501.03262) standardizes these returns
-    over the batch.
+    (B, T). REINFORCE++ (arXiv:2501.03262) trains no critic, and standardizes these returns over the
+    batch.
     """
     return gae_advantages(rewards, torch.zeros_like(rewards), gamma=gamma, gae_lambda=1.0)
 
 
 def leave_one_out_advantages(rewards: Tensor, *, group: int) -> Tensor:
-    """Return each response's reward minus the mean reward of the others in its group (RLOO).
+    """Return each response's reward minus the mean of the group's other rewards (RLOO).
 
         A[i] = r[i] - 1 / (G - 1) * sum over j != i of r[j]
 
@@ -61,9 +60,9 @@ def group_relative_advantages(rewards: Tensor, *, group: int, scales: bool = Tru
 
         A[i] = (r[i] - mean(r)) / (std(r) + 1e-4)
 
-    This is arXiv:2402.03300, section 4.1.2, with Bessel's correction in std. Without `scales`,
-    there is no division by std (Dr. GRPO, arXiv:2503.20783): the division gives a prompt whose
-    responses have nearly equal rewards as much weight as any other prompt. For shapes see
+    This is arXiv:2402.03300, section 4.1.2, with Bessel's correction in std. If `scales` is False,
+    rewards are not divided by std (Dr. GRPO, arXiv:2503.20783). The division gives every prompt the
+    same weight, even if the rewards of its responses are nearly equal. For shapes see
     `leave_one_out_advantages`.
     """
     rewards = _grouped(rewards, group)

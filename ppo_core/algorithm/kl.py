@@ -1,4 +1,4 @@
-"""KL divergence from a reference at each token: estimated from samples, or exact.
+"""KL divergence from a reference at each token: exact, or estimated from the sampled token.
 
 Only the value of an estimator matters in the reward, and only its gradient matters in the loss
 (arXiv:2506.09477):
@@ -8,7 +8,7 @@ Only the value of an estimator matters in the reward, and only its gradient matt
 | k1 | unbiased | 0, so there is no penalty |
 | k2 | biased, never negative | gradient of KL(policy || reference), as intended |
 | k3 | unbiased, nearly flat near the reference | gradient of KL(reference || policy) |
-| abs | does not estimate the divergence, never negative | equally strong at any distance |
+| abs | does not estimate the divergence, never negative | of constant strength at any distance |
 | full | exact | gradient of KL(policy || reference), without sampling noise |
 
 In the reward, k3 penalizes far less than k1. In one test with equal coefficients, the divergence

@@ -20,8 +20,8 @@ class AdaptiveKL:
         error   = clip(ahead / target - 1, -0.2, 0.2)
         kl_coef = kl_coef * (1 + error * episodes / horizon)
 
-    The expected divergence is `ahead`. Without window and lookahead, ahead = kl, and this is the
-    proportional controller of log(kl_coef) of arXiv:1909.08593, section 2.2. The controller changes
+    The expected divergence is `ahead`. If window and lookahead are 0, ahead = kl, as in the
+    log-space proportional controller of arXiv:1909.08593, section 2.2. The controller changes
     kl_coef by at most about 20% over `horizon` episodes.
     """
 
@@ -34,7 +34,10 @@ class AdaptiveKL:
         window: float = 0.0,
         lookahead: float = 0.0,
     ) -> None:
-        """Start with `kl_coef`; `target` is in nats per response, and the rest in episodes."""
+        """Start with `kl_coef`.
+
+        `target` is in nats per response; horizon, window and lookahead are numbers of episodes.
+        """
         self.kl_coef = kl_coef
         self.target = target
         self.horizon = horizon
@@ -44,12 +47,12 @@ class AdaptiveKL:
 
     @classmethod
     def landing(cls, kl_coef: float, target: float, *, episodes: int, batch: int) -> "AdaptiveKL":
-        """Return a controller that aims to reach the target at the end of a run of `episodes`.
+        """Return a controller that aims to reach the target at the end of a run.
 
         The controller uses a moving average of the divergence over the last batches, and the trend
         of this average. It can change kl_coef by a factor of about 100 in a run of 24 updates or
-        more, and by a fifth per update in a shorter run. `batch` is the number of episodes of an
-        update.
+        more, and by at most a fifth per update in a shorter run. `episodes` is the number of
+        episodes in the run, `batch` the number in one update.
         """
         return cls(
             kl_coef,
@@ -83,7 +86,7 @@ class AdaptiveKL:
         self.kl_coef *= 1 + error * episodes / self.horizon
 
     def state_dict(self) -> dict[str, float | None]:
-        """Return the state to resume from; the arguments of the constructor are settings."""
+        """Return kl_coef and the moving average; the constructor's other arguments are settings."""
         return {"kl_coef": self.kl_coef, "mean": self._mean}
 
     def load_state_dict(self, state: Mapping[str, float | None]) -> None:

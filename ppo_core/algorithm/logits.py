@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def at_least_fp32(tensor: Tensor) -> Tensor:
-    """Return an fp32 or fp64 tensor unchanged, and a tensor of lower precision in fp32."""
+    """Cast a tensor of lower precision to fp32; return an fp32 or fp64 tensor unchanged."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
@@ -14,8 +14,8 @@ def tempered(logits: Tensor, temperature: float) -> Tensor:
 
     Sampling, update and reference all use softmax(tempered(logits)), so the temperature is the same
     everywhere. `fused_linear_loss` may divide the hidden states instead, which gives equal logits.
-    Without a gradient, fp32 logits are divided in place, because logits are often the largest
-    tensor of a forward pass.
+    Logits in fp32 or fp64 that need no gradient are overwritten, because logits are often the
+    largest tensor of a forward pass.
     """
     logits = at_least_fp32(logits)
     if temperature == 1:

@@ -20,8 +20,9 @@ def policy_loss(
         loss  = min(loss, -dual_clip * A)  where A < 0
 
     cliprange_high defaults to cliprange. With a larger value, the probability of unlikely tokens
-    can rise further (arXiv:2503.14476, eq. 10). dual_clip, above 1, bounds the loss of a token with
-    negative advantage that became likelier (arXiv:1912.09729, eq. 5); None sets no bound.
+    can rise further (arXiv:2503.14476, eq. 10). dual_clip, above 1, bounds the loss of a token that
+    has a negative advantage and a ratio above dual_clip (arXiv:1912.09729, eq. 5). None sets no
+    bound.
 
     All tensors have equal shapes. Returns the loss, and a mask that is True where clipping or the
     dual_clip bound makes the gradient 0.
@@ -44,11 +45,12 @@ def importance_weights(logprobs: Tensor, behavior_logprobs: Tensor, *, cap: floa
         weight = min(exp(logprobs - behavior_logprobs), cap)
 
     logprobs are log-probabilities under the policy at sampling time. behavior_logprobs are
-    log-probabilities under the distribution that the tokens were sampled from, which is either
+    log-probabilities under the distribution from which the tokens were sampled. The distribution is
 
-    - the policy truncated by top_k and top_p; weights are then at most 1 (arXiv:2110.00641, eq. 5);
-    - or the policy in an inference engine with equal weights but different rounding (Yao et al.
-      2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training").
+    - either the policy truncated by top_k and top_p (arXiv:2110.00641, eq. 5), so that the weights
+      are at most 1;
+    - or the policy as an inference engine computes it, with equal parameters but different rounding
+      (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training").
 
     The cap bounds the variance at the cost of some bias (IMPALA, arXiv:1802.01561, section 4.1).
     All tensors have equal shapes.
@@ -85,7 +87,7 @@ def aggregation_weights(
     The total loss is the sum of weight * loss over the counted tokens:
 
         token:        1 / num_tokens                         mean over all tokens
-        sequence:     1 / (num_responses * lengths[b])       mean of the responses' means
+        sequence:     1 / (num_responses * lengths[b])       mean over responses of their means
         fixed_length: 1 / (num_responses * response_length)  arXiv:2503.20783
 
     lengths (B,) are the numbers of counted tokens per response. num_tokens and num_responses are

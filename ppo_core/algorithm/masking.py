@@ -17,7 +17,7 @@ def length_mask(lengths: Tensor, width: int) -> Tensor:
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
     """Return the sum of the values where the mask is True; the other values may be NaN.
 
-    A mask of numbers contains the weight of each value.
+    A numeric mask contains the weight of each value.
     """
     if mask.dtype != torch.bool:
         values, mask = values * mask, mask != 0
@@ -27,7 +27,7 @@ def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     """Return the mean of the values where the mask is True, or 0 if the mask is all False.
 
-    A mask of numbers contains the weight of each value; the mean is 0 if all weights are 0.
+    A numeric mask contains the weight of each value; the mean is 0 if all weights are 0.
     """
     total = mask.sum()
     return masked_sum(values, mask) / torch.where(total > 0, total, 1)
@@ -36,8 +36,8 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
 def masked_var(values: Tensor, mask: Tensor) -> Tensor:
     """Return the variance, with Bessel's correction, of the values where the mask is True.
 
-    The variance of a single value is 0. A mask of numbers contains the weight of each value; the
-    weighted squares are then divided by the sum of the weights minus 1, or by 1 if that is larger.
+    The variance of a single value is 0. A numeric mask contains the weight of each value; the
+    weighted sum of squares is then divided by max(1, sum of the weights - 1).
     """
     deviations = values - masked_mean(values, mask)
     return masked_sum(deviations**2, mask) / (mask.sum() - 1).clamp(min=1)

@@ -20,7 +20,7 @@ def repeated_share(ids: Tensor, lengths: Tensor, n: int = 3) -> Tensor:
 
 
 def most_frequent_share(ids: Tensor, lengths: Tensor) -> Tensor:
-    """Return the share (B,) of each response's tokens that are its most frequent token.
+    """Return the fraction (B,) of each response's tokens that equal its most frequent token.
 
     ids are (B, T) token ids. lengths is (B,): response b is the first lengths[b] tokens of row b.
     """

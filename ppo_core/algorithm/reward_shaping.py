@@ -1,4 +1,4 @@
-"""Rewards of tokens: penalties on the scores of responses, the KL penalty, and their sum."""
+"""Rewards per token: the scores of responses, penalties on the scores, and the KL penalty."""
 
 import torch
 from torch import Tensor
@@ -25,8 +25,8 @@ def overlong_penalty(
 
         penalty * clip((lengths - (response_length - buffer)) / buffer, 0, 1)
 
-    This is arXiv:2503.14476, eq. 13, negated. It rises from 0 at response_length - buffer tokens
-    to `penalty` at response_length. A buffer of 0 gives no penalty.
+    This is arXiv:2503.14476, eq. 13, negated. The penalty rises from 0 at response_length - buffer
+    tokens to `penalty` at response_length tokens. A buffer of 0 gives no penalty.
     """
     if buffer == 0:
         return torch.zeros(lengths.shape, device=lengths.device)

@@ -12,8 +12,8 @@ ROUNDING = 1e-12
 class RunningMoments:
     """Mean and standard deviation of a stream of values.
 
-    Each batch is merged by the formula of Chan, Golub and LeVeque (1979, eq. 2.1) in fp64, so
-    that the split into batches does not matter.
+    Each batch is merged by the formula of Chan, Golub and LeVeque (1979, eq. 2.1) in fp64, so the
+    result does not depend on the split into batches.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,8 @@ class RunningMoments:
     def std(self) -> float:
         """Return the standard deviation with Bessel's correction.
 
-        Fewer than two values, or equal values, give 1, to avoid division by 0 (TRL #727).
+        The result is 1 for fewer than two values and for equal values, to avoid division by 0
+        (TRL #727).
         """
         if self.count < 2:
             return 1.0

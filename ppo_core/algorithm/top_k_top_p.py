@@ -9,9 +9,9 @@ def truncated(logits: Tensor, *, top_k: int, top_p: float) -> Tensor:
 
     First, the top_k likeliest tokens are kept; top_k=0 keeps all. Their probabilities are
     renormalized. Then the smallest set of likeliest tokens whose total probability reaches top_p
-    is kept (arXiv:1904.09751, section 3.1), at least one; top_p=1 keeps all. Among equal logits,
-    lower token ids are kept first.
-    With top_k=0 and top_p=1, the input tensor itself is returned.
+    is kept (arXiv:1904.09751, section 3.1). This set has at least one token; top_p=1 keeps all.
+    Among equal logits, lower token ids are kept first. With top_k=0 and top_p=1, the input tensor
+    itself is returned.
     """
     if top_k == 0 and top_p == 1:
         return logits

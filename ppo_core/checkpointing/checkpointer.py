@@ -38,7 +38,7 @@ class Contents(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SavePlan:
-    """Where checkpoints are, and how they are written."""
+    """Where and how the checkpoints of a run are written."""
 
     folder: Path
     """Folder of the run; each checkpoint is a subfolder."""
@@ -53,7 +53,7 @@ class SavePlan:
     """Whether checkpoints are written while training continues."""
 
     timeout: float
-    """Seconds that a process waits for the other processes."""
+    """Seconds that a process waits for other processes."""
 
 
 class Checkpointer:
@@ -94,8 +94,8 @@ class Checkpointer:
             return  # this trainer continues its own run
         patience = self._plan.timeout
         self._peers = ProcessGroup.meet(patience)
-        # The writing thread needs its own group, so that its messages do not mix with the messages
-        # of the training.
+        # The thread that writes needs its own process group, so that its messages do not mix with
+        # the messages of the training.
         self._writers = ProcessGroup.meet(patience) if self._plan.in_background else self._peers
         if not resume and self._plan.saves:
             self._peers.together(lambda: refuse_earlier_run(self._plan.folder))

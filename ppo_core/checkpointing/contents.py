@@ -70,9 +70,9 @@ class CheckpointContents(RunContext):
         )
 
     def _full_weights(self) -> dict[str, Mapping[str, Tensor]]:
-        """Return the weights of critic, refreshed reference and average.
+        """Return the weights of the critic, the refreshed reference and the averaged policy.
 
-        They are complete only in the main process.
+        The weights are complete only in the main process.
         """
         engine, reference = self.engine, self.models.reference
         weights: dict[str, Mapping[str, Tensor]] = {}

@@ -9,7 +9,7 @@ from ppo_core.distributed.process_group import ProcessGroup
 
 @dataclass(frozen=True, kw_only=True)
 class Disk:
-    """The processes that see the same folder."""
+    """The processes of a run that write to the same disk."""
 
     ranks: tuple[int, ...]
     """Ranks of the processes, in ascending order."""
@@ -29,7 +29,7 @@ def find_disk(folder: Path, peers: ProcessGroup) -> Disk:
         OSError: the folder cannot be created or written.
         TrainingError: another process cannot create or write its folder.
     """
-    # The names are new in each call, because a killed run may have left its marks behind.
+    # Use new names in each call, because files of a killed run may still be there.
     call = peers.of_main(uuid4().hex)
     marks = [folder / f".seen-{call}-{rank}" for rank in range(peers.number)]
 

@@ -56,7 +56,7 @@ ADDED = {
 
 
 def _in_use(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings in use; the defaults of unused settings may change between versions."""
+    """Return the settings in use, because defaults of unused settings may change by version."""
     unused = () if settings.get("kl_target") else ("kl_horizon",)
     current = {OLD_NAMES.get(name, name): value for name, value in settings.items()}
     return {name: value for name, value in {**ADDED, **current}.items() if name not in unused}

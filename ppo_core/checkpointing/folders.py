@@ -10,8 +10,8 @@ STATE = "trainer_state.json"
 """File of a checkpoint with all state other than tensors."""
 
 POLICIES = "policies"
-"""Subfolder of `output_dir` for the policies of `save_policies`; each is in a folder whose name is
-its update."""
+"""Subfolder of `output_dir` for the policies of `save_policies`; the name of each policy's folder
+is the number of its update."""
 
 FOLDER_NAME = re.compile(r"checkpoint-(\d+)(\.old)?")
 
@@ -33,6 +33,6 @@ def newest_checkpoint(output_dir: str | Path) -> Path | None:
 
 
 def saved_policies(folder: Path) -> dict[int, Path]:
-    """Return the policies in a folder POLICIES by update, in ascending order."""
+    """Return the policies in the folder POLICIES by number of the update, in ascending order."""
     found = {int(path.name): path for path in folder.glob("*") if path.name.isdecimal()}
     return dict(sorted(found.items()))

@@ -59,9 +59,9 @@ def restore_schedule(scheduler: LRScheduler, saved: JSON) -> None:
 
 
 def _with_numbers_as_keys(saved: Any, own: Any) -> Any:
-    """Return `saved` with whole numbers as keys in each dict whose counterpart in `own` has them.
+    """Return `saved` with integer keys in each dict whose counterpart in `own` has integer keys.
 
-    JSON turns these keys into texts; with texts, MultiStepLR would find none of its milestones.
+    JSON turns integer keys into strings, so MultiStepLR would find none of its milestones.
     """
     if isinstance(saved, list) and isinstance(own, list) and len(saved) == len(own):
         return [_with_numbers_as_keys(*pair) for pair in zip(saved, own, strict=True)]

@@ -33,10 +33,10 @@ def given_models(
 ) -> dict[str, Layout]:
     """Return fingerprints, with digests of weights, of models that a checkpoint does not contain.
 
-    The fingerprint of a reward model includes its bias, gain and end_of_text. The policy is
-    included if no reference is given, because the reference is then made from the policy, or if the
-    policy has or gets an adapter, because its base is then frozen. Call this before the models are
-    prepared, when each process still has the full weights.
+    The fingerprint of a reward model includes its bias, gain and end_of_text. If no reference is
+    given, the policy is included, because the reference is made from the policy. If the policy has
+    or gets an adapter, the policy is also included, because its base is frozen. Call this function
+    before the models are prepared, when each process still has the full weights.
     """
     given: dict[str, nn.Module] = {}
     plain = _without_value_head(model)

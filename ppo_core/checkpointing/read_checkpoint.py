@@ -7,9 +7,10 @@
         trainer_state.json, <other>.json      state other than tensors
         manifest.json                         size and SHA-256 of all other files, written last
 
-Each process writes and digests its own files in a hidden folder. When the folder is complete, one
-process renames it. A folder without a manifest is not a checkpoint. If the processes write to
-several disks, each disk has some of the files. Before a run resumes, each disk must have all files.
+Each process writes its own files into a hidden folder, and computes their digests. When the folder
+is complete, one process renames it. A folder without a manifest is not a checkpoint. If the
+processes write to several disks, each disk has some of the files. Before a run resumes, each disk
+must have all files.
 """
 
 import hashlib
@@ -145,7 +146,7 @@ def read_newest(
         TrainingError: all checkpoints are damaged; the message describes each damage.
     """
     damaged = []
-    # Share names instead of paths, because the paths on several disks may differ.
+    # Exchange names instead of paths, because the paths on several disks may differ.
     for name in peers.of_main([path.name for path in checkpoint_folders(output_dir)]):
         folder = Path(output_dir) / name
         try:
@@ -206,7 +207,7 @@ def _find_change(path: Path, expected: JSON) -> str | None:
 
 
 def _find_other_form(path: Path, forms: Forms) -> str | None:
-    """Describe how the form of a JSON file differs; None if it does not differ."""
+    """Describe how a JSON file deviates from its required form; None if it has this form."""
     for pattern, form in forms.items():
         if re.fullmatch(pattern, path.name):
             try:

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are kept, and how others are removed."""
+"""Remove old checkpoints of a run, and rename abandoned checkpoints."""
 
 import shutil
 from pathlib import Path
@@ -7,9 +7,10 @@ from ppo_core.checkpointing.folders import FOLDER_NAME, finished_checkpoints
 from ppo_core.errors import TrainingError
 
 SUPERSEDED = ".superseded"
-"""Suffix of abandoned checkpoints, whose step is later than the step of a newer checkpoint.
+"""Suffix of abandoned checkpoints.
 
-This happens if a run is resumed from a checkpoint of an earlier step."""
+If a run is resumed from an earlier step, its next checkpoint makes all checkpoints of later steps
+abandoned."""
 
 
 def rename_superseded(newest: Path) -> None:
@@ -22,10 +23,10 @@ def rename_superseded(newest: Path) -> None:
 
 
 def remove_old(newest: Path, keep: int | None) -> None:
-    """Remove all but the `keep` newest checkpoints, and what killed runs have left behind.
+    """Remove all but the `keep` newest checkpoints, and the leftovers of killed runs.
 
-    These leftovers are unfinished folders, and `.old` folders that a newer checkpoint has replaced.
-    Folders `checkpoint-<step>` without a manifest are kept.
+    Leftovers are unfinished hidden folders, and `.old` folders that a newer checkpoint of the same
+    step has replaced. Folders `checkpoint-<step>` without a manifest are kept.
     """
     found = finished_checkpoints(newest.parent)
     replaced = [

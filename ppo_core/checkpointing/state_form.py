@@ -1,6 +1,6 @@
 """The form that the JSON files of a checkpoint must have, so that a run can resume from it.
 
-Keys that were added in later versions of the library are not required. Metrics may be NaN, because
+Keys that later versions of this library have added are not required. Metrics may be NaN, because
 a batch with a score that is not finite is skipped. Numbers that training uses must be finite.
 """
 

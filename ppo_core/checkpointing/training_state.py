@@ -1,4 +1,4 @@
-"""The state beside weights in any training's checkpoint: optimizer, schedule, random states.
+"""The state that all checkpoints contain besides weights: optimizer, schedule, random states.
 
 Tensors are written unsharded, by parameter name, so a checkpoint can be resumed with any number of
 processes and any sharding.
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingState:
-    """The state that a step of any training changes; all processes must call the methods."""
+    """Optimizer, schedule and random states of a run; all processes must call the methods."""
 
     engine: Engine
     module: nn.Module
@@ -118,8 +118,8 @@ class TrainingState:
     def finish_restoring(self, checkpoint: Checkpoint, unit: str) -> None:
         """Restore the random states, and log how many steps are done.
 
-        `unit` is the word for steps in the log message. A process that the earlier run did not have
-        takes the random states of another process.
+        `unit` is the word for steps in the log message. If the run has more processes than before,
+        the additional processes take the random states of other processes.
         """
         state = checkpoint.state
         process = f"{PROCESS}-{self.engine.rank % state['processes']}"

@@ -53,7 +53,7 @@ def save_checkpoint(
     held: Callable[[], AbstractContextManager[None]] = nullcontext,
     keep: int | None = None,
 ) -> None:
-    """Write a checkpoint completely or not at all; a killed process leaves earlier ones intact.
+    """Write a checkpoint completely or not at all; earlier checkpoints survive a killed process.
 
     Args:
         folder: `output_dir/checkpoint-<step>`; a checkpoint of the same step is replaced.
@@ -62,8 +62,8 @@ def save_checkpoint(
         disk: the processes that share the folder, by default all. With several disks, each disk
             gets the files of its own processes, and the manifest of all files.
         writer: id in the name of the unfinished folder, different for each run.
-        held: returns a context in which the checkpoint is renamed and old checkpoints are removed,
-            and in which no other process can take over the folder.
+        held: function that returns a context in which no other process can take over the folder.
+            Inside the context, the checkpoint is renamed, and old checkpoints are removed.
         keep: number of newest checkpoints to keep; None keeps all.
 
     Raises:

@@ -31,8 +31,7 @@ def parse_arguments(kinds: Sequence[type], argv: Sequence[str]) -> list[Any]:
     """Return one instance of each dataclass in `kinds`, read from command-line arguments.
 
     The first argument may be a TOML file with one flag per line; flags after the file override the
-    lines of the file. A JSON file must be the only argument; values in JSON may be null, values of
-    flags may not.
+    lines of the file. A JSON file must be the only argument. A value may be null only in JSON.
 
     Raises:
         ConfigError: a flag, a value or the file is invalid, or a value other than hub_token
@@ -99,7 +98,7 @@ class DocumentedParser(HfArgumentParser):
         """Return one instance of each dataclass, read from flags only.
 
         An unknown flag is reported before a missing required flag, because the unknown flag may be
-        the required flag, misspelled.
+        a misspelling of the required flag.
 
         Raises:
             ConfigError: a flag is unknown or missing, or a value is invalid or contains a secret.
@@ -143,7 +142,7 @@ class DocumentedParser(HfArgumentParser):
         return super().add_argument(*flags, **options)
 
     def error(self, message: str) -> NoReturn:
-        """Raise a ConfigError, where argparse would print the message and exit.
+        """Raise a ConfigError instead of printing the message and exiting, as argparse does.
 
         Raises:
             ConfigError: always.
@@ -162,7 +161,7 @@ class DocumentedParser(HfArgumentParser):
 
 
 def field_docs(kind: type) -> dict[str, str]:
-    """Return name -> docstring, on one line, of a dataclass's fields, inherited fields first.
+    """Return field name -> docstring on one line, for a dataclass; inherited fields come first.
 
     A field without a docstring is left out.
     """
@@ -195,7 +194,6 @@ def _read_json(kinds: Sequence[type], path: Path) -> list[Any]:
 
 
 def _read_object(kind: type, settings: Mapping[str, Any]) -> Any:
-    """Return an instance of a dataclass, made from the settings that are fields of it."""
     types = get_type_hints(kind)
     values = {name: settings[name] for name in field_docs(kind) if name in settings}
     for name, value in values.items():
@@ -204,7 +202,7 @@ def _read_object(kind: type, settings: Mapping[str, Any]) -> Any:
 
 
 def _without_secrets(parsed: Sequence[Any]) -> list[Any]:
-    """Return the settings; raise if one other than hub_token contains a secret."""
+    """Return the settings; raise if any setting except hub_token contains a secret."""
     for settings in parsed:
         refuse_secrets(vars(settings), allowed=MAY_BE_SECRET)
     return list(parsed)
@@ -250,7 +248,6 @@ def _read_value(words: Sequence[str]) -> object:
 
 
 def _number_or_word(text: str) -> float | str:
-    """Return a flag's value as a float if it is a number, or else unchanged."""
     try:
         return float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Checks of settings; the errors name the setting, and its value unless it is a secret."""
+"""Check settings; errors name the setting, and its value unless the value is a secret."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -135,13 +135,13 @@ def refuse_secrets(
     """Raise if a value, also in nested tables and lists, contains a password, key or token.
 
     The text of a setting also counts as secret if the setting has the name of a secret, for example
-    api_key. Settings are stored with models, checkpoints and runs, and are visible to everyone who
-    reads them.
+    api_key. Settings are stored with models, checkpoints and runs, and everyone with access to a
+    run can read its settings.
 
     Args:
         values: name of a setting, as the user gave it -> value.
         allowed: names whose values may contain a secret.
-        instead: advice for the message: what to do with the secret instead.
+        instead: advice in the message, about where the secret belongs.
 
     Raises:
         ConfigError: a value or a name contains a secret; the message does not show the secret.

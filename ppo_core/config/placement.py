@@ -46,7 +46,6 @@ def placement_for_reading(precision: Precision = "fp32") -> Placement:
     The device is a GPU if there is one. Each of several processes on a machine uses its own GPU.
     The default is float32, because a reward model's scores in bfloat16 depend on the batch.
     """
-    # Imported here, because modules that only use `Precision` need no torch.
     import torch
 
     gpu = _gpu()
@@ -75,7 +74,7 @@ def _left_in_container(folder: Path) -> float:
         return math.inf
     used = int((folder / "memory.current").read_text())
     stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    # The kernel drops files from its cache before a process runs out of memory.
+    # Cached files count as free, because the kernel drops them when processes need memory.
     return int(most) - used + int(stat["inactive_file"])
 
 

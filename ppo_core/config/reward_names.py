@@ -18,8 +18,8 @@ OWN = "reward-model"
 """The reward model of the run, as an entry of `rewards`."""
 
 DISAGREEMENT = "disagreement"
-"""Name, beside the rewards, of the standard deviation between several reward models that are one
-reward."""
+"""Name of an additional metric if a reward is the mean of several models: their standard
+deviation."""
 
 KINDS: tuple[RewardKind, ...] = get_args(RewardKind)
 
@@ -40,15 +40,15 @@ class NamedReward:
     """One entry of `rewards`."""
 
     name: str
-    """Name in metrics, which are `rewards/NAME`."""
+    """Name of the reward, whose metric is `rewards/NAME`."""
 
     spec: str
     """The entry as the user wrote it."""
 
     kind: RewardKind
     source: str
-    """Folder or hub id of a model, its name on a server, or FILE_OR_MODULE:FUNCTION; empty for the
-    run's own model."""
+    """Folder or hub id of a model, name of a model on a server, or FILE_OR_MODULE:FUNCTION; empty
+    for the run's own model."""
 
     @property
     def is_own(self) -> bool:
@@ -69,7 +69,7 @@ def read_rewards(specs: Sequence[str]) -> list[NamedReward]:
     """Return the rewards that the entries of the setting `rewards` describe.
 
     Raises:
-        ConfigError: an entry is unknown or named twice, or two rewards have one name.
+        ConfigError: an entry is unknown or given twice, or two rewards have the same name.
     """
     rewards = [_parse(spec.strip()) for spec in specs]
     for number, one in enumerate(rewards):

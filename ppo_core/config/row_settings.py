@@ -22,11 +22,11 @@ LABEL_FIELDS = ("margin", "tie", "category", "source", "annotator")
 prefer neither, the kind of the pair, the origin of the pair, and the id of the voter."""
 
 VOTE_FIELDS = ("first", "second", "label")
-"""Fields of a vote beside the prompt: two answers, and which of them a person prefers."""
+"""Fields of a vote, besides the prompt: two answers, and which answer a person prefers."""
 
 RANKING_FIELDS = ("responses", "ranks", "scores")
-"""Fields of a ranked list beside the prompt: the responses, and either their ranks (the smallest is
-the best) or their scores (the largest is the best)."""
+"""Fields of a ranked list, besides the prompt: the responses, and either their ranks (the smallest
+is the best) or their scores (the largest is the best)."""
 
 FIELDS = (
     *("prompt", "chosen", "rejected", "completion", "reference"),

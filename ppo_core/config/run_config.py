@@ -23,8 +23,8 @@ Sharding: TypeAlias = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp2"]
 class RunConfig:
     """Settings that are not specific to PPO, most with their names in `TrainingArguments`.
 
-    Commands and scripts accept another argument of `transformers.TrainingArguments` only if its
-    value changes no result. Otherwise the error names an alternative
+    Commands and scripts accept the other arguments of `transformers.TrainingArguments` only with
+    values that change no result. For other values, the error names an alternative
     (`ppo_core.config.unsupported_settings`). `logging_steps`, `eval_steps` and `save_steps` count
     PPO updates.
     """

@@ -25,7 +25,7 @@ class DatasetArguments:
     folder, or a hub id with an optional revision, as in `org/name@revision`; required."""
 
     dataset_config: str | None = None
-    """Configuration name, if a hub data set, or the README.md of a folder, has several."""
+    """Configuration name, if a hub data set or a folder's README.md has several configurations."""
 
     dataset_train_split: str = "train"
     """Split to train on."""
@@ -58,9 +58,10 @@ class ScriptArguments(DatasetArguments):
     or are too long. If more rows are left out, the command stops. 0 allows none."""
 
     rewards: list[str] | None = None
-    """Rewards whose sum, weighted by reward_weights, trains the policy: `reward-model` (the one of
-    reward_model_path), `reward-model:PATH` or `python:FILE_OR_MODULE:FUNCTION`, each with or
-    without `NAME=` before it. None: the reward model alone. Only the flow asks language models."""
+    """Rewards whose sum, weighted by reward_weights, trains the policy: `reward-model` (the model
+    of reward_model_path), `reward-model:PATH` or `python:FILE_OR_MODULE:FUNCTION`, each with or
+    without `NAME=` before it. None: the reward model alone. Only the flow supports language models
+    as rewards."""
 
     reward_bias: float = 0.0
     """Constant in score = (output - reward_bias) * reward_gain, where output is the output of the

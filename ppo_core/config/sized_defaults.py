@@ -15,8 +15,8 @@ rates, by the size of the model:
   for the KL divergence, for Pythia 1B to 6.9B); SFT and reward model from InstructGPT,
   arXiv:2203.02155, appendix C (9.65e-6, rounded here to 1e-5, and 9e-6).
 - 8B: reward model and PPO from the cards of OpenRLHF/Llama-3-8b-rm-700k (9e-6) and
-  OpenRLHF/Llama-3-8b-rlhf-100k (5e-7, 100,000 responses). Our PPO rate lies between this 5e-7 and
-  the 3e-6 of arXiv:2403.17031. The rate of SFT has no source.
+  OpenRLHF/Llama-3-8b-rlhf-100k (5e-7, 100,000 responses). The PPO rate is chosen between this 5e-7
+  and the 3e-6 of arXiv:2403.17031. The rate of SFT has no source.
 
 With LoRA, every rate is ten times as high: Schulman et al., "LoRA Without Regret" (2025).
 """

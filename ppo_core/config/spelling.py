@@ -1,4 +1,4 @@
-"""Find the setting that is meant by a misspelled or short name, or by another library's name."""
+"""Find the setting that a misspelled name, a short name or another library's name means."""
 
 from collections.abc import Collection
 from difflib import get_close_matches
@@ -57,9 +57,10 @@ short forms, and names in other commands and libraries."""
 
 
 def same_setting(name: str, known: Collection[str]) -> str | None:
-    """Return the setting in `known` with this name, or else one that `OTHER_NAMES` lists for it.
+    """Return the setting in `known` with this name, or the first that `OTHER_NAMES` lists for it.
 
-    None means that there is no such setting. A hyphen counts as an underscore, and case is ignored.
+    Return None if `known` has no such setting. A hyphen counts as an underscore, and case is
+    ignored.
     """
     plain = _plain(name)
     return next((meant for meant in (plain, *OTHER_NAMES.get(plain, ())) if meant in known), None)

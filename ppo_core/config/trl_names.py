@@ -1,4 +1,4 @@
-"""Flags of TRL's scripts that our commands accept under TRL's name, or refuse with advice.
+"""Flags of TRL's scripts that this project accepts under TRL's names, or refuses with advice.
 
 The names that PPO refuses are in `unsupported_settings`, because they are also arguments of the
 Python class `PPOConfig`.
@@ -17,7 +17,7 @@ SUPERVISED_ALIASES = {
     "assistant_only_loss": "completion_only_loss",
     **OLD_NAMES,
 }
-"""Name in version 0.1, or in TRL's SFT and reward scripts -> flag of our supervised commands."""
+"""Name in version 0.1, or in TRL's SFT and reward scripts -> flag of `ppo_core.supervised`."""
 
 _SPLIT = "name the split in dataset_name, as in org/name:test"
 _CONFIG = "name the configuration in dataset_name, as in org/name:config/train"
@@ -132,8 +132,8 @@ SUPERVISED_INSTEAD: Unsupported = {
     "fsdp": ((None, ""), _SHARDING),
     "use_cpu": ((False,), "hide the GPU: set the environment variable CUDA_VISIBLE_DEVICES to ''"),
 }
-"""Flag of TRL's SFT and reward scripts -> (values that match what `python -m ppo_core.supervised`
-does anyway, advice for other values)."""
+"""Flag of TRL's SFT and reward scripts -> (values that match the fixed behavior of
+`python -m ppo_core.supervised`, advice for other values)."""
 
 LORA_TASKS = {"sft": "CAUSAL_LM", "reward": "SEQ_CLS"}
 """Kind of training -> the only value of TRL's flag `lora_task_type` that is accepted."""

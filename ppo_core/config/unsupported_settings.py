@@ -226,8 +226,8 @@ NO_EFFECT = frozenset(
     "trackio_bucket_id trackio_space_id trackio_static_space_id project use_cache use_liger_kernel "
     "liger_kernel_config".split()
 )
-"""Names in `INSTEAD` whose values never change a result. A value that is not accepted causes only a
-log line."""
+"""Names in `INSTEAD` whose values never change a result. For these names, a value that is not
+accepted causes only a log line."""
 
 
 def refuse_unsupported(
@@ -240,12 +240,12 @@ def refuse_unsupported(
 ) -> dict[str, Any]:
     """Return the settings of `given` whose names are in `supported`.
 
-    Settings listed in `instead` are dropped if they have an accepted value. Those also named in
-    `no_effect` are dropped with any value, and a value that is not accepted is logged. `prefix`
-    precedes the names in messages: `--` for flags.
+    A setting in `instead` is dropped if its value is accepted. A setting that is also in
+    `no_effect` is dropped with any value, and a value that is not accepted is logged. `prefix`
+    precedes the names in messages; it is `--` for flags.
 
     Raises:
-        ConfigError: any other setting is given.
+        ConfigError: a setting is neither supported nor dropped.
     """
     for name, value in given.items():
         if name not in supported:

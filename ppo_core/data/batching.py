@@ -1,4 +1,4 @@
-"""Padding of sequences of unequal lengths, and their split into batches."""
+"""Pad sequences of unequal lengths, and split them into batches."""
 
 import itertools
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 PASS_COST = 128
-"""Fixed cost of a forward pass, in tokens; a larger value gives fewer batches, more padding."""
+"""Fixed cost of a forward pass, in tokens; a larger value gives fewer batches and more padding."""
 
 GPU_PASS_COST = 1024
 """`PASS_COST` on a GPU: launching the kernels of a pass takes as long as computing this many
@@ -16,7 +16,7 @@ tokens."""
 
 
 def pad_rows(rows: Sequence[Sequence[int]], *, side: str = "right") -> tuple[Tensor, Tensor]:
-    """Return lists of token ids as one zero-padded tensor (B, longest), and their lengths (B,).
+    """Return lists of token ids as one zero-padded tensor (B, longest), and the lengths (B,).
 
     Only the lengths mark padding, because 0 may also be a token id.
     """
@@ -32,8 +32,8 @@ def pad_rows(rows: Sequence[Sequence[int]], *, side: str = "right") -> tuple[Ten
 def length_sorted_batches(lengths: Tensor, batch_size: int) -> list[Tensor]:
     """Return indices of sequences in batches of similar length, longest first.
 
-    Similar lengths need little padding. The longest batch comes first, so a lack of memory shows at
-    once. Sequences of equal length keep their order.
+    Similar lengths need little padding. The longest batch comes first, so that a run with too
+    little memory fails at once. Sequences of equal length keep their order.
     """
     order = torch.argsort(lengths, descending=True, stable=True)
     return list(order.split(batch_size))
@@ -55,7 +55,7 @@ def token_batches(
     If `max_tokens` is None, a batch has at most the tokens of `batch_size` sequences of the
     greatest length. Sequences of equal length keep their order.
 
-    If several `processes` share each batch evenly, cost and tokens are those of the process with
+    If several `processes` split each batch evenly, cost and tokens are counted for the process with
     the most sequences.
     """
     order = torch.argsort(lengths, descending=True, stable=True)
@@ -63,7 +63,7 @@ def token_batches(
     max_tokens = max_tokens or batch_size * int(ordered[0])
     pass_cost = GPU_PASS_COST if (device or lengths.device).type == "cuda" else PASS_COST
     numbers = np.arange(1, len(ordered) + 1)
-    # least[n]: lowest cost of the first n sequences. starts[n]: where their last batch starts.
+    # least[n]: lowest cost of the first n sequences. starts[n]: start of the last of their batches.
     least, starts = np.zeros(len(ordered) + 1), [0]
     for n in numbers:
         padded = ordered[:n] * np.ceil((n - numbers[:n] + 1) / processes)
@@ -81,8 +81,8 @@ def scoring_batches(lengths: Tensor, batch_size: int, *, equal_passes: bool) -> 
     """Return indices of sequences in batches of similar length, longest first.
 
     Without `equal_passes`, the number of batches depends on the lengths (`token_batches`). With
-    `equal_passes`, it depends on the number of sequences only (`length_sorted_batches`), so
-    processes with equally many sequences run equally many passes.
+    `equal_passes`, the number of batches depends only on the number of sequences
+    (`length_sorted_batches`), so processes with equally many sequences run equally many passes.
     """
     split = length_sorted_batches if equal_passes else token_batches
     return split(lengths, batch_size)

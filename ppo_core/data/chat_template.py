@@ -1,4 +1,4 @@
-"""Rendering and encoding of chat messages with the tokenizer's chat template."""
+"""Render and encode chat messages with the tokenizer's chat template."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -19,10 +19,10 @@ SIMPLE_CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.role | capitalize }}: {{ message.content }}\n\n"
     "{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
 )
-"""Template that writes the names of the roles; scripts set it if a tokenizer has no template."""
+"""Template that writes the role before each message; for tokenizers without a template."""
 
 MAX_RENDER_SECONDS = 10
-"""Time limit for rendering one conversation; a template takes about a millisecond."""
+"""Maximum seconds to render one conversation; rendering usually takes about a millisecond."""
 
 _PROCESS = TemplateProcess()
 
@@ -40,12 +40,11 @@ def is_messages(value: object) -> TypeGuard[Messages]:
 
 
 def set_prompt_format(tokenizer: PreTrainedTokenizerBase, prompt_format: PromptFormat) -> None:
-    """Make a tokenizer read prompts as a chat or as text, from now on and after it is saved.
+    """Set a tokenizer to read prompts as a chat or as text; saved files keep this format.
 
-    For text, the chat template is removed. For a chat, the token that ends a turn of the assistant
-    becomes the end-of-sequence token, because that token ends a response in training and sampling.
-    In many base models, the template ends a turn with another token than the tokenizer's
-    end-of-sequence token.
+    For text, remove the chat template. For a chat, set the end-of-sequence token to the token with
+    which the template ends a turn of the assistant. These two tokens differ in many base models,
+    and training and sampling end a response with the end-of-sequence token.
 
     Raises:
         ConfigError: a chat is wanted, but the tokenizer has no template.
@@ -67,7 +66,7 @@ def set_prompt_format(tokenizer: PreTrainedTokenizerBase, prompt_format: PromptF
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Return the id of the special token that the template writes directly after an answer.
 
-    None means that there is no such token, or that the template rejects the sample conversation.
+    Return None if there is no special token, or if the template rejects the sample conversation.
     """
     answer = "an answer"
     turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": answer}]
@@ -88,7 +87,7 @@ class RejectedChatError(DataError):
 def render_chat(
     tokenizer: PreTrainedTokenizerBase, messages: Messages, *, answer_follows: bool
 ) -> str:
-    """Return the text of a conversation; `answer_follows` appends the start of an assistant turn.
+    """Return the text of a conversation; `answer_follows` adds the start of an assistant turn.
 
     Raises:
         DataError: the tokenizer has no chat template, the template rejects the conversation or
@@ -118,7 +117,7 @@ def encode_with_mask(
 ) -> tuple[list[int], list[int]]:
     """Return the token ids of a conversation, and a mask with 1 for each token of the assistant.
 
-    The tokens of the assistant are those that the template marks (`has_generation_mask`).
+    The template must mark the tokens of the assistant (`has_generation_mask`).
 
     Raises:
         DataError: the template rejects the conversation, or needs too much time or memory.
@@ -164,7 +163,7 @@ def _render(
             f"{template} needs too much memory for a conversation of {len(messages)} messages: "
             f"{error or f'over {MAX_BYTES >> 30} GiB'}. Set another chat_template."
         ) from error
-    # Errors of the template, and of its syntax.
+    # The template raised an error, or its syntax is wrong.
     except (ValueError, TemplateSyntaxError) as error:
         roles = ", ".join(message["role"] for message in messages)
         raise RejectedChatError(
@@ -181,7 +180,7 @@ def _without_none(messages: Messages) -> list[dict[str, Any]]:
 
 
 def missing_end(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Return [id of the end-of-sequence token], or [] if a rendered text ends with this token.
+    """Return a list with the id of the end-of-sequence token; [] if a text already ends with it.
 
     Whitespace after the token is ignored, because many templates end a turn with the token and a
     line break.
@@ -211,7 +210,7 @@ def chat_segments(
 
 
 def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Messages, *, end: bool) -> list[int]:
-    """Return the token ids of a conversation, see `chat_segments`.
+    """Return the token ids of a conversation; for `end` see `chat_segments`.
 
     Raises:
         DataError: see `chat_segments`.

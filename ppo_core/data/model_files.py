@@ -1,4 +1,4 @@
-"""Write the files of a model and its tokenizer; replace old files only when all are written."""
+"""Write a model and its tokenizer; replace old files only after all new files are written."""
 
 import shutil
 from collections.abc import Iterator
@@ -11,14 +11,15 @@ from transformers import PreTrainedTokenizerBase
 from ppo_core.io.atomic_files import explained_writes, sync_to_disk
 
 UNFINISHED = ".unfinished"
-"""Subfolder for the files of `replaced_together`, until all of them are written."""
+"""Subfolder into which `replaced_together` writes all files before it moves them."""
 
 
 @contextmanager
 def replaced_together(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder; when the block succeeds, move its files to the same paths in `folder`.
+    """Yield an empty folder; after the block, move the new files to the same paths in `folder`.
 
-    If the block fails, the files in `folder` are unchanged.
+    If the block fails, the files in `folder` are unchanged. Files in `folder` for which there is no
+    new file are kept.
 
     Raises:
         TrainingError: a file cannot be written, for example because the disk is full.
@@ -59,7 +60,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     except OSError as error:
         raise OSError(error.errno, error.strerror or str(error), str(folder)) from error
     except Exception as error:
-        # The library `tokenizers` raises `Exception` itself, not a class of its own.
+        # The library `tokenizers` raises plain `Exception`, not a subclass.
         if type(error) is not Exception:
             raise
         raise OSError(f"The tokenizer was not written to '{folder}': {error}") from error

@@ -110,7 +110,8 @@ def make_prompt_set(
     """Return the prompts of a data set, after checking that the policy `model` can answer them.
 
     A `collator` is called with one row at a time. It returns "input_ids" and optionally an
-    "attention_mask", which marks padding with 0. `asked` describes the other columns to keep.
+    "attention_mask", which marks padding with 0. `asked` describes the columns to keep for reward
+    functions.
 
     Raises:
         ConfigError: no prompt has a column that a reward function requires.
@@ -119,7 +120,7 @@ def make_prompt_set(
     """
     rows = dataset
     if collator is not None:
-        # A single row needs little padding, and `prompts_of` removes it by the mask.
+        # Collate single rows: they get little padding, and `prompts_of` removes it by the mask.
         rows = [dataset[number] for number in range(len(dataset))]
         dataset = [_collated(collator, row) for row in rows]
     elif asked and not isinstance(dataset, str | Mapping):
@@ -136,7 +137,7 @@ def make_prompt_set(
 
 
 def _as_json(value: Any) -> Any:
-    """Return a form of a column's value that is equal in every process."""
+    """Return a JSON-serializable form of a value that is equal in every process."""
     return value.tolist() if hasattr(value, "tolist") else type(value).__name__
 
 

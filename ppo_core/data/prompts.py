@@ -1,4 +1,4 @@
-"""Prompts: reading from data sets, encoding, decoding, checks, and random order."""
+"""Read prompts from data sets; encode, decode and check prompts, and draw them at random."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,10 +21,10 @@ Prompt: TypeAlias = str | Messages | Sequence[int]
 """Text, chat messages, or token ids of the policy's tokenizer (as list, array or tensor)."""
 
 CHARACTERS_PER_TOKEN = 128
-"""Maximum characters of a token. In published tokenizers, only runs of spaces are longer."""
+"""Assumed maximum characters of a token; published tokenizers exceed it only in runs of spaces."""
 
 MIN_CHARACTERS = 100_000
-"""A text of up to this many characters is always encoded, whatever the limit on its tokens is."""
+"""A text of at most this many characters is encoded even if the limit on tokens is small."""
 
 MAX_CHARACTERS = 16_000_000
 """Maximum characters of a text for a model whose context has no limit."""
@@ -67,7 +67,7 @@ def rows_of(dataset: Any) -> Iterable[Any]:
     if hasattr(dataset, "__iter__"):
         rows: Iterable[Any] = dataset
         return rows
-    # A data set of torch may return a row for any index, so iteration would not end by itself.
+    # A data set of torch may return a row for any index, so plain iteration might never end.
     return (dataset[row] for row in range(len(dataset)))
 
 
@@ -128,14 +128,14 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> Tokens:
     chat template up to the start of the assistant's response. Token ids are returned as a list.
 
     Raises:
-        DataError: the prompt is not text, messages or token ids, an id is outside the vocabulary,
-            or messages cannot be rendered.
+        DataError: the prompt is neither text, nor messages, nor token ids; an id is outside the
+            vocabulary; or messages cannot be rendered.
     """
     return encode_sequence(tokenizer, [prompt_segment(tokenizer, prompt)])
 
 
 def _checked_ids(tokenizer: PreTrainedTokenizerBase, ids: object) -> Tokens:
-    # The items of bytes are integers too.
+    # Refuse bytes, although the items of bytes are integers, too.
     if (
         not isinstance(ids, Sequence)
         or isinstance(ids, bytes | bytearray)
@@ -171,7 +171,7 @@ def encode_prompts(
         return encoded
     from datasets import Dataset
 
-    # JSON, because an Arrow column has a single type and adds missing keys to messages.
+    # Write prompts as JSON, because an Arrow column has a single type and adds keys to messages.
     rows = Dataset.from_dict({"prompt": [json.dumps(prompt, default=_plain) for prompt in prompts]})
     by_processes = rows.map(
         _encode_json,
@@ -194,7 +194,7 @@ def _encode_json(
 def _encode_batch(
     tokenizer: PreTrainedTokenizerBase, prompts: Iterable[Prompt], first: int
 ) -> list[Tokens]:
-    """Encode consecutive prompts; `first` is the row of the first one."""
+    """Encode consecutive prompts; `first` is the row number of the first prompt."""
     sequences = []
     for row, prompt in enumerate(prompts, first):
         try:
@@ -248,12 +248,12 @@ def encode_dialogue(
     """Return the token ids of a prompt and its response, for a reward model.
 
     A text prompt and the response are encoded separately and concatenated. A prompt of messages is
-    rendered by the chat template, with the response as the assistant's turn. `end` makes the ids
-    end in an end-of-sequence token.
+    rendered by the chat template, with the response as the assistant's turn. If `end`, the ids end
+    in an end-of-sequence token.
 
     Raises:
-        DataError: the prompt is token ids, which may come from another tokenizer, messages cannot
-            be rendered, or `end` is True and the tokenizer has no end-of-sequence token.
+        DataError: the prompt is token ids, which another tokenizer may have encoded; messages
+            cannot be rendered; or `end` is True and the tokenizer has no end-of-sequence token.
     """
     return encode_sequence(tokenizer, dialogue_segments(tokenizer, prompt, response, end=end))
 
@@ -317,7 +317,7 @@ def context_length(config: Any) -> int | None:
 
 
 def max_characters(limit: int | None) -> int:
-    """Return the maximum characters of a text to encode; a longer text has over `limit` tokens.
+    """Return the maximum characters of a text; a longer text would have over `limit` tokens.
 
     If `limit` is None, the maximum is `MAX_CHARACTERS`.
     """
@@ -336,7 +336,7 @@ def count_characters(content: object) -> int:
 def check_prompt_sizes(
     prompts: Sequence[Prompt], *, context: int | None, response_length: int
 ) -> None:
-    """Raise if a prompt, which is not encoded yet, has too many characters for the context.
+    """Raise if a prompt has too many characters for the context; call this before encoding.
 
     Raises:
         DataError: a prompt is too large; the message names the row.
@@ -387,7 +387,7 @@ def check_prompt_lengths(
 
 
 class PromptStream:
-    """Endless batches of row numbers, in a new seeded order for each pass over the data."""
+    """Draws endless batches of row numbers, in a new seeded order for each pass over the data."""
 
     def __init__(self, num_prompts: int, *, seed: int, samples: int = 1) -> None:
         """Start a stream of the row numbers 0 to num_prompts - 1, each repeated `samples` times."""

@@ -10,9 +10,10 @@ from ppo_core.data.sources.source import Source
 
 
 def rows_with_columns(rows: Iterable[Row], source: Source) -> list[dict[str, Any]]:
-    """Return each converted row of prompts, with the other columns of the same row in `source`.
+    """Return each converted row, merged with the original row of the same number in `source`.
 
-    The converted prompt has the name `prompt`, and replaces the prompt columns of `source`.
+    The converted prompt is in the column `prompt`; the columns in `PROMPT_COLUMNS` are removed from
+    the original row. A converted value that is not None replaces an original value of equal name.
     """
     read = list(rows)
     numbers = {row[ROW] for row in read}

@@ -1,4 +1,4 @@
-"""Columns of the prompts' rows, which reward functions receive by keyword."""
+"""Columns of the prompts' rows that reward functions receive by keyword."""
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -34,7 +34,7 @@ class AskedColumns:
     """Whether the function takes all other columns too, as `**columns`."""
 
     taken: tuple[str, ...] = ()
-    """Names of the parameters for prompts and responses; a column of such a name is not passed."""
+    """Parameters for prompts and responses; a column with one of these names is not passed."""
 
     @property
     def is_empty(self) -> bool:
@@ -70,13 +70,13 @@ class AskedColumns:
 
 
 def asked_columns(name: str, function: Callable[..., Any]) -> AskedColumns:
-    """Return the columns that a reward function takes, by its signature.
+    """Return the columns that a reward function takes according to its signature.
 
     The first two positional parameters get prompts and responses.
     """
     try:
         parameters = list(inspect.signature(function).parameters.values())
-    # A function of C may have no signature.
+    # A function written in C may have no signature.
     except (TypeError, ValueError):
         return AskedColumns(function=name)
     kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
@@ -105,7 +105,7 @@ def columns_of(rows: Iterable[Any], asked: Sequence[AskedColumns]) -> dict[str, 
     ignored, because it cannot be passed by keyword.
 
     Raises:
-        ConfigError: a function requires a column of which no row has a value.
+        ConfigError: a function requires a column, and no row has a value in that column.
     """
     tables = [row if isinstance(row, Mapping) else {} for row in rows]
     known = dict.fromkeys(

@@ -1,4 +1,4 @@
-"""Segments of token sequences, and the encoding of many texts by one call of the tokenizer."""
+"""Encode segments of token sequences, with many texts in one call of the tokenizer."""
 
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
@@ -30,9 +30,9 @@ def encode_sequences(
 ) -> list[list[EncodedSegment]]:
     """Return the segments of each sequence as token ids.
 
-    All texts are encoded together, each different text once, because a call of the tokenizer costs
-    about as much as the encoding of a short text. A text gets the same token ids as when it is
-    encoded alone.
+    All texts are encoded in one call, and equal texts once, because a call of the tokenizer takes
+    about as long as encoding a short text. A text gets the same token ids as when it is encoded
+    alone.
     """
     texts: tuple[dict[str, None], dict[str, None]] = ({}, {})
     for sequence in sequences:

@@ -1,4 +1,4 @@
-"""Make accelerate's Accelerator for a run from the settings and the launcher's variables."""
+"""Make accelerate's `Accelerator` from the settings and the launcher's environment variables."""
 
 import os
 from datetime import timedelta
@@ -54,7 +54,7 @@ def make_accelerator(
                 group.backend = "cuda:nccl,cpu:gloo"
         plugin = None
         if launched_by_accelerate() == "fsdp":
-            # By default accelerate would make a plugin for the FSDP version that was launched.
+            # By default accelerate would make a plugin for the FSDP version of its configuration.
             plugin = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=True)
         accelerator = Accelerator(cpu=on_cpu, fsdp_plugin=plugin, kwargs_handlers=[group])
     _check_connection(accelerator)
@@ -64,8 +64,8 @@ def make_accelerator(
 def _forget_unconnected_state() -> None:
     """Reset accelerate's state if a script made a state that does not connect the processes.
 
-    Without a GPU, `PartialState()` and `Accelerator()` connect the processes only if they are told
-    to use the CPU. Accelerate keeps the first state that is made in a process.
+    Without a GPU, `PartialState` and `Accelerator` connect the processes only with `cpu=True`.
+    Accelerate keeps the first state that is made in a process.
     """
     known = PartialState._shared_state
     if known and "RANK" in os.environ and known.get("num_processes") != _launched_processes():
@@ -136,7 +136,7 @@ def _deepspeed_accelerator(
 
 
 def _init_single_process_group(backend: str) -> None:
-    """Without a launcher, create a process group of one process, because sharding needs one."""
+    """Without a launcher, create a group of one process, because sharding needs a process group."""
     if "LOCAL_RANK" not in os.environ and not torch.distributed.is_initialized():
         os.environ["LOCAL_RANK"] = "0"
         store = torch.distributed.HashStore()  # type: ignore[attr-defined]

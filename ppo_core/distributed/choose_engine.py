@@ -16,7 +16,7 @@ def choose_engine(
     deepspeed: str | None = None,
     **options: Any,
 ) -> Engine:
-    """Return the engine for a sharding; for the other options and the errors see `Engine`.
+    """Return the engine for a sharding; see `Engine` for the other options and errors.
 
     If `sharding` is None, the options of `accelerate launch` specify it. Without `accelerate
     launch`, None means "ddp" for several processes and "none" for one process.

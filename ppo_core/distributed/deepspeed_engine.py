@@ -22,7 +22,7 @@ class DeepSpeedEngine(Engine):
     """
 
     def __init__(self, **options: Any) -> None:
-        """Connect this process to the other processes; for the options see `Engine`."""
+        """Connect this process to the other processes; see `Engine` for the options."""
         super().__init__(**options)
         self._trained: Any = None  # DeepSpeed's engine around the trained module
         self._frozen: dict[nn.Module, Any] = {}  # DeepSpeed's engines around frozen models
@@ -35,7 +35,7 @@ class DeepSpeedEngine(Engine):
         return self._trained
 
     def prepare_frozen(self, model: Model) -> Model:
-        """Freeze a model; shard it under zero3, or else move it to the device.
+        """Freeze a model; shard it under zero3, otherwise move it to the device.
 
         Return the same object.
         """
@@ -133,7 +133,7 @@ def zero_stage(module: nn.Module) -> int:
 
 
 def _partition(module: nn.Module, plugin: DeepSpeedPlugin, device: torch.device) -> None:
-    """Shard the parameters for ZeRO-3 one at a time, so the full module need not fit on the device.
+    """Shard the parameters for ZeRO-3 one at a time: the full module may not fit on the device.
 
     DeepSpeed itself would first move the full module to the device. If parameters are sharded
     already, because another model shares them, only the buffers are moved.

@@ -1,4 +1,4 @@
-"""DeepSpeed's settings, and corrections of what DeepSpeed changes in a process."""
+"""Check and complete DeepSpeed's settings, and undo what DeepSpeed changes in a process."""
 
 import json
 import os
@@ -31,9 +31,9 @@ def make_plugin(
 ) -> DeepSpeedPlugin:
     """Return accelerate's plugin with DeepSpeed's settings.
 
-    The settings come from the JSON file at `path`, else from `accelerate launch`, else from
-    `sharding` and `offload`. The trainer sets the batch sizes, so DeepSpeed's batch-size keys may
-    be "auto" or absent. For every other key "auto" means DeepSpeed's default.
+    The settings come from the JSON file at `path`, otherwise from `accelerate launch`, otherwise
+    from `sharding` and `offload`. The trainer sets the batch sizes, so DeepSpeed's batch-size keys
+    may be "auto" or absent. For every other key, "auto" means DeepSpeed's default.
 
     Raises:
         ConfigError: the file cannot be read, `path` and the launcher both give DeepSpeed settings,
@@ -76,7 +76,7 @@ def _settings_of(sharding: Sharding | None, offload: bool) -> Settings:
 
 
 def sharding_of(plugin: DeepSpeedPlugin) -> Sharding:
-    """Return the sharding of DeepSpeed's settings; ZeRO stage 0 is data parallel."""
+    """Return the sharding of DeepSpeed's settings; ZeRO stage 0 is "ddp"."""
     stage = plugin.deepspeed_config["zero_optimization"]["stage"]
     return KINDS[KINDS.index("ddp") + stage]
 
@@ -134,7 +134,7 @@ def _drop_automatic(settings: Settings) -> None:
 
 
 def disable_compiled_collectives() -> None:
-    """Make processes on the CPU communicate by gloo, not by collectives that DeepSpeed compiles.
+    """Make processes on the CPU communicate by gloo instead of collectives that DeepSpeed compiles.
 
     The compilation needs a C++ compiler and up to two minutes. If the compilation is killed, later
     runs wait forever. DeepSpeed has no setting that disables these collectives.

@@ -1,7 +1,7 @@
 """Device, precision, sharding and collectives of a run, in one or several processes.
 
-In one process every collective returns its input. Under torchrun or `accelerate launch`, the same
-code trains data parallel, or a subclass shards the models; see `choose_engine`.
+In one process, every collective operation returns its input. Under torchrun or `accelerate launch`,
+`Engine` trains data parallel, and its subclasses shard the models; see `choose_engine`.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -38,7 +38,7 @@ StateOf = Callable[[str], dict[str, Tensor]]
 
 
 class Engine:
-    """A small interface to accelerate: one process, or several that train data parallel.
+    """Interface to accelerate for one process, or for several processes that train data parallel.
 
     `FSDPEngine` and `DeepSpeedEngine` shard models; `choose_engine` returns the engine of a run.
     All processes must call the collective methods (`prepare`, `backward`, `step`, `sum`, ...) in
@@ -88,8 +88,7 @@ class Engine:
         )
         self.peers = ProcessGroup.of_training()
         """All processes of the run; they communicate over the connections of the training."""
-        # This is registered here, because a user's own script that makes an Engine with gloo
-        # could otherwise abort at exit.
+        # Without this, a user's own script that makes an Engine with gloo could abort at exit.
         if torch.distributed.is_initialized():
             let_gloo_finish_at_exit()
 
@@ -139,7 +138,7 @@ class Engine:
         return self.num_processes == 1 and self.sharding in ("none", "ddp")
 
     def place(self, model: Model) -> Model:
-        """Move a model to the device, unless it will be sharded: the full model may not fit."""
+        """Move a model to the device, unless it will be sharded: a full model may not fit."""
         return model if self.shards_weights else model.to(self.device)
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -291,7 +290,7 @@ class Engine:
         return nullcontext()
 
     def _make_writable(self, module: nn.Module) -> None:
-        """Prepare a module's parameters, so that values that are written to them are kept."""
+        """Put a module's parameters into a state in which written values are kept."""
 
     def _write(self, name: str, parameter: nn.Parameter, weight: Tensor) -> None:
         """Copy an unsharded tensor into a parameter; raise if the shapes differ."""
@@ -340,8 +339,8 @@ class Engine:
         """Return this process's row indices of a batch: rank, rank + num_processes, and so on.
 
         Every process gets the same number of rows, because passes may wait for all processes. If
-        `rows` is not divisible, the last processes repeat the batch's last row; `gather_rows`
-        drops the repetitions.
+        `rows` is not divisible by the number of processes, the last processes repeat the batch's
+        last row. `gather_rows` drops the repetitions.
         """
         number, last = -(-rows // self.num_processes), rows - 1
         return [min(n * self.num_processes + self.rank, last) for n in range(number)]

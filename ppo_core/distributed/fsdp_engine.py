@@ -1,4 +1,4 @@
-"""FSDP2: shard parameters, and unshard them for passes and for reading.
+"""FSDP2: shard parameters, and unshard them for forward passes and for reading.
 
 Each layer of a model is an FSDP group, which is unsharded only during the layer's passes.
 Embeddings, head and norms form the root's group. After a pass without gradients, the root's group
@@ -46,7 +46,7 @@ class FSDPEngine(Engine):
     def prepare_frozen(self, model: Model) -> Model:
         """Freeze a model and shard it in place.
 
-        A hook gathers the root's parameters when a caller calls the backbone without the root.
+        A hook unshards the root's parameters if a caller calls the backbone instead of the root.
         """
         super().prepare_frozen(model)
         _shard(model, self.device, offload=self.offloads)
@@ -63,8 +63,8 @@ class FSDPEngine(Engine):
         return nullcontext()
 
     def _make_writable(self, module: nn.Module) -> None:
-        # The root's group of a frozen module can still be unsharded after passes. Values that are
-        # written to unsharded parameters are lost.
+        # The root's group of a frozen module can still be unsharded after forward passes. Values
+        # that are written to unsharded parameters are lost.
         for part in module.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()
@@ -73,8 +73,8 @@ class FSDPEngine(Engine):
 def _shard(module: nn.Module, device: torch.device, *, offload: bool) -> None:
     """Shard each parameter in place over all processes; parameter names do not change.
 
-    Weights move to the device layer by layer, so the full module need not fit on the device. With
-    `offload` the shards and their optimizer states are on the CPU.
+    Weights move to the device layer by layer, because the full module may not fit on the device.
+    With `offload`, the shards and their optimizer states are on the CPU.
     """
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     has_gpu = device.type == "cuda"

@@ -64,7 +64,7 @@ def write_state(
 
 
 def as_value(tensor: Tensor, group: Mapping[str, Any], device: torch.device) -> Any:
-    """Convert a 0-dimensional entry to what the optimizer keeps: a number, or a copied tensor.
+    """Convert a 0-dimensional entry to the type that the optimizer keeps: number or copied tensor.
 
     `group` contains the options of the parameter's group, and `device` is the parameter's device.
     """

@@ -1,4 +1,4 @@
-"""Utilities of a process: fast imports, ending with the parent process, error reports and exit."""
+"""Set up a process: fast imports, end with the parent process, error reports, clean exit."""
 
 import atexit
 import ctypes
@@ -45,8 +45,8 @@ def large_imports() -> Iterator[None]:
 
     torch, transformers and MLflow create a million objects that live until the process ends. The
     collector would traverse them many times during the imports, and again at exit. Each step of a
-    flow would pay this cost, because each step is a process. Do nothing but import inside the
-    block: objects that exist when the block ends are never collected.
+    flow would pay this cost, because each step is a process. Only import inside the block: objects
+    that exist when the block ends are never collected.
     """
     gc.disable()
     try:
@@ -74,7 +74,7 @@ def end_with_parent() -> None:
 
 
 def end_with(parent: int) -> None:
-    """On Linux, have the kernel kill this process when the process `parent`, its parent, ends."""
+    """On Linux, have the kernel kill this process when its parent, process id `parent`, ends."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
@@ -99,16 +99,16 @@ def write_stacks_on_request() -> None:
 
 
 def quiet_libraries() -> None:
-    """Silence what libraries print and no user can change; call before their imports."""
-    # bitsandbytes reports that it does without a kernel of the hub.
+    """Silence messages that need no action by a user; call before the libraries are imported."""
+    # bitsandbytes reports that it does not use a kernel from the hub.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     if not sys.stderr.isatty():
-        # transformers has bars for reading and writing weights, and follows this switch.
+        # This variable also disables transformers' progress bars for reading and writing weights.
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 def name_log_levels() -> None:
-    """Begin each line of a logger without a handler by its level, such as `WARNING: `."""
+    """Begin each line of a logger without a handler with its level, such as `WARNING: `."""
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
 
@@ -180,7 +180,7 @@ def _write_report(path: Path, error: Exception) -> None:
     }
     try:
         write_atomically(path, json.dumps(report))
-    except OSError as write_error:  # the disk may be full, which may be the error to report
+    except OSError as write_error:  # a full disk may also have caused `error`
         print(f"There is no error report: {write_error}", file=sys.stderr)
 
 

@@ -36,7 +36,7 @@ class ProcessGroup:
 
     @classmethod
     def meet(cls, timeout: float) -> "ProcessGroup":
-        """Return all processes of the run, connected by a new gloo group; all processes must call.
+        """Return all processes of the run, connected by a new gloo group; all must call this.
 
         The group works on the CPU, also in a thread, and is independent of the training's
         connections. A process waits `timeout` seconds for the other processes.

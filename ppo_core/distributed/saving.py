@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def gather_weights(
     engine: Engine, model: PreTrainedModel, adapted: "PeftModel | None"
 ) -> dict[str, Tensor] | None:
-    """Return the weights that `save_plain` needs in the main process; all processes must call.
+    """Return the weights that `save_plain` needs in the main process; all processes must call this.
 
     `adapted` is the PeftModel around the model, or None. The result is None in the other
     processes, and also for an unsharded PeftModel, which `save_plain` reads directly.
@@ -37,8 +37,7 @@ def save_plain(
 ) -> None:
     """Write a model with the weights of `gather_weights`; merge an adapter into a copy first.
 
-    Without an adapter the weights are written as `dtype`, or if `dtype` is None, as the model's
-    dtype.
+    Without an adapter, the weights are written in `dtype`; None means the model's dtype.
     """
     if adapted is not None:
         merged_copy(adapted, weights=weights).save_pretrained(folder)

@@ -29,7 +29,7 @@ NOTICED_AFTER = 2.0
 """Upper estimate, in seconds, of the delay until torchrun notices that a process was killed."""
 
 _CONSEQUENCES = {-signal.SIGTERM, -signal.SIGABRT}
-"""Exit codes of processes that end because another process ended: torchrun or gloo ends them."""
+"""Exit codes of processes that torchrun or gloo ended because another process had ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,13 +66,14 @@ def first_failure(failures: Iterable[tuple[Failure, float]]) -> Failure:
     """Return the failure that probably caused the others: the earliest by corrected time.
 
     When a process is killed, the other processes may report broken connections before torchrun
-    notices the killed process. So a failure by signal is dated `NOTICED_AFTER` seconds earlier,
-    unless another process caused the signal. A process that torchrun ended is dated a second
-    later: torch truncates times to full seconds, so it could seem to fail before its cause.
+    notices the killed process. So `NOTICED_AFTER` seconds are subtracted from the time of a failure
+    by signal, unless another process caused the signal. One second is added to the time of a
+    process that torchrun ended: torch truncates times to full seconds, so this process could seem
+    to fail before the process that failed first.
 
     Args:
-        failures: each failure with the time of its report, or, without a report, with the time
-            when torchrun noticed the failure.
+        failures: each failure with its time: the time of its report, or, if there is no report,
+            the time when torchrun noticed the failure.
     """
 
     def moment(failure: Failure, time: float) -> float:

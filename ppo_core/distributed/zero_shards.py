@@ -40,7 +40,7 @@ class _Piece:
         self.of(flat).copy_(full.flatten()[self.start : self.start + self.numel])
 
     def gathered(self, flat: Tensor, shape: torch.Size, device: torch.device) -> Tensor:
-        """Return the unsharded tensor in every process; all processes must call."""
+        """Return the unsharded tensor in every process; all processes must call this."""
         full = torch.zeros(shape.numel(), dtype=flat.dtype, device=device)
         full[self.start : self.start + self.numel].copy_(self.of(flat))
         # Adding zeros to the bits as integers keeps every bit, including the sign of -0.0.

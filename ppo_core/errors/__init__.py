@@ -65,7 +65,7 @@ class ProcessError(PPOError, RuntimeError):
 
 
 class StorageError(PPOError, RuntimeError):
-    """A file could not be transferred for now; a retry continues the transfer."""
+    """The transfer of a file failed temporarily; a retry continues the transfer."""
 
 
 class JudgeError(PPOError, RuntimeError):
@@ -118,7 +118,7 @@ def reason_of(error: BaseException) -> str:
     error = error.__cause__ or error
     try:
         text = " ".join(str(error).split()).rstrip(".")
-    # The class of the error, which may be a user's, computes the text and may fail.
+    # `str` calls a method of the error's class, which may be a user's class and may fail.
     except Exception:
         text = ""
     if isinstance(error, KeyError):

@@ -10,7 +10,7 @@ import re
 # change the direction of text (two ranges), and surrogates, which no stream can write.
 _CONTROL = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 _ANYWHERE = re.compile(_CONTROL)
-# Progress bars begin with a carriage return, and old files end lines with one.
+# Progress bars begin with a carriage return, and lines of old files end with a carriage return.
 _RETURN = r"\A\r+|\r+(?=\n|\Z)"
 _IN_FILES = re.compile(f"({_RETURN})|{_CONTROL}")
 _ON_TERMINALS = re.compile(rf"({_RETURN}|\x1b\[[0-9;]{{0,20}}m)|{_CONTROL}")
@@ -32,9 +32,10 @@ def remove_controls(text: str) -> str:
 
 
 def escape_output(text: str, *, is_terminal: bool) -> str:
-    """Return output with control characters escaped, except those of our tables and progress bars.
+    """Return output with its control characters escaped.
 
-    On a terminal, colors stay, and so do the cursor movements of progress bars.
+    Line breaks, tabs, and the carriage returns of progress bars are kept. On a terminal, colors and
+    the cursor movements of progress bars are also kept.
     """
     if not _ANYWHERE.search(text) or (is_terminal and _MOVE.fullmatch(text)):
         return text

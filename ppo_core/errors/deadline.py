@@ -13,8 +13,9 @@ ANSWER_SECONDS = 30.0
 def answer_within(seconds: float, call: Callable[..., Answer], *given: Any) -> Answer:
     """Return the result of `call(*given)`, or raise its error.
 
-    A call that takes too long is abandoned in a daemon thread, which does not keep the process from
-    ending. Otherwise, a server that sends a byte now and then would block the caller forever.
+    The call runs in a daemon thread. If the call takes too long, the thread is abandoned, and the
+    process can still end. Without this limit, a server that sends a byte now and then would block
+    the caller forever.
 
     Raises:
         TimeoutError: the call has not ended after `seconds`.

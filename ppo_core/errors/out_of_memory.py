@@ -1,4 +1,4 @@
-"""Use smaller batches, or raise a clear error, when GPU or machine run out of memory."""
+"""Use smaller batches, or raise a clear error, when the GPU or the machine runs out of memory."""
 
 import gc
 import logging
@@ -63,7 +63,7 @@ class BatchSize:
 
 
 def free_unused() -> None:
-    """Free the memory of objects that nothing uses, also on the GPU."""
+    """Free the memory of unreferenced objects, including cached memory of the GPU."""
     import torch
 
     gc.collect()
@@ -95,7 +95,7 @@ def _is_out_of_memory(error: RuntimeError) -> bool:
 
 
 def _peak(reason: str) -> str:
-    """Return the peak of this process in the memory that is full, the GPU's or the machine's."""
+    """Return this process's peak use of the memory that is full: the GPU's or the machine's."""
     import torch
 
     if torch.cuda.is_available() and _OF_THE_MACHINE not in reason:

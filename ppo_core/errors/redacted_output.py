@@ -1,6 +1,6 @@
-"""Redact what a process writes to stdout and stderr, log records and tracebacks included.
+"""Redact the output of a process to stdout and stderr, including log records and tracebacks.
 
-Control characters are escaped there as well.
+Control characters in the output are escaped.
 """
 
 import atexit
@@ -16,7 +16,7 @@ from ppo_core.errors.control_characters import escape_bytes, escape_output
 from ppo_core.errors.redaction import known_secrets, mask_secrets, redact
 
 MAX_LINE_CHARACTERS = 10_000
-"""Longer lines of output are treated as data, not as messages: URLs in them keep user and query."""
+"""URLs in longer lines keep user and query, because these lines are data, not messages."""
 
 _UNFINISHED = re.compile(
     r"(?:(?<!\w)\w+://\S*|(?:hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox|A[KS]IA|eyJ)\S*)$"
@@ -36,7 +36,7 @@ def install_redaction() -> None:
             continue
         redacted = RedactedStream(stream)
         setattr(sys, name, redacted)
-        # Otherwise the end of the last line could be lost.
+        # Without this, the held end of the last line could be lost.
         atexit.register(redacted.release)
         for handler in _log_handlers():
             if isinstance(handler, logging.StreamHandler) and handler.stream is stream:
@@ -57,7 +57,7 @@ class RedactedStream:
         self._stream = stream
         self._held = ""
         self._renew_lock()
-        # A process forked during a write would wait for the lock forever.
+        # Otherwise a process that is forked during a write would wait for the lock forever.
         os.register_at_fork(after_in_child=self._renew_lock)
 
     def __getattr__(self, name: str) -> Any:
@@ -70,7 +70,7 @@ class RedactedStream:
         return _RedactedBuffer(self)
 
     def write(self, text: str) -> int:
-        """Write `text` without its secrets; return its length."""
+        """Write `text` without its secrets; return the length of `text`."""
         if not isinstance(text, str):
             raise TypeError(f"write() argument must be str, not {type(text).__name__}")
         kept = len(text)
@@ -89,7 +89,10 @@ class RedactedStream:
             self.write(line)
 
     def flush(self) -> None:
-        """Write the held text and flush; keep 4 or more characters that begin a known secret."""
+        """Write the held text and flush.
+
+        If 4 or more characters at the end of the held text begin a known secret, keep them.
+        """
         with self._lock:
             cut = _end_before_secret(self._held, least=4)
             ready, self._held = self._held[:cut], self._held[cut:]
@@ -155,7 +158,7 @@ def _end_of_finished(text: str) -> int:
 def _end_before_secret(text: str, *, least: int) -> int:
     """Return the length of `text` without its last characters that begin a known secret.
 
-    Fewer than `least` such characters are not removed.
+    Characters that begin a known secret count only if there are at least `least` of them.
     """
     longest = 0
     for secret in known_secrets():

@@ -2,7 +2,7 @@
 
 A secret is
 
-- the value of an environment variable that has the name of a secret, for example OPENAI_API_KEY;
+- the value of an environment variable with a name such as OPENAI_API_KEY or DB_PASSWORD;
 - a password or token within the value of any environment variable, for example the password in
   MLFLOW_TRACKING_URI, even where the password appears without that address;
 - a text in the form of a well-known token, for example hf_..., or of a private key;
@@ -23,7 +23,7 @@ from urllib.parse import quote, quote_plus, unquote
 from markupsafe import escape
 
 MASK = "(hidden)"
-"""Text in the place of a secret; Metaflow would read asterisks as marks of bold text."""
+"""Text that replaces a secret; Metaflow would read asterisks as marks of bold text."""
 
 MIN_SECRET_CHARACTERS = 8
 """Shorter values of environment variables are not masked, because they are often common words."""
@@ -110,8 +110,8 @@ def _without_user(found: re.Match[str]) -> str:
 def mask_secrets(text: str) -> str:
     """Return `text` with known secrets, tokens, keys and authorizations masked.
 
-    Unlike `redact`, keep the other parts of URLs: user, password and query. Use this for documents
-    that quote models and data sets, in which a URL's query is not secret.
+    Unlike `redact`, keep user, password and query of URLs, except for secrets in them. Use
+    this for documents that quote models and data sets, in which a URL's query is not secret.
     """
     for secret in known_secrets():
         text = text.replace(secret, MASK)
@@ -145,7 +145,7 @@ def _is_basic(value: str) -> bool:
 
 
 def names_secret(name: str) -> bool:
-    """Return whether a variable or setting has the name of a secret."""
+    """Return whether a variable or setting has a name that is typical of secrets."""
     return _NAME_OF_SECRET.search(name) is not None
 
 
@@ -190,7 +190,7 @@ def _secrets_of(environment: tuple[tuple[str, str], ...]) -> dict[str, str]:
 
 
 def _secrets_in(name: str, value: str) -> Iterator[str]:
-    """Yield the secrets in one environment variable; each line of a multi-line key is one."""
+    """Yield the secrets in one environment variable; each line of a multi-line key is a secret."""
     if names_secret(name):
         yield from (line.strip() for line in value.splitlines() if "-----" not in line)
     for key in _PRIVATE_KEY.findall(value):
@@ -214,7 +214,7 @@ def _forms(secret: str) -> set[str]:
     """Return the forms in which URLs, JSON, Python and HTML show a secret."""
     plain = {secret, unquote(secret)}
     quoted = {write(one) for one in plain for write in (quote, quote_plus, repr, json.dumps)}
-    # Python's escapes of quotes are &#x27; and &quot;, those of Jinja &#39; and &#34;.
+    # Python escapes quotes as &#x27; and &quot;, and Jinja escapes quotes as &#39; and &#34;.
     quoted |= {html.escape(one) for one in plain} | {str(escape(one)) for one in plain}
     quoted |= {quote(one, safe="") for one in plain}
     return plain | {one.strip("\"'") for one in quoted}

@@ -7,9 +7,9 @@ TOLERANCE = timedelta(minutes=5)
 
 
 def describe_future(time: str, now: datetime | None = None) -> str:
-    """Return words to append to an ISO 8601 time that lies in the future; else an empty text.
+    """Return a remark to append to an ISO 8601 time if the time lies in the future.
 
-    The text is also empty for a time that is at most `TOLERANCE` ahead or cannot be read.
+    The remark is empty if the time is not more than `TOLERANCE` ahead, or cannot be parsed.
     """
     now = now or datetime.now(UTC)
     try:

@@ -1,1 +1,1 @@
-"""What all packages use: files, a folder cache, validation, HTTP clients, progress bars."""
+"""Tools of all packages: files, a folder cache, validation, HTTP clients, progress bars."""

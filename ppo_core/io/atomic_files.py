@@ -74,7 +74,7 @@ def require_writable(folder: Path, setting: str) -> None:
 
 
 def require_creatable(folder: Path, setting: str) -> None:
-    """Raise if a folder could not be created or written later; create nothing.
+    """Raise if a folder cannot be created or written. Unlike `require_writable`, create nothing.
 
     Raises:
         ConfigError: the folder, or the nearest folder above it that exists, cannot be written.
@@ -91,7 +91,7 @@ def require_creatable(folder: Path, setting: str) -> None:
 
 
 def unwritable(folder: Path, setting: str, reason: str) -> ConfigError:
-    """Return the error of an unwritable folder, which is the value of the setting `setting`."""
+    """Return the error for an unwritable folder; `setting` is the name of the folder's setting."""
     return ConfigError(
         f"{setting}: nothing can be written into {str(folder)!r} ({reason}), so all results would "
         "be lost. Choose a writable folder."

@@ -39,7 +39,7 @@ def make_client(error: type[PPOError], *, seconds: float) -> httpx2.Client:
 
 
 def make_async_client(error: type[PPOError]) -> httpx2.AsyncClient:
-    """Return a client that raises `error` for a reply that is too large; the caller limits time."""
+    """Return a client that raises `error` for a too large reply; the caller must limit the time."""
     _log_no_calls()
 
     async def limit(response: httpx2.Response) -> None:

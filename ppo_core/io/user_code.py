@@ -16,7 +16,7 @@ from ppo_core.errors import ConfigError, user_code_errors
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedFunction:
-    """A function of a user."""
+    """A function from a user's file or module."""
 
     function: Callable[..., Any]
 
@@ -27,7 +27,7 @@ class LoadedFunction:
 def load_function(place: str, takes: str) -> LoadedFunction:
     """Return the function `FILE_OR_MODULE:FUNCTION`; a name that ends in `.py` is a file.
 
-    `takes` describes, for an error message, the arguments that the function takes.
+    `takes` describes the arguments of the function, for an error message.
 
     Raises:
         ConfigError: the file, module or function does not exist or cannot be imported, or the
@@ -46,7 +46,7 @@ def load_function(place: str, takes: str) -> LoadedFunction:
 def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise ConfigError(f"there is no file {path.absolute()}. Name one that is there.")
-    # A unique module name cannot replace an imported module that has the name of the file.
+    # A unique name, because an imported module may already have the name of the file.
     name = f"{path.stem}_{_digest_of_file(path)}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
@@ -73,7 +73,7 @@ def _import_errors(name: str) -> Iterator[None]:
     except ConfigError as error:
         cause = error.__cause__
         if isinstance(cause, ImportError | SyntaxError):
-            # The text names the missing module, or the wrong line.
+            # The text of the cause names the missing module, or the wrong line.
             raise ConfigError(f"{name} cannot be imported: {cause}.") from cause
         raise
 

@@ -74,17 +74,17 @@ def read_record(
     """
     adapter: TypeAdapter[Record] = adapter_of(kind)  # type: ignore[arg-type]
     try:
-        # In strict mode, only JSON input may have a list for a tuple, and an object for a record.
+        # Strict mode accepts a list as a tuple, or an object as a record, only in JSON input.
         return adapter.validate_json(json.dumps(value), strict=True, extra=extra)
     except ValidationError as error:
         raise ValueError(describe_error(error)) from None
 
 
 def describe_error(error: ValidationError, name: str = "") -> str:
-    """Return the place of an error in the value `name`, and what is wrong there."""
-    # If the type is a union, ignore the members whose fields the value does not have.
+    """Describe the place of an error in the value `name`, and the fault at this place."""
+    # If the type is a union, prefer errors of a member whose fields the value has.
     wrong = min(error.errors(), key=lambda one: one["type"] == "missing")
-    # pydantic adds the class name of a union's member to the place.
+    # For a union, pydantic adds the member's class name, which begins with an underscore.
     inner = [str(part) for part in wrong["loc"] if not str(part).startswith("_")]
     place = ".".join([name, *inner] if name else inner)
     if wrong["type"] == "missing":
@@ -95,8 +95,8 @@ def describe_error(error: ValidationError, name: str = "") -> str:
 def describe_fault(wrong: ErrorDetails, kind: Any = None) -> str:
     """Return what is wrong with a value of a type, such as `must be above 0`.
 
-    The error has only the bound that the value exceeds, so a type with two bounds has a description
-    of both.
+    pydantic reports only the bound that the value exceeds. The description of a type with two
+    bounds names both bounds. If the type has a description, the result contains the description.
     """
     context = wrong.get("ctx", {})
     for name in context.keys() & _BOUNDS.keys():

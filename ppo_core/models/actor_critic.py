@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Critic(nn.Module):
-    """A backbone and a head that predict the return from the state before each token."""
+    """A backbone and a head that predict the return from the hidden state before each token."""
 
     def __init__(
         self, backbone: Backbone | ModuleBackbone, head: nn.Module, *, adapter: str | None = None
@@ -50,7 +50,7 @@ class Critic(nn.Module):
 
     @classmethod
     def from_classifier(cls, model: nn.Module) -> "Critic":
-        """Return a critic that trains a `...ForSequenceClassification` in place; value = score.
+        """Return a critic that trains a `...ForSequenceClassification` in place; scores are values.
 
         Raises:
             ModelError: the model has no linear layer `score` with a single output.
@@ -93,11 +93,7 @@ class Critic(nn.Module):
 
     @classmethod
     def _from_adapted(cls, model: "PeftModel") -> "Critic":
-        """Return a critic on a classifier with an adapter; PEFT chose the trainable parameters.
-
-        Raises:
-            ModelError: the classifier has no score, or the method of the adapter is not supported.
-        """
+        """Return a critic on a classifier with an adapter; PEFT chose the trainable parameters."""
         classifier = plain_model(model)
         score = getattr(classifier, "score", None)
         if not isinstance(score, nn.Module):
@@ -161,12 +157,12 @@ class Critic(nn.Module):
         """Return values (N,) of hidden states (N, D)."""
         weight = next(self.head.parameters(), states)
         values: Tensor = self.head(states.to(weight.dtype))
-        # FSDP2 registers hooks on a module's output, which must not be a view.
+        # FSDP2 registers hooks on a module's output, so the output must not be a view.
         return at_least_fp32(values[:, 0]).clone()
 
 
 def _own_adapter(model: nn.Module) -> Within:
-    """Return a function whose contexts make a model use its active adapter, if it has one."""
+    """Return a function whose contexts select the active adapter; `nullcontext` without one."""
     return partial(using_adapter, model, model.active_adapter) if is_peft(model) else nullcontext
 
 

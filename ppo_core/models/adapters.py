@@ -38,7 +38,7 @@ def is_peft(model: object) -> "TypeIs[PeftModel]":
 
 
 def plain_model(model: nn.Module) -> PreTrainedModel:
-    """Return the transformers model in a PeftModel (with adapter layers), or `model` itself.
+    """Return the transformers model inside a PeftModel, with its adapter layers, or `model` itself.
 
     Raises:
         ModelError: the model is not a transformers model, or an adapter of the PeftModel has an
@@ -65,7 +65,7 @@ def lora_config(**settings: Any) -> "LoraConfig":
         ModelError: the package peft is not installed.
     """
     if settings.get("target_modules") == ["all-linear"]:
-        # The command line gives a list, which PEFT would take as names of modules.
+        # The command line gives a list, which PEFT would interpret as names of modules.
         settings = {**settings, "target_modules": "all-linear"}
     config: LoraConfig = load_peft().LoraConfig(**settings)
     return config
@@ -95,7 +95,7 @@ def add_adapter(model: nn.Module, peft_config: "PeftConfig", name: str = "defaul
     """Freeze a model, and add a first trainable adapter to it, in place.
 
     The adapter is set to the model's training or evaluation mode. PEFT creates adapters in training
-    mode, so LoRA's dropout would act in a model that is in evaluation mode.
+    mode, so otherwise LoRA's dropout would be active in a model in evaluation mode.
 
     Raises:
         ModelError: peft is not installed; the model is not a transformers model, or has an
@@ -162,26 +162,26 @@ def using_adapter(model: "PeftModel", name: str | None) -> Iterator[None]:
 
 
 def train_adapters(model: "PeftModel") -> None:
-    """Set the layers with adapters to training mode, in which the adapters' dropout acts."""
+    """Set the layers with adapters to training mode, which enables the adapters' dropout."""
     for layer, _, _ in _switches(model):
         layer.train()
 
 
 def checkpoint_activations(model: "PeftModel") -> None:
-    """Recompute activations in the backward pass, with the adapter of their forward pass.
+    """Recompute activations in the backward pass, with the adapter of the forward pass.
 
     The backward pass runs outside `using_adapter`, where another adapter may be active. Plain
-    checkpointing would recompute with that adapter, and silently give wrong gradients. As always in
-    transformers, activations are only recomputed in training mode.
+    checkpointing would recompute with the other adapter, and silently give wrong gradients. As
+    always in transformers, activations are recomputed only in training mode.
     """
     settings = {"use_reentrant": False, "context_fn": partial(_recomputation, model)}
     recompute_activations(plain_model(model), settings)
 
 
 def recompute_activations(model: PreTrainedModel, settings: dict[str, Any]) -> None:
-    """Switch activation checkpointing on, without its hook on the embeddings.
+    """Enable activation checkpointing without transformers' hook on the embeddings.
 
-    Only reentrant checkpointing needs that hook, and the fast path does not support hooks.
+    Only reentrant checkpointing needs the hook, and the fast path does not support hooks.
     """
     model.activation_checkpointing_enable(activation_checkpointing_kwargs=settings)
     model.disable_input_require_grads()
@@ -273,7 +273,7 @@ def _switches(model: "PeftModel") -> _Switches:
 
 
 def _choice(layer: Any, name: str | None, active: str | list[str]) -> str | list[str]:
-    """Return the adapters to activate in a layer: no adapter if the layer does not have `name`."""
+    """Return the adapters to activate in a layer; [] if the layer has no adapter `name`."""
     if name is None:
         return active
     return name if name in layer._get_available_adapters() else []

@@ -30,7 +30,7 @@ class Decoding(Enum):
     PADDED = "transformers' cache with padding"
     BY_LENGTH = "the model's own cache, prompts of one length at a time"
     COUNTING = "the model's own cache and positions, prompts of one length at a time"
-    """Needed by RoBERTa: its positions do not begin at 0, although `generate` assumes so."""
+    """Needed by RoBERTa: its positions do not begin at 0, but `generate` assumes that they do."""
 
 
 class DecoderBackbone:
@@ -103,12 +103,12 @@ class DecoderBackbone:
         return self.hidden_states(ids).shape[-1]
 
     def fast_layers(self) -> DecoderLayers | None:
-        """Return the modules that the fast path computes, or None if it is not used."""
+        """Return the modules that the fast path computes, or None if the fast path is not used."""
         return fast_path(self.module) if self.fastest is Decoding.FAST else None
 
     @property
     def decoding(self) -> Decoding:
-        """Way to decode with the backbone now; FAST only if the fast path supports the model."""
+        """Current way to decode; FAST only if the fast path supports the model."""
         if self.fastest is Decoding.FAST and self.fast_layers() is None:
             return Decoding.PADDED
         return self.fastest
@@ -123,7 +123,7 @@ class DecoderBackbone:
     ) -> Tensor:
         """Return last hidden states (N, D) at some positions of right-padded token ids (B, S).
 
-        `sequence` and `position` (N,) name these positions, sorted by sequence. The lengths (B,)
+        `sequence` and `position` (N,) are indices into `ids`, sorted by sequence. The lengths (B,)
         of the sequences are needed if `passes_mask` is True.
         """
         decoder = self.fast_layers()
@@ -139,7 +139,7 @@ class DecoderBackbone:
     def last_states(self, pairs: Tensor, lengths: Tensor) -> Tensor:
         """Return hidden states (2B, D) at the last tokens of right-padded pairs (B, 2, S).
 
-        On the fast path for short sequences on a CPU, the common start of a pair is computed once.
+        For short sequences on a CPU, the fast path computes the common start of a pair once.
         `lengths` (B, 2) are at least 1.
         """
         ids, decoder = pairs.flatten(0, 1), self.fast_layers()
@@ -152,9 +152,9 @@ class DecoderBackbone:
     def products(self, ids: Tensor) -> AbstractContextManager[None]:
         """Return a context that computes matmuls by oneDNN, if the layers' matrices are large.
 
-        `states_at` enters this context itself; also enter it for the backward pass of token ids
-        (B, S). The context changes nothing where PyTorch's attention is used: oneDNN would also
-        compute that attention, and make its backward pass much slower.
+        `states_at` enters this context itself. The caller enters it for the backward pass of token
+        ids (B, S). If PyTorch computes the attention, the context has no effect: oneDNN would also
+        compute the attention, and its backward pass would be much slower.
         """
         return _products_of(self.fast_layers(), ids)
 
@@ -193,7 +193,7 @@ def _uses_own_attention(ids: Tensor) -> bool:
 
 
 class EncoderDecoderBackbone:
-    """Backbone of an encoder-decoder; the encoder reads the prompt, the decoder the response."""
+    """Encoder-decoder backbone: the encoder reads the prompt, and the decoder the response."""
 
     def __init__(self, model: PreTrainedModel, within: Within = nullcontext) -> None:
         """Wrap a `...ForConditionalGeneration`; forward passes run in the context `within()`.

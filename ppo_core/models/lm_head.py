@@ -40,9 +40,9 @@ class ChunkedLMHead:
     def logprobs(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return log-probabilities (N,) of targets, and entropies (N,) of the distributions.
 
-        hidden is (N, D), targets (N,) token ids. Gradients flow to hidden and to the head through
-        the log-probabilities, and the backward pass computes the logits again; entropies carry no
-        gradient.
+        hidden is (N, D), and targets (N,) are token ids. Gradients flow through the
+        log-probabilities to hidden and to the head. The backward pass computes the logits again.
+        Entropies carry no gradient.
         """
 
         def of_chunk(states: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,7 +81,7 @@ class ChunkedLMHead:
     def chunks(self, hidden: Tensor) -> Iterator[slice]:
         """Yield slices of nearly equal sizes that cover hidden states (N, D).
 
-        Under ZeRO-3 all processes gather the head for each chunk, so they must have equally many
+        Under ZeRO-3 all processes gather the head for each chunk, so all use the same number of
         chunks: the largest number that any process needs. Processes with fewer states have smaller
         or empty chunks.
         """

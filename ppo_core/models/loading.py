@@ -1,7 +1,7 @@
 """Load and check policies, reward models and tokenizers from a folder or the hub.
 
-All models and tokenizers are loaded here, except adapters and value heads. No code of a checkpoint
-is run, no pickle is read, and a checkpoint whose tensors do not fit its configuration is refused. A
+This file loads all models and tokenizers, but not adapters and value heads. It runs no code of a
+checkpoint, reads no pickle, and refuses a checkpoint whose tensors do not fit its configuration. A
 hub id may name a revision, as in `org/name@REVISION`. Classes that load weights are imported only
 where they are used, because checking a configuration or a tokenizer does not need them.
 """
@@ -41,15 +41,15 @@ if TYPE_CHECKING:
     from ppo_core.models.reward_model import RewardModel
 
 OTHER_PARTS = ("vision_", "audio_", "multi_modal_projector.")
-"""Name prefixes of tensors of a text-and-image model that do not belong to its text part."""
+"""Name prefixes of the tensors of a text-and-image model that are not in its text part."""
 
 NAMED_TENSORS = 3
 """Number of tensors that an error message names."""
 
 MEMBER = "member-"
-"""First part of the names of the folders in a folder with several reward models."""
+"""Name prefix of the subfolders in a folder with several reward models."""
 
-# To save a model, transformers imports DeepSpeed, which warns on every machine without a GPU.
+# When transformers saves a model, it imports DeepSpeed, which warns on a machine without a GPU.
 logging.getLogger("DeepSpeed").addFilter(
     lambda record: not record.getMessage().startswith("Setting accelerator to CPU")
 )
@@ -58,7 +58,7 @@ logging.getLogger("DeepSpeed").addFilter(
 def load_tokenizer(
     path: str | Path, prompt_format: PromptFormat = "auto"
 ) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a folder or hub id, set to a prompt format by `set_prompt_format`.
+    """Load the tokenizer of a folder or hub id, and call `set_prompt_format` with it.
 
     Raises:
         ConfigError: the tokenizer has no chat template, but `prompt_format` is "chat".
@@ -107,7 +107,7 @@ def load_config(path: str | Path, revision: str | None = None) -> Any:
 
 
 def is_same_architecture(model: str | Path, other: str | Path) -> bool:
-    """Return whether two models with equal weights would give equal outputs.
+    """Return whether two models would give equal outputs if their weights were equal.
 
     Only the configurations are read.
 
@@ -118,7 +118,7 @@ def is_same_architecture(model: str | Path, other: str | Path) -> bool:
 
 
 def backbone_differences(model: str | Path, other: str | Path) -> list[str]:
-    """Return which settings of two models' backbones differ, as texts; the heads do not count.
+    """Return a text for each setting in which two models' backbones differ; ignore the heads.
 
     Only the configurations are read.
 
@@ -211,7 +211,7 @@ def load_policy(
 
     check_policy_config(path, revision)
     config = load_config(path, revision)
-    # transformers may have a class for only the text part of a text-and-image model.
+    # transformers may load only the text part of a text-and-image model.
     unused = OTHER_PARTS if text_config(config) is not config else ()
     dtype = dtype if placement is None else placement.dtype
     options = {"dtype": dtype, "revision": revision, **options}
@@ -250,7 +250,7 @@ def load_model(
         auto_class: class of transformers whose `from_pretrained` loads the model.
         path: folder or hub id.
         options: other arguments of `from_pretrained`.
-        unused: name prefixes of tensors that may be in the files although the model lacks them.
+        unused: name prefixes of tensors that the files may have although the model lacks them.
 
     Raises:
         ModelError: a file is refused, or tensors are missing or left over.
@@ -314,8 +314,8 @@ def check_reward_config(path: str | Path) -> None:
     """Raise unless a configuration describes a reward model with one score.
 
     Raises:
-        ModelError: the model is not a sequence classifier, is an encoder-decoder, or has not
-            exactly one label.
+        ModelError: the model is not a sequence classifier, is an encoder-decoder, or does not
+            have exactly one label.
     """
     config = load_config(path)
     if not is_classifier(path):
@@ -346,10 +346,10 @@ def load_reward_model(
     prompt_format: PromptFormat = "auto",
     placement: Placement | None = None,
 ) -> "RewardModel":
-    """Return a `RewardModel` of a sequence classifier with one label and of its tokenizer.
+    """Return a `RewardModel` that consists of a sequence classifier with one label and a tokenizer.
 
     If `path` is a folder with several models, return a `RewardEnsemble`; see `member_folders`.
-    `prompt_format` is "text" if the model was trained on texts without its chat template.
+    Set `prompt_format` to "text" if the model was trained without its chat template.
     `placement` is as in `load_policy`.
 
     Raises:
@@ -392,7 +392,7 @@ def load_classifier(path: str | Path, *, placement: Placement | None = None) -> 
 
 
 def member_folders(path: str | Path) -> list[Path]:
-    """Return the folders of the reward models in a folder, member-1 to member-N; [] for a model.
+    """Return the subfolders member-1 to member-N of a folder with reward models; [] for one model.
 
     Raises:
         ModelError: a member is missing.

@@ -54,14 +54,14 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
 
         The given model is not modified. The value head reads the input of the LM head, and computes
         in fp32 or a higher precision. `summary_dropout_prob` is the dropout probability of the
-        value head; it defaults to the value in the model's configuration, or else to 0.1. By
-        default the head has torch's initialization. With `v_head_init_strategy="normal"`, its
-        weights are drawn from a normal distribution of standard deviation
+        value head. Its default is the value in the model's configuration, or 0.1 without such a
+        value. By default the head has torch's initialization. With `v_head_init_strategy="normal"`,
+        its weights are drawn from a normal distribution of standard deviation
         `v_head_initializer_range` (default 0.2), and its bias is 0.
 
         Raises:
             ModelError: this class does not support the model.
-            ConfigError: a setting of the value head is invalid, or two of them contradict each
+            ConfigError: a setting of the value head is invalid, or two settings contradict each
                 other.
         """
         super().__init__()
@@ -105,7 +105,7 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
         quantization_config, device_map and revision, are passed to transformers.
 
         Raises:
-            ModelError: model or value head cannot be loaded, or need a pickle or remote code.
+            ModelError: loading model or value head fails, or would need a pickle or remote code.
             ConfigError: arguments contradict each other.
         """
         head_settings = {name: kwargs.pop(name) for name in _HEAD_SETTINGS if name in kwargs}
@@ -160,9 +160,9 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
     ) -> tuple[Any, ...]:
         """Return logits (B, S, V), loss and values (B, S) of the S tokens that the decoder reads.
 
-        Logits and values are in fp32 or a higher precision. The loss is the transformers model's,
-        or None without `labels`. With `return_past_key_values` the cache is a fourth result. Other
-        arguments are passed to the transformers model.
+        Logits and values are in fp32 or a higher precision. The transformers model computes the
+        loss, which is None without `labels`. With `return_past_key_values` the cache is a fourth
+        result. Other arguments are passed to the transformers model.
         """
         lm_head = self.pretrained_model.get_output_embeddings()
         head_inputs: list[Tensor] = []
@@ -182,7 +182,7 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
     def compute_reward_score(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
-        """Return scores (B, S, L) of each token (B, S) by the reward adapter, which has L labels.
+        """Return the reward adapter's scores (B, S, L) at each token (B, S) for its L labels.
 
         Raises:
             ModelError: the model was loaded without a `reward_adapter`.
@@ -208,7 +208,7 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
         """Recompute activations in the backward pass to save memory (TRL #5245).
 
         Raises:
-            ConfigError: the policy has adapters, and arguments other than use_reentrant=False are
+            ConfigError: the policy has adapters, and an argument other than use_reentrant=False is
                 given.
         """
         if not is_peft(self.pretrained_model):
@@ -293,7 +293,7 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
             )
         tensors = dict(saved.tensors)
         if saved.of_trl and getattr(self.config, "scale_decoder_outputs", False):
-            # TRL's head reads a T5's states before they are scaled by D**-0.5, ours afterwards.
+            # TRL's head reads T5's states before their scaling by D**-0.5, and our head after it.
             tensors["summary.weight"] = tensors["summary.weight"] * self.config.d_model**0.5
         self.v_head.load_state_dict(tensors)
 

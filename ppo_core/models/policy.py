@@ -89,14 +89,14 @@ class LanguageModel(nn.Module):
     """A language model, split into its backbone and its LM head.
 
     The head (D x V, often the largest matrix) is applied only at counted response positions. It is
-    applied in chunks, so that logits of only one chunk are in memory.
+    applied in chunks, so that the logits of only one chunk are in memory at a time.
     """
 
     def __init__(self, model: PreTrainedModel, within: Within = nullcontext) -> None:
-        """Wrap a `...ForCausalLM` or `...ForConditionalGeneration`, which runs in `within()`.
+        """Wrap a `...ForCausalLM` or `...ForConditionalGeneration`; passes run in `within()`.
 
         Raises:
-            ModelError: backbone and head do not reproduce the model's own logits, so their
+            ModelError: backbone and head do not reproduce the model's own logits, so
                 log-probabilities would be wrong.
         """
         super().__init__()
@@ -122,7 +122,7 @@ class LanguageModel(nn.Module):
     def _candidates(self) -> Iterator[tuple[Backbone, _LogitRule]]:
         """Yield the ways to compute the model's logits, the usual one first."""
         model, within = self.model, self.within
-        # Aya Vision does not apply the logit scale in the configuration of its text part.
+        # Aya Vision ignores the logit scale that its text part's configuration sets.
         for rule in (_LogitRule.of(model), _LogitRule.identity()):
             if model.config.is_encoder_decoder:
                 yield EncoderDecoderBackbone(model, within), rule
@@ -143,7 +143,7 @@ class LanguageModel(nn.Module):
 
     @property
     def pad_token(self) -> int | None:
-        """Return the token id that the model takes for padding, or None if it has none."""
+        """Return the token id that the model treats as padding, or None if it has no such token."""
         return getattr(self.model.get_input_embeddings(), "padding_idx", None)
 
     @torch.no_grad()
@@ -210,7 +210,7 @@ class LanguageModel(nn.Module):
             return cast(Tensor, head(states))
 
     def lm_head(self, temperature: float) -> ChunkedLMHead:
-        """Return the LM head, applied in chunks, for next-token distributions at `temperature`."""
+        """Return the chunked LM head for next-token distributions at `temperature`."""
         return ChunkedLMHead(
             module=self.head,
             matmul=self._product,
@@ -269,7 +269,7 @@ def require_causal_lm(model: nn.Module, part: str) -> PreTrainedModel:
     """Return the model if it is a language model that can be the policy or the reference.
 
     Raises:
-        ModelError: the model has no LM head, is not a model of transformers, or is of a type in
+        ModelError: the model has no LM head, is not a transformers model, or has a model type in
             `UNTRAINABLE`.
     """
     if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:

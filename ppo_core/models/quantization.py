@@ -63,7 +63,7 @@ def get_quantization_config(model: ModelArguments) -> BitsAndBytesConfig | None:
 
 
 def get_kbit_device_map() -> dict[str, int] | None:
-    """Return the `device_map` that loads a quantized model on this process's GPU, if any.
+    """Return the `device_map` that puts a quantized model on this process's GPU; None without GPUs.
 
     Launchers put the number of the GPU into the environment variable LOCAL_RANK.
     """
@@ -84,7 +84,7 @@ def is_quantized(model: nn.Module) -> bool:
 
 
 def keep_differentiable(model: nn.Module) -> None:
-    """Keep 4-bit weights on the CPU in the form whose matmuls have gradients.
+    """Keep 4-bit weights on the CPU in the layout whose matmuls have gradients.
 
     On a CPU with AVX512-BF16 and in evaluation mode, bitsandbytes 0.50 repacks the weights for a
     matmul without gradients. PPO trains in evaluation mode, so gradients would be silently wrong.
@@ -97,15 +97,15 @@ def keep_differentiable(model: nn.Module) -> None:
 
 
 def check_quantized_trainable(model: nn.Module) -> None:
-    """Raise if a quantized model has no trainable adapter, as quantized weights get no gradient.
+    """Raise if a quantized model has no trainable adapter: quantized weights get no gradient.
 
     Raises:
         ModelError: the model is quantized and has no trainable adapter.
     """
     if not is_quantized(model):
         return
-    # `requires_grad` does not prove that there is an adapter: norms and embeddings may have it,
-    # because they are not quantized.
+    # `requires_grad` does not prove that there is an adapter: norms and embeddings are not
+    # quantized, so they may require gradients.
     if not getattr(model, "peft_config", None):
         raise ModelError(
             f"{type(model).__name__} is quantized and has no adapter, but quantized weights cannot "

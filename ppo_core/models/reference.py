@@ -1,4 +1,4 @@
-"""The reference of KL divergences: a frozen model, or the policy with another adapter or none."""
+"""The reference of KL divergences: a frozen model, or the policy with another or no adapter."""
 
 import copy
 import re
@@ -30,9 +30,9 @@ def make_reference(
 ) -> LanguageModel:
     """Return the reference of a policy.
 
-    Without a `ref_model`, the reference of a plain policy is a frozen copy. The reference of a
-    PeftModel is then the same PeftModel under `adapter`, or without any adapter if `adapter` is
-    None. A given `ref_model` may itself have an adapter.
+    If `ref_model` is None, the reference of a plain policy is a frozen copy. The reference of a
+    PeftModel is then the PeftModel itself with the adapter `adapter`, or without any adapter if
+    `adapter` is None. A given `ref_model` may itself have an adapter.
 
     Raises:
         ModelError: `ref_model` cannot be a reference.
@@ -54,10 +54,10 @@ def create_reference_model(
 ) -> Model:
     """Return a frozen deep copy in evaluation mode.
 
-    With `num_shared_layers`, that many first layers, all embeddings and the encoder (if any) are
-    not copied: both models share these parameters, frozen in both. A head that is tied to the
-    embeddings is shared, too. `pattern` gives the names of the layers, such as
-    "transformer.h.{layer}". If it is None, `LAYER_PATTERNS` are tried.
+    The first `num_shared_layers` layers, all embeddings and the encoder (if any) are not copied:
+    both models share these parameters, frozen in both. A head that is tied to the embeddings is
+    shared, too. If `num_shared_layers` is None, everything is copied. `pattern` is the name of a
+    layer, such as "transformer.h.{layer}". If it is None, `LAYER_PATTERNS` are tried.
 
     Raises:
         ModelError: the model has an adapter or is partitioned by ZeRO-3, or no layer matches the

@@ -43,7 +43,7 @@ class AdapterClassifier(nn.Module):
         self.config.num_labels = score.out_features
         self.score = score
         within = partial(using_adapter, model, name)
-        # Neither attribute is an nn.Module, so that the base does not become a submodule.
+        # The next two values are not nn.Modules, so the base does not become a submodule.
         self.base_model = partial(_run, base.base_model, within)
         self.backbone = DecoderBackbone(base.base_model, within)
 
@@ -85,9 +85,9 @@ def load_reward_adapter(
 def load_adapter_classifier(model: "PeftModel", path: str | Path, name: str) -> AdapterClassifier:
     """Load a classifier that was trained as an adapter on the policy's base.
 
-    `path` is the folder or hub id of a PEFT classifier (task_type SEQ_CLS). Its files have the
-    weights of an adapter and of the head `score`. Adapter and head are loaded frozen; the active
-    adapter stays active.
+    `path` is the folder or hub id of a PEFT classifier (task_type SEQ_CLS). Its files contain the
+    weights of an adapter and of the head `score`. Adapter and head are loaded frozen. The active
+    adapter of the model stays active.
 
     Raises:
         ModelError: the path has no adapter in safetensors, the adapter has no head or does not fit

@@ -19,7 +19,7 @@ from ppo_core.models.backbones import DecoderBackbone
 
 
 class RewardModel:
-    """A sequence classifier with one label, the score of a prompt with its response."""
+    """A sequence classifier whose single label is the score of a prompt with its response."""
 
     def __init__(
         self,
@@ -32,9 +32,9 @@ class RewardModel:
     ) -> None:
         """Wrap a model and its tokenizer; scores are (output - `bias`) * `gain`.
 
-        `end_of_text` is True if the model was trained on texts that end in the end-of-sequence
-        token. If so, that token is appended to every scored text, even to a truncated response,
-        because the head was trained at that token and is less accurate at other tokens.
+        Set `end_of_text` if the model was trained on texts that end in the end-of-sequence token.
+        This token is then appended to every scored text, even to a truncated response, because the
+        head was trained at this token and is less accurate at other tokens.
 
         Raises:
             ModelError: the model has several labels or an adapter, or `end_of_text` is True and
@@ -64,7 +64,7 @@ class RewardModel:
 
     @property
     def members(self) -> tuple["RewardModel", ...]:
-        """Return the models whose scores count: this model alone."""
+        """Return the models whose mean score is used: only this model."""
         return (self,)
 
     @property
@@ -82,8 +82,8 @@ class RewardModel:
     def reads_tokens_of(self, tokenizer: PreTrainedTokenizerBase) -> bool:
         """Return whether this model's tokenizer and `tokenizer` have the same vocabulary.
 
-        If not, the reward model must score texts instead of token ids. Pad tokens may differ:
-        training scripts often add a pad token, and no text contains it.
+        If the vocabularies differ, the reward model must score texts instead of token ids. Pad
+        tokens may differ: training scripts often add a pad token, and no text contains it.
         """
         different = self.tokenizer.get_vocab().items() ^ tokenizer.get_vocab().items()
         return {token for token, _ in different} <= {tokenizer.pad_token, self.tokenizer.pad_token}
@@ -92,9 +92,9 @@ class RewardModel:
     def score_rows(self, ids: Tensor, lengths: Tensor) -> Tensor:
         """Return scores (B,) of right-padded sequences (B, S) of the given lengths (B,).
 
-        A decoder-only model scores at each sequence's last token. The last token is found by the
-        lengths, because a search for the pad token would fail if it equals the end-of-sequence
-        token (TRL #5303).
+        A decoder-only model scores at each sequence's last token. The lengths determine the last
+        token, because a search for the first pad token would fail if pad and end-of-sequence are
+        the same token (TRL #5303).
 
         Raises:
             DataError: a sequence is longer than the model's context.
@@ -149,10 +149,10 @@ class RewardModel:
 
 
 class RewardEnsemble(RewardModel):
-    """Several reward models with one tokenizer; the score is the mean of their scores."""
+    """Several reward models with one tokenizer; the score is the mean of the members' scores."""
 
     def __init__(self, members: Sequence[RewardModel]) -> None:
-        """Take at least one reward model; the first one represents all of them."""
+        """Take at least one reward model; `model` and `tokenizer` are from the first model."""
         first = members[0]
         super().__init__(
             first.model,
@@ -165,7 +165,7 @@ class RewardEnsemble(RewardModel):
 
     @property
     def members(self) -> tuple[RewardModel, ...]:
-        """Return the models whose mean is the score."""
+        """Return the models whose mean score is used."""
         return self._members
 
     def score_rows(self, ids: Tensor, lengths: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ def has_backbone_and_score(module: nn.Module) -> bool:
 
 
 def has_own_score(module: nn.Module) -> bool:
-    """Return whether a module has a backbone, and a `score` that is not a linear layer."""
+    """Return whether a module has a backbone and a `score` that is not a linear layer."""
     return has_backbone_and_score(module) and not isinstance(module.score, nn.Linear)
 
 
@@ -73,7 +73,7 @@ def token_values(module: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
 
 
 def token_scores(module: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
-    """Return the scores (B, S, 1) of the hidden states of a module with a backbone and a score.
+    """Return scores (B, S, 1) of all tokens by a module that has a backbone and a `score`.
 
     `score` may be a layer or a method. As in TRL, it is called with the states of all tokens.
 

@@ -16,8 +16,8 @@ class WeightAverage:
         mean[0] = weights[0];   mean[k] = decay * mean[k-1] + (1 - decay) * weights[k]
 
     Averaged weights vary less than the last weights (Polyak & Juditsky 1992, "Acceleration of
-    Stochastic Approximation by Averaging"). OpenRLHF averages a policy in this way. The mean
-    takes the memory of one fp32 copy of the trained weights.
+    Stochastic Approximation by Averaging"). OpenRLHF averages policies in the same way. The mean
+    needs memory for one fp32 copy of the trained weights.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -35,9 +35,9 @@ class WeightAverage:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Give the model the averaged weights inside the context, and its own weights afterwards.
+        """Put the averaged weights into the model; restore the model's own weights at the end.
 
-        The context takes the memory of another copy of the trained weights.
+        The context needs memory for a second copy of the trained weights.
         """
         own = {name: p.detach().clone() for name, p in self._weights.items()}
         self._set_weights(self._means)

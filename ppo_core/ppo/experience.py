@@ -113,9 +113,9 @@ def _gae_and_returns(
 
 
 def _advantages_of_groups(rewards: Tensor, rollout: Rollout, config: PPOConfig) -> Tensor:
-    """Return the advantage of each response over the responses to the same prompt.
+    """Return advantages (B, T) of responses compared with other responses to the same prompt.
 
-    The result is (B, T), with the same advantage at all counted tokens of a response.
+    All counted tokens of a response have the same advantage.
     """
     totals, group = rewards.sum(dim=1), config.samples_per_prompt
     if config.advantage_estimator == "rloo":
@@ -129,7 +129,7 @@ def _advantages_of_groups(rewards: Tensor, rollout: Rollout, config: PPOConfig) 
 def _without_masked_tokens(
     function: Callable[..., Tensor], mask: Tensor, *tensors: Tensor
 ) -> Tensor:
-    """Apply a function of (B, T) tensors as if the tokens of the mask were adjacent.
+    """Apply a function of (B, T) tensors as if each row had only the tokens in `mask`.
 
     Tokens outside the mask, such as a tool's output, are not actions of the policy.
     """

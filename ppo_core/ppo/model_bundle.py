@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelBundle:
-    """The models of a run, in evaluation mode; on the device unless the engine shards weights."""
+    """The models of a run, in evaluation mode.
+
+    The models are on the device, unless the engine shards weights.
+    """
 
     policy: LanguageModel
     """Policy, which is trained in place."""
@@ -41,15 +44,15 @@ class ModelBundle:
 
     @property
     def shares_weights(self) -> bool:
-        """Whether the reference is the policy's base model, with another adapter or none."""
+        """Whether the reference is the policy's base model, with another adapter or without one."""
         return self.reference.model is self.policy.model
 
 
 def reward_holders(rewards: RewardMix, module: nn.Module) -> list[nn.Module]:
     """Return the modules that contain the weights of the reward models, without duplicates.
 
-    `module` contains the policy. It is returned for a reward adapter, because such an adapter is on
-    the policy's base model.
+    `module` contains the policy. For a reward adapter, `module` is returned, because the adapter is
+    on the policy's base model.
     """
     own = [scorer.model for scorer in rewards.models()]
     return list(dict.fromkeys(one if isinstance(one, PreTrainedModel) else module for one in own))

@@ -16,7 +16,7 @@ from ppo_core.data.types import Experience, TokenRows, TokenSums
 from ppo_core.models.policy import Predictions
 
 SUMS = [entry.name for entry in fields(TokenSums) if not entry.name.startswith("first_")]
-"""Fields of `TokenSums` that an optimizer step adds to, in the order of `Objective.sums`."""
+"""Fields of `TokenSums` that each optimizer step increases, in the order of `Objective.sums`."""
 
 OF_CRITIC = ("value_loss", "value_clipped", "new_values")
 """The sums that are 0 without a critic."""
@@ -33,7 +33,7 @@ class CountedTokens:
     """Log-probability under the policy at sampling time."""
 
     behavior_logprobs: Tensor | None
-    """Log-probability under the sampling distribution; None if that was the policy itself."""
+    """Log-probability under the sampling distribution; None if it was the policy itself."""
 
     ref_logprobs: Tensor
     """Log-probability under the reference."""
@@ -54,8 +54,9 @@ class CountedTokens:
     ) -> Self:
         """Return the counted tokens of n sequences of the full batch.
 
-        `sequences` (n,) are the numbers of these sequences in the batch, and `rows` contains their
-        token ids. `weights` (n,) are the loss weights of each counted token of a sequence.
+        `sequences` (n,) are the row numbers of the sequences in the batch, and `rows` contains
+        their token ids. `weights` (n,) has one entry for each sequence: the loss weight of each
+        counted token of the sequence.
         """
         rollout = experience.rollout
         t = rows.state + 1 - rows.prompt_lengths[rows.row]
@@ -80,13 +81,13 @@ class Objective:
     """The weighted losses of counted tokens, and sums of losses and metrics over these tokens."""
 
     def __init__(self, config: PPOConfig, tokens: CountedTokens) -> None:
-        """Take the settings, and the tokens of one microbatch."""
+        """Set the settings and the tokens of one microbatch."""
         self._config, self._tokens = config, tokens
         self._of_policy: list[dict[str, Tensor]] = []  # a dict for each part, in order
         self._of_critic: dict[str, Tensor] = {}
 
     def of_policy(self, logprobs: Tensor, part: slice) -> Tensor:
-        """Return weighted losses (n,) of the tokens in `part` with these log-probabilities (n,)."""
+        """Return the weighted losses (n,) of the tokens in `part`, whose `logprobs` are (n,)."""
         config, tokens = self._config, self._tokens
         old_logprobs = tokens.old_logprobs[part]
         losses, clipped = policy_loss(
@@ -98,7 +99,7 @@ class Objective:
             dual_clip=config.dual_clip,
         )
         if tokens.behavior_logprobs is not None:
-            # Correct the losses, because the tokens were not sampled from exactly the policy.
+            # Correct the losses, because the sampling distribution was not exactly the policy.
             behavior, cap = tokens.behavior_logprobs[part], config.vllm_importance_sampling_cap
             losses = losses * importance_weights(old_logprobs, behavior, cap=cap)
         computed = {"policy_loss": losses.detach(), "clipped": clipped}
@@ -133,7 +134,7 @@ class Objective:
 
     @torch.no_grad()
     def sums(self, predicted: Predictions) -> Tensor:
-        """Return the sums over the N tokens (len(SUMS),), in the order of SUMS, in float64.
+        """Return the sums over the N tokens as a float64 tensor (len(SUMS),), in the order of SUMS.
 
         Call this method after `of_policy` and `of_critic`. The sums stay on the device, because a
         copy to the host would wait for the device.

@@ -30,7 +30,7 @@ def make_train_state(
 ) -> TrainState:
     """Prepare policy and critic for training with an optimizer and a scheduler.
 
-    If `optimizer` is None, AdamW is used. If `scheduler` is None, it is made from the settings.
+    If `optimizer` is None, AdamW is used. If `scheduler` is None, the settings decide the schedule.
 
     Raises:
         ConfigError: the given optimizer leaves parameters out; the given scheduler is for another
@@ -78,7 +78,7 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return the named parameter groups; weight decay applies only to matrices.
 
-    A backbone that policy and critic share belongs to the policy. Empty groups are left out,
+    The parameters of a shared backbone are in the policy's groups. Empty groups are left out,
     because DeepSpeed would drop them from the optimizer but not from the scheduler.
     """
     of_policy = policy_parameters(policy, critic)
@@ -100,7 +100,7 @@ def parameter_groups(
 
 
 def policy_parameters(policy: LanguageModel, critic: Critic | None) -> list[nn.Parameter]:
-    """Return the policy's parameters that the critic does not own."""
+    """Return the policy's parameters without the parameters that only the critic uses."""
     of_critic = set(map(id, critic_parameters(policy, critic).values()))
     return [parameter for parameter in policy.parameters() if id(parameter) not in of_critic]
 

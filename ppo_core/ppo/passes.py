@@ -34,7 +34,7 @@ class Microbatch:
     """The sequences of one forward and backward pass of this process."""
 
     sequences: Tensor
-    """(n,) numbers of the sequences in the full batch; empty if only other processes have any."""
+    """(n,) row numbers in the full batch; empty if only other processes have sequences."""
 
     token_weights: Tensor
     """(n,) loss weight of each counted token of a sequence."""
@@ -67,8 +67,8 @@ class Passes:
     def backward(self, experience: Experience, microbatch: Microbatch) -> Tensor:
         """Add the gradients of one microbatch; return its sums (len(SUMS),).
 
-        For an empty microbatch, the shortest sequence of the batch is passed with weight 0, because
-        every process must make the pass and have a gradient for every parameter.
+        For an empty microbatch, run the shortest sequence of the batch with weight 0, because
+        every process must run the pass, and every parameter must have a gradient.
         """
         sequences, weights = microbatch.sequences, microbatch.token_weights
         is_empty = len(sequences) == 0
@@ -138,8 +138,8 @@ def may_run_both(
 ) -> bool:
     """Return whether policy and critic are small and separate enough for `run_both`.
 
-    `recomputes` is True if the backward pass recomputes activations. Recomputing restores PyTorch's
-    random state, which two threads would share, so the function then returns False.
+    Return False if the backward pass recomputes activations (`recomputes`). Recomputation restores
+    PyTorch's random state, which two threads would share.
     """
     models = [one for one in (module, reference) if one is not None]
     return (
@@ -156,7 +156,7 @@ def may_run_both(
 def two_threads(*, enabled: bool) -> Iterator[ThreadPoolExecutor | None]:
     """Yield a second thread for `run_both`, or None if not enabled.
 
-    Inside the context each thread has half of PyTorch's threads.
+    Inside the context, each of the two threads uses half of PyTorch's compute threads.
     """
     if not enabled:
         yield None
@@ -173,7 +173,7 @@ def two_threads(*, enabled: bool) -> Iterator[ThreadPoolExecutor | None]:
 def run_both(
     second_thread: ThreadPoolExecutor, first: Callable[[], A], second: Callable[[], B]
 ) -> tuple[A, B]:
-    """Call two functions in two threads; return both results. They must not change shared state.
+    """Call two functions, which must not change shared state, in two threads; return both results.
 
     If both functions raise, the error of `second` is raised.
     """

@@ -1,9 +1,9 @@
-"""PPO-ptx: mix pretraining texts into PPO, so that the policy forgets less.
+"""PPO-ptx: mix pretraining texts into PPO, so that the policy forgets less of its pretraining.
 
     objective(policy) = E_rl[reward - kl_coef * KL] + ptx_coef * E_text[log policy(text)]
 
-(arXiv:2203.02155, section 3.5, eq. 2.) Here the expectation over texts is a mean over tokens, so a
-good ptx_coef does not depend on the length of the texts.
+(arXiv:2203.02155, section 3.5, eq. 2.) This module computes the expectation over texts as a mean
+over tokens, so a good ptx_coef does not depend on the length of the texts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -105,7 +105,7 @@ def make_pretraining_texts(
 
 
 def _encode_row(tokenizer: PreTrainedTokenizerBase, row: Any, number: int) -> Tokens:
-    """Return the token ids of a full text or of a conversation with its last assistant turn."""
+    """Return the token ids of a text, or of a conversation that ends with an assistant turn."""
     text = row.get("text") if isinstance(row, Mapping) else row
     if isinstance(text, str):
         return encode_prompt(tokenizer, text)
@@ -161,9 +161,9 @@ def add_pretraining_gradients(
 
 
 def pretraining_loss(weight: float) -> TokenLoss:
-    """Return the loss function of tokens: negative log-likelihood times a weight.
+    """Return a loss function of tokens: the negative log-likelihood times `weight`.
 
-    With the weight ptx_coef / (counted tokens of the step) the losses of a step add up to ptx_coef
+    With weight = ptx_coef / (counted tokens of the step), the losses of a step add up to ptx_coef
     times the mean negative log-likelihood.
     """
     return lambda logprobs, _: -weight * logprobs

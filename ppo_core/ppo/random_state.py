@@ -23,8 +23,8 @@ def restore_generators(generators: Mapping[str, torch.Generator], tensors: Tenso
     """Restore the states that `generator_tensors` returned.
 
     Raises:
-        TrainingError: the names of the generators differ, or their states differ in size, because
-            they were on another type of device.
+        TrainingError: the names of the generators differ, or the sizes of their states. The size
+            depends on the type of the generator's device.
     """
     here = {name: state.shape for name, state in generator_tensors(generators).items()}
     there = {name: state.shape for name, state in tensors.items()}
@@ -68,7 +68,10 @@ def global_rng_state() -> tuple[dict[str, Tensor], JSON]:
 
 
 def restore_global_rng_state(tensors: Tensors, state: JSON) -> None:
-    """Restore the states that `global_rng_state` returned; skip a GPU's state without a GPU."""
+    """Restore the states that `global_rng_state` returned.
+
+    If there is no GPU, ignore the state of a GPU's generator.
+    """
     version, words, python_gauss = state["python"]
     random.setstate((version, tuple(words), python_gauss))
     kind, *rest = state["numpy"]

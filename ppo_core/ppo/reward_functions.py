@@ -26,10 +26,11 @@ from ppo_core.models.reward_model import RewardModel
 from ppo_core.models.script_modules import has_own_score, score_rows
 
 RewardFunction = Callable[..., Sequence[float]]
-"""A function of prompts and responses as texts that returns one number for each response.
+"""A function that takes prompts and responses as texts, and returns one number for each response.
 
-It takes columns of the prompts' rows by keyword, as in `reward(prompts, responses, reference)` or
-`reward(prompts, responses, **columns)`: for each, a list with one value for each response.
+The function may also take columns of the prompts' rows by keyword, as in
+`reward(prompts, responses, reference)` or `reward(prompts, responses, **columns)`. Each column is a
+list with one value for each response.
 """
 
 
@@ -39,7 +40,7 @@ class RewardSource(Protocol):
     def __call__(
         self, prompts: Sequence[Prompt], rollout: Rollout, columns: Columns = NO_COLUMNS
     ) -> Tensor:
-        """Return scores (B,), on the rollout's device; `columns` are those of the prompts' rows."""
+        """Return scores (B,) on the rollout's device; `columns` come from the prompts' rows."""
         ...
 
 
@@ -136,7 +137,7 @@ class ModuleReward:
             ModelError: the module raises an error, or returns another shape than (B,) or (B, 1).
         """
         scores = torch.empty(len(rollout), device=rollout.logprobs.device)
-        # A module chooses its own precision.
+        # Disable autocast, because the module chooses its own precision.
         autocast = torch.autocast(rollout.logprobs.device.type, enabled=False)
         with user_code_errors(ModelError, f"The reward model {self.name}"), autocast:
             for batch in token_batches(rollout.row_lengths, self.batch_size):
@@ -161,14 +162,14 @@ class FunctionReward:
     def __call__(
         self, prompts: Sequence[Prompt], rollout: Rollout, columns: Columns = NO_COLUMNS
     ) -> Tensor:
-        """Return scores (B,) of the texts of prompts and responses, and of columns of the rows.
+        """Return the function's scores (B,) for prompts and responses as texts, and for columns.
 
         Raises:
             ModelError: the function raises an error, or does not return one number for each
                 response.
         """
         responses = response_texts(self.tokenizer, rollout)
-        # A function chooses its own precision.
+        # Disable autocast, because the function chooses its own precision.
         with torch.autocast(rollout.logprobs.device.type, enabled=False):
             return self.score_texts(prompts, responses, columns).to(rollout.logprobs)
 
@@ -208,7 +209,7 @@ class RewardMix:
     ) -> None:
         """Combine named rewards, weighted by `weights`; if None, all weights are 1.
 
-        A reward with weight 0 is computed and logged, and adds nothing.
+        A reward with weight 0 is computed and logged, but adds nothing to the sum.
 
         Raises:
             ConfigError: the numbers of rewards and weights differ.
@@ -227,8 +228,8 @@ class RewardMix:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the weighted sum (B,), and the unweighted scores (B,) by name of the reward.
 
-        If a reward is the mean of several models, their standard deviation (B,) for each response
-        is a further entry, `DISAGREEMENT`.
+        If a reward is the mean of several models, the entry `DISAGREEMENT` has the standard
+        deviation (B,) of the models' scores for each response.
         """
         parts: dict[str, Tensor] = {}
         for name, source in self.sources.items():
@@ -242,9 +243,9 @@ class RewardMix:
     def total(
         self, parts: Mapping[str, Tensor], moments: Mapping[str, RunningMoments] | None = None
     ) -> Tensor:
-        """Return the sum (B,) of the scores by name, each times its weight.
+        """Return the weighted sum (B,) of `parts`, which are scores (B,) by name of the reward.
 
-        With `moments`, scores are divided by their running standard deviation first.
+        With `moments`, first divide each reward's scores by their running standard deviation.
         """
         deviations = {name: one.std for name, one in (moments or {}).items()}
         weighted = [
@@ -254,18 +255,18 @@ class RewardMix:
         return torch.stack(weighted).sum(dim=0)
 
     def scaled(self, scores: Scores, moments: dict[str, RunningMoments]) -> Scores:
-        """Return scores whose total is that of scaled rewards; first add them to the moments.
+        """Update `moments`; return `scores` with the weighted sum of the scaled rewards.
 
-        `scores` are those of the full batch, so the moments are equal in all processes.
+        `scores` must be of the full batch, so that the moments are equal in all processes.
         """
         for name, _, values in self._weighted(scores.parts):
             moments.setdefault(name, RunningMoments()).update(values)
         return replace(scores, scores=self.total(scores.parts, moments))
 
     def _weighted(self, parts: Mapping[str, Tensor]) -> list[tuple[str, float, Tensor]]:
-        """Return name, weight and scores of each reward that counts.
+        """Return name, weight and scores of each reward whose weight is not 0.
 
-        A reward that is only logged may be infinite or NaN, and 0 times it would be NaN.
+        A reward with weight 0 may be infinite or NaN, and its product with 0 would be NaN.
         """
         named = zip(self.sources, self.weights, strict=True)
         return [(name, weight, parts[name]) for name, weight in named if weight]
@@ -277,12 +278,12 @@ class RewardMix:
         return [one for one in asked if not one.is_empty]
 
     def learned_from(self) -> list[RewardModel]:
-        """Return the reward models that count."""
+        """Return the reward models whose weight is not 0."""
         named = zip(self.sources.values(), self.weights, strict=True)
         return [model for one, weight in named if weight for model in _models_of(one)]
 
     def models(self) -> list[RewardModel]:
-        """Return the reward models among the rewards, and each member of an ensemble."""
+        """Return all reward models among the rewards, including each member of an ensemble."""
         return [model for one in self.sources.values() for model in _models_of(one)]
 
     def modules(self) -> list[nn.Module]:
@@ -302,8 +303,8 @@ def make_rewards(
     """Make the rewards of a run from one reward, a list of rewards, or a dict of rewards by name.
 
     A reward is a `RewardModel`, a `...ForSequenceClassification`, another module that reads the
-    policy's tokens (`ppo_core.models.script_modules`), or a function of prompts and responses. Of a
-    PeftModel, a copy with the adapter merged is used. For `equal_passes` see
+    policy's tokens (`ppo_core.models.script_modules`), or a function of prompts and responses. A
+    PeftModel is replaced by a copy with the adapter merged. For `equal_passes` see
     `Engine.requires_equal_passes`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The state of a run except its models and its optimizer."""
+"""The state of a run, except its models and its optimizer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -66,7 +66,7 @@ class PendingUpdate:
         values: dict[str, Any] = {**tensors, **state["values"]}
         order = values.pop(ORDER)
         of_rollout = {
-            # Version 0.1 spelled it "behaviour_logprobs".
+            # Version 0.1 wrote the name "behaviour_logprobs".
             name.removeprefix(ROLLOUT).replace("behaviour", "behavior"): value
             for name, value in values.items()
             if name.startswith(ROLLOUT)
@@ -152,7 +152,7 @@ class RunState:
         self.updates, self.episodes = state["updates"], state["episodes"]
         self.moments.load_state_dict(state["moments"])
         if self.reward_moments is not None:
-            # Earlier versions, and runs without the setting, saved none.
+            # Earlier versions, and runs without `scale_each_reward`, saved no moments.
             saved = state.get("reward_moments") or {}
             self.reward_moments = {name: RunningMoments() for name in saved}
             for name, moments in self.reward_moments.items():

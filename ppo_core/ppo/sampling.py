@@ -27,16 +27,14 @@ if TYPE_CHECKING:
     from ppo_core.rollout.vllm_sampler import VLLMSampler
 
 FAR_SERVER = 0.1
-"""Largest KL divergence between a vLLM server and the policy that rounding can explain.
-
-It is in nats per token."""
+"""Largest KL divergence between vLLM server and policy that rounding explains (nats per token)."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptBatch:
-    """The prompts of an update to which this process samples responses."""
+    """The prompts of an update, and the random numbers for sampling this process's responses."""
 
     rows: list[int]
     """Row numbers, in the prompt set, of the prompts of all processes."""

@@ -25,7 +25,7 @@ from ppo_core.ppo.ptx import PretrainingTexts, add_pretraining_gradients
 
 @dataclass(kw_only=True)
 class TrainState:
-    """What an update changes: the module of policy and critic, its optimizer, and counters."""
+    """The state that an update changes: policy and critic, their optimizer, and counters."""
 
     module: nn.Module
     """An ActorCritic, as the engine prepared it."""
@@ -75,10 +75,10 @@ class TrainState:
 
 @dataclass(kw_only=True)
 class UpdateProgress:
-    """How far the update of a batch has come; part of a checkpoint written during the update."""
+    """Progress of the update on one batch; a checkpoint during the update contains it."""
 
     order: Tensor
-    """(epochs, B) numbers of the full batch's sequences, in the order of each epoch."""
+    """(epochs, B) indices into the full batch: the order of the sequences in each epoch."""
 
     steps_done: int = 0
     """Optimizer steps taken, skipped, or left out by an early stop."""
@@ -96,7 +96,7 @@ class UpdateProgress:
         return cls(order=torch.stack(orders))
 
     def minibatches(self, config: PPOConfig) -> list[Tensor]:
-        """Return the sequences of each optimizer step of the update, epoch by epoch."""
+        """Return the row numbers of the sequences of each optimizer step, epoch by epoch."""
         return [part for epoch in self.order for part in epoch.chunk(config.num_mini_batches)]
 
     def add_step(self, sums: TokenSums) -> None:
@@ -212,9 +212,9 @@ def _own_microbatches(
 ) -> list[Microbatch]:
     """Return this process's microbatches of a minibatch.
 
-    `minibatch` has the numbers of the sequences of all processes. Sequences of similar length are
-    distributed over the processes, so that all processes do a similar amount of work. All processes
-    have the same number of microbatches, of which some may be empty.
+    `minibatch` has the row numbers of the sequences of all processes. Sequences of similar length
+    are distributed over the processes, so that all processes do a similar amount of work. All
+    processes have the same number of microbatches; some microbatches may be empty.
     """
     counted = rollout.response_mask[minibatch].sum(dim=1)
     weights = aggregation_weights(

@@ -29,8 +29,9 @@ from ppo_core.reporting.sample_table import Completions, write_completions
 
 CallbackOrType: TypeAlias = TrainerCallback | type[TrainerCallback]
 
-# PPOTrainer itself uploads to the hub. transformers has another name for gradient_checkpointing.
-# With DeepSpeed's file, transformers would change how models are built.
+# Settings that transformers must not get: PPOTrainer itself uploads to the hub. transformers has
+# another name for gradient_checkpointing. With `deepspeed`, transformers would change how models
+# are built.
 _NOT_HANDED_ON = {"push_to_hub", "gradient_checkpointing", "deepspeed"}
 
 
@@ -185,7 +186,7 @@ class Reporter:
         self._call("on_log", logs=logs)
 
     def evaluated(self, metrics: Metrics) -> None:
-        """Call on_evaluate with an evaluation's metrics; before, pass the same metrics to `log`."""
+        """Call on_evaluate with an evaluation's metrics; first call `log` with the same metrics."""
         self._call("on_evaluate", metrics=metrics)
 
     def saved(self) -> None:
@@ -225,8 +226,8 @@ class Reporter:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `state_dict`.
 
-        Each callback with a state is replaced by a new callback created from the state. A state
-        whose callback is missing in this run causes a warning.
+        Each callback with a state is replaced by a new callback created from the state. If the
+        callback of a state is missing in this run, a warning names the callback.
         """
         self.state.global_step = state["global_step"]
         self.state.epoch = state["epoch"]

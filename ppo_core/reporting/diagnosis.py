@@ -20,27 +20,30 @@ Updates: TypeAlias = Sequence[Mapping[str, float]]
 """Metrics of all updates in order, each with the number of the update as `update`."""
 
 FEWEST_UPDATES = 2 * WINDOW
-"""Number of updates below which a run has no trend."""
+"""Minimum number of updates for judging a trend."""
 
 STOPPED_AT_FIRST, STOPPED_AT_LAST, EVER_STOPPED = 0.05, 0.01, 0.002
-"""Shares of stopped responses. A policy forgets to stop if the share falls from above the first
-value to below the second. It never stops if the share of all responses is below the third."""
+"""Limits for the fraction of responses that end with a stop token. A policy has forgotten to stop
+if the fraction falls from above the first limit to below the second. It never stops if the mean
+fraction over the run is below the third."""
 
 FEW_CLIPPED = 0.001
 """Mean share of clipped tokens below which optimizer steps hardly change the policy."""
 
 GAIN, CLEAR_GAIN = 1.0, 3.0
-"""Rise of the scores between the first and the last window, in standard deviations of the noise of
-one update. Without a trend, the standard deviation of the rise is 0.45."""
+"""Limits for the rise of the mean score from the first to the last window: a policy learns above
+the first limit, and clearly learns above the second. The unit is the standard deviation of the
+noise of one update. Without a trend, the standard deviation of the rise is 0.45."""
 
 SPIKE = 5.0
-"""Factor by which a spike exceeds the value losses of the last window, and the run's median."""
+"""Factor by which a spike exceeds all value losses of the preceding window, and the median value
+loss of the run."""
 
 SAMPLING_SHARE, SCORING_SHARE, WAITING_SHARE = 0.8, 0.5, 0.5
-"""Shares of a run's time above which a phase, or the time outside all phases, is a loss."""
+"""Limits for the fraction of a run's time in sampling, in scoring, and outside all phases."""
 
 SECONDS_THAT_MATTER = 1.0
-"""Seconds below which time that an update loses does not matter."""
+"""Minimum number of seconds per update for reporting lost time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +51,7 @@ class Trend:
     """A rule about the metrics of a whole run."""
 
     evidence: Callable[[PPOConfig, Updates], str]
-    """Function that returns the metrics that show the fault; empty if there is no fault."""
+    """Function that describes the metrics that show the fault; empty if there is no fault."""
 
     advice: str
     """Probable cause, and what to change."""
@@ -75,12 +78,13 @@ def diagnose(config: PPOConfig, updates: Updates) -> list[Finding]:
 
 
 def judged_worse(first: float, last: float, win_rate: tuple[float, float, float]) -> list[Finding]:
-    """Return a finding if the scores rose, and a judge prefers the policy before the training.
+    """Return a finding if the scores rose, but a judge prefers the policy from before the training.
 
     Args:
         first: mean score of the first update.
         last: mean score of the last update.
-        win_rate: win rate against the policy before the training, and the ends of its interval.
+        win_rate: win rate against the policy from before the training, and the lower and upper
+            bound of its 95 % interval.
     """
     rate, low, high = win_rate
     if not (last > first and high < 0.5):
@@ -99,7 +103,7 @@ def judged_worse(first: float, last: float, win_rate: tuple[float, float, float]
 
 
 def _with_worst(finding: Finding, monitor: HealthMonitor, updates: Updates) -> Finding:
-    """Add the worst value of the guard's metric to the evidence, and whether it recovered."""
+    """Add to the evidence the worst value of the guard's metric, and whether it recovered."""
     guard, evidence = GUARDS[finding.rule], finding.evidence
     found = [each for each in updates if math.isfinite(each.get(guard.metric, math.nan))]
     if found:
@@ -204,7 +208,7 @@ def _endless_warmup(config: PPOConfig, updates: Updates) -> str:
 
 
 def _seconds(updates: Updates) -> dict[str, float]:
-    """Return the seconds of each phase, and those outside all phases as `waiting`."""
+    """Return the seconds of each phase, and the seconds outside all phases as `waiting`."""
     phases = ("sampling", "scoring", "updating")
     seconds = {name: sum(_values(updates, f"time/{name}")) for name in phases}
     last = updates[-1]
@@ -213,7 +217,7 @@ def _seconds(updates: Updates) -> dict[str, float]:
 
 
 def _slow(phase: str, limit: float, metrics: str) -> Callable[[PPOConfig, Updates], str]:
-    """Return the evidence function of a phase that takes more than this share of the time."""
+    """Return the evidence function for a phase that takes more than `limit` of the time."""
 
     def evidence(config: PPOConfig, updates: Updates) -> str:
         if len(updates) < WINDOW:

@@ -1,4 +1,4 @@
-"""Escape texts of models and data sets: terminals and Markdown pages then show them literally."""
+"""Escape texts of models and data sets, so that terminals and Markdown show them literally."""
 
 import re
 from collections.abc import Callable, Collection, Iterable
@@ -9,7 +9,7 @@ from ppo_core.errors.control_characters import remove_controls
 _MARKUP = str.maketrans(
     {c: f"\\{c}" for c in "*_[]"} | {c: f"&#{ord(c)};" for c in "\\`<>&|~$@"} | {"\n": "<br>"}
 )
-# A colon before a digit is not escaped: most such colons are in times, such as 10:30:00.
+# A colon before a digit is not escaped, because most of these colons are in times (10:30:00).
 _EMOJI = re.compile(r":(?=[a-z+-][\w+-]*:)", re.IGNORECASE)
 # The lookbehind keeps the search for mail addresses from taking quadratic time.
 _ADDRESS = re.compile(

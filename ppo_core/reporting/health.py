@@ -10,7 +10,8 @@ from ppo_core.errors import TrainingError
 from ppo_core.reporting.reward_drop import WINDOW, RewardDrop
 
 RECOVERY_SHARE = 0.25
-"""A value is clearly good if it is on the good side of the limit by this fraction of the limit."""
+"""A value is clearly good if it is on the good side, and its distance from the limit is above this
+fraction of the limit."""
 
 RECOVERY_UPDATES = 3
 """Number of consecutive updates with clearly good values after which a metric has recovered."""
@@ -22,13 +23,13 @@ DROP = f"drop of {REWARD}"
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Something that is wrong in a training."""
+    """A fault that was found in a training."""
 
     rule: str
-    """Name of the rule that found it."""
+    """Name of the rule that found the fault."""
 
     evidence: str
-    """Metrics and limits that show it, without a full stop."""
+    """Metrics and limits that show the fault, as text without a full stop at its end."""
 
     advice: str
     """Probable cause, and what to change."""
@@ -37,7 +38,7 @@ class Finding:
     """Origin of the rule."""
 
     update: int | None = None
-    """Update in which it began; None if it is about the whole run, or the number is not known."""
+    """Update in which the fault began; None if unknown, or if the whole run has the fault."""
 
     def __str__(self) -> str:
         """Return the text of a warning."""
@@ -193,7 +194,7 @@ GUARDS = {
     "first pass off": Guard(
         metric="val/first_ratio_error",
         side="above",
-        # The rounding of bfloat16, which a frozen base may have even with bf16=False.
+        # Allow rounding errors of bfloat16, which a frozen base may use even with bf16=False.
         limit=lambda config, _: 0.05,
         rule="the first pass over a batch trains the policy that sampled it, so its ratio is 1",
         words="Sampling and training compute different probabilities, for example because dropout "
@@ -243,9 +244,9 @@ class HealthMonitor:
         self._drop = RewardDrop()
 
     def check(self, metrics: Mapping[str, float]) -> list[Finding]:
-        """Return what begins to be wrong in an update with these metrics.
+        """Return the faults that begin in an update with these metrics.
 
-        The state of a guard does not change if its metric is missing in `metrics`.
+        If the metric of a guard is missing in `metrics`, the guard's state does not change.
         """
         if math.isfinite(reward := metrics.get(REWARD, math.nan)):
             drop = self._drop.update(reward)
@@ -311,7 +312,7 @@ class HealthMonitor:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state, also from older checkpoints without "first", "warned" and "drop"."""
+        """Restore a state; older checkpoints have no "first", "warned" and "drop"."""
         self._in_a_row.update(state["in_a_row"])
         if "drop" in state:
             self._drop.load_state_dict(state["drop"])

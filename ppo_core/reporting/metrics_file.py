@@ -20,8 +20,8 @@ SELF_CHECK_FILE = "self-check.json"
 """Name of the file in `output_dir` with the record of a run's `SelfCheck`."""
 
 NEWEST_SAMPLES_FILE = "newest-samples.jsonl"
-"""Name of the file in `output_dir` with some responses of the last update of PPO, which the next
-update replaces."""
+"""Name of the file in `output_dir` with some responses of the last PPO update; the next update
+replaces the file."""
 
 UPDATE = "update"
 """Key of the update's number in a line."""
@@ -30,9 +30,9 @@ logger = logging.getLogger(__name__)
 
 
 class MetricsFile:
-    """A file with one JSON object per update: its number as `update`, and its metrics by name.
+    """A file with one JSON object per update: the update's number as `update`, and its metrics.
 
-    A run that resumes from a checkpoint computes all later updates again. It therefore removes
+    A run that resumes from a checkpoint computes all later updates again. The run therefore removes
     the lines of these updates, so that each update has exactly one line.
     """
 
@@ -53,8 +53,8 @@ class MetricsFile:
         The file has a line for update `first`, and for every `every`-th update after `first`.
 
         Damaged or missing lines are restored from `history`, which has metrics by update. A warning
-        lists the dropped and the restored lines. The file is replaced, so a reader that has it open
-        can notice the new inode.
+        lists the dropped and the restored lines. The file is replaced, so a reader of the old
+        file can notice the new inode.
 
         Raises:
             TrainingError: the file cannot be read or written.

@@ -12,7 +12,7 @@ NOISE_PER_CHANGE = 0.886
 
 
 class RewardDrop:
-    """Compares the last updates of a run with the best earlier ones.
+    """Compares the last updates of a run with the best earlier updates.
 
         drop  = (best mean of WINDOW earlier updates - mean of the last WINDOW updates) / noise
         noise = 0.886 x mean of |reward[t] - reward[t-1]| over the run

@@ -31,7 +31,8 @@ class Completions:
     """Queries with their responses and scores.
 
     Raises:
-        DataError: the lists differ in length, or a further column has the name of a standard one.
+        DataError: the lists differ in length, or a further column has the name of a standard
+            column.
     """
 
     queries: list[str]
@@ -97,7 +98,7 @@ def log_table(
 ) -> None:
     """Save the table of one step; call this function only in the main process.
 
-    Writes `output_dir/completions/step-<step>.jsonl`. Also logs the table under the name
+    Write `output_dir/completions/step-<step>.jsonl`. Also log the table under the name
     "completions" to the MLflow run, TensorBoard log and W&B run of `callbacks`.
     """
     write_completions(completions, Path(output_dir) / "completions" / f"step-{step:06d}.jsonl")

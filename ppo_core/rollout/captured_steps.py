@@ -1,9 +1,9 @@
 """Decoding steps that a GPU replays from captured graphs.
 
 Unless the model is large, the host needs several times longer to launch the kernels of a step one
-by one than the GPU needs to compute them. A captured graph is launched at once, but its shapes and
-addresses are fixed. A graph therefore decodes a rounded number of sequences and cache columns, and
-a decoder captures one graph for each pair of rounded numbers that occurs.
+by one than the GPU needs to compute them. A captured graph is launched by one call, but its shapes
+and addresses are fixed. A graph therefore decodes a rounded number of sequences and cache columns,
+and a decoder captures one graph for each pair of rounded numbers that occurs.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from ppo_core.models.kernels.rotary import Angles, by_head
 from ppo_core.rollout.kv_cache import KVCache
 
 COLUMNS = 128
-"""The number of columns of a graph is a multiple of this, or the number of columns of the cache."""
+"""A graph has a multiple of this number of columns, or all columns of the cache."""
 
 
 class _Place:
@@ -65,7 +65,6 @@ class CapturedSteps:
             return self._graphs[shape].run(tokens)[: len(tokens)]
 
     def _columns(self) -> int:
-        """Return the number of columns of the next step."""
         needed = self._cache.end + 1
         return min(-(-needed // COLUMNS) * COLUMNS, self._cache.width)
 
@@ -80,7 +79,7 @@ def rounded(sequences: int, most: int) -> int:
 class FixedStep:
     """A decoding step of fixed shape: R sequences over the first C columns of a cache.
 
-    Rows after the last sequence attend to their own token alone, and nobody reads their states.
+    Rows after the last sequence attend only to their own token, and their states are not read.
     """
 
     def __init__(self, layers: DecoderLayers, cache: KVCache, rows: int, columns: int) -> None:
@@ -153,7 +152,7 @@ class _Graph:
         """Return the last hidden states (R, D) of the next tokens (B,)."""
         self._step.take(tokens)
         if not self._is_warm:
-            # The first pass is not captured, because libraries then make plans for a new shape.
+            # The first pass is not captured: in this pass, libraries prepare for the new shape.
             self._is_warm = True
             return self._computed()
         if self._graph is None:
@@ -174,7 +173,7 @@ class _Graph:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             # `torch.cuda.graph` is not used, because it would free all cached memory. Other threads
-            # may use the GPU during a capture: NCCL's thread asks it for finished work.
+            # may use the GPU during a capture: NCCL's thread queries it for finished work.
             graph.capture_begin(pool=self._place.pool, capture_error_mode="thread_local")
             try:
                 self._states = self._computed()

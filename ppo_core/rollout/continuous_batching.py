@@ -1,4 +1,4 @@
-"""Bookkeeping of continuous batching: waiting prompts, and active sequences."""
+"""State of continuous batching: waiting prompts and active sequences."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ class PromptQueue:
         """Take up to `limit` prompts; if they begin a batch of `batch_size`, call `before_batch`.
 
         `before_batch` may wait for other processes, so all processes must call it equally often.
-        The number of calls therefore depends only on the number of prompts.
+        Therefore, the number of calls depends only on the number of prompts.
         """
         prompts = self._prompts[self.num_taken : self.num_taken + limit]
         end = self.num_taken + len(prompts)
@@ -77,7 +77,7 @@ class ActiveSequences:
         return ActiveSequences(self.response, position, is_active)
 
     def count(self, max_new_tokens: int) -> tuple[int, int]:
-        """Return the number of active responses, and of responses with the maximum length."""
+        """Return the number of active responses and the number of responses of maximum length."""
         # Stacked into one transfer, because each transfer to the CPU waits for the device.
         active, full = torch.stack(
             [self.is_active.sum(), (self.position == max_new_tokens).sum()]

@@ -65,7 +65,7 @@ class Decoder:
         self._cache.advance()
 
     def keep(self, kept: Tensor) -> None:
-        """Drop all sequences but `kept` (b,); requires `drops_sequences`.
+        """Drop all sequences except `kept` (b,); requires `drops_sequences`.
 
         A sequence whose response has the maximum length must be dropped before the next `step`.
         """
@@ -136,9 +136,9 @@ def new_decoder(
 def can_add_prompts(policy: LanguageModel, backbone: DecoderBackbone) -> bool:
     """Return whether prompts can be added while other sequences are decoded.
 
-    This is not possible with the model's own cache, or if a layer's cache has anything but the keys
-    and values of all positions. Nor is it possible if the rotary angles depend on the longest
-    sequence in the batch.
+    Prompts cannot be added to the model's own cache. They cannot be added either if a layer's cache
+    holds anything other than the keys and values of all positions, or if the rotary angles depend
+    on the longest sequence in the batch.
     """
     if not backbone.pads_prompts or _has_dynamic_angles(policy):
         return False

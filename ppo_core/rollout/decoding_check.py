@@ -1,4 +1,4 @@
-"""Choose the backend that decodes a policy, by a comparison with the model's own forward pass."""
+"""Choose the backend that decodes a policy: compare each with the model's own forward pass."""
 
 import itertools
 import logging
@@ -78,7 +78,7 @@ class OwnForward:
 
 
 def choose_backend(policy: LanguageModel, own: OwnForward) -> DecodingCheck:
-    """Choose the fastest backend that reproduces the log-probabilities of the own forward pass.
+    """Choose the fastest backend that reproduces the log-probabilities in `own`.
 
     A backend that pads prompts decodes the sequences of `own` together. The choice is stored in the
     policy's backbone, and logged.
@@ -142,7 +142,7 @@ def sequences_of(
 
     If the prompts have too few tokens, the tokens are repeated. No sequence is longer than the
     shortest context of the models with these `configs`. With a `vocabulary`, only token ids below
-    this number are taken; if there are none, the ids 0 and 1.
+    this number are taken; if there are none, the ids 0 and 1 are used.
     """
     size = sum(CHECKED_LENGTHS)
     tokens = list(itertools.islice(itertools.chain.from_iterable(prompts), size))
@@ -184,9 +184,11 @@ def check_padding(
     backbone: object,
     difference: Callable[[], float],
 ) -> float:
-    """Try the ways of a padded pass, the fastest first, until one is accurate enough.
+    """Try the ways to compute a padded batch, the fastest first, until one is accurate enough.
 
-    The backbone keeps this way. Return its difference. `numbers` names the compared numbers.
+    The backbone is left set to this way. Return the `difference` of this way: how much the numbers
+    of a padded batch differ from the numbers of single sequences. `numbers` is the name of the
+    numbers in messages.
 
     Raises:
         ModelError: the difference is too large in every way, even with a mask.
@@ -206,7 +208,7 @@ def check_padding(
 
 
 def _ways(backbone: object) -> Iterator[None]:
-    """Set a backbone to each way of making a padded pass in turn, the fastest first."""
+    """Set a backbone to each way to compute a padded batch in turn, the fastest first."""
     yield
     if isinstance(backbone, DecoderBackbone):
         if backbone.fastest is Decoding.FAST:
@@ -226,7 +228,7 @@ def own_logprobs(policy: LanguageModel, tokens: Tokens) -> Tensor:
 
 
 def _require_causal(policy: LanguageModel, own: OwnForward, limit: float) -> None:
-    """Raise if the log-probabilities of a sequence depend on tokens that come later."""
+    """Raise if a later token changes the log-probabilities of earlier tokens."""
     shorter = own_logprobs(policy, own.sequences[0][:-1])
     difference = difference_of(policy.model, (shorter - own.logprobs[0][:-1]).flatten())
     if not difference <= limit:

@@ -135,7 +135,7 @@ def _batches(
     batch_size: int,
     callbacks: SamplingCallbacks,
 ) -> Iterator[Tensor]:
-    """Yield the indices of prompts of lengths (B,) that are sampled together, longest first."""
+    """Yield batches of indices of prompts, longest prompts first."""
     batches = length_sorted_batches(lengths, batch_size)
     if not backbone.pads_prompts:
         yield from _batches_of_one_length(lengths, batch_size, callbacks)
@@ -151,7 +151,7 @@ def _batches_of_one_length(
     """Yield batches of indices of prompts with equal length.
 
     A process with few different lengths has fewer batches than other processes, but all processes
-    must make equally many passes. Such a process therefore yields one prompt again and again until
+    must run the same number of passes. Such a process therefore yields one prompt repeatedly until
     all processes have finished.
     """
     batches = [

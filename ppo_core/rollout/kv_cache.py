@@ -1,4 +1,4 @@
-"""The keys and values of sequences that grow together, all ending in the same column."""
+"""Keys and values of sequences that grow together and all end in the same column."""
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ class KVCache(AlignedSequences):
     def __init__(
         self, max_sequences: int, longest_prompt: int, max_new_tokens: int, device: torch.device
     ) -> None:
-        """Reserve no memory yet: number and size of the heads are known at the first `write`."""
+        """Start without memory: the first `write` shows the number and the size of the heads."""
         super().__init__(longest_prompt, max_new_tokens, device)
         self.max_sequences = max_sequences
         self._layers: list[tuple[Tensor, Tensor]] = []
@@ -37,8 +37,8 @@ class KVCache(AlignedSequences):
         """Keep only the sequences `kept` (b,); move their keys and values to the first rows."""
         old_end = self.end
         self._select(kept)
-        # Prompts that are added later must end in the same column. No further columns are left free
-        # before the longest sequence, because some models take no more columns than positions.
+        # Prompts that are added later must fit, and end in the same column. No further columns are
+        # left free on the left, because some models accept no more columns than positions.
         self.end = max(self.longest, self._longest_prompt)
         self._align()
         old, new = (slice(end - self.longest, end) for end in (old_end, self.end))
@@ -46,7 +46,7 @@ class KVCache(AlignedSequences):
             part[: len(kept), :, new] = part[kept, :, old]
 
     def write(self, layer: int, index: Index, keys: Tensor, values: Tensor) -> None:
-        """Store the already rotated keys, and the values, of prompts."""
+        """Store the rotated keys and the values of prompts in one layer."""
         if len(self._layers) == layer:
             self._layers.append((self._reserve(keys), self._reserve(values)))
         for part, new in zip(self._layers[layer], (keys, values), strict=True):
@@ -113,7 +113,7 @@ class SelectableCache(AlignedSequences):
     cache: Cache
 
     def keep(self, kept: Tensor) -> None:
-        """Drop all sequences but `kept` (b,)."""
+        """Drop all sequences except `kept` (b,)."""
         self._select(kept)
         self._align()
         self.cache.batch_select_indices(kept)

@@ -45,4 +45,4 @@ class AlignedSequences:
         starts = (self.end - self.lengths)[:, None, None]
         before = torch.arange(self.width, device=starts.device) < starts
         self.mask = torch.zeros(before.shape, device=starts.device).masked_fill_(before, -torch.inf)
-        """(B, 1, columns): -inf before the first token of a sequence, else 0."""
+        """(B, 1, columns): -inf before the first token of a sequence, otherwise 0."""

@@ -87,7 +87,7 @@ def stop_token(
 
 
 def own_stop_token(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> int | None:
-    """Return the stop token in a model's generation_config, as a server does; None without one.
+    """Return the stop token of a model's generation_config, which servers use; None without one.
 
     If the model has several stop tokens, prefer the tokenizer's end-of-sequence token.
     """
@@ -101,10 +101,10 @@ def own_stop_token(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase
 def sample_tokens(
     logits: Tensor, uniforms: Tensor, settings: SamplingSettings
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw one token per sequence from softmax(logits / temperature), cut to top_k and top_p.
+    """Draw one token per sequence from softmax(logits / temperature), after top_k and top_p.
 
     `uniforms` (B,) has a number in [0, 1) for each sequence. The drawn token is the first token
-    whose cumulative probability exceeds this number. It therefore does not depend on other
+    whose cumulative probability exceeds this number. The token therefore does not depend on other
     sequences, the batch size or the number of processes. Temperature 0 chooses the most likely
     token. The logits (B, V) may be overwritten. If a logit is NaN, the log-probabilities of its
     sequence are NaN.

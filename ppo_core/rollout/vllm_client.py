@@ -8,8 +8,8 @@ are documented on docs.vllm.ai:
   safetensors from a folder (training/layerwise, "Mid Level reload_weights API").
 - POST /v1/completions takes prompts as token ids. With return_token_ids the responses are token
   ids, too (serving/openai_compatible_server, "Completions API", extra parameters).
-- cache_salt separates cached prefixes (design/prefix_caching). Each version of the weights needs
-  another salt, because reload_weights does not clear keys and values of the old weights.
+- cache_salt separates cached prefixes (design/prefix_caching). Each version of the weights needs a
+  new salt, because reload_weights does not clear keys and values of the old weights.
 
 Tested with vLLM 0.32.0 built for the CPU (docs/vllm.md).
 """
@@ -38,7 +38,7 @@ TRANSIENT_STATUSES = (408, 429, 502, 503, 504)
 """HTTP statuses of a server that is starting or overloaded; the request is retried."""
 
 MAX_MESSAGE_LENGTH = 300
-"""Largest number of characters of a server's message that our error message repeats."""
+"""Largest number of characters of a server's message that our error messages contain."""
 
 Result = TypeVar("Result")
 
@@ -74,8 +74,8 @@ class VLLMServer:
     def __init__(self, url: str, *, timeout: float, at_once: int) -> None:
         """Create the client, without a request to the server.
 
-        `timeout` limits the seconds of each request, and the seconds during which it is retried. At
-        most `at_once` prompts are sampled at a time.
+        `timeout` limits the seconds of each attempt, and the seconds during which a request is
+        retried. At most `at_once` prompts are sampled at a time.
         """
         self._url = url.rstrip("/")
         self._timeout = timeout
@@ -125,7 +125,7 @@ class VLLMServer:
             )
 
     def load(self, folder: Path) -> None:
-        """Make the server load weights from a folder of safetensors, and wait for it.
+        """Make the server load weights from a folder of safetensors; wait until it has finished.
 
         Raises:
             TrainingError: the server refuses the weights, or cannot be reached.

@@ -47,8 +47,9 @@ class VLLMSampler:
     ) -> None:
         """Connect to the server, and check that it can sample responses to all prompts.
 
-        `adapted` is the PeftModel if the policy has an adapter, else None. The server gets weights
-        with the adapter merged. `response_length` is the largest number of tokens of a response.
+        `adapted` is the PeftModel if the policy has an adapter, otherwise None. The server gets the
+        weights with the adapter merged. `response_length` is the largest number of tokens of a
+        response.
 
         Raises:
             ConfigError: the server serves no model, or its log-probabilities do not fit the

@@ -19,8 +19,8 @@ class WholeCacheBackend:
     """Backend for prompts of equal length; each step gets the cache that the last step returned.
 
     No prompt is padded, and no sequence is dropped or added. So the backend also decodes models
-    whose state cannot be cut or joined (recurrent, linear attention, convolution), and models that
-    handle padding on the left incorrectly.
+    whose state cannot be split or concatenated (recurrent, linear attention, convolution), and
+    models that handle padding on the left incorrectly.
     """
 
     splits_prompts = False
@@ -50,7 +50,7 @@ class WholeCacheBackend:
         self._ids = torch.cat([self._ids, tokens[:, None]], dim=1)
         pad = self._pad_token
         if self._counts_positions and pad is not None and bool((self._ids == pad).any()):
-            # The model does not count a pad token as a position, but the cache does.
+            # The model does not count a pad token as a position, but its cache does: use no cache.
             return self._backbone.hidden_states(self._ids)[:, -1]
         return self._read(next_sequence_length=1)
 

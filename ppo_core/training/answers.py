@@ -1,4 +1,4 @@
-"""Answer prompts with a policy from files, in one process or in several that divide the prompts.
+"""Answer prompts with a policy from files, in one process or in several that split the prompts.
 
 Each process of `python -m ppo_core.training.answers JOB.json` writes its answers into the folder of
 the job file.
@@ -76,18 +76,18 @@ class AnswerJob:
     """Precision of the policy."""
 
     reference: str | None = None
-    """Folder or hub id of the reference of the KL divergence; None measures no divergence."""
+    """Folder or hub id of the reference of the KL divergence; None: no divergence is measured."""
 
     reference_temperature: float | None = None
-    """Temperature of the reference for the divergence of greedy answers; None measures none."""
+    """Reference's temperature for the divergence of greedy answers; None: it is not measured."""
 
     server: ServerSettings | None = None
-    """vLLM server that samples with the policy's weights, for a single process. None samples in the
-    process itself."""
+    """vLLM server that samples with the policy's weights, only for a job of one process. None: the
+    process itself samples."""
 
 
 def run_answer_job(job: AnswerJob, *, rank: int = 0, processes: int = 1) -> Answers:
-    """Return this process's answers to the prompts number rank, rank + processes, ...
+    """Return this process's answers, to the prompts with numbers rank, rank + processes, ...
 
     The number of processes changes an answer only by rounding, which depends on the batch.
 

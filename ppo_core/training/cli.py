@@ -52,7 +52,7 @@ from ppo_core.training.rewards import (
 from ppo_core.training.trainer import Trainer
 
 MANY_PROMPTS, HELD_OUT = 1000, 100
-"""With more than MANY_PROMPTS prompts, the last HELD_OUT can be held out, see `load_prompts`."""
+"""If there are more than MANY_PROMPTS prompts, `load_prompts` may hold out the last HELD_OUT."""
 
 
 def train_ppo(
@@ -63,7 +63,7 @@ def train_ppo(
 ) -> None:
     """Train the policy, and save it with its tokenizer in `policy_dir` or `output_dir`.
 
-    For `load_language_model` see `load_functions`.
+    `load_language_model` loads rewards that are language models, see `load_functions`.
 
     Raises:
         ConfigError: two settings contradict each other, or a required setting is missing.
@@ -94,7 +94,7 @@ def train_ppo(
             stop_after_updates=script.stop_after_updates,
         )
     finally:
-        # Save also if an integration fails at the end, for example a tracking server that is down.
+        # Save even if an integration fails at the end, for example because a server is down.
         if trainer.is_done:
             trainer.save_model(script.policy_dir)
             if script.critic_dir is not None:
@@ -147,7 +147,7 @@ def _load_rewards(
     tokenizer: PreTrainedTokenizerBase,
     load_language_model: LoadLanguageModel | None,
 ) -> tuple[Any, dict[str, Layout]]:
-    """Return the rewards of the run, and their fingerprints if `rewards` names them."""
+    """Return the rewards of the run; also their fingerprints if the setting `rewards` is given."""
     prompt_format: PromptFormat = "text" if tokenizer.chat_template is None else "auto"
     end_of_text, path = script.reward_end_of_text, config.reward_model_path
     rewards = read_rewards(script.rewards or [OWN])
@@ -176,7 +176,7 @@ def _load_rewards(
                 loaded[one.name] = load_reward_model(
                     one.source, end_of_text=end_of_text, prompt_format=prompt_format
                 )
-    # Without the setting `rewards`, the metric keeps its old name: the class of the reward model.
+    # Without the setting `rewards`, the metric keeps the name of the reward model's class.
     given = loaded if script.rewards else loaded[OWN]
     return given, reward_prints(rewards, functions) if script.rewards else {}
 
@@ -194,10 +194,11 @@ def load_prompts(
     tokenizer: PreTrainedTokenizerBase,
     context: int | None,
 ) -> tuple[Dataset, Dataset | None]:
-    """Return the training prompts, and the prompts for evaluation or samples, if there are any.
+    """Return the training prompts, and the prompts for evaluation or samples, or None.
 
-    Without a test split, the last prompts are held out if there are many and the settings ask for
-    samples. `context` is the policy's context length; None means no limit.
+    If `eval_strategy` is not "steps", no test split is read. The last `HELD_OUT` prompts are then
+    held out if there are more than `MANY_PROMPTS` and the settings ask for samples. `context` is
+    the policy's context length; None means no limit.
 
     Raises:
         ConfigError: no data set is named.
@@ -281,8 +282,8 @@ def load_reward(
     """Load the reward model; if it is not a trained classifier, warn and add a random head.
 
     Args:
-        path: folder or hub id of the reward model.
-        start: folder or hub id of the policy, which is used as the base if `path` is None.
+        path: folder or hub id of the reward model; if None, a head is added to the policy.
+        start: folder or hub id of the policy.
         seed: seed of the random head.
         prompt_format: "text" if the policy reads prompts as text, not as a chat.
         reading: bias, gain and end_of_text of a `RewardModel`.

@@ -41,7 +41,7 @@ class PolicyExporter(RunContext):
             self._write_policy(folder)
 
     def save_earlier(self, due: Collection[int]) -> None:
-        """Save the policy as an earlier policy of the run if the number of updates is in `due`.
+        """Save the current policy as an earlier policy if the number of updates is in `due`.
 
         Raises:
             TrainingError: see `save_policy`.
@@ -50,7 +50,7 @@ class PolicyExporter(RunContext):
             self.save_policy(self._earlier(self.run.updates))
 
     def require_earlier(self, due: Collection[int]) -> None:
-        """Raise if an earlier policy is missing from an update that a resumed run does not repeat.
+        """Raise if an earlier policy is missing, and the resumed run would not save it again.
 
         Raises:
             TrainingError: the folder of a policy is missing; raised in all processes.

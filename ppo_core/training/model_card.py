@@ -39,9 +39,9 @@ def write_model_card(
     """Write README.md into the folder of a saved policy; return its path.
 
     All settings except the hub token are written. `base_model` and `dataset_name` are hub ids or
-    paths. If a path is absolute or begins with `~`, only its last part is written. `model_name`
-    defaults to hub_model_id, or else to the folder's name. `metrics` are the metrics of the last
-    update. The first three `samples` are written.
+    paths. If a path is absolute or begins with `~`, only its last part is written. If `model_name`
+    is None, the name is hub_model_id or, without hub_model_id, the folder's name. `metrics` are the
+    metrics of the last update. The first three `samples` are written.
     """
     folder = Path(folder)
     name = without_folders(model_name or config.hub_model_id or folder.resolve().name)
@@ -102,7 +102,7 @@ def push_folder(
 
 
 def without_folders(name: str) -> str:
-    """Return the last part of a path that is absolute or starts with ~; keep any other name."""
+    """Return the last part of a path that is absolute or starts with ~, or any other name as is."""
     for path in (PurePosixPath(name), PureWindowsPath(name)):
         if path.is_absolute() or name.startswith("~"):
             return path.name
@@ -132,8 +132,8 @@ def _purpose(config: PPOConfig, base_model: str | None, dataset_name: str | None
     )
     if config.kl_coef > 0:
         text += " A KL term kept it near its initial model."
-    # If a script passes its own reward model, the setting still has its default, which would name
-    # the wrong model.
+    # If a script passes its own reward model, reward_model_path still has its default value, which
+    # would name the wrong model.
     if config.reward_model_path not in (None, type(config).reward_model_path):
         text += f" The reward model: {as_markdown(without_folders(config.reward_model_path))}."
     if dataset_name:
@@ -165,7 +165,7 @@ def _samples(samples: Completions) -> str:
 
 
 def _fenced(text: str) -> str:
-    """Return the text in a code block whose fence is longer than any backtick run in the text."""
+    """Return the text in a code block whose fence is longer than all backtick runs in the text."""
     runs = [len(run) for run in re.findall("`+", text)]
     fence = "`" * max(3, *(length + 1 for length in [0, *runs]))
     return f"{fence}text\n{printable(text)}\n{fence}"

@@ -1,4 +1,4 @@
-"""Policy, reference, critic and rewards of a run, made from the models that a script passes."""
+"""Make policy, reference, critic and rewards of a run from the models that a script passes."""
 
 import logging
 from collections.abc import Iterable
@@ -50,17 +50,16 @@ class ScriptModels:
     """The models of a run as a script passes them."""
 
     policy: nn.Module
-    """A causal language model, one with a value head, or a PeftModel."""
+    """A causal language model, with or without a value head, or a PeftModel."""
 
     reference: nn.Module | None
-    """The reference. If None, the policy is copied; for a policy with an adapter, the reference is
-    its base model with the adapter `ref_adapter_name`, or without an adapter."""
+    """The reference. If None, the reference is a copy of the policy. For a policy with an adapter,
+    it is instead the base model with the adapter `ref_adapter_name`, or without an adapter."""
 
     critic: nn.Module | None
-    """The critic. If None, it is the policy's own value head if there is one; with `shared_critic`,
-    a new head on the policy; else a copy of a reward model that reads the policy's tokens; and if
-    there is no such reward model, a copy of the policy. If the advantages need no critic, there is
-    none."""
+    """The critic. If None, the run has the first of these that is possible: the policy's own value
+    head; with `shared_critic`, a new head on the policy; a copy of a reward model that reads the
+    policy's tokens; a copy of the policy. If the advantages need no critic, the run has none."""
 
     rewards: RewardMix
     peft_config: Any = None
@@ -169,7 +168,7 @@ def make_models(
         _checkpoint_activations(model, critic)
     reference = make_reference(model, given.reference, adapter=config.ref_adapter_name)
     _check_refresh(config, policy, reference)
-    # Do this last: a critic may have been copied from a reward model, which this may shard.
+    # Shard reward models last, because making the critic may copy an unsharded reward model.
     _prepare_frozen(engine, model, policy, reference, given.rewards)
     return ModelBundle(
         policy=policy,
@@ -193,7 +192,8 @@ def _saved_dtype(given: nn.Module, policy: LanguageModel) -> torch.dtype:
 def trained_layouts(models: ModelBundle) -> dict[str, Layout]:
     """Return the shapes of the trained models, and an adapter's settings, for the fingerprint.
 
-    Call this before the engine prepares policy and critic: later, a process may have only shards.
+    Call this before the engine prepares policy and critic: afterwards, a process may have only
+    shards.
     """
     layouts = {"policy or critic": layout(ActorCritic(models.policy, models.critic))}
     if models.adapted is not None:
@@ -204,7 +204,7 @@ def trained_layouts(models: ModelBundle) -> dict[str, Layout]:
 
 
 def _prepared_policy(config: PPOConfig, given: ScriptModels) -> tuple[nn.Module, nn.Linear | None]:
-    """Return the policy with its new adapter, if any, and the given policy's value head or None."""
+    """Return the policy, to which a given adapter is added, and the policy's value head or None."""
     model, value_head = given.policy, None
     if isinstance(model, ModelWithValueHead):
         value_head, model = model.v_head.summary, model.pretrained_model
@@ -222,7 +222,7 @@ def _without_adapter(model: nn.Module) -> nn.Module:
     if not is_peft(model):
         return model
     merged = merged_copy(model)
-    # Otherwise the new adapter's files would name the base without the merged adapter (TRL #4713).
+    # Otherwise the new adapter's files would name a base without the merged adapter (TRL #4713).
     merged.name_or_path = ""
     logger.warning(
         "The policy's adapter is merged into a copy of its base, and the adapter of peft_config is "
@@ -260,10 +260,10 @@ def _prepare_frozen(
 
 
 def require_loaded(model: object, **others: object) -> None:
-    """Raise if an argument is not a loaded model; arguments in `others` may be None.
+    """Raise if an argument is not a loaded model; arguments in `others` may also be None.
 
     Raises:
-        ModelError: an argument is something else, such as the name of a model.
+        ModelError: an argument is not a model, but for example the name of a model.
     """
     given = {"model": model, **{name: one for name, one in others.items() if one is not None}}
     for name, one in given.items():
@@ -275,7 +275,7 @@ def require_loaded(model: object, **others: object) -> None:
 
 
 def share_random_scores(models: Iterable[object], engine: Engine) -> None:
-    """Copy the random score head of process 0 to all processes, if nothing else differs.
+    """Copy the score head of process 0 to all processes if only this head differs between them.
 
     A language model that a script loads as a classifier gets a random head, which differs between
     the processes.
@@ -318,7 +318,7 @@ def require_equal_models(prints: dict[str, Layout], engine: Engine) -> None:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout to 0, because the update must train the policy that was sampled."""
+    """Set every dropout to 0, so that the update computes with the policy that sampled."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -422,7 +422,7 @@ def _activate(model: "PeftModel", name: str) -> None:
 
 
 def _check_refresh(config: PPOConfig, policy: LanguageModel, reference: LanguageModel) -> None:
-    """Raise if the settings refresh the reference, but it cannot take the policy's weights."""
+    """Raise if the settings refresh a reference that cannot take the policy's weights."""
     if not config.reference_refresh_updates:
         return
     shapes = [

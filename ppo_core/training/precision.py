@@ -21,5 +21,5 @@ def trains_in_bf16(asked: bool | None, model: nn.Module, *, use_cpu: bool) -> bo
 
 def _width(model: nn.Module) -> int:
     config = getattr(model, "config", None)
-    # A model type without a width is refused later, with its own message.
+    # A later check refuses a model type without a width, with a message of its own.
     return getattr(text_config(config), "hidden_size", 0) if config is not None else 0

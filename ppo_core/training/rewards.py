@@ -1,4 +1,4 @@
-"""Load the rewards of a run that the setting `rewards` names."""
+"""Load the rewards that the setting `rewards` names."""
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -12,17 +12,17 @@ from ppo_core.errors import ConfigError, PPOError
 from ppo_core.io.user_code import LoadedFunction, load_function
 
 LoadLanguageModel: TypeAlias = Callable[[NamedReward], LoadedFunction]
-"""Function that returns the scores of a language model as a function of prompts and responses."""
+"""Function that makes a reward function of prompts and responses from a named language model."""
 
 
 def load_functions(
     rewards: Sequence[NamedReward], load_language_model: LoadLanguageModel | None = None
 ) -> dict[str, LoadedFunction]:
-    """Load the rewards that are functions or language models; return them by name of the reward.
+    """Load the rewards that are functions or language models; return reward name -> function.
 
     Raises:
-        ConfigError: a function does not exist, cannot be imported, or takes other arguments; or
-            there is a language model, and nothing to load it with.
+        ConfigError: a function does not exist, cannot be imported, or takes other arguments; or a
+            reward is a language model, and `load_language_model` is None.
     """
     functions = {}
     for one in rewards:
@@ -46,10 +46,10 @@ def load_functions(
 def reward_prints(
     rewards: Sequence[NamedReward], functions: dict[str, LoadedFunction]
 ) -> dict[str, Layout]:
-    """Return the fingerprint of each reward, which a resumed run must share (`Fingerprint`).
+    """Return the fingerprint of each reward; a run can only resume with equal ones (`Fingerprint`).
 
-    It contains the reward's number, because the number decides which of `reward_weights` is used.
-    It does not contain the model weights, which `ScriptModels.fingerprints` covers.
+    A fingerprint contains the reward's number, because this number determines the weight among
+    `reward_weights`. The weights of models are in `ScriptModels.fingerprints` instead.
     """
     prints = {}
     for number, one in enumerate(rewards):

@@ -1,4 +1,4 @@
-"""Compare the outputs of a run's models with the models' own forward pass of single sequences."""
+"""Compare a run's models with their own forward passes of single sequences."""
 
 import logging
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ class SelfCheck:
     """The backend that decodes the policy; None if a server samples."""
 
     padded: dict[str, float]
-    """Model -> difference between its padded pass and its forward pass of each sequence alone."""
+    """Model -> difference between its padded pass and its passes of each sequence alone."""
 
     def as_record(self) -> dict[str, str | float]:
         """Return the result as text and numbers, for a file."""
@@ -57,7 +57,7 @@ def check_numbers(
 ) -> SelfCheck:
     """Choose how the policy decodes, and compare each model's padded pass with single sequences.
 
-    Scoring and the update make the same padded pass. The compared sequences have different lengths
+    Scoring and the update also make padded passes. The compared sequences have different lengths
     and consist of tokens from the prompts. `samples_here` is False if a server samples the
     responses; no backend is then chosen. Call this function before the engine prepares policy and
     critic.
@@ -71,7 +71,7 @@ def check_numbers(
         padded = {"policy": difference}
         with engine.gathered(models.reference):
             padded["reference"] = _check_reference(models.reference, prompts)
-        # A script's own module has no other forward pass to compare with.
+        # A script's own module has only one forward pass, so there is nothing to compare.
         if models.critic is not None and isinstance(models.critic.backbone, DecoderBackbone):
             padded["critic"] = _check_critic(models.critic, prompts)
         for number, scorer in enumerate(models.rewards.models(), start=1):
@@ -115,7 +115,7 @@ def _check_policy(
 def _check_reference(reference: LanguageModel, prompts: Sequence[Tokens]) -> float:
     _, tokens, _ = sequences_of(prompts, reference.model.config)
     logprobs = own_logprobs(reference, tokens)
-    # The model is causal, so the beginning of a sequence needs no second pass.
+    # The model is causal, so this pass also gives the log-probabilities of a shorter sequence.
     beginning = min(CHECKED_LENGTHS)
     sequences, expected = [tokens, tokens[:beginning]], [logprobs[:-1], logprobs[: beginning - 1]]
     return _check_language_model("reference", reference, sequences, expected)
@@ -124,7 +124,7 @@ def _check_reference(reference: LanguageModel, prompts: Sequence[Tokens]) -> flo
 def _check_language_model(
     name: str, model: LanguageModel, sequences: Sequence[Tokens], expected: Sequence[Tensor]
 ) -> float:
-    """Return the difference between a padded pass and `expected`, (S - 1, V) for each sequence."""
+    """Return how much a padded pass differs from `expected` log-probabilities, each (S - 1, V)."""
     rows = joined_texts(sequences).to(model.device)
     own = torch.cat(list(expected)).gather(1, rows.targets[:, None])[:, 0]
 

@@ -71,15 +71,15 @@ logger = logging.getLogger(__name__)
 class Trainer:
     """Trains a policy with PPO to increase rewards; a KL term keeps the policy near a reference.
 
-    `step` runs one update. The methods after it are the phases of an update, in order. `train` runs
-    all updates.
+    `step` runs one update. The methods after `step` are the phases of an update, in order. `train`
+    runs all updates.
 
     Args:
         config: the settings, as `join_processes` returns them.
         models: the models, as `set_up_models` returns them; policy and critic are trained in place.
         prompts: the prompts, as `make_run_prompts` returns them.
         engine: the processes of the run.
-        callbacks: transformers' callbacks; a step of a callback is one PPO update.
+        callbacks: transformers' callbacks; one step in a callback is one PPO update.
         callback_model: the model that callbacks get; if None, the policy.
         optimizers: optimizer and learning-rate scheduler; (None, None) makes AdamW and the
             schedule of the settings.
@@ -293,7 +293,6 @@ class Trainer:
         return history
 
     def _run_updates(self, last: int) -> list[Metrics]:
-        """Run the updates up to number `last`."""
         history = []
         started, episodes_before = time.monotonic(), self._run.episodes
         with self._progress() as bar:
@@ -332,7 +331,7 @@ class Trainer:
         due = (self._run.updates - 1) * self.config.num_sample_generations
         if due % self.schedule.num_updates < self.config.num_sample_generations:
             self.generate_completions()
-        # Before the checkpoint, so that a resumed run has all policies before its checkpoint.
+        # Save earlier policies first: a run that resumes from the checkpoint needs all of them.
         self._files.save_earlier(self._earlier)
         # Save last, because a reward function may have drawn random numbers for the samples above.
         if self.engine.any(self._reporter.should_save):
@@ -340,7 +339,7 @@ class Trainer:
             self._reporter.saved()
 
     def _log_findings(self, history: list[Metrics]) -> None:
-        """Log what was wrong in all updates; without a metrics file, in those of `history`."""
+        """Log what was wrong in the run; without a metrics file, only in updates of `history`."""
         first = self._run.updates - len(history) + 1
         numbered = [{UPDATE: n, **metrics} for n, metrics in enumerate(history, first)]
         if findings := diagnose(self.config, self._reporter.updates() or numbered):
@@ -380,7 +379,6 @@ class Trainer:
         return self._evaluate(self._prompts.evaluation)
 
     def _evaluate(self, prompts: PromptSet | None) -> Metrics:
-        """Answer prompts greedily and score them; log and return the mean score "eval/scores"."""
         if prompts is None:
             raise ConfigError("There are no prompts to evaluate. Pass an eval_dataset.")
         completions = self._answer(prompts)
@@ -393,15 +391,15 @@ class Trainer:
         """Save policy and tokenizer in transformers' format, with the weights as safetensors.
 
         An adapter is merged into its base model, and also saved separately in the folder
-        "adapter". With `ema_decay` the averaged weights are saved. With `push_to_hub`, and without
-        the argument `output_dir`, the policy is also uploaded.
+        "adapter". With `ema_decay`, the averaged weights are saved. If `push_to_hub` is set and the
+        argument `output_dir` is None, the policy is also uploaded.
         """
         self._files.save_policy(Path(output_dir or self.config.output_dir))
         if self.config.push_to_hub and output_dir is None:
             self._files.push("The policy after training")
 
     def save_critic(self, folder: Path) -> None:
-        """Save the critic, see `load_critic`; only after `require_whole_critic`."""
+        """Save the critic for `load_critic`; call `require_whole_critic` first."""
         self._files.save_critic(folder)
 
     def _answer(self, prompts: PromptSet) -> Completions:

@@ -34,20 +34,21 @@ class PPOTrainer(ScriptNames):
         processing_class: the policy's tokenizer. A pad token is not necessary.
         model: the policy, trained in place: a causal language model, with or without a value
             head, or a PeftModel.
-        ref_model: the reference. If None, the policy is copied, or the base model of a policy with
-            an adapter is used.
-        reward_model: a `RewardModel`, a `...ForSequenceClassification` or another module
-            (`ppo_core.models.script_modules`), a function of prompts and responses, and of columns
-            by keyword, or several of these as a list or a dict.
+        ref_model: the reference. If None, it is a copy of the policy or, if the policy has an
+            adapter, the policy's base model.
+        reward_model: a `RewardModel`, a `...ForSequenceClassification`, another module
+            (`ppo_core.models.script_modules`), or a function; or several of them as a list or a
+            dict. A function takes prompts and responses, and columns by keyword.
         train_dataset: prompts as a list, or a data set with the column "prompt" (text or chat
             messages), "messages" or "input_ids", and columns that reward functions take.
         value_model: the critic: a `...ForSequenceClassification`, a `Critic` or another module that
-            returns a value for each token. It is trained in place. If None, the policy's value head
-            is used; if the policy has none, `shared_critic` adds one. Otherwise the reward model is
-            copied; if that is impossible, the policy's backbone.
-        data_collator: function that returns the "input_ids" of a list of one row, for rows without
-            the columns "prompt", "messages" and "input_ids".
-        eval_dataset: prompts for sample completions and evaluations.
+            returns a value for each token. It is trained in place. If None, the critic is the
+            policy's value head, or with `shared_critic` a new value head on the policy. In all
+            other cases, the critic is a copy of the reward model or, if the reward model cannot
+            be copied, of the policy's backbone.
+        data_collator: function that takes a list of one row and returns the row's "input_ids"; for
+            rows without the columns "prompt", "messages" and "input_ids".
+        eval_dataset: prompts for evaluations, and for tables of sample completions.
         optimizers: optimizer and learning-rate scheduler; (None, None) makes AdamW and the
             schedule of the settings.
         callbacks: transformers' callbacks; a step of a callback is one PPO update.

@@ -9,7 +9,7 @@ from ppo_core.config.script_arguments import LoraArguments, ModelArguments
 from ppo_core.trl.script_settings import refusing_unsupported
 
 TRL_MODEL = "EleutherAI/pythia-160m"
-"""Model that scripts for TRL load as the policy and the reward model if none is named."""
+"""Default policy and default reward model of scripts for TRL."""
 
 
 @refusing_unsupported
@@ -46,7 +46,7 @@ class ScriptPPOConfig(PPOConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptModelConfig(ModelArguments):
-    """`ModelArguments` of a script, which may load models in any precision.
+    """`ModelArguments` of scripts; a script may load models in any precision.
 
     The trainer trains in float32, and saves the policy in the precision of the loaded model.
     """

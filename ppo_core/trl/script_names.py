@@ -66,11 +66,11 @@ def with_older_names(
 def add_computed(
     args: PPOConfig, of_callbacks: TrainingArguments, schedule: Schedule, engine: Engine
 ) -> None:
-    """Add the attributes that TRL's trainer computes to the settings of a trainer, for scripts.
+    """Add attributes that scripts read, and that TRL's trainer computes, to a trainer's settings.
 
     Only `total_episodes` is a setting. The other attributes are read only by scripts, and
-    `dataclasses.replace` leaves them out. `of_callbacks` are the settings that callbacks get, which
-    already have some of these attributes as properties.
+    `dataclasses.replace` leaves them out. `of_callbacks` are the settings that callbacks get. Some
+    of these attributes are already properties of `of_callbacks`, and stay unchanged.
     """
     local = ceil(schedule.batch_size / engine.num_processes)
     computed = {
@@ -88,14 +88,14 @@ def add_computed(
         "eval_batch_size": args.per_device_eval_batch_size,
     }
     for name, value in computed.items():
-        # The settings of a trainer refuse assignments.
+        # A trainer's settings are frozen: a plain assignment raises an error.
         object.__setattr__(args, name, value)
         if not isinstance(getattr(type(of_callbacks), name, None), property):
             setattr(of_callbacks, name, value)
 
 
 class PolicyAndValue(nn.Module):
-    """Policy and value model of a run; forwards calls and all other attributes to the policy."""
+    """Policy and value model of a run; calls and all other attributes go to the policy."""
 
     def __init__(self, policy: nn.Module, value_model: nn.Module | None) -> None:
         """Take the models, which may share parameters; without a critic, `value_model` is None."""
@@ -122,7 +122,7 @@ class ScriptNames(Trainer):
     """Policy and value model, as `model.policy` and `model.value_model`."""
 
     ref_model: nn.Module | None
-    """The reference; None if it is the policy's base model with another adapter or none."""
+    """The reference; None if it is the policy's base model, with another adapter or without one."""
 
     reward_model: Any
     """The rewards as the script passed them."""
@@ -142,7 +142,7 @@ class ScriptNames(Trainer):
 
     @property
     def value_model(self) -> nn.Module | None:
-        """The value model that the script passed, or else the critic, if there is one."""
+        """The value model that the script passed; if it passed none, the critic or None."""
         return self.model.value_model
 
     @property
@@ -177,7 +177,7 @@ class ScriptNames(Trainer):
 
     @property
     def control(self) -> TrainerControl:
-        """Transformers' flags by which callbacks stop the run, or ask for logs and checkpoints."""
+        """Transformers' flags with which callbacks stop the run or request logs and checkpoints."""
         return self._reporter.control
 
     @property

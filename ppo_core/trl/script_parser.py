@@ -28,7 +28,8 @@ class TrlParser(HfArgumentParser):
         """Return one object of each dataclass; flags override the values of the file.
 
         The mapping `env` of the file sets environment variables. With `return_remaining_strings`,
-        the last entry lists the flags and names that belong to no dataclass.
+        the last item of the result lists the flags and the names in the file that belong to no
+        dataclass.
 
         Raises:
             ConfigError: the file cannot be read, or a name in it is unknown or not supported.
@@ -43,7 +44,7 @@ class TrlParser(HfArgumentParser):
         if variables is None:
             variables = {}
         if not isinstance(variables, dict):
-            # Without the value, which may be a password.
+            # Do not quote the value, because it may be a password.
             raise ConfigError(
                 f"env is a {type(variables).__name__}, not a mapping of environment variables. "
                 "Write a line such as `NAME: VALUE` below `env:`."

@@ -21,7 +21,7 @@ Settings = TypeVar("Settings")
 Copied = TypeVar("Copied", bound="DataclassInstance")
 
 _IS_COPIED, _IS_OWN = "_is_copied", "_is_own"
-"""Attributes that mark settings that a trainer has copied, and the trainer's copy."""
+"""Attributes that mark the settings that a trainer has copied, and the trainer's own copy."""
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ def refusing_unsupported(
 ) -> type[Settings]:
     """Make the constructor of a settings dataclass call `refuse_unsupported`.
 
-    A script may also assign a value to a setting, except in a trainer's copy (`protect_copy`).
+    A script may also assign a value to a setting, but not in a trainer's copy (`protect_copy`).
 
     Raises:
         TypeError: `settings` is not a dataclass.
@@ -59,7 +59,7 @@ def refusing_unsupported(
             object.__setattr__(self, name, value)
 
     def state(self: Settings) -> dict[str, Any]:
-        # Omit the marks, because no trainer has made or copied the result of `copy` or `pickle`.
+        # Omit the marks: they do not hold for an object that `copy` or `pickle` creates.
         return {k: value for k, value in vars(self).items() if k not in (_IS_COPIED, _IS_OWN)}
 
     settings.__init__ = init  # type: ignore[method-assign, assignment]
@@ -76,7 +76,7 @@ def _set_too_late(name: str, value: object) -> ConfigError:
 
 
 def refuse_late_changes(settings: "DataclassInstance", before: Mapping[str, Any]) -> None:
-    """Raise if settings, or items of a list in them, differ from a trainer's initial settings.
+    """Raise if a setting, or an item of a list in a setting, differs from its value in `before`.
 
     Raises:
         ConfigError: a setting was changed.

@@ -234,8 +234,8 @@ def _cheapest(works: Sequence[TrainingCost], settings: Settings) -> str:
     if not offers:
         numbers = ", ".join(map(str, NUMBERS_OF_GPUS))
         return (
-            f"cheapest: none found. Neither {numbers} GPUs of a type with known price and speed fit "
-            "all trainings with these batches."
+            f"cheapest: none found. On {numbers} GPUs of a type with known price and speed, some "
+            "training does not fit, or its batches cannot be divided."
         )
     machines = "num_nodes = 1\n" if settings.num_nodes > 1 else ""
     price, seconds, number, name, ways = min(offers, key=lambda offer: offer[0])

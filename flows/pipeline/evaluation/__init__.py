@@ -1,1 +1,1 @@
-"""Sample answers, judge them, and measure win rates. `promotion.gate` decides by the result."""
+"""Sample answers, judge them, and measure the win rates by which `promotion.gate` decides."""

@@ -29,20 +29,21 @@ OUTCOMES = tuple(POINTS)
 """Outcomes that a person's label can have."""
 
 COST = 0.15
-"""Cost of the alternative annotator test: the judge may be worse than a person by this fraction of
-pairs. The paper takes 0.2 for experts, 0.15 for skilled annotators and 0.1 for crowd workers."""
+"""Cost of the alternative annotator test: fraction of pairs by which the judge may be worse than a
+person. The paper uses 0.2 for experts, 0.15 for skilled annotators and 0.1 for crowd workers."""
 
 FALSE_DISCOVERIES = 0.05
-"""Largest expected fraction of people who are wrongly found replaceable."""
+"""False discovery rate of the test: largest expected fraction of errors among the people whom the
+test finds replaceable."""
 
 LEAST_PEOPLE, LEAST_PAIRS = 3, 30
-"""Numbers of people, and of labeled pairs of each of them, that the test needs."""
+"""Minimum number of people for the test, and minimum number of labeled pairs for each person."""
 
 _Pair: TypeAlias = tuple[str, str, str]
 
 
 def measure_agreement(comparison: Comparison) -> EnsembleAgreement:
-    """Return the agreement of the judges of an ensemble with each other.
+    """Return the agreement between the judges of an ensemble.
 
     Raises:
         DataError: the comparison was made by a single judge.
@@ -70,8 +71,8 @@ def agree_with_people(judge: Judge, votes: Sequence[Vote]) -> HumanAgreement:
 
     Args:
         judge: the judge to test.
-        votes: opinions of people. If votes have an `annotator`, the judge is also compared with
-            each of these people, see `compare_with_annotators`.
+        votes: labels that people gave to pairs. If votes have an `annotator`, the judge is also
+            compared with each annotator, see `compare_with_annotators`.
 
     Raises:
         DataError: a label is not `first`, `second` or `tie`.
@@ -88,7 +89,7 @@ def agree_with_people(judge: Judge, votes: Sequence[Vote]) -> HumanAgreement:
         [vote.first for vote in votes],
         [vote.second for vote in votes],
     )
-    # If no pair is valid, nothing is raised: the win rate does not depend on the agreement.
+    # No error if no pair is valid, because the win rate does not depend on the agreement.
     both = _valid_for_all([[vote.label for vote in votes], comparison.outcomes])
     people, judged = [label for label, _ in both], [outcome for _, outcome in both]
     counts = Counter(zip(people, judged, strict=True))
@@ -106,25 +107,27 @@ def agree_with_people(judge: Judge, votes: Sequence[Vote]) -> HumanAgreement:
 
 
 def compare_with_annotators(votes: Sequence[Vote], outcomes: Sequence[str]) -> AnnotatorTest | None:
-    """Test whether the judge may stand for one of the people who labeled pairs.
+    """Test whether the judge can replace one of the people who labeled pairs.
 
-    The alternative annotator test (Calderon, Reichart and Dror, arXiv:2501.10970). For a person h,
-    a pair i and the judge f, S(h, i) is the fraction of the other people who gave i the label that
-    h gave. S(f, i) is the fraction of the same people whose label is the outcome of f.
+    This is the alternative annotator test (Calderon, Reichart and Dror, arXiv:2501.10970). Let h be
+    a person, f the judge, and i a pair that h labeled. S(h, i) is the fraction of the other people
+    who gave pair i the same label as h. S(f, i) is the fraction of these other people whose label
+    equals the judge's outcome.
 
         d[i] = [S(h, i) >= S(f, i)] - [S(f, i) >= S(h, i)]
 
-    The judge can replace h if a one-sided t-test rejects that the mean of d is at least COST, with
-    the correction of Benjamini and Yekutieli for the number of people. The judge may stand for a
-    person if it can replace at least half of the tested people.
+    The judge can replace h if a one-sided t-test rejects the hypothesis that the mean of d is at
+    least COST. The p-values are corrected for the number of people (Benjamini and Yekutieli). The
+    judge passes the test if it can replace at least half of the tested people.
 
     Args:
-        votes: opinions of people. Only the first label of a person for a pair counts.
-        outcomes: the judge's outcome for each vote; `invalid` leaves the vote out.
+        votes: labels of people. If a person labeled a pair several times, the first label counts.
+        outcomes: the judge's outcome for each vote. A vote with the outcome `invalid` is left out.
 
     Returns:
-        The result; None if no vote has an annotator. A person is tested with at least LEAST_PAIRS
-        pairs that somebody else labeled, too. The labels of all other people count as well.
+        The result; None if no vote has an annotator. A person is tested only if other people also
+        labeled at least LEAST_PAIRS of the person's pairs. The labels of a person who is not tested
+        still count for the tests of the others.
     """
     labels, judged = _labels_by_pair(votes, outcomes)
     if not labels:
@@ -156,7 +159,10 @@ def compare_with_annotators(votes: Sequence[Vote], outcomes: Sequence[str]) -> A
 def _labels_by_pair(
     votes: Sequence[Vote], outcomes: Sequence[str]
 ) -> tuple[dict[_Pair, dict[str, str]], dict[_Pair, str]]:
-    """Return the label of each person, and the judge's outcome, by pair in one order of answers."""
+    """Return people's labels by pair and person, and the judge's outcome by pair.
+
+    The answers of a pair are sorted, so that both orders of two answers are the same pair.
+    """
     labels: dict[_Pair, dict[str, str]] = {}
     judged: dict[_Pair, str] = {}
     exchanged = {"first": "second", "second": "first", "tie": "tie"}
@@ -174,9 +180,11 @@ def _labels_by_pair(
 def _wins(
     name: str, labels: Mapping[_Pair, Mapping[str, str]], judged: Mapping[_Pair, str]
 ) -> Array:
-    """Return (N, 2) of 0 and 1: whether the judge, and the person, is at least as near to others.
+    """Return (N, 2) of 0 and 1: the judge's wins in column 0, the person's wins in column 1.
 
-    N is the number of pairs that the person and somebody else labeled.
+    N is the number of pairs that the person and at least one other person labeled. The judge wins
+    if it agrees with at least as many other people as the person does. The person wins if it agrees
+    with at least as many other people as the judge does.
     """
     rows = []
     for pair, own in labels.items():
@@ -199,10 +207,10 @@ def _p_value(wins: Array) -> float:
 
 
 def doubts_about_judge(people: HumanAgreement, *, min_kappa: float) -> list[str]:
-    """Return why a judge that disagrees with people makes a result inconclusive; may be empty.
+    """Return the reasons why disagreement with people makes the result inconclusive; may be empty.
 
-    If kappa is None although there are valid pairs, there is no doubt: the judge and people then
-    chose one and the same label for all pairs.
+    There is no reason if kappa is None although there are valid pairs. In this case, the judge and
+    people gave the same label to all pairs.
     """
     if people.n == 0:
         return [f"The judge gave no verdict on the {people.invalid} pairs that people labeled."]
@@ -221,7 +229,7 @@ def doubts_about_judge(people: HumanAgreement, *, min_kappa: float) -> list[str]
 
 
 def _alone(comparison: Comparison, number: int) -> Comparison:
-    """Return the comparison with only the verdicts of the ensemble's judge at index `number`."""
+    """Return the comparison by a single judge: the judge at index `number` of the ensemble."""
     return replace(
         comparison,
         straight=tuple(verdict.votes[number] for verdict in comparison.straight),
@@ -232,7 +240,7 @@ def _alone(comparison: Comparison, number: int) -> Comparison:
 
 
 def _valid_for_all(outcomes: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
-    """Return one tuple of all judges' outcomes for each pair that is valid for all judges."""
+    """Return the outcomes of all judges, one tuple for each pair that is valid for all judges."""
     return [pair for pair in zip(*outcomes, strict=True) if "invalid" not in pair]
 
 

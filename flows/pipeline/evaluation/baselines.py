@@ -1,4 +1,7 @@
-"""Compare PPO with what SFT reaches without PPO, on prompts that the judge compared to decide."""
+"""Compare PPO with baselines: other ways to choose the answers of SFT.
+
+The prompts are some of the prompts on which the judge decided about the promotion.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,11 +28,11 @@ SAMPLES = 4
 """Number n of samples of which the reward model chooses one."""
 
 KL_OF_BEST = log(SAMPLES) - (SAMPLES - 1) / SAMPLES
-"""Largest KL divergence of the best of n samples from a single sample: ln n - (n - 1) / n nats. It
-is reached if no two samples have equal scores (arXiv:2401.01879)."""
+"""Largest KL divergence of the best of n samples from a single sample: ln n - (n - 1) / n nats. The
+divergence has this value if no two samples have equal scores (arXiv:2401.01879)."""
 
 PROMPTS_AT_ONCE = 16
-"""Number of prompts that the judge compares before it may be out of budget."""
+"""Number of prompts per batch. If the budget ends in a batch, the earlier batches count."""
 
 Score = Callable[[Sequence[JudgedPrompt], Sequence[str]], Array]
 """Function that returns the rewards (N,) of one answer to each of N prompts."""
@@ -44,14 +47,14 @@ class AnswerOfSft(Protocol):
         Args:
             prompts: the prompts.
             kl: whether to compute the KL divergence from SFT.
-            **changes: values of the `AnswerJob` in place of those of the settings.
+            **changes: fields of the `AnswerJob` that override the settings.
         """
         ...
 
 
 @dataclass(frozen=True)
 class JudgedBaselines:
-    """Results of the baselines, and the pairs behind them."""
+    """Results of the baselines, and the judged pairs."""
 
     results: Baselines | None
     comparisons: dict[str, Comparison] = field(default_factory=dict)
@@ -59,14 +62,14 @@ class JudgedBaselines:
 
 
 def baseline_names(config: EvaluationConfig) -> list[str]:
-    """Return the baselines of an evaluation; without sampling, SFT is greedy already."""
+    """Return the names of the baselines; `greedy` is left out if the temperature is 0."""
     if not config.baseline_prompts:
         return []
     return ["greedy", "best_of_4"] if config.temperature else ["best_of_4"]
 
 
 def baseline_answers(config: EvaluationConfig) -> int:
-    """Return the number of answers of SFT to each prompt of the baselines."""
+    """Return how many answers of SFT the baselines need for each prompt."""
     return sum(SAMPLES if name == "best_of_4" else 1 for name in baseline_names(config))
 
 
@@ -79,19 +82,19 @@ def measure_baselines(
     spec: str,
     budget: Budget,
 ) -> JudgedBaselines:
-    """Judge greedy answers of SFT, and its best of four samples, against its ordinary samples.
+    """Compare SFT's greedy answers, and the best of four samples, with its ordinary samples.
 
-    If the budget is too small, or a PPOError is raised, the result states why. The evaluation does
-    not fail, because this comparison decides nothing.
+    If the budget is too small or a PPOError is raised, the result states the reason. The evaluation
+    does not fail, because this comparison decides nothing.
 
     Args:
         settings: settings of the run.
         prompts: all prompts of the evaluation.
-        ppo: comparison of PPO with SFT; the first of its pairs give the prompts.
-        answer: answers with SFT.
-        score: returns the rewards of answers.
+        ppo: comparison of PPO with SFT; the baselines use the prompts of its first pairs.
+        answer: function that answers prompts with SFT.
+        score: function that returns the rewards of answers.
         spec: name of the judge.
-        budget: counter of the judge's calls; the baselines use what is left.
+        budget: counter of the judge's calls; the baselines use the calls that are left.
     """
     names = baseline_names(settings.evaluation)
     paid = sum(part.kind == "openai" for part in read_judges(spec))
@@ -130,7 +133,6 @@ def _answers(
     answer: AnswerOfSft,
     score: Score,
 ) -> dict[str, _Texts]:
-    """Return the answers of each baseline."""
     config = settings.evaluation
     samples_all = bool(config.temperature) and config.top_k == 0 and config.top_p == 1
     found = {}
@@ -148,10 +150,10 @@ def _answers(
         kl=False,
         # Greedy samples would be equal.
         temperature=config.temperature or settings.ppo.temperature,
-        # Other random numbers than those of the ordinary samples, and of `selection`.
+        # The ordinary samples use `seed`, and `selection` uses `seed + 1`.
         seed=(settings.seed + 2) % 2**32,
     ).texts
-    # The policy leaves the memory before the reward model is loaded.
+    # Free the memory of the policy before the reward model is loaded.
     free_unused()
     best = score(repeated, samples).reshape(-1, SAMPLES).argmax(axis=1)
     chosen = [samples[SAMPLES * row + column] for row, column in enumerate(best)]

@@ -1,4 +1,4 @@
-"""Compare two policies' answers with a judge, which sees each pair in both orders."""
+"""Let a judge compare the answers of two policies, each pair in both orders."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -10,8 +10,8 @@ from ppo_core.data.rows.dialogues import shown_prompt
 from ppo_core.errors import DataError
 
 CONTESTS = (("sft", "reference"), ("ppo", "reference"), ("ppo", "sft"), ("ppo", "champion"))
-"""Candidate and opponent of each contest, which compares two sets of answers to the same prompts. A
-run without references or champion has fewer contests, see `contests_between`."""
+"""Candidate and opponent of each contest. A contest compares two sets of answers to the same
+prompts. A run without references or champion has fewer contests, see `contests_between`."""
 
 POINTS = {"first": 1.0, "tie": 0.5, "second": 0.0}
 """Points of the candidate by outcome; the outcome `invalid` gives no points."""
@@ -51,7 +51,7 @@ class Comparison:
 
     @cached_property
     def outcomes(self) -> tuple[str, ...]:
-        """Outcome per pair: the winner if both orders agree, else `tie`.
+        """Outcome per pair: the winner if the verdicts on both orders agree, otherwise `tie`.
 
         The outcome is `invalid` if the verdict on either order is invalid.
         """
@@ -62,7 +62,7 @@ class Comparison:
 
     @cached_property
     def flipped(self) -> tuple[bool, ...]:
-        """Whether, per pair, the judge chose the same position (not answer) in both orders."""
+        """Per pair: whether the judge chose the same position, but not the same answer, twice."""
         return tuple(
             {one.winner, other.winner} == {"first", "second"}
             for one, other in zip(self.straight, self.swapped, strict=True)
@@ -70,7 +70,7 @@ class Comparison:
 
 
 def contests_between(contestants: Collection[str]) -> list[tuple[str, str]]:
-    """Return the contests of a run whose candidate and opponent are among the contestants."""
+    """Return the items of CONTESTS whose candidate and opponent are both among the contestants."""
     return [contest for contest in CONTESTS if {*contest} <= {*contestants}]
 
 
@@ -100,7 +100,10 @@ def first_pairs(comparison: Comparison, count: int) -> Comparison:
 
 
 def joined(parts: Sequence[Comparison], positions: Sequence[int]) -> Comparison:
-    """Return the pairs of several comparisons by one judge, in the order of their positions."""
+    """Join several comparisons by one judge, and sort their pairs by position.
+
+    `positions` has one number for each pair, in the order of `parts`.
+    """
     order = sorted(range(len(positions)), key=positions.__getitem__)
     columns: dict[str, Any] = {}
     for name in _COLUMNS:
@@ -127,7 +130,6 @@ def valid_pairs(comparison: Comparison) -> list[int]:
 
 
 def _first_reason(comparison: Comparison) -> str:
-    """Return a sentence with the first reason among the invalid verdicts."""
     for verdict in (*comparison.straight, *comparison.swapped):
         if verdict.winner == "invalid" and verdict.reason:
             return f"The first invalid verdict has this reason: {verdict.reason}"

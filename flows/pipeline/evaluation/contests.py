@@ -51,7 +51,7 @@ class Contestants:
     """One answer to each prompt, by contestant."""
 
     def pairs(self, contest: Contest, positions: Iterable[int]) -> "_Pairs":
-        """Return the prompts, and both answers, at some positions."""
+        """Return the prompts, the candidate's answers and the opponent's answers at `positions`."""
         candidate, opponent = (self.texts[name] for name in contest)
         at = list(positions)
         return (
@@ -95,22 +95,24 @@ def evaluate(
 ) -> Contests:
     """Test the judge with canaries and labels, and let the judge compare answers.
 
-    A contest with a rule is judged until the rule decides. A contest without a rule is judged on
-    the prompts of the contest with a rule against the same opponent, or else of the first contest
-    with a rule; it decides nothing, and doubts about it do not make the result inconclusive.
+    A contest with a rule is judged until the rule decides. A contest without a rule uses the
+    prompts of the contest that has a rule and the same opponent. If there is no such contest, it
+    uses the prompts of the first contest with a rule. A contest without a rule decides nothing, and
+    doubts about its rate do not make the result inconclusive.
 
     Args:
         judge: the judge.
         contestants: prompts and answers. The canaries are compared with the answers of the first
-            contestant of CANARY_RIVALS that takes part.
+            name in CANARY_RIVALS that is a contestant.
         contests: contests between the contestants.
-        rules: rules of the contests that decide, in the order in which they are judged; at least
-            one. If a contest does not find the candidate better, the next one is judged only on its
-            prompts.
-        people: opinions of people; may be empty. Votes on the contests' own pairs decide with the
-            judge, see `people_and_judge`.
-        config: limits of the rates and of kappa; beyond a limit, the result is inconclusive.
-        canaries_decide: whether the result is inconclusive if the judge falls for canaries.
+        rules: stopping rules of the contests that decide; at least one. The contests are judged in
+            this order. If a contest does not find the candidate better, the following contests use
+            only the prompts of this contest.
+        people: labels of people; may be empty. Labels of the contests' own pairs decide together
+            with the judge, see `people_and_judge`.
+        config: limits of invalid verdicts, flipped verdicts and kappa; beyond a limit, the result
+            is inconclusive.
+        canaries_decide: whether the result is inconclusive if the judge fails a canary.
         seed: seed of the order of the pairs.
 
     Raises:
@@ -172,7 +174,7 @@ def _decide(
         one = replace(one, positions=[positions[n] for n in one.positions])
         found[contest] = one
         if one.test.decided != "better":
-            # The promotion is refused already, so the next contest need not be decided.
+            # The candidate is already refused, so more prompts for the next contest are no use.
             positions = one.positions
     return found
 
@@ -200,7 +202,7 @@ def _comparison(
     contest: Contest,
     decided: Mapping[Contest, DecidedComparison],
 ) -> Comparison:
-    """Return the comparison of a contest, which is judged now if it has no rule."""
+    """Return the comparison of a contest; judge the contest now if it has no rule."""
     if contest in decided:
         return decided[contest].comparison
     against_same = (one for (_, opponent), one in decided.items() if opponent == contest[1])
@@ -231,7 +233,6 @@ def distinct_share(texts: Sequence[str]) -> float:
 
 
 def _figures(win_rate: WinRate, comparison: Comparison) -> ContestResult:
-    """Return the results of one contest."""
     controlled, styled = length_controlled_rate(comparison), style_controlled_rate(comparison)
     return ContestResult(
         **vars(win_rate),

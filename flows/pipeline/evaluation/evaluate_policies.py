@@ -1,4 +1,4 @@
-"""Sample answers of the policies to unseen prompts, and compare them with a judge."""
+"""Sample the policies' answers to unseen prompts, and let a judge compare the answers."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -61,9 +61,9 @@ def evaluate_policies(
         folder: existing folder for the report, the samples and the judgements.
         judge: the judge that the run trained; None for the judge of the settings.
         selection: how the policy was chosen; None if `selection.method` is `last`.
-        score: returns the rewards of answers; None to compare PPO with no baseline.
+        score: function that returns the rewards of answers; None to skip the baselines.
     """
-    # Imported here for the same reason as in `_judge`.
+    # Imported here because scipy and statsmodels are slow to import, see `_judge`.
     from pipeline.evaluation.baselines import JudgedBaselines, measure_baselines
     from pipeline.evaluation.guards.tasks import PolicyFiles
 
@@ -101,8 +101,9 @@ def evaluate_again(
 ) -> EvaluatedPolicy:
     """Judge the answers of an earlier evaluation against another champion.
 
-    The baselines of the earlier evaluation stay, because they do not depend on the champion. For
-    the other arguments see `evaluate_policies`.
+    The new report repeats the baselines of the earlier evaluation, because they do not depend on
+    the champion. `evaluation` is the earlier evaluation; for the other arguments see
+    `evaluate_policies`.
     """
     from pipeline.evaluation.baselines import JudgedBaselines
     from pipeline.evaluation.guards.tasks import TaskScore
@@ -134,16 +135,16 @@ def evaluate_again(
 
 
 def _stopped(evaluation: EvaluatedPolicy) -> dict[str, list[bool]]:
-    """Return whether each answer of an earlier evaluation stopped, by policy.
+    """Return, by policy, whether each answer of an earlier evaluation ended in the stop token.
 
-    The result is empty if the guard that needs this was not applied.
+    The result is empty if the guard `stops` was not applied.
     """
     rows = [row["scores"].get("stops", {}) for row in read_jsonl(evaluation.guard_scores)]
     return {who: [bool(row[who]) for row in rows] for who in rows[0]}
 
 
 class _Answered(NamedTuple):
-    """Prompts, references, the answers of each policy, and what its scores on tasks need."""
+    """Prompts, references, answers by policy, and the policies to score on tasks."""
 
     prompts: Sequence[JudgedPrompt]
     references: Sequence[str] | None
@@ -162,7 +163,7 @@ class _Answered(NamedTuple):
 
 
 def judge_of_run(settings: Settings, trained: TrainedJudge | PreparedModel | None) -> str:
-    """Return the name of the judge that the run trained, or else of the judge in the settings."""
+    """Return the name of the judge that the run trained; without one, the judge of the settings."""
     return f"reward-model:{trained.path}" if trained else settings.judge
 
 
@@ -188,7 +189,7 @@ def _judge(
     evaluated = EvaluatedPolicy(
         champion=version, kl=kl["ppo"], folder=str(folder), selection=selection
     )
-    # Before the judge is asked, because a guard of a user may fail, and a judge may cost money.
+    # Apply the guards before asking the judge: a user's guard may fail, and a judge may cost money.
     guards, not_applied = _compare_by_guards(settings.promotion.guards, answered, evaluated)
     guards |= _compare_on_tasks(settings, answered, evaluated)
     texts, budget = answered.texts, Budget.of(settings.judging)
@@ -229,7 +230,7 @@ def _judge(
 def _with_champion(
     settings: Settings, answered: _Answered, champion: FetchedChampion, folder: Path
 ) -> _Answered:
-    """Return what was answered, with the champion's answers."""
+    """Return `answered` with the champion's answers and files added."""
     from pipeline.evaluation.guards.tasks import PolicyFiles
 
     given = _answer_as_champion(settings, champion, answered.prompts, folder)
@@ -248,7 +249,7 @@ def _write_samples(evaluated: EvaluatedPolicy, columns: Mapping[str, Sequence[An
 def _contests(
     data: RunData, answered: _Answered, trained_judge: TrainedJudge | None, budget: Budget
 ) -> "Contests":
-    """Return the contests between all answers, by the judge of the run."""
+    """Let the judge of the run compare the answers of all contests."""
     from pipeline.evaluation.contests import Contestants, evaluate
 
     settings, texts = data.settings, answered.texts
@@ -259,7 +260,8 @@ def _contests(
         rules=_rules(settings.promotion, texts),
         people=votes_of(data.labels()),
         config=settings.evaluation,
-        # A reward model reads no instructions, and its accuracy on held-out pairs was measured.
+        # Canaries do not disqualify a trained judge: a reward model follows no instructions, and
+        # its accuracy on held-out pairs was measured.
         canaries_decide=trained_judge is None,
         seed=settings.seed,
     )
@@ -314,7 +316,7 @@ def _compare_on_tasks(
 def _rules(limits: PromotionConfig, contestants: Collection[str]) -> "dict[Contest, StoppingRule]":
     """Return the rules of the contests that decide about a promotion.
 
-    The contest against the champion comes first, or against SFT without a champion.
+    The first contest is against the champion, or against SFT if there is no champion.
     """
     from pipeline.evaluation.sequential.sequential_test import StoppingRule
 
@@ -339,8 +341,8 @@ def answer_as_evaluated(
 ) -> Answers:
     """Return a policy's answers in an evaluation, and its KL divergence from a reference policy.
 
-    The divergence is None if it cannot be estimated with the decoding settings. `changes` replace
-    values of the `AnswerJob`, which are otherwise taken from the settings.
+    The divergence is None if `reference` is None, or if the decoding settings allow no estimate.
+    `changes` override fields of the `AnswerJob` that otherwise come from the settings.
     """
     return _sample(
         settings,
@@ -372,7 +374,7 @@ def _answer_as_champion(
         folder,
         tokenizer=champion.tokenizer,
         prompt_format="auto",
-        # Without a stop token, the champion was judged before, and is served, at full length.
+        # A champion without a stop token was judged, and is served, with answers of full length.
         stop="own",
         stop_token_id=None,
         reference=None,
@@ -404,7 +406,8 @@ def _sample(
 def mean_words(texts: Sequence[str]) -> float:
     """Return the mean number of words per text; `texts` must not be empty.
 
-    In scripts without spaces a whole text counts as one word, also in `repeated_share`.
+    Spaces separate words, here and in `repeated_share`. A text in a script without spaces therefore
+    counts as one word.
     """
     return fmean(len(text.split()) for text in texts)
 

@@ -20,7 +20,7 @@ LENGTH_DEVIATION = 10.0
 logits."""
 
 MIN_PAIRS = 5
-"""The step c is fitted if at least this many pairs have d >= 0, and at least as many d <= 0."""
+"""Minimum number of pairs with d >= 0, and also of pairs with d <= 0, for fitting the step c."""
 
 RATIOS = (0.5, 0.8, 1.25, 2.0)
 RATIO_NAMES = ("<0.5", "0.5-0.8", "0.8-1.25", "1.25-2", ">2")
@@ -32,10 +32,10 @@ MARKDOWN = {
     "lists": re.compile(r"^\s*(?:[-*+]|\d+[.)]) \S", re.MULTILINE),
     "bold": re.compile(r"(\*\*|__)(?=\S)[^\n]+?\1"),
 }
-"""Markdown whose amount per 1,000 characters is a part of the style of an answer."""
+"""Patterns of the kinds of Markdown that `style_controlled_rate` counts as style."""
 
 _CODE = re.compile(r"^ {0,3}```.*?^ {0,3}```", re.MULTILINE | re.DOTALL)
-"""Block of code, whose lines may look like Markdown."""
+"""Pattern of a block of code. Blocks are left out, because their lines may look like Markdown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,15 +117,15 @@ class StyleControlledRate:
 def style_controlled_rate(comparison: Comparison) -> StyleControlledRate:
     """Return the win rate at equal length and equal Markdown.
 
-    The regression of `length_controlled_rate` gets two more terms for each kind of MARKDOWN, and
-    the second of these also for all kinds together:
+    The regression of `length_controlled_rate` gets two more terms for each kind of MARKDOWN. It
+    also gets the second term for all kinds together:
 
         f tanh(m / deviation(m)) + g sign(k)
         k = number in the candidate - number in the opponent
-        m = number per 1,000 characters of the candidate - the same of the opponent
+        m = number per 1,000 characters in the candidate - in the opponent
 
-    The prediction is for m = k = 0. Pairs with equal Markdown exist, so the step g needs no mean
-    over both sides, unlike the step c.
+    The prediction is for m = k = 0. Unlike the step c, the step g needs no mean over both sides of
+    0, because pairs with k = 0 exist.
 
     Raises:
         DataError: no pair has a verdict.
@@ -153,7 +153,7 @@ def style_controlled_rate(comparison: Comparison) -> StyleControlledRate:
 
 
 def count_markdown(text: str) -> list[int]:
-    """Return how often each kind of MARKDOWN is in a text, outside of blocks of code."""
+    """Return how often each kind of MARKDOWN occurs in a text, outside blocks of code."""
     prose = _CODE.sub("", text)
     return [sum(1 for _ in pattern.finditer(prose)) for pattern in MARKDOWN.values()]
 
@@ -186,7 +186,7 @@ def rate_by_length_ratio(comparison: Comparison) -> list[LengthBin]:
 def _rate_at_equal_length(
     points: np.ndarray, difference: np.ndarray, styles: np.ndarray | None = None
 ) -> float:
-    """Regress points (N,) on differences of length (N,) and of style (N, K); predict at 0."""
+    """Regress points (N,) on differences of length (N,) and style (N, K); predict at 0."""
     # Imported here because sklearn is slow to import and the reports need only the bins.
     from sklearn.linear_model import LogisticRegression
 

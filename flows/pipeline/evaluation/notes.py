@@ -24,10 +24,12 @@ def notes_on(
     is_reward_model_given: bool,
     has_references: bool,
 ) -> list[str]:
-    """Return sentences on the evidence; empty if a judge was named and there are references.
+    """Return sentences on how strong the evidence is; may be empty.
+
+    The list is empty if the settings name a judge and there are references.
 
     Args:
-        judge: the judge that the run trained; None if a judge was named.
+        judge: the judge that the run trained; None if the settings name a judge.
         canaries: the judge's results on canaries.
         is_reward_model_given: whether PPO's reward model was given, not trained by the run.
         has_references: whether the evaluation has references.

@@ -16,7 +16,7 @@ def hits(margins: ArrayLike) -> Array:
 
 
 def measure_rate(right: Array) -> Rate:
-    """Return the mean of hits (N,) with its 95 % interval, N >= 1."""
+    """Return the mean of hits (N,), N >= 1, with its 95 % Wilson interval."""
     low, high = proportion_confint(right.sum(), right.size, alpha=0.05, method="wilson")
     return Rate(accuracy=float(right.mean()), low=float(low), high=float(high), n=right.size)
 

@@ -1,7 +1,8 @@
-"""Choose a policy of PPO, see `SelectionConfig`.
+"""Choose which policy of PPO is evaluated and registered, see `SelectionConfig`.
 
-The policy at position w has the weights start + w (end - start), see `write_interpolated`. Further
-candidates are earlier policies of PPO. The KL divergence of a policy is measured from the start.
+The candidates are interpolated policies and earlier policies of PPO. The interpolated policy at
+position w has the weights start + w (end - start), see `write_interpolated`. The KL divergence of
+each candidate is measured from the start.
 """
 
 import shutil
@@ -28,18 +29,18 @@ from ppo_core.training.interpolation import write_interpolated
 NO_ESTIMATE = "The settings guarantee that the divergence can be estimated."
 
 ABOVE_TARGET = 1.1
-"""Largest divergence that may be chosen, as a fraction of `ppo.kl_target`. It is above 1 because a
-run reaches its target only within 15 %."""
+"""Largest divergence of the chosen policy, as a fraction of `ppo.kl_target`. The fraction is above
+1 because a run reaches its target only to within 15 %."""
 
 BELOW_LIMIT = 0.9
-"""Largest divergence that may be chosen, as a fraction of `promotion.max_kl`. The promotion gate
-measures on other prompts, where the divergence differs by about 5 %."""
+"""Largest divergence of the chosen policy, as a fraction of `promotion.max_kl`. The fraction is
+below 1 because the promotion gate uses other prompts, where the divergence differs by about 5 %."""
 
 AIM = 0.95
-"""Divergence that the search aims at, as a fraction of the limit."""
+"""Target divergence of the search, as a fraction of the limit."""
 
 NEAR = 0.85
-"""Smallest fraction of the limit at which the search stops."""
+"""Smallest divergence at which the search stops, as a fraction of the limit."""
 
 
 def choose_policy(
@@ -83,19 +84,20 @@ def choose_policy(
 
 
 def divergence_limit(settings: Settings) -> float:
-    """Return the largest KL divergence of a policy that may be chosen, in nats per answer."""
+    """Return the largest KL divergence that the chosen policy may have, in nats per answer."""
     target, most = settings.ppo.kl_target or np.inf, settings.promotion.max_kl
     return min(ABOVE_TARGET * target, BELOW_LIMIT * most)
 
 
 def nearest_within(divergence: Callable[[float], float], limit: float) -> list[TriedPolicy]:
-    """Measure policies until one is within the limit and near it; return all measured policies.
+    """Measure policies until a divergence is within and near the limit; return all measurements.
 
-    The search starts at the end of PPO, w = 1, and assumes KL ~ w^e. The first exponent is 2, which
-    holds for small changes of the weights; later exponents fit the last two measurements.
+    The search starts at the end of PPO, w = 1, and measures at most MOST_TRIES policies. It assumes
+    that the KL divergence is proportional to w^e. At first, e is 2, which holds for small changes
+    of the weights. Later values of e fit the last two measurements.
 
     Args:
-        divergence: position w -> KL divergence in nats per answer.
+        divergence: function that returns the KL divergence at a position w, in nats per answer.
         limit: limit of the divergence, above 0.
     """
     tried = [TriedPolicy(weight=1.0, kl=divergence(1.0))]
@@ -120,7 +122,7 @@ def _is_near(candidate: TriedPolicy, limit: float) -> bool:
 
 
 def _exponent(one: TriedPolicy, other: TriedPolicy) -> float | None:
-    """Return e of KL ~ w^e through two measurements; None if they give no plausible e."""
+    """Return the exponent e of KL ~ w^e that fits two measurements; None if it is not plausible."""
     if min(one.kl, other.kl) <= 0 or one.weight == other.weight:
         return None
     exponent = log(one.kl / other.kl) / log(one.weight / other.weight)
@@ -128,7 +130,7 @@ def _exponent(one: TriedPolicy, other: TriedPolicy) -> float | None:
 
 
 def _judged(policies: "_Candidates", judge: Judge, limit: float) -> list[TriedPolicy]:
-    """Measure all candidates. The judge compares each candidate within the limit with the start."""
+    """Measure each candidate; if it is within the limit, the judge compares it with the start."""
     start, tried = policies.answers(0.0).texts, []
     for weight, update in policies.places():
         answers = policies.answers(weight, update)
@@ -161,10 +163,10 @@ def _points(judged: Comparison, max_invalid: float) -> float:
 def _best(tried: Sequence[TriedPolicy], limit: float) -> TriedPolicy:
     """Return the best policy within the limit.
 
-    With a judge, this is the policy with the most points; of several with equal points, the one
-    with the smallest divergence from the start. Without a judge, it is the policy at the largest
-    position. If no policy is within the limit, return the policy with the smallest divergence; the
-    promotion gate refuses this policy if its divergence is above `max_kl`.
+    With a judge, the best policy has the most points. If several policies have the most points, the
+    best has the smallest divergence from the start. Without a judge, the best policy has the
+    largest position. If no policy is within the limit, return the policy with the smallest
+    divergence; the promotion gate refuses this policy if its divergence is above `max_kl`.
     """
     within = [each for each in tried if each.kl <= limit]
     if not within:
@@ -175,7 +177,7 @@ def _best(tried: Sequence[TriedPolicy], limit: float) -> TriedPolicy:
 
 
 class _Candidates:
-    """The policies that may be chosen; an interpolated one is written when it is needed."""
+    """The candidates. An interpolated policy is written to disk only when it is needed."""
 
     def __init__(
         self,
@@ -187,7 +189,7 @@ class _Candidates:
         folder: Path,
     ) -> None:
         self.prompts = prompts
-        # Use other random numbers than the evaluation, which judges the chosen policy later.
+        # The later evaluation of the chosen policy uses `seed`, so use another seed here.
         self.settings = replace(data.settings, seed=(data.settings.seed + 1) % 2**32)
         self._start = start
         self._end = end
@@ -196,7 +198,11 @@ class _Candidates:
         self._written: float | None = None
 
     def places(self) -> list[tuple[float, int | None]]:
-        """Return position and update of each candidate for the judge, the last policies first."""
+        """Return (position, update) of each candidate for the judge.
+
+        Interpolated policies come first, from the largest position to the smallest. Earlier
+        policies follow, from the last update to the first.
+        """
         weights = sorted({*self.settings.selection.weights}, reverse=True)
         return [
             *((weight, None) for weight in weights),
@@ -212,13 +218,13 @@ class _Candidates:
         return answer_as_evaluated(self.settings, path, self.prompts, self._start, self._folder)
 
     def divergence(self, weight: float) -> float:
-        """Return the divergence of the policy at a position from the start."""
+        """Return the divergence from the start, in nats per answer, of the policy at a position."""
         divergence = self.answers(weight).kl
         assert divergence is not None, NO_ESTIMATE
         return divergence
 
     def leave_only(self, chosen: TriedPolicy) -> None:
-        """Keep only the files of the chosen policy in the folder; none if it is the end of PPO."""
+        """Leave only the chosen policy in the folder; leave it empty for the end of PPO."""
         if chosen.weight == 1:
             shutil.rmtree(self._folder)
             self._folder.mkdir()

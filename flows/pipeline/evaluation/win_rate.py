@@ -21,15 +21,16 @@ def measure_win_rate(
 ) -> WinRate:
     """Return the candidate's win rate against the opponent, with a 95 % interval.
 
-    The rate is the mean over prompts of the mean points of their valid pairs. The interval is a
-    confidence sequence (`mean_interval`): it holds whenever the judge stops.
+    The points of a prompt are the mean over its valid pairs, and the rate is the mean over prompts.
+    The interval is a confidence sequence (`mean_interval`), which is valid no matter when the judge
+    stops.
 
     Args:
         comparison: pairs judged in both orders.
         max_invalid: maximum fraction of invalid pairs among all pairs for a conclusive rate.
         max_flip_rate: maximum `flip_rate` for a conclusive rate.
         test: how the rate was decided; None for a contest that decides nothing.
-        people: the rate with people's labels; None if they did not decide.
+        people: the rate from people's labels and the verdicts; None if the labels did not decide.
 
     Raises:
         DataError: every pair is invalid.
@@ -57,9 +58,9 @@ def measure_win_rate(
 
 
 def values_of_prompts(comparison: Comparison) -> Array:
-    """Return the mean points (N,) of each prompt with a valid pair, in [0, 1].
+    """Return the mean points (N,), in [0, 1], of the N prompts that have a valid pair.
 
-    Pairs of one prompt are not independent, so the prompt counts once.
+    Pairs of one prompt are not independent, so each prompt counts once.
     """
     pairs = zip(comparison.prompts, comparison.outcomes, strict=True)
     return mean_by_prompt(
@@ -68,7 +69,7 @@ def values_of_prompts(comparison: Comparison) -> Array:
 
 
 def mean_by_prompt(values: Iterable[tuple[str, float]]) -> Array:
-    """Return the mean value (N,) of each prompt, from values of pairs."""
+    """Return the mean values (N,) of N different prompts, from (prompt, value) of each pair."""
     by_prompt: dict[str, list[float]] = {}
     for prompt, value in values:
         by_prompt.setdefault(prompt, []).append(value)

@@ -3,9 +3,9 @@
 Texts are compared as sequences of words, without case, punctuation, Unicode variants and system
 messages. A prompt of at least LEAST_WORDS words is a copy of a training text if both have the same
 letters and digits. A prompt of at least LEAST_CHANGED words is also a copy if one training text has
-at least LEAST_SHARED of its n-grams (N words in sequence), and more than the fraction `max_overlap`
-of them. N-grams that are in more than TEMPLATE different texts are part of a template, and are not
-counted.
+at least LEAST_SHARED of the prompt's n-grams (N words in sequence), and more than the fraction
+`max_overlap` of the prompt's n-grams. An n-gram in more than TEMPLATE different texts is part of a
+template, and is not counted.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,7 +35,7 @@ TEMPLATE = 10
 """An n-gram that is in more different texts than this number is part of a template."""
 
 LEAST_WORDS = 8
-"""Smallest number of words of a prompt that can be a copy: shorter ones are equal by chance."""
+"""Smallest number of words of a copied prompt: shorter prompts may be equal by chance."""
 
 LEAST_CHANGED = 13
 """Smallest number of words of a prompt that can be a copy with changed words: many short sentences
@@ -54,7 +54,7 @@ _PER_WORD = np.uint64(0x9E3779B97F4A7C15)
 """Odd number that makes the hash of an n-gram depend on the order of its words."""
 
 _HITS_AT_ONCE = 1_000_000
-"""Number of found n-grams after which templates among them are dropped, to bound the memory."""
+"""Number of found n-grams after which template n-grams are dropped, to bound the memory."""
 
 _APOSTROPHES = "['`\u00b4\u02bc\u2018\u2019]"
 _WITHOUT_SPACES = r"([\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}])"
@@ -130,9 +130,9 @@ def find_copies(
 
 
 def text_of(value: str | Messages | None) -> str:
-    """Return the text of a prompt or conversation; system messages, which are shared, are left out.
+    """Return the text of a prompt or conversation without system messages, which prompts share.
 
-    A conversation of system messages alone is taken as it is.
+    If all messages are system messages, all are kept.
     """
     if not is_messages(value):
         return value if isinstance(value, str) else ""
@@ -153,7 +153,7 @@ class _Words:
     """The words of D texts, as hashes."""
 
     hashes: Hashes
-    """Hash of each word, of one text after the other."""
+    """Hash of each word; the words of all texts are concatenated."""
 
     counts: Numbers
     """(D,) number of words of each text."""
@@ -205,7 +205,7 @@ class _Found:
         made, texts = self.evaluated.ngrams()
         self.grams, number = np.unique(made, return_inverse=True)
         (self._number, self._prompt), _ = _different(number, texts)
-        # Equal prompts are one text.
+        # Equal prompts count as one text.
         self._asked = self._count(_different(number, self.evaluated.keys[texts])[0][0])
         self._hits, self._keys = np.zeros(0, np.int64), np.zeros(0, np.uint64)
         self._pending: list[tuple[Numbers, Hashes]] = []
@@ -239,7 +239,7 @@ class _Found:
         prompts = len(self.evaluated.counts)
         total = np.bincount(self._prompt[counted], minlength=prompts)
         shared = np.zeros(prompts, np.int64)
-        # The pairs of n-gram and prompt are in the order of the n-grams.
+        # The pairs of n-gram and prompt are sorted by n-gram.
         begin, end = (np.searchsorted(self._number, self._hits, side) for side in ("left", "right"))
         of_prompt = end - begin
         first = np.repeat(np.cumsum(of_prompt) - of_prompt, of_prompt)

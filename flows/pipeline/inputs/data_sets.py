@@ -36,7 +36,7 @@ from ppo_core.supervised.examples.encoded_rows import TrainingKind, encode_rows,
 from ppo_core.supervised.supervised_config import SupervisedConfig
 
 PAIRS_FILE = "pairs.jsonl"
-"""File with prompt, chosen and rejected in a folder of pairs of the policy's samples."""
+"""File in a folder of pairs of the policy's samples; its columns: prompt, chosen, rejected."""
 
 
 MOST_PAIRS_PER_PROMPT = 16
@@ -68,7 +68,8 @@ class RunData:
     def reward_format(self) -> PromptFormat:
         """Prompt format of the reward model.
 
-        `auto`, its own chat template, if the policy reads prompts as a chat; otherwise `text`.
+        If the policy reads prompts as a chat, `auto`: the reward model's own chat template.
+        Otherwise `text`.
         """
         return "auto" if self.is_chat else "text"
 
@@ -86,9 +87,8 @@ class RunData:
     def training_pairs(self) -> Rows:
         """Read prompt, chosen and rejected of the preferences that train the reward model.
 
-        Ties are left out. Pairs that are also in the validation set are left out, even if other
-        people labeled them there. If the run trains a judge, the pairs of the judge are left out
-        too.
+        Ties are left out. Pairs that are also in the validation set are left out, even if their
+        labels differ there. If the run trains a judge, the pairs of the judge are left out too.
         """
         rows = self._training_pairs_of_both()
         return rows if self.settings.judge else split_off_judge_pairs(rows)[0]
@@ -114,17 +114,17 @@ class RunData:
     def judge_pairs(self) -> Rows:
         """Read the preferences for training the judge.
 
-        These are a third of the pairs if the run also trains the reward model, and otherwise all.
+        These are a third of the pairs if the run also trains the reward model, otherwise all pairs.
         """
         rows = self._training_pairs_of_both()
         return rows if self.settings.reward_model else split_off_judge_pairs(rows)[1]
 
     def _training_pairs_of_both(self) -> Rows:
-        """Read prompt, chosen and rejected of all preferences but validation pairs and ties."""
+        """Read prompt, chosen and rejected of all preferences except validation pairs and ties."""
         rows = self._read(self.settings.preferences, "pairs")
         if not self.settings.preferences_test:
             rows = held_out(rows, self.settings.held_out_share)[0]
-        # Pairs are compared before long ones are shortened, which would change their keys.
+        # Pairs are compared before long texts are shortened, because this would change the keys.
         return training_pairs_of(rows, self._validation_pairs())
 
     def encoded_demonstrations(self) -> Rows:
@@ -158,12 +158,12 @@ class RunData:
         return replace(encoded, digest=rows.digest)
 
     def test_pairs(self) -> Rows:
-        """Read the validation preferences that fit the reward model."""
+        """Read the validation preferences that fit into the context of the reward model."""
         model = self.settings.reward_model or self.settings.policy
         return self._fitting_pairs(model, self.reward_tokenizer, self._validation_pairs())
 
     def judge_test_pairs(self) -> Rows:
-        """Read the validation preferences that fit a trained judge."""
+        """Read the validation preferences that fit into the context of a trained judge."""
         return self._fitting_pairs(
             self.settings.policy, self.policy_tokenizer, self._validation_pairs()
         )
@@ -187,14 +187,14 @@ class RunData:
     def training_prompts(self) -> Rows:
         """Read the prompts that PPO trains on, with the column `reference`.
 
-        Without `eval_prompts`, the prompts split off for the evaluation are left out.
+        Without `eval_prompts`, leave out the prompts that are split off for the evaluation.
         """
         if self.settings.eval_prompts:
             return self._fitting(self._read(self.settings.prompts, "prompts"))
         return prompts_without(*self._split_prompts())
 
     def evaluation_rows(self) -> Rows:
-        """Read the prompts to judge the policies on; all rows have a reference, or none has one.
+        """Read the prompts of the evaluation; either all rows have a reference, or none has one.
 
         Prompts on which the judge chooses the policy are left out, and so are copies of training
         texts.
@@ -224,8 +224,8 @@ class RunData:
     def selection_prompts(self) -> list[str | Messages]:
         """Return random prompts on which the policy is chosen, see `SelectionConfig`.
 
-        If the divergence alone decides, it is measured on prompts of PPO. A judge chooses on
-        prompts that the evaluation does not use.
+        With the method `kl`, these are training prompts of PPO. With the method `judge`, these are
+        prompts that neither PPO nor the evaluation uses.
 
         Raises:
             DataError: there are too few prompts for the judge.
@@ -251,7 +251,7 @@ class RunData:
         """Read the prompts that PPO does not train on.
 
         Return the prompts on which the judge chooses the policy, and the prompts of the evaluation.
-        The former are None if the judge does not choose, or if there is only one prompt.
+        The first value is None if the judge does not choose, or if there is only one prompt.
         """
         if self.settings.eval_prompts:
             rows = self._fitting(self._read(self.settings.eval_prompts, "prompts"))
@@ -270,7 +270,7 @@ class RunData:
 
         If the judge chooses the policy, the second part also has the prompts for this choice.
         """
-        # Long prompts are shortened first: `prompts_without` then finds all that become equal.
+        # Shorten long prompts first, so that `prompts_without` finds prompts that become equal.
         rows = self._fitting(self._read(self.settings.prompts, "prompts"))
         settings = self.settings
         most = settings.evaluation.num_examples
@@ -279,7 +279,7 @@ class RunData:
         return held_out(rows, settings.held_out_share, most)
 
     def by_use(self) -> dict[str, Rows]:
-        """Read every data set; the keys are the uses of the data sets."""
+        """Read every data set of the run; each key is the use of a data set."""
         return {
             **({"sft": self.encoded_demonstrations()} if self.settings.sft_data else {}),
             **({} if self.settings.reward_model else {"preferences": self.encoded_pairs()}),
@@ -291,9 +291,9 @@ class RunData:
         }
 
     def digested(self) -> dict[str, tuple[Rows, Rows]]:
-        """Return the rows of each data set as they were given and as the run uses them.
+        """Return the given rows of each data set, and the rows that the run uses.
 
-        These are the data sets of `by_use` and the labeled pairs.
+        The data sets are those of `by_use` and the labeled pairs.
         """
         settings = self.settings
         test = settings.preferences_test or settings.preferences
@@ -333,8 +333,8 @@ class RunData:
         """Return the prompt of each pair of the policy's samples in the round `number`.
 
         The first round has the number 1. The rounds share `fresh_pairs.count` pairs. The prompts
-        are drawn at random from the prompts of PPO. If there are fewer prompts than pairs, a prompt
-        has several pairs, which are side by side.
+        are drawn at random from the prompts of PPO. If there are fewer prompts than pairs, several
+        consecutive pairs have the same prompt.
 
         Raises:
             DataError: there would be more than MOST_PAIRS_PER_PROMPT pairs of one prompt.
@@ -380,8 +380,8 @@ class RunData:
     def voted_pairs(self, fresh: str | None = None) -> list[LabeledPair]:
         """Return pairs of answers that people labeled, and that trained no reward model of the run.
 
-        These are the pairs of `human_labels`, and the held-out pairs of `fresh_pairs.labels`, whose
-        folder is `fresh`. Ties are left out.
+        These are the pairs of `human_labels`, and the held-out pairs of `fresh_pairs.labels`, which
+        are in the folder `fresh`. Ties are left out.
         """
         votes, trained, found = self.labels(), [], []
         if votes is not None and len(votes):
@@ -424,9 +424,9 @@ class RunData:
 def held_out(rows: Rows, share: float, most: int | None = None) -> tuple[Rows, Rows]:
     """Split off the last fraction `share` of the rows; both results have at least one row.
 
-    If `most` is given, at most this number of rows is split off. The pairs of one ranked list, or
-    of the judgments of one prompt, stay together; if the rows end with more than `most` such pairs,
-    all of these are split off.
+    If `most` is given, at most this number of rows is split off. The pairs of one ranked list stay
+    together, and so do the judgments of one prompt. If the last list or prompt has more than `most`
+    rows, all of them are split off.
 
     Raises:
         DataError: there are fewer than two rows, or all rows are pairs of one prompt.
@@ -444,12 +444,9 @@ def held_out(rows: Rows, share: float, most: int | None = None) -> tuple[Rows, R
 
 
 def _between_prompts(rows: Rows, cut: int) -> int:
-    """Return the first position from `cut` on that lies between two ranked lists or prompts.
+    """Return the first position at or after `cut` between two ranked lists or prompts.
 
-    If there is none, return the last such position before `cut`.
-
-    Raises:
-        DataError: all rows are pairs of one ranked list or prompt.
+    If there is none, return the last such position before `cut`; raise if there is none either.
     """
     numbers = rows.table.with_format("arrow")[ROW]
     places = chain(range(cut, len(rows)), range(cut - 1, 0, -1))
@@ -470,8 +467,8 @@ def references_of(rows: Sequence[Row]) -> list[str] | None:
 def judged_rows(rows: Rows, config: EvaluationConfig, champion: int | None = None) -> list[Row]:
     """Return the rows that an evaluation against a champion version judges.
 
-    The first rows are always judged. A fraction `rotate` of the judged rows is drawn for each
-    version from all other rows.
+    A fraction `rotate` of the judged rows is drawn at random for each champion version. The other
+    judged rows are the first rows of `rows`, and are always the same.
 
     Raises:
         DataError: there are too few other rows.
@@ -492,7 +489,7 @@ def judged_rows(rows: Rows, config: EvaluationConfig, champion: int | None = Non
 
 
 def require_reference(rows: Rows) -> Rows:
-    """Raise if a row has no reference to compare an answer with; return the rows.
+    """Return the rows; raise if a row has no reference.
 
     Raises:
         DataError: a reference is missing.

@@ -14,12 +14,12 @@ PPO = "ppo"
 """Folder of PPO's files and checkpoints, in the folder of the run."""
 
 REWARD_MODEL, CRITIC = "reward-model", "critic"
-"""Subfolders of a start with the models."""
+"""Subfolders with the models, in the folder of a `ChampionStart`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChampionStart:
-    """Reward model and critic of the champion's run, from which those of a run start."""
+    """Reward model and critic of the champion's run, from which a new run trains its own."""
 
     FILE_FIELDS: ClassVar = ("path",)
 
@@ -27,7 +27,7 @@ class ChampionStart:
     """Version number of the champion."""
 
     path: str
-    """Place of the folder with both models and the digests of their rows, see `start_models`."""
+    """Path or address of the folder with both models and the digests of their rows."""
 
     digest: str
     """SHA-256 of the manifest of the folder."""
@@ -53,7 +53,7 @@ class FlowRun:
     """The data sets that the run reads."""
 
     start: ChampionStart | None = None
-    """Where reward model and critic start, see `Settings.start_from`; None if from nothing."""
+    """Models from which reward model and critic start; None without `Settings.start_from`."""
 
     @property
     def folder(self) -> Path:

@@ -32,10 +32,10 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def json_line(row: Mapping[str, Any]) -> str:
-    """Return a row as a line of JSON, with secrets masked in each text and by the name of a field.
+    """Return a row as a line of JSON; secrets in texts, and texts in secret fields, are masked.
 
-    The texts are masked before they are encoded: a mask in the encoded line could remove the
-    backslash of a quote, and the line would be no JSON.
+    Texts are masked before the encoding. A mask in the encoded line could remove the backslash of a
+    quote, which would make the JSON invalid.
     """
     return json.dumps(_masked(row), ensure_ascii=False, default=str) + "\n"
 

@@ -1,4 +1,4 @@
-"""Record the lineage of a run, that is its code, packages, settings and data."""
+"""Record the lineage of a run: its code, packages, settings and data."""
 
 import hashlib
 import os
@@ -118,7 +118,7 @@ def trace(*, flow_run: str, settings: Mapping[str, Any], data: Mapping[str, "Row
 def is_origin(tag: str) -> bool:
     """Return whether a tag describes an input of a run: code, settings, data or a given model.
 
-    Tags of the image, that is of Python and its packages, do not count.
+    The tags of Python and its packages describe the image, and do not count.
     """
     return tag.startswith(ORIGIN)
 
@@ -131,7 +131,7 @@ def is_input(tag: str) -> bool:
 def git_state(file: Path) -> tuple[str, str]:
     """Return the commit of a file's repository, and whether tracked files changed: yes or no.
 
-    In a code package of Metaflow, return what was recorded with the package. Both values are
+    In a code package of Metaflow, return the values that the package contains. Both values are
     `unknown` if no repository tracks the file, for example in an installed copy, or if git is
     missing or does not answer.
     """

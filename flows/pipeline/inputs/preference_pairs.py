@@ -48,8 +48,8 @@ class LabeledPair:
     """Column `category` of the first row, or column `source` if the category is empty."""
 
     tie: bool = False
-    """Whether neither response is preferred, because the votes are equal, most votes are for
-    neither, or the two texts are equal."""
+    """Whether neither response is preferred, because the votes are equal, most votes are ties,
+    or the two texts are equal."""
 
     votes: int = 1
     """Number of people who voted."""
@@ -89,12 +89,12 @@ class Vote:
 
 
 def votes_of(rows: Iterable[Row] | None) -> list[Vote]:
-    """Return the votes of rows of the kind `votes`; none without rows."""
+    """Return the votes of rows of the kind `votes`; an empty list if `rows` is None."""
     return [Vote.of(row) for row in rows or ()]
 
 
 def unlabeled_rows(pairs: Iterable[tuple[str | Messages, str, str]]) -> list[Row]:
-    """Return rows of votes without a label, which people fill in, for prompts with two answers."""
+    """Return rows for people to label: a prompt, two answers, and an empty label."""
     return [
         {"prompt": prompt, "first": first, "second": second, "label": ""}
         for prompt, first, second in pairs
@@ -104,8 +104,8 @@ def unlabeled_rows(pairs: Iterable[tuple[str | Messages, str, str]]) -> list[Row
 def label_pairs(rows: Iterable[Row]) -> list[LabeledPair]:
     """Merge rows with equal prompts and equal responses, in either order, into one pair.
 
-    A row votes for its chosen response, or for neither if its `tie` is true. All rows of one
-    `annotator` count as one vote, and each row without annotator counts as one vote. The most
+    A row votes for its chosen response, or for neither response if its `tie` is true. All rows of
+    one `annotator` count as one vote; each row without annotator counts as one vote. The most
     frequent opinion decides; if two opinions are equally frequent, the pair is a tie.
 
     Args:
@@ -123,8 +123,8 @@ def label_pairs(rows: Iterable[Row]) -> list[LabeledPair]:
 def training_pairs_of(rows: Rows, others: Rows) -> Rows:
     """Return the pairs for training a reward model: prompt, chosen and rejected.
 
-    Pairs that are in `others` are left out, and so are ties, which would teach a preference that
-    nobody has. The other columns are removed, because a margin would change the training loss.
+    Pairs that are in `others` are left out. Ties are left out too: they would teach a preference
+    that nobody has. All other columns are removed, because a margin would change the training loss.
 
     Raises:
         DataError: no pair is left.
@@ -190,14 +190,14 @@ def pairs_of_votes(votes: Rows) -> Rows:
 
 
 def pairs_of_feedback(feedback: Rows, others: Sequence[Rows]) -> Rows:
-    """Return feedback as training pairs; a judgment of one response lacks the other response.
+    """Return feedback as training pairs; in a judgment of one response, the other one is None.
 
     Pairs that are in `others` are left out.
 
     A missing response has a score of 0. So the loss of a judgment is the binary cross-entropy of
-    sigmoid(score + c), where c is the log odds of a positive judgment among the weighted rows. An
-    answer of score 0 is then liked as often as the average answer. c is 0 if all judgments are
-    equal.
+    sigmoid(score + c), where c is the log odds of a positive judgment among the weighted rows. Then
+    an answer with score 0 has the average probability of a positive judgment. c is 0 if all
+    judgments are equal.
     """
     liked = disliked = 0.0
     for row in feedback:
@@ -228,9 +228,9 @@ def decided_pairs(pairs: Iterable[Row], trained: Sequence[Rows]) -> list[Labeled
 
 
 def join_by_weight(parts: Sequence[tuple[Rows, float]]) -> Rows:
-    """Return the pairs of several data sets, with the weight of the data set in each pair.
+    """Return the pairs of several data sets; each pair has the weight of its data set.
 
-    A single data set is returned as it is.
+    A single data set is returned unchanged.
     """
     if len(parts) == 1:
         return parts[0][0]
@@ -247,7 +247,7 @@ def join_by_weight(parts: Sequence[tuple[Rows, float]]) -> Rows:
 
 
 def _with_weight(rows: Rows, weight: float) -> Rows:
-    """Return the rows with `weight` times their own weight; only weighted rows keep a margin."""
+    """Multiply the weight of each row by `weight`; rows without weights get the margin 0."""
     is_weighted = WEIGHT in rows.table.column_names
 
     def convert(row: Row) -> Row:
@@ -304,7 +304,7 @@ def _merge(rows: Sequence[Row]) -> LabeledPair:
 
 
 def _votes(rows: Sequence[Row], signs: Sequence[int]) -> list[int]:
-    """Return each vote: 1 for the first row's chosen response, -1 for its rejected one, or 0."""
+    """Return the votes: 1 for the first row's chosen response, -1 for its rejected one, or 0."""
     opinions: dict[object, int] = {}
     for number, (row, sign) in enumerate(zip(rows, signs, strict=True)):
         annotator = row.get("annotator")

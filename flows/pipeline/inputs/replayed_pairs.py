@@ -1,8 +1,8 @@
-"""Mix new pairs with those that have already trained the reward model from which a run starts.
+"""Mix new pairs with old pairs, which have already trained the champion's reward model.
 
-All new pairs train the reward model, and the share REPLAYED of the other pairs. Without them it
-would forget what it has learned from them; with all of them, every pair would train it again each
-week, and it would learn the oldest pairs by heart.
+A run that starts from the champion's reward model trains it on all new pairs and on the fraction
+REPLAYED of the old pairs. Without old pairs, the model would forget them. With all old pairs, every
+pair would train the model again each week, and the model would overfit the oldest pairs.
 """
 
 from collections.abc import Collection, Iterable
@@ -20,23 +20,23 @@ from ppo_core.errors import DataError, ModelError
 from ppo_core.io.folder_cache import digest_of, digest_of_code
 
 REPLAYED = 0.25
-"""Share of the pairs that trained the reward model before, and train it again."""
+"""Fraction of the old pairs that train the reward model again."""
 
 SALT_BYTES = 64
 """Maximum length of the key of `blake2b`."""
 
 INHERITED, INHERITED_PAIRS = "start", "start-pairs"
-"""Names in ROWS_FILE of the rows that a run has seen only through the models from which it starts.
-The latter are pairs that trained the reward model."""
+"""Names in ROWS_FILE for rows that a run has seen only through the models from which it starts:
+INHERITED_PAIRS for pairs that trained the reward model, and INHERITED for all other rows."""
 
 _TRAINED = ("preferences", "feedback", INHERITED_PAIRS)
 
 _ONLY_READ = ("preferences-test", "judge-preferences", "eval-prompts", "human-labels")
-"""Data sets that train neither reward model nor critic."""
+"""Data sets that train neither the reward model nor the critic."""
 
 
 def read_start_rows(folder: str | Path) -> pyarrow.Table:
-    """Return the digests of the rows behind the models in a folder, see ROWS_FILE.
+    """Return the digests of the rows that the champion's run read, from the ROWS_FILE in a folder.
 
     Raises:
         ModelError: the file is missing, is not a parquet file, or has other columns.
@@ -44,17 +44,17 @@ def read_start_rows(folder: str | Path) -> pyarrow.Table:
     try:
         table = parquet.read_table(Path(folder) / ROWS_FILE, memory_map=False)
         return table.select(["data_set", "digest", "is_row"])
-    # The errors of pyarrow are of these kinds.
+    # pyarrow raises these errors.
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"'{folder}' has no readable {ROWS_FILE}: {error}.") from error
 
 
 def inherited_rows(seen: pyarrow.Table) -> pyarrow.Table:
-    """Return the rows of a start under the names that they have in the next version."""
+    """Return the rows that trained the champion's models, named INHERITED or INHERITED_PAIRS."""
     trained = seen.filter(pc.invert(_is_in(seen, _ONLY_READ)))
     names = pc.if_else(_is_in(trained, _TRAINED), INHERITED_PAIRS, INHERITED)
     renamed = trained.set_column(0, "data_set", names)
-    # A row that several weeks have read stands there once.
+    # A row that several runs have read becomes one row.
     once = renamed.group_by(["data_set", "digest"]).aggregate([("is_row", "any")])
     return once.rename_columns(seen.column_names).sort_by(
         [("data_set", "ascending"), ("digest", "ascending")]
@@ -62,16 +62,16 @@ def inherited_rows(seen: pyarrow.Table) -> pyarrow.Table:
 
 
 def trained_pairs(seen: pyarrow.Table) -> frozenset[bytes]:
-    """Return the digests of the pairs and judgments that trained the reward model of a start."""
+    """Return the digests of the pairs and judgments that trained the champion's reward model."""
     pairs = seen.filter(pc.and_(_is_in(seen, _TRAINED), seen["is_row"]))
     return frozenset(pairs["digest"].to_pylist())
 
 
 def new_and_replayed(rows: Rows, trained: Collection[bytes], seed: int) -> Rows:
-    """Return the pairs that are not in `trained`, and the share REPLAYED of the others.
+    """Return all pairs that are not in `trained`, and the fraction REPLAYED of the other pairs.
 
-    A pair is drawn by its digest, the seed and all pairs in `trained`, wherever it stands. So a
-    start from later models draws other pairs.
+    Whether an old pair is replayed depends on its digest, the seed and all digests in `trained`,
+    not on its position. So a run that starts from later models replays other pairs.
 
     Raises:
         DataError: no pair is left.

@@ -1,8 +1,10 @@
-"""Digests of rows: which rows a run read, and which rows must not be read.
+"""Digests of rows: record the rows that a run read, and find the rows to erase.
 
-A digest identifies a prompt, or a prompt with one or all of its responses in any order. So a row
-with only a prompt matches all rows with this prompt. A row with a completion also matches the pairs
-with this response. A pair matches this pair, and the rows with its chosen response.
+A digest identifies a prompt, or a prompt with one or all of its responses in any order. Therefore:
+
+- A prompt alone matches all rows with this prompt.
+- A prompt with a completion matches all rows and pairs with this prompt and this response.
+- A pair matches equal pairs, and all rows with its prompt and its chosen response.
 """
 
 import json
@@ -37,7 +39,7 @@ _RESPONSES = ("completion", "chosen", "rejected", "first", "second", "reference"
 
 
 def digest_of_row(row: Row) -> bytes:
-    """Return the digest of a converted row: of its prompt or text, with all of its responses."""
+    """Return the digest of a converted row: its prompt or text with all of its responses."""
     return _digest(_prompt_of(row), _responses_of(row))
 
 
@@ -49,7 +51,7 @@ def digests_in(row: Row) -> set[bytes]:
 
 
 def read_digests(source: str, renamed: Mapping[str, str], *, allow_urls: bool) -> list[set[bytes]]:
-    """Return the digests of each row of a data set, whose rows may have different columns.
+    """Return the digests of each row of a data set; the rows may have different columns.
 
     For the arguments see `read_rows`; for the result see `digests_of_raw`.
 
@@ -64,13 +66,14 @@ def read_digests(source: str, renamed: Mapping[str, str], *, allow_urls: bool) -
 
 
 def digests_of_raw(row: RawRow, name: str, renamed: Mapping[str, str]) -> set[bytes]:
-    """Return the digests of a row in every use of it, as text and as a chat.
+    """Return the digests of a row for every use that it fits, as text and as a chat.
 
     A ranked list has the digest of each of its pairs. A row with a response never has the digest of
-    its prompt alone, which would stand for other rows, too.
+    its prompt alone, which would also match other rows.
 
     Raises:
-        DataError: the row has no known columns, or a value is of a wrong type; `name` names it.
+        DataError: the row has no known columns, or a value is of a wrong type; the message
+            begins with `name`.
     """
     given = {column: value for column, value in row.items() if value is not None}
     converted, errors = [], []
@@ -95,9 +98,9 @@ def digests_of_raw(row: RawRow, name: str, renamed: Mapping[str, str]) -> set[by
 
 
 def without_erased(rows: Rows, erased: Collection[bytes]) -> Rows:
-    """Return the rows without those that have a digest in `erased`.
+    """Return the rows that have no digest in `erased`.
 
-    Nothing lists the erased rows, so that their texts are not written again.
+    No file lists the erased rows, so that their texts are not written again.
 
     Raises:
         DataError: no row is left.
@@ -131,8 +134,8 @@ def write_digests(
     """Write the digests of data sets to a file, see ROWS_FILE.
 
     Args:
-        data: for each data set, the rows as they were given, and the rows that the run reads, of
-            which only the row numbers are used: their texts may be shortened or encoded.
+        data: for each data set, the given rows, and the rows that the run reads. Only the numbers
+            of the read rows are used, because their texts may be shortened or encoded.
         path: file to write.
         inherited: further digests, of rows that trained the models from which the run starts.
     """

@@ -1,4 +1,4 @@
-"""The rewards that PPO sums: what they are, what they read, and what decides their scores."""
+"""The rewards that PPO sums: their entries in the settings, their columns and their digests."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ from ppo_core.io.user_code import LoadedFunction
 from ppo_core.training.rewards import load_functions
 
 ASKED_BY = ("sampling", "max_reply_tokens", "attempts")
-"""Settings of [judging] that decide the replies of a language model."""
+"""Settings of [judging] on which the replies of a language model depend."""
 
 READ_BY = ("pipeline.judges.judge_prompt", "pipeline.judges.rubric.score_question")
 """Modules that write the questions to a language model, and read its replies."""
@@ -29,7 +29,7 @@ READ_BY = ("pipeline.judges.judge_prompt", "pipeline.judges.rubric.score_questio
 
 @dataclass(frozen=True)
 class RunRewards:
-    """The setting `rewards` of a run; without entries the reward model is the only reward."""
+    """The setting `rewards` of a run; if it is empty, the reward model is the only reward."""
 
     data: RunData
 
@@ -66,16 +66,16 @@ class RunRewards:
 
     @property
     def asked(self) -> list[AskedColumns]:
-        """The columns of the prompts' rows that functions take."""
+        """The columns that each function takes from the rows of the prompts."""
         asked = (asked_columns(name, one.function) for name, one in self.functions.items())
         return [one for one in asked if not one.is_empty]
 
     def digests(self) -> dict[str, str]:
-        """Return a digest of each reward but the run's own reward model, by name."""
+        """Return a digest of each reward by name, except of the run's own reward model."""
         return {one.name: self._digest_of(one) for one in self.named if not one.is_own}
 
     def decides_the_result(self) -> dict[str, Any]:
-        """Return what the policy depends on beside the reward model; {} without the setting."""
+        """Return what the policy depends on besides the reward model; {} if `rewards` is empty."""
         if not self.named:
             return {}
         digests = self.digests()
@@ -85,7 +85,7 @@ class RunRewards:
         }
 
     def prompts(self) -> list[dict[str, Any]]:
-        """Return the training prompts, each with the columns of its row that functions take.
+        """Return the training prompts, each with the columns that functions take from its row.
 
         Raises:
             ConfigError: no prompt has a column that a function requires.
@@ -103,7 +103,7 @@ class RunRewards:
         ]
 
     def own_path(self, reward_model: str) -> str | None:
-        """Return the path of the run's own reward model; None if the setting leaves it out."""
+        """Return the path of the run's own reward model; None if `rewards` leaves it out."""
         is_used = not self.named or any(one.is_own for one in self.named)
         return reward_model if is_used else None
 
@@ -115,9 +115,9 @@ class RunRewards:
         return digest_of_model(one.source)
 
     def _digest_of_scores(self, one: NamedReward) -> str:
-        """Return a digest of everything that decides a language model's scores.
+        """Return a digest of everything on which a language model's scores depend.
 
-        The address of a server does not count, so the server may move during a training.
+        The digest excludes the address of a server, so the address may change during a training.
         """
         settings = self.data.settings
         is_here = one.kind == "transformers"

@@ -1,4 +1,4 @@
-"""A chat model as judge, which asks again if a reply has no verdict, and stores all replies."""
+"""A judge that asks a chat model, asks again if a reply has no verdict, and stores all replies."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ class ChatJudge:
     """Asks a chat model which answer is better, and asks again if its reply has no verdict."""
 
     def __init__(self, chat: ChatModel, config: JudgingConfig, cache: ReplyCache) -> None:
-        """Judge by `config.criterion`; replies come from the cache, or else from `chat`."""
+        """Judge by `config.criterion`; if a reply is not in the cache, ask `chat`."""
         self._chat = chat
         self._config = config
         self._cache = cache

@@ -108,11 +108,7 @@ def load_function_judge(place: str) -> FunctionJudge:
 
 
 def _require_two_arguments(function: JudgeFunction) -> None:
-    """Raise unless a function can be called with the prompts and the pairs.
-
-    Raises:
-        ConfigError: the function takes other arguments.
-    """
+    """Raise ConfigError unless a function can be called with the prompts and the pairs."""
     try:
         signature = inspect.signature(function)
     # A function written in C may have no signature. The first call then checks the arguments.

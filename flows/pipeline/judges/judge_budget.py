@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Spent:
-    """What a judge that asks a server has spent."""
+    """Calls and tokens that a judge has spent on a server."""
 
     calls: int
 
@@ -22,7 +22,7 @@ class Spent:
 
 
 def sum_spent(*parts: Mapping[str, Spent]) -> dict[str, Spent]:
-    """Return what each judge has spent in all parts."""
+    """Return the total of calls and tokens over all parts, by name of the judge."""
     spent: dict[str, Spent] = {}
     for name, more in (item for part in parts for item in part.items()):
         earlier = spent.get(name, Spent(calls=0, tokens=0))
@@ -40,7 +40,7 @@ class Budget:
     """
 
     def __init__(self, max_calls: int | None, max_tokens: int | None, *, note: str = "") -> None:
-        """Set the limits; None means unlimited. Errors have the note after a limit."""
+        """Set the limits; None means unlimited. Error messages have `note` after a limit."""
         self.max_calls = max_calls
         self.max_tokens = max_tokens
         self._note = note
@@ -65,7 +65,7 @@ class Budget:
         return self._tokens.total()
 
     def spent(self, before: Mapping[str, Spent]) -> dict[str, Spent]:
-        """Return what each judge has spent, by name of the judge, including `before`."""
+        """Return the calls and tokens by name of the judge, including `before`."""
         own = {
             name: Spent(
                 calls=calls, tokens=None if name in self._unreported else self._tokens[name]

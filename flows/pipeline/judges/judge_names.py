@@ -20,7 +20,8 @@ JUDGED_ELSEWHERE = "RLHF_JUDGED_ELSEWHERE"
 judging step reads the key. The deploy command has checked that the judging step gets a secret."""
 
 SCORED_ELSEWHERE = "RLHF_SCORED_ELSEWHERE"
-"""The same for a language model that is a reward; only the step `train_policy` reads its key."""
+"""Environment variable that marks a deployed step without the key of a language model that is a
+reward. Only the step `train_policy` reads this key."""
 
 KINDS_WITH_SOURCE = ("python", "reward-model", "openai", "transformers")
 
@@ -131,10 +132,13 @@ def _check_server(named: str, base_url: str, *, needs_key: bool) -> None:
 
 
 def check_reward_names(rewards: Sequence[str], judge: str, base_url: str) -> None:
-    """Raise if a reward of PPO is a judge of the run, also one of several, or cannot be asked.
+    """Raise if a reward of PPO is also a judge of the run, or if its server cannot be asked.
+
+    The judge may be one member of an ensemble.
 
     Raises:
-        ConfigError: see above; or see `read_access`.
+        ConfigError: a reward is also a judge of the run, or its package is missing; or see
+            `read_access`.
     """
     for one in read_rewards(rewards):
         if one.kind == "openai":
@@ -152,17 +156,18 @@ def check_reward_names(rewards: Sequence[str], judge: str, base_url: str) -> Non
 def _is_judge(reward: NamedReward, judge: JudgePart) -> bool:
     if reward.kind in ("python", "openai") or not reward.source:
         return reward.kind == judge.kind and same_place(reward.source, judge.source)
-    # Another revision of a model was mostly trained on the same preferences.
+    # Other revisions of the judge's model count too: they share most training preferences.
     is_model = judge.kind in ("reward-model", "transformers")
     return is_model and _repository(reward.source) == _repository(judge.source)
 
 
 def read_access(base_url: str, *, needs_key: bool | None = None) -> ServerAccess:
-    """Return the address and the key of the server that openai:MODEL asks; no call is made.
+    """Return the address and the key of the server that openai:MODEL asks; make no call.
 
-    The address is `base_url`, else the environment variable OPENAI_BASE_URL, else OpenAI's. The key
-    is the environment variable OPENAI_API_KEY, which is required only for OpenAI, and only if
-    `needs_key`: by default in a step that may ask the judge.
+    The address is the first that is not empty of: `base_url`, the environment variable
+    OPENAI_BASE_URL, and OpenAI's address. The key is the environment variable OPENAI_API_KEY. A key
+    is required only for OpenAI's server, and only if `needs_key` is true. By default, `needs_key`
+    is true in a step that may ask the judge.
 
     Raises:
         ConfigError: the address is invalid, or the key is missing or cannot be sent.
@@ -187,7 +192,7 @@ def has_access_to_rewards() -> bool:
 
 def _require_independence(part: JudgePart, reward_model: str) -> None:
     is_model = part.kind in ("reward-model", "transformers")
-    # Another revision of the reward model is refused too: it was mostly trained on the same pairs.
+    # Other revisions of the reward model are refused too: they share most training pairs.
     if is_model and reward_model and _repository(part.source) == _repository(reward_model):
         raise ConfigError(
             f"judge={part.spec!r} is the reward model that PPO trains against. The win rate would "

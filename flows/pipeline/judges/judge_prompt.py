@@ -36,8 +36,8 @@ VERDICT: A
 VERDICT: B
 VERDICT: TIE"""
 
-# Special tokens of chat models begin with one of these characters, and a tokenizer reads them in
-# any text.
+# Special tokens of chat models begin with one of these characters, and a tokenizer recognizes
+# special tokens in any text.
 _ESCAPED = str.maketrans({"<": "\\u003c", "[": "\\u005b"})
 
 _MARKUP = r"[\s*_`'\"#.!()\[\]]*"
@@ -52,8 +52,8 @@ _WINNERS = {"A": "first", "B": "second", "TIE": "tie"}
 def pose(criterion: str, prompt: str, first: str, second: str, *, attempt: int) -> Question:
     """Return the question which of two answers to a prompt is better; `first` is answer A.
 
-    The texts to judge are one line of ASCII JSON between two delimiters, so no character can leave
-    its string. From the second `attempt` on, a reminder of the reply format follows.
+    The texts to judge are one line of ASCII JSON between two delimiters, so no text can break out
+    of its JSON string. From the second `attempt` on, a reminder of the reply format follows.
     """
     delimiter = delimiter_of(criterion, prompt, first, second, attempt)
     data = line_of_data({"prompt": prompt, "answer_a": first, "answer_b": second})
@@ -65,19 +65,19 @@ def pose(criterion: str, prompt: str, first: str, second: str, *, attempt: int) 
 
 
 def line_of_data(texts: Mapping[str, str]) -> str:
-    """Return texts of others as one line of ASCII JSON, without the brackets of special tokens."""
+    """Return untrusted texts as one line of ASCII JSON; escape the brackets of special tokens."""
     return json.dumps(texts, ensure_ascii=True).translate(_ESCAPED)
 
 
 def delimiter_of(*parts: str | int) -> str:
-    """Return a line that depends on the question alone, and that no text in it can contain."""
+    """Return a line that depends only on the question and that no text in it contains."""
     # A text cannot contain its own digest, so the writer of an answer cannot know the delimiter,
     # although it is not random.
     return "DATA-" + hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
 def prompt_version(criterion: str) -> str:
-    """Return a short digest of the prompt, the criterion included."""
+    """Return a short digest of the judge's prompt, including the criterion."""
     posed = [pose(criterion, "<p>", "a", "b", attempt=attempt) for attempt in (1, 2)]
     return digest_of(posed)[:8]
 
@@ -101,7 +101,10 @@ def read_verdict(text: str) -> Verdict:
 
 
 def without_thoughts(text: str) -> str:
-    """Remove the reasoning of a reply; its opening tag may be in the chat template instead."""
+    """Remove the reasoning of a reply; its opening tag may be missing.
+
+    Some chat templates write the opening tag before the reply.
+    """
     return _THOUGHT.sub("", text).rpartition("</think>")[2]
 
 

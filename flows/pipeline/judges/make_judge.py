@@ -1,4 +1,4 @@
-"""Make the judge that the setting `judge` names: a judge of one of five kinds, or an ensemble."""
+"""Create the judge that the setting `judge` names: one of five kinds, or an ensemble."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -49,9 +49,9 @@ def count_votes(votes: Sequence[Verdict]) -> Verdict:
     """Return the verdict of the majority.
 
     The verdict is `invalid` if more than half of all votes are invalid. Otherwise, an answer with
-    more than half of the valid votes wins. If neither answer has so many votes, the verdict is a
-    tie. The probability is the mean over the valid votes with a probability; None if there are
-    none.
+    more than half of the valid votes wins. If neither answer has more than half, the verdict is a
+    tie. The probability is the mean over the valid votes that have a probability; None if no valid
+    vote has a probability.
     """
     valid = [vote for vote in votes if vote.winner != "invalid"]
     if len(valid) < len(votes) / 2:
@@ -87,7 +87,7 @@ def make_judge(
         shared_cache: address of these replies in S3; None if all machines share the folder.
         end_of_text: whether a reward model reads an end-of-sequence token after each answer.
         precision: precision of a chat model on this machine.
-        budget: counter of the calls of servers. If None, a new one has the limits of `config`.
+        budget: counter of the calls to servers; None for a new budget with the limits of `config`.
 
     Raises:
         ConfigError: `spec` is unknown, names a judge twice, or names a missing function.

@@ -33,7 +33,7 @@ class CallError(Exception):
     """A call failed, but may succeed if it is repeated."""
 
     def __init__(self, words: str, retry_after: float | None = None) -> None:
-        """Take the message, and how many seconds the server asks to wait (None if it does not)."""
+        """Take the message, and the seconds that the server asks to wait, if it names a number."""
         super().__init__(words)
         self.retry_after = retry_after
 
@@ -57,14 +57,10 @@ class Completion:
 
 
 class OpenAIClient:
-    """Calls one model through the chat completions API.
-
-    The address is `config.base_url`, else the environment variable OPENAI_BASE_URL, else OpenAI's.
-    The key is the environment variable OPENAI_API_KEY, which is required only for OpenAI.
-    """
+    """Calls one model through the chat completions API; see `read_access` for address and key."""
 
     def __init__(self, model: str, config: JudgingConfig) -> None:
-        """Read the address and the key; no call is made.
+        """Read the address and the key; make no call.
 
         Raises:
             ConfigError: the address is invalid, or the key is missing or cannot be sent.
@@ -186,9 +182,9 @@ def _message(error: openai.APIStatusError) -> str:
 
 
 def _retry_after(headers: Mapping[str, str]) -> float | None:
-    """Return the seconds that the header Retry-After asks to wait (RFC 9110, 10.2.3), or None.
+    """Return the seconds that the header Retry-After asks to wait (RFC 9110, 10.2.3).
 
-    The result is negative for a date in the past.
+    The result is negative for a date in the past, and None without a valid header.
     """
     value = headers.get("retry-after", "").strip()
     if re.fullmatch(r"\d+(\.\d+)?", value):

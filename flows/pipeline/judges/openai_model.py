@@ -26,8 +26,8 @@ daily quota is spent, the call is not repeated."""
 
 DOWN_AFTER = 20
 """Number of consecutive unanswered questions after which the server counts as down. It exceeds the
-default of 8 concurrent calls, because a short outage can make all of them fail. Questions that a
-server rejects, one by one, count only until it has answered one."""
+default of 8 concurrent calls, because a short outage can make all of them fail. A question that the
+server rejects counts only as long as the server has not answered any question."""
 
 PROBE_RETRIES = 2
 """Maximum number of retries of `probe`; small, so that a wrong address is found within seconds."""
@@ -49,7 +49,7 @@ class OpenAIModel:
     """
 
     def __init__(self, model: str, config: JudgingConfig, budget: Budget | None = None) -> None:
-        """Read the address and the key; call nobody. The default budget has `config`'s limits.
+        """Read the address and the key; make no call. The default budget has `config`'s limits.
 
         Raises:
             ConfigError: the address is invalid, or the key is missing or cannot be sent.
@@ -125,8 +125,8 @@ class OpenAIModel:
         except CallError as error:
             return Reply(None, error=str(error))
         except RefusedError as refusal:
-            # If the server rejects only this question, it accepts a small one. If it rejects the
-            # small one too, the settings are wrong, and RefusedError stops the evaluation.
+            # If the server rejects only this question, it accepts a small question. If it rejects
+            # the small question too, the settings are wrong, and RefusedError stops the evaluation.
             with suppress(CallError):
                 await self._insist(client, PROBE, retries)
                 # A judge that has answered is up, however many questions it rejects.
@@ -163,7 +163,7 @@ class OpenAIModel:
         """
         error = state.outcome.exception() if state.outcome else None
         asked = error.retry_after if isinstance(error, CallError) else None
-        # The back-off spreads calls that the server told to wait for the same time.
+        # If the server asks several calls to wait equally long, the back-off spreads them.
         return max(asked or 0.0, _back_off(state) * self._random.uniform(0.5, 1.0))
 
     def _take_stock(self, reply: Reply) -> None:

@@ -13,7 +13,7 @@ from ppo_core.io.atomic_files import write_atomically
 from ppo_core.io.progress_bar import BAR_DELAY, progress
 
 Case: TypeAlias = tuple[str, str, str]
-"""(prompt, first answer, second answer); the second answer is empty if one answer is scored."""
+"""(prompt, first answer, second answer). If one answer is scored, the second answer is empty."""
 
 Read = TypeVar("Read")
 
@@ -34,7 +34,7 @@ def reply_key(model: str, wording: str, prompt: str, first: str, second: str, at
 
 
 class ReplyCache:
-    """Stores each reply in a file of its own, written atomically, and in S3 for other machines."""
+    """Stores each reply in its own file, written atomically, and in S3 for other machines."""
 
     def __init__(self, folder: Path, shared: S3Address | None = None) -> None:
         """Use `folder` for the replies; the first `put` creates it.
@@ -63,7 +63,7 @@ class ReplyCache:
         return _reply_of(written, path)
 
     def put(self, key: str, reply: Reply) -> None:
-        """Store a reply that has a text on disk, and in S3 if there is a shared address.
+        """Store a reply with a text: on disk, and also in S3 if there is a shared address.
 
         Raises:
             StorageError: S3 does not answer.
@@ -81,7 +81,7 @@ class ReplyCache:
         """Return the reply that another machine has stored in S3; None if there is none."""
         if self._shared is None:
             return None
-        # Imported here: it imports boto3, which a run on one disk does without.
+        # Imported here because it imports boto3, which a run without S3 does not need.
         from pipeline.storage.objects import read_object
 
         found = read_object(self._address(key))
@@ -106,10 +106,11 @@ def ask_until_read(
     read: Callable[[Reply], Read],
     is_invalid: Callable[[Read], bool],
 ) -> dict[Case, Read]:
-    """Ask a chat model about cases, again if a reply cannot be read; return what was read.
+    """Ask a chat model about cases, and return the results of reading its replies.
 
-    Equal cases are asked once. Replies come from the cache, or else from `chat`. A case without a
-    reply is not asked again, and nothing is stored for it.
+    If a reply cannot be read, the model is asked again. Equal cases are asked once. If a reply is
+    not in the cache, `chat` is asked. A case without a reply is not asked again in this call, and
+    nothing is stored for it.
 
     Args:
         chat: the chat model.
@@ -119,7 +120,7 @@ def ask_until_read(
         attempts: maximum number of times to ask.
         pose: function of a case and the number of the attempt, from 1, that returns the question.
         read: function that reads a reply.
-        is_invalid: function that says whether nothing could be read.
+        is_invalid: function that returns whether a result of `read` is invalid.
 
     Raises:
         JudgeError: the model cannot be asked, or the budget is spent. All earlier replies are
@@ -150,14 +151,14 @@ def _replies(
 ) -> dict[Case, Reply]:
     """Return the reply to each case, from the cache or from the model.
 
-    `questions` has for each case the key of its reply and the question.
+    `questions` maps a case to the key of its reply and its question.
     """
     kept = {case: cache.get(key) for case, (key, _) in questions.items()}
     replies = {case: reply for case, reply in kept.items() if reply is not None}
     missing = [case for case in questions if case not in replies]
     if not missing:
         return replies
-    # A batch of PPO has few questions, so a bar that ends at once is not shown.
+    # PPO asks few questions at a time, so the bar is shown only after a delay.
     delay = BAR_DELAY
     with progress(len(missing), description, "question", delay=delay) as bar:
 

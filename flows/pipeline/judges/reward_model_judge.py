@@ -38,7 +38,7 @@ class RewardModelJudge:
     ) -> list[Verdict]:
         """Return one verdict per pair; P(first is better) = sigmoid(score_first - score_second).
 
-        This is the Bradley-Terry model, by which reward models are trained (arXiv:2203.02155,
+        This is the Bradley-Terry model, with which reward models are trained (arXiv:2203.02155,
         eq. 1).
         """
         texts = [

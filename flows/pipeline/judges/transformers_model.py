@@ -1,4 +1,4 @@
-"""A chat model of the transformers library as judge, which runs in this process."""
+"""A chat model that judges in this process, with the transformers library."""
 
 from collections.abc import Callable, Sequence
 
@@ -87,7 +87,7 @@ class TransformersModel:
                 keep(number, reply)
 
     def _too_long(self, tokens: Tokens) -> str:
-        """Return an error message if a question is too long, else an empty string."""
+        """Return an error message if a question is too long, otherwise an empty string."""
         max_new_tokens = self._config.max_reply_tokens
         if self._context is None or len(tokens) + max_new_tokens <= self._context:
             return ""
@@ -103,7 +103,6 @@ class TransformersModel:
         return torch.rand(self._config.max_reply_tokens, generator=generator)
 
     def _answer(self, prompts: list[Tokens], uniforms: Tensor) -> list[Reply]:
-        """Return the replies to a batch of questions."""
         rollout = self._batches.run(
             lambda rows: sample_responses(
                 self._policy, prompts, uniforms, self._sampling, batch_size=rows
@@ -115,7 +114,7 @@ class TransformersModel:
 
 
 def check_chat_model(path: str) -> None:
-    """Check from its configuration and tokenizer, without weights, that a model can judge.
+    """Check that a model can judge; read its configuration and tokenizer, but not its weights.
 
     Raises:
         ModelError: the model is not a decoder-only language model, or has no chat template for a
@@ -139,8 +138,8 @@ def check_chat_model(path: str) -> None:
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> int:
     """Return the token that ends an answer.
 
-    A model may have several end tokens (end of text, end of turn). Prefer the end token that the
-    chat template writes after an answer, and otherwise take the tokenizer's.
+    A model may have several end tokens (end of text, end of turn). Return the end token that the
+    chat template writes after an answer. If it writes none, return the tokenizer's end token.
     """
     named = model.generation_config.eos_token_id
     ends = named if isinstance(named, list) else [named]
@@ -153,6 +152,6 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> 
 
 
 def _temperature(model: PreTrainedModel, sampling: str) -> float:
-    """Return 0 for greedy decoding, else the model's default temperature, or 1 if it has none."""
+    """Return 0 for greedy decoding, otherwise the model's default temperature, 1 if it has none."""
     own = model.generation_config.temperature
     return 0.0 if sampling == "greedy" else 1.0 if own is None else own

@@ -8,7 +8,7 @@ from ppo_core.data.chat_template import Messages
 
 JudgedPrompt: TypeAlias = str | Messages
 """Text, or messages of a chat. A judge reads messages as the text that `shown_prompt` returns, or
-with its own chat template."""
+renders them with the judge's own chat template."""
 
 WINNERS = ("first", "second", "tie", "invalid")
 

@@ -1,4 +1,4 @@
-"""Answer prompts with a policy, in this process or in one process for each GPU."""
+"""Answer prompts with a policy, in this process or in one process per GPU."""
 
 import shutil
 from collections.abc import Sequence
@@ -15,15 +15,15 @@ from ppo_core.training.evaluation import Answers
 PROGRAM = ("ppo_core.training.answers",)
 
 LEAST_PROMPTS = 16
-"""Minimum number of prompts for each process. Fewer prompts take less time than the start of a
-process."""
+"""Minimum number of prompts for each process. Answering fewer prompts takes less time than starting
+a process."""
 
 
 def answer_processes(asked: int, prompts: int) -> int:
-    """Return the number of processes that answer `prompts` prompts.
+    """Return the number of processes for answering `prompts` prompts.
 
-    This is one per GPU, but at most `asked` unless `asked` is 0, and each process has at least
-    LEAST_PROMPTS prompts. On the CPU, one process answers and uses all cores.
+    The number is one per GPU, but at most `asked` (0 for no limit), and at most the number with
+    which each process has LEAST_PROMPTS prompts. Without a GPU, one process uses all cores.
     """
     found = gpus()
     wanted = min(asked or found, found)
@@ -61,7 +61,7 @@ def answer_in_run(job: AnswerJob, settings: Settings, folder: Path) -> Answers:
     """
     return answer(
         job,
-        # A vLLM server uses its GPUs by itself.
+        # A vLLM server distributes the work over its GPUs by itself.
         processes=1 if job.server else answer_processes(settings.processes, len(job.prompts)),
         folder=folder / "answers",
         stall_minutes=settings.stall_minutes,
@@ -76,9 +76,10 @@ def answer_as_ppo(
     *,
     tokenizer: str = "",
 ) -> list[str]:
-    """Return an answer to each prompt, sampled as PPO samples; for `folder` see `answer_in_run`.
+    """Sample an answer to each prompt with the sampling settings of PPO.
 
-    `tokenizer` is the folder of the policy's tokenizer, if it is not that of the policy.
+    `folder` is the folder of the run. `tokenizer` is the folder of the tokenizer; if it is empty,
+    the tokenizer is in the folder `policy`.
     """
     job = AnswerJob(
         policy=policy,

@@ -1,4 +1,4 @@
-"""Command and environment for starting the processes of a training on one machine."""
+"""The command and the environment that start the processes of a training on one machine."""
 
 import hashlib
 import json
@@ -14,7 +14,7 @@ import ppo_core
 from ppo_core.distributed.process import ERROR_FILE, PARENT, STACKS
 
 PORTS = range(20_000, 30_000)
-"""Ports for the rendezvous of several machines, below the ephemeral ports of the system."""
+"""Ports for the rendezvous of several machines; they are below the system's ephemeral ports."""
 
 RENDEZVOUS_SECONDS = 600
 """Timeout in seconds for machines that start late, for example because they pull an image."""
@@ -37,8 +37,8 @@ class Machines:
     """Address of the first machine; THIS_MACHINE if all tasks run on the local machine."""
 
     attempt: str = ""
-    """Text that is equal on all machines and differs between attempts; it keeps machines left over
-    from an earlier attempt out of the rendezvous."""
+    """Text that is equal on all machines and differs between attempts. It keeps machines of an
+    earlier attempt out of the rendezvous."""
 
 
 PPO = ("ppo_core",)
@@ -56,15 +56,15 @@ def command(
         return [sys.executable, "-m", *program, str(job)]
     rendezvous = ["--standalone"]
     if machines.count > 1:
-        # All machines compute equal ids and ports. Each attempt has a new port, because the old
-        # port may be taken, and a new id, which keeps out machines of earlier attempts.
+        # All machines compute the same id and port. Each attempt has a new port, because the old
+        # port may be in use, and a new id, which keeps out machines of earlier attempts.
         name = f"{job.parent.name} {machines.attempt}"
         rendezvous_id = hashlib.sha256(name.encode()).hexdigest()[:16]
         port = PORTS[int(rendezvous_id, 16) % len(PORTS)]
         rendezvous = [
             f"--nnodes={machines.count}",
-            # The static backend keeps the ranks of the machines. c10d would rank them by name, but
-            # rank 0 writes the policy and the metrics and must be on the first machine.
+            # The static backend keeps the ranks of the machines. c10d would rank machines by name.
+            # Rank 0 must be on the first machine, because it writes the policy and the metrics.
             "--rdzv-backend=static",
             f"--node-rank={machines.index}",
             f"--rdzv-endpoint={machines.main_address}:{port}",
@@ -122,7 +122,7 @@ def environment_of(processes: int, machines: Machines, reason: Path) -> dict[str
     of its threads to the folder of `reason`.
     """
     root, flows = str(Path(ppo_core.__file__).parent.parent), str(Path(__file__).parents[2])
-    # The folder of the flows comes last, because a user's modules may have the names of ours.
+    # The folder of the flows comes last, so that a user's module with an equal name is found first.
     paths = [root, os.environ.get("PYTHONPATH", ""), flows]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),

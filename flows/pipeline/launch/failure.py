@@ -13,7 +13,7 @@ from ppo_core.errors import PPOError, ProcessError, RunInterruptedError
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """The process that ended first and so ended the training, with exit code and report."""
+    """The process whose failure ended the training, with its exit code and error report."""
 
     rank: int
     """Rank of the process; -1 for torchrun itself."""
@@ -29,14 +29,14 @@ class Ended:
 
 
 def ended_alone(pid: int, code: int, reason: Path) -> Ended:
-    """Return how the only process of a training ended, with the report in `reason` if any."""
+    """Return the record of a training's only process, with the report in `reason`, if any."""
     return Ended(rank=0, pid=pid, exit_code=code, report=read_report(reason))
 
 
 def first_ended(pid: int, code: int, reason: Path) -> Ended:
-    """Return the process that failed first, from the file `reason` that torchrun has written.
+    """Return the process that failed first, according to the file `reason` that torchrun writes.
 
-    If `reason` does not exist, torchrun itself (process `pid`) was the first to end.
+    If `reason` does not exist, torchrun itself (process `pid`) ended first.
     """
     if not reason.is_file():
         return Ended(rank=-1, pid=pid, exit_code=code, report=None)
@@ -60,7 +60,8 @@ def as_error(ended: Ended, frozen: list[str], folder: Path) -> PPOError:
             f"{frozen[0]} of the training was frozen (SIGSTOP) and not resumed, while the other "
             f"processes waited, so the flow killed the process. {further}"
         )
-    # When the first process has saved and ended, torchrun ends the others, which may fail then.
+    # After the first process has saved and ended, torchrun ends the other processes, which may
+    # then fail.
     was_interrupted = ended.report is not None and ended.report.kind == RunInterruptedError.__name__
     if ended.exit_code == EXIT_CODE or was_interrupted:
         return RunInterruptedError(

@@ -20,10 +20,11 @@ JOB_FILE = "settings.json"
 
 @dataclass(frozen=True)
 class Pause:
-    """The end of a part of the training, after which it continues with another reward model."""
+    """The end of a part of the training. The next part continues with another reward model."""
 
     after_updates: int
-    """Number of updates after which the training pauses, counted from the first part."""
+    """Number of updates after which the training pauses, counted from the start of the first
+    part."""
 
     has_new_reward: bool
     """Whether this part starts from a checkpoint that was trained with another reward model."""
@@ -45,11 +46,11 @@ class JobModels:
     """Factor for a score after subtracting `reward_bias`."""
 
     critic: str | None = None
-    """The critic to start from; None: it starts from the reward model."""
+    """The critic to start from; None to start from the reward model."""
 
 
 def ppo_config(settings: Settings) -> PPOConfig:
-    """Return the settings of PPO; if the promotion gate limits the KL, the KL warning names it."""
+    """Return the settings of PPO; if promotion.max_kl is finite, the KL warning mentions it."""
     max_kl = settings.promotion.max_kl
     if not math.isfinite(max_kl):
         return settings.ppo
@@ -82,11 +83,11 @@ def write_job(
 
     Args:
         rewards: rewards of the run, with its data sets.
-        models: the models to train and to train with.
-        folder: folder of the input files, the checkpoints and the metrics; with `start_from`, also
-            of the final critic.
-        policy_dir: folder of the final policy.
-        pause: where the training pauses; None if it does not.
+        models: the models that the training starts from, and the reward model.
+        folder: folder for the input files, the checkpoints and the metrics, and with `start_from`
+            also for the final critic.
+        policy_dir: folder for the final policy.
+        pause: the end of this part of the training; None to train to the end.
     """
     folder.mkdir(parents=True, exist_ok=True)
     settings = rewards.data.settings
@@ -97,7 +98,7 @@ def write_job(
         "output_dir": str(folder),
         "sft_model_path": models.policy,
         "reward_model_path": rewards.own_path(models.reward_model),
-        # The evaluation shows answers after the training, so PPO need not sample any to show.
+        # PPO samples no answers for display, because the evaluation shows answers.
         "num_sample_generations": 0,
     }
     script = ScriptArguments(

@@ -40,13 +40,14 @@ METRICS_POLL_SECONDS = 0.2
 """Seconds between two reads of the metrics file."""
 
 STACK_SECONDS = 2.0
-"""Seconds to wait until a process has written its stacks; writing takes milliseconds."""
+"""Seconds to wait for a process to write its stacks; writing takes milliseconds."""
 
 LOOK_SECONDS = 1.0
 """Seconds between two checks for stopped processes."""
 
 SPOT_NOTICE = Path("/tmp/spot_termination_notice")
-"""File that Metaflow writes two minutes before AWS takes this machine; no signal is sent."""
+"""File that Metaflow writes two minutes before AWS reclaims this spot instance. No signal is
+sent."""
 
 OnMetrics = Callable[[int, Mapping[str, float]], None]
 
@@ -63,23 +64,23 @@ def train(
 ) -> None:
     """Run `python -m PROGRAM JOB` in one or several processes on this machine until they end.
 
-    The processes resume from the last checkpoint of the job, if any. SIGTERM to this process is
-    forwarded to the training processes, which save a checkpoint and end. The notice that AWS will
-    take this spot instance has the same effect.
+    The processes resume from the last checkpoint of the job, if any. If this process receives
+    SIGTERM, it forwards the signal to the training processes, which save a checkpoint and end. A
+    notice that AWS will reclaim this spot instance has the same effect.
 
     Args:
         job: settings file of the job; all output is written to its folder.
-        processes: number of processes; 0 for one per GPU, or one without a GPU.
+        processes: number of processes; 0 for one per GPU, or for one process without a GPU.
         machines: the machines of the training.
         program: module that the processes run, and its arguments before the job; PPO by default.
-        stall_minutes: minutes without progress after which the training is ended, or 20 times the
-            median time between two signs of progress, if that is longer. A new line of the metrics
-            file and a change of PROGRESS_FILE are signs of progress.
+        stall_minutes: time without progress after which the training is ended. If 20 times the
+            median time between two signs of progress is longer, this longer time applies. A new
+            line of the metrics file and a change of PROGRESS_FILE are signs of progress.
         on_metrics: called with the number and the metrics of each line in the metrics file.
         on_wait: called several times a second; an error that it raises ends the processes.
 
     Raises:
-        RunInterruptedError: SIGTERM or a notice arrived, and a checkpoint was saved.
+        RunInterruptedError: SIGTERM or a notice of AWS arrived, and a checkpoint was saved.
         ProcessError: a process died, failed unexpectedly, was frozen, or made no progress.
         PPOError: a process failed with an error of the project; the same error is raised here.
     """
@@ -128,7 +129,7 @@ def _end_with_first_task() -> None:
 def _orphaned() -> bool:
     """Return whether the process that started this process has ended.
 
-    In this case the parent is process 1, or the user's service manager, which has another session.
+    The parent is then process 1, or the user's service manager, which is in another session.
     """
     parent = os.getppid()
     return parent == 1 or os.getsid(parent) != os.getsid(0)
@@ -177,7 +178,7 @@ def _has_spot_notice() -> bool:
 
 
 def _stalled(pid: int, stall: StallWatch, folder: Path) -> ProcessError:
-    """Make the processes write their stacks; return the error of a training without progress."""
+    """Make the processes write their stacks, and return the error to raise."""
     files = []
     for process in _training_processes(pid):
         with suppress(psutil.NoSuchProcess):
@@ -198,7 +199,10 @@ def _name(process: psutil.Process) -> str:
 
 
 def _request_stop(pid: int) -> None:
-    """Send SIGTERM to the training processes, not to torchrun, which would kill them after 30 s."""
+    """Send SIGTERM to the training processes.
+
+    Do not send it to torchrun, which would kill the training processes after 30 seconds.
+    """
     terminate(_training_processes(pid))
 
 
@@ -209,7 +213,7 @@ def _training_processes(pid: int) -> list[psutil.Process]:
 
 
 class _ChangedFile:
-    """Tells whether a file was written since the last look."""
+    """Detects whether a file was written since the last check."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

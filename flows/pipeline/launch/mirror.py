@@ -24,8 +24,8 @@ LOOK_SECONDS = 1.0
 """Seconds between two checks for a new checkpoint."""
 
 SPENT_FILE = "language-model-calls.jsonl"
-"""File of a training with a line for each batch of questions to a language model, a reward: the
-calls and tokens."""
+"""File with the calls and tokens of a language model that is used as a reward. The training writes
+one line for each batch of requests."""
 
 BESIDE_CHECKPOINT = (METRICS_FILE, SELF_CHECK_FILE, RATE_FILE, SPENT_FILE)
 """Files of a training that a resume needs beside its checkpoint."""
@@ -35,16 +35,16 @@ BESIDE_CHECKPOINT = (METRICS_FILE, SELF_CHECK_FILE, RATE_FILE, SPENT_FILE)
 def mirrored(workspace: Workspace, folder: Path, here: Machines = ONE_MACHINE) -> Iterator[None]:
     """Keep a copy of the newest checkpoint, and of the policies saved before it, in S3.
 
-    On one machine, a missing or empty folder is first filled from the copy; with several machines,
-    the folder is always replaced by their newest common checkpoint. A finished checkpoint is copied
-    in the background. At the end of the context, the newest checkpoint is copied unless it has been
-    copied already, so the last finished checkpoint is not lost. If the workspace has no copy in S3,
-    nothing is copied.
+    On one machine, a missing or empty folder is first filled from the copy. With several machines,
+    the folder is always replaced with the newest common checkpoint. During the context, finished
+    checkpoints are copied in the background. At the end of the context, the newest checkpoint is
+    copied, unless it was copied before, so that the last finished checkpoint is not lost. If the
+    workspace has no store in S3, nothing is copied.
 
-    With several machines, each machine copies the files of its own processes, and prefers a
-    checkpoint that another machine has copied. The training continues from the newest checkpoint
-    that all machines have copied. In S3, each machine keeps this common checkpoint and the newest
-    checkpoint that it copied itself.
+    With several machines, each machine copies the files of its own processes. It prefers a
+    checkpoint that another machine has already copied. The training continues from the newest
+    checkpoint that all machines have copied. In S3, each machine keeps its files of this common
+    checkpoint and of the newest checkpoint that it copied itself.
 
     Args:
         workspace: the workspace of the run.
@@ -97,7 +97,7 @@ class _Mirror:
         self._copy(newest_checkpoint(self._folder))
 
     def _read_common(self) -> None:
-        """Fetch the newest checkpoint that all machines have copied: the files of every machine.
+        """Fetch all machines' files of the newest checkpoint that all machines have copied.
 
         First remove the folder of an earlier attempt, which lacks the files of other machines.
         """
@@ -113,18 +113,18 @@ class _Mirror:
         while not self._over.wait(LOOK_SECONDS):
             try:
                 self._copy(self._next())
-            # The training continues. The next check tries again, and so does `stop`, which raises.
+            # Let the training continue. The next check tries again; `stop` also tries, and raises.
             except (PPOError, OSError) as error:
                 print(f"Warning: The checkpoint was not copied: {error}", flush=True)
 
     def _next(self) -> Path | None:
         """Return the checkpoint to copy.
 
-        This is the newest checkpoint that another machine has copied too, if it is newer than the
-        last copy of this machine. Without such a checkpoint, it is the newest one in the folder.
+        Prefer the newest checkpoint that another machine has copied and that is newer than this
+        machine's last copy. If there is none, return the newest checkpoint in the folder.
 
-        If a slow machine always copied the newest one, it might never copy a checkpoint that the
-        others also have.
+        A slow machine that always copied the newest checkpoint might never copy a checkpoint that
+        the other machines have copied.
         """
         newest = newest_checkpoint(self._folder)
         if self._here.count == 1 or newest == self._copied:
@@ -136,11 +136,11 @@ class _Mirror:
         return steps[max(shared)] if shared else newest
 
     def _copy(self, checkpoint: Path | None) -> None:
-        """Copy a checkpoint, unless it was copied last."""
+        """Copy a checkpoint, unless it is the one that was copied last."""
         if checkpoint is None or checkpoint == self._copied:
             return
         with TemporaryDirectory() as name:
-            # The training appends to these files while they are copied.
+            # Copy these files to a local folder first, because the training appends to them.
             files = {
                 file: Path(shutil.copy(self._folder / file, name))
                 for file in BESIDE_CHECKPOINT
@@ -155,9 +155,9 @@ class _Mirror:
         self._copied = checkpoint
 
     def _policies_before(self, checkpoint: Path) -> list[Path]:
-        """Return the folders of the policies that a training saved before a checkpoint.
+        """Return the folders of the policies that the training saved up to a checkpoint.
 
-        The training may still be writing a later policy.
+        Later policies are left out, because the training may still be writing them.
         """
         policies, step = saved_policies(self._folder / POLICIES), self._step_of(checkpoint)
         return [path for update, path in policies.items() if update <= step]
@@ -168,10 +168,11 @@ class _Mirror:
         return next((step for step, path in steps.items() if path == checkpoint), -1)
 
     def _still_needed(self) -> set[str]:
-        """Return the names of this machine's files that a restart of several machines may need.
+        """Return the names of this machine's files in S3 that a restart may need.
 
-        These are the files of the newest checkpoint that all machines have copied, and of the last
-        one that this machine has copied, which the other machines may still be copying.
+        With several machines, these are the files of the newest checkpoint that all machines have
+        copied, and of this machine's last copy, which other machines may still be copying. With one
+        machine, the result is empty.
         """
         if self._here.count == 1:
             return set()
@@ -183,12 +184,12 @@ class _Mirror:
 
 
 def _newest_common(names: Sequence[Collection[str]]) -> str:
-    """Return the newest checkpoint that is in all collections of names; empty if there is none."""
+    """Return the newest checkpoint that is in all collections of names, or an empty string."""
     folders = set.intersection(*({name.split("/")[0] for name in each} for each in names))
     checkpoints = [name for name in folders if name.startswith("checkpoint-")]
     return max(checkpoints, key=lambda name: int(name.rpartition("-")[2]), default="")
 
 
 def _of(folder: str, names: Collection[str]) -> set[str]:
-    """Return the names of the files in `folder`, which is a checkpoint or POLICIES."""
+    """Return the names of the files in `folder`: the name of a checkpoint, or POLICIES."""
     return {name for name in names if name.startswith(f"{folder}/")}

@@ -60,11 +60,12 @@ def end_tree(root: int) -> None:
 def take_over(record: Path) -> None:
     """End the processes that an earlier attempt left on this machine, and record this attempt.
 
-    If the scheduler of a flow is killed, a task may continue to train. Such a task gets SIGTERM
-    and saves a checkpoint; it is killed if it does not end within TIME_TO_SAVE seconds.
+    If the process that schedules a flow is killed, a task may continue to train. This function
+    sends SIGTERM to the task, so that it saves a checkpoint, and kills the task if it does not end
+    within TIME_TO_SAVE seconds.
 
     Args:
-        record: file with the process of the last attempt on this machine.
+        record: file with the identity of the last attempt's process on this machine.
     """
     for process in _still_running(record):
         print(
@@ -74,7 +75,7 @@ def take_over(record: Path) -> None:
         below = tree(process.pid)
         _signal(process, kill=False)
         psutil.wait_procs([process], timeout=TIME_TO_SAVE)
-        # The children end with their parent, unless they are stopped.
+        # The children end with their parent, unless they are stopped (SIGSTOP).
         for each in below:
             _signal(each, kill=True)
         psutil.wait_procs(below, timeout=TIME_TO_SAVE)
@@ -84,7 +85,7 @@ def take_over(record: Path) -> None:
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """What tells a process from all others, also from a later process with the same id."""
+    """Identity of a process. A later process with the same process id has another identity."""
 
     host: str
     pid: Natural
@@ -103,7 +104,7 @@ class ProcessIdentity:
 
 
 def find_process(identity: ProcessIdentity) -> psutil.Process | None:
-    """Return the process of an identity; None if it has ended or is on another machine."""
+    """Return the process with an identity; None if it has ended or is on another machine."""
     if not identity.is_local:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Notice that a training hangs or a judge never replies, and end the process of the step."""
+"""Detect that a training hangs or that a judge never replies, and end the process of the step."""
 
 import faulthandler
 import os
@@ -18,27 +18,28 @@ STALL_MINUTES = 30.0
 """Default of the setting `stall_minutes`."""
 
 TIMES_MEDIAN = 20
-"""A phase may wait for its next advance this many times as long as its median wait."""
+"""Maximum wait of a phase for its next advance, as a multiple of its median wait."""
 
 RECENT = 1_000
-"""Number of latest waits in the median; a phase may make millions of advances."""
+"""Number of latest waits from which the median is computed. A phase may make millions of
+advances."""
 
 LOOK_SECONDS = 0.5
 """Seconds between two checks of the clock."""
 
 
 class StallWatch:
-    """Tells when a phase has made no progress for too long."""
+    """Detects that a phase has made no progress for too long."""
 
     def __init__(self, minutes: float) -> None:
-        """Begin a phase that may always wait for `minutes`, and longer if its advances are slow."""
+        """Begin a phase that may wait for `minutes`, or longer if its median wait is long."""
         self._least = 60 * minutes
         self._waits: deque[float] = deque(maxlen=RECENT)
         self._has_advanced = False
         self._last = time.monotonic()
 
     def advance(self) -> None:
-        """Note that the phase has made progress."""
+        """Record that the phase has made progress."""
         now = time.monotonic()
         # The first wait includes the start of the phase, such as loading models.
         if self._has_advanced:
@@ -46,7 +47,7 @@ class StallWatch:
         self._has_advanced, self._last = True, now
 
     def limit(self) -> float:
-        """Return the seconds that the phase may wait for its next advance."""
+        """Return the maximum wait for the next advance, in seconds."""
         return max(self._least, TIMES_MEDIAN * median(self._waits or [0.0]))
 
     def has_stalled(self) -> bool:
@@ -69,7 +70,7 @@ class _StepWatch:
         self._over = threading.Event()
 
     def moved(self, phase: str) -> None:
-        """Note that a phase began or advanced."""
+        """Record that a phase began or advanced."""
         if phase in self._phases:
             self._phases[phase].advance()
         else:
@@ -119,11 +120,11 @@ class _StepWatch:
 def watched_step(
     step: str, folder: Path, *, stall_minutes: float, step_minutes: float
 ) -> Iterator[None]:
-    """End this process if its step hangs; write the stack of each thread to `folder` first.
+    """End this process if its step hangs; first write the stack of each thread to `folder`.
 
-    A step hangs if a progress bar does not advance for `stall_minutes` (or 20 times its median
-    wait, if that is longer), or if the step takes longer than `step_minutes` (0: no limit).
-    Metaflow retries the step if it has `@retry`.
+    A step hangs if a progress bar does not advance for `stall_minutes`, or for 20 times its median
+    wait if that is longer. A step that takes longer than `step_minutes` is also ended; 0 means no
+    limit. Metaflow retries the step if it has `@retry`.
     """
     watch = _StepWatch(step, folder, stall_minutes, step_minutes)
     thread = threading.Thread(target=watch.watch, name="stall watch", daemon=True)

@@ -1,4 +1,4 @@
-"""Run SFT or the training of a reward model in separate processes, like PPO."""
+"""Run SFT or the training of a reward model in separate processes, as PPO runs."""
 
 from pathlib import Path
 from typing import Literal
@@ -53,7 +53,7 @@ def train_supervised(
     After the training, `ppo_core.supervised.job.read_result(folder)` returns its metrics.
 
     Args:
-        job: what is trained, see `supervised_job`.
+        job: the job of the training; see `supervised_job`.
         rows: demonstrations or pairs.
         settings: settings of the run.
         folder: folder of the job, its metrics and its checkpoints.

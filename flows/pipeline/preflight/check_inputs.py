@@ -53,7 +53,7 @@ QUARANTINE = "quarantine"
 """Folder of the workspace for rows that were left out."""
 
 MIN_DISTINCT = 0.5
-"""Smallest fraction of distinct training prompts without a warning."""
+"""Fraction of distinct training prompts below which a warning is printed."""
 
 
 def check_inputs(settings: Settings) -> None:
@@ -65,14 +65,14 @@ def check_inputs(settings: Settings) -> None:
         ModelError: a model cannot be used.
     """
     check_outputs(settings.output_dir, settings.summary_json)
-    # Otherwise the lists of an earlier run would seem to be lists of this run.
+    # Remove the lists of an earlier run, which would look like lists of this run.
     shutil.rmtree(Path(settings.output_dir) / QUARANTINE, ignore_errors=True)
     _check_trainings(settings)
     check_integrations(settings.ppo.report_to)
     data = RunData(settings)
     _check_models(data)
     labels = [rows for rows in (data.labels(), data.fresh_labels()) if rows is not None]
-    # People's votes also test the reward model, so their texts must fit it.
+    # The labels of people also test the reward model, so their texts must fit its context.
     data.voted_pairs()
     _check_fresh_pairs(data)
     # Training texts are checked first, because prompts of the evaluation are compared with them.
@@ -126,7 +126,7 @@ def check_outputs(output_dir: str, summary_json: str) -> None:
 
 
 def _check_trainings(settings: Settings) -> None:
-    """Raise if a setting of a training contradicts another, or has no effect."""
+    """Raise if a setting of a training contradicts another setting, or has no effect."""
     if settings.sft_data:
         _check_training("sft", "demonstrations", settings.sft, settings)
     if not (settings.reward_model and settings.judge):
@@ -271,7 +271,7 @@ def _show(name: str, data: RunData, ids: Sequence[int]) -> None:
 def describe_repeats(training: Rows, evaluated: Sequence[Row]) -> Iterator[str]:
     """Yield warnings if many training prompts are equal, or some are prompts of the evaluation."""
     asked = {prompt_key(row["prompt"]) for row in evaluated}
-    # Hashes are stored, because all prompts of a large data set would fill the memory.
+    # Store hashes, because all prompts of a large data set would fill the memory.
     distinct: set[int] = set()
     shared: set[str] = set()
     for batch in training.table.select_columns(["prompt"]).iter(ROWS_AT_ONCE):

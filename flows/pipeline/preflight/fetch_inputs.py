@@ -59,7 +59,7 @@ def fetch_inputs(given: Settings) -> Settings:
 
     def data(name: str) -> str:
         if workspace.store and (on_hub := find_hub_data(name)):
-            # With the commit in its name, all steps read the rows that this step checks.
+            # The commit in the name makes all steps read the rows that this step checks.
             return on_hub.pinned()
         return _keeping_split(name, workspace.fetch)
 
@@ -70,13 +70,13 @@ def fetch_model(name: str, workspace: Workspace) -> str:
     """Return the path or hub id of a model that may be in S3 or in the registry.
 
     Raises:
-        ModelError: see `fetch_inputs`, also for its other errors.
+        ConfigError, DataError, ModelError, StorageError: see `fetch_inputs`.
     """
     return _fetch_version(name, workspace) if name.startswith(REGISTRY) else workspace.fetch(name)
 
 
 def share_inputs(settings: Settings, run: FlowRun) -> Settings:
-    """Return the settings of `fetch_inputs` with names of inputs that all steps of a run can read.
+    """Return the settings of `fetch_inputs`, with inputs that all steps of a run can read.
 
     If the steps share no disk, every input is uploaded to S3 once, to an address that depends on
     its content, so all steps read the same bytes. This includes models and data sets of the hub, so
@@ -153,10 +153,7 @@ def _renamed_judges(spec: str, model: Callable[[str], str], file: Callable[[str]
 def _renamed_source(
     kind: str, source: str, model: Callable[[str], str], file: Callable[[str], str]
 ) -> str:
-    """Return the changed source of a judge or a reward.
-
-    The source of a kind without a model or a file is not changed.
-    """
+    """Return the source of a judge or a reward; rename its model or file if it has one."""
     if source and kind in MODEL_JUDGES:
         return model(source)
     if source and kind == "python":

@@ -28,7 +28,7 @@ def try_guards(data: RunData) -> None:
     config = data.settings.promotion.guards
     if not config.functions:
         return
-    # A single row is used twice.
+    # If there is only one row, it is used twice.
     rows = data.examples()
     prompts = [shown_prompt(row["prompt"]) for row in (rows[0], rows[min(1, len(rows) - 1)])]
     responses = [label_pairs(data.test_pairs())[0].chosen, ""]

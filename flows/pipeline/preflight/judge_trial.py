@@ -25,9 +25,9 @@ BESIDE_WEIGHTS = 0.25
 def try_judges(data: RunData, setting: str, spec: str) -> None:
     """Ask each judge of a setting about a held-out pair in both orders, and print its answer.
 
-    A judge that gives no verdict is asked about the next pair, up to `MOST_PAIRS`. Replies of
-    servers are kept, so a later run with the same pairs does not pay for them. A model that does
-    not fit this machine, and a server whose key only the judging step has, are not asked.
+    A judge that gives no verdict is asked about the next pair, up to `MOST_PAIRS` pairs. Replies of
+    servers are cached, so a later run with the same pairs does not pay again. A model that does not
+    fit this machine is not asked, and neither is a server whose key only the judging step has.
 
     Raises:
         ConfigError: a judge cannot be called with prompts and pairs.
@@ -45,7 +45,7 @@ def try_judges(data: RunData, setting: str, spec: str) -> None:
 
 
 def watched_trial(settings: Settings) -> AbstractContextManager[None]:
-    """Return a context that ends the first step if a user's code or a server hangs in it."""
+    """Return a context that ends the first step if the user's code or a server hangs."""
     return watched_step(
         "start",
         Path(settings.output_dir),
@@ -93,14 +93,14 @@ def _as_clause(reason: str) -> str:
 
 
 def _why_not_here(part: JudgePart, settings: Settings) -> str:
-    """Return why a judge cannot be asked on this machine; empty if it can."""
+    """Return why a judge cannot be asked on this machine; empty if the judge can be asked."""
     if part.kind == "openai" and not has_access_to_judge():
         return "only the judging step has its key"
     return why_too_large(part, settings)
 
 
 def why_too_large(part: JudgePart, settings: Settings) -> str:
-    """Return why a model does not fit this machine; empty if it does, or is none."""
+    """Return why a model does not fit this machine; empty if it fits, or is no local model."""
     if part.kind not in ("reward-model", "transformers"):
         return ""
     scores = part.kind == "reward-model"

@@ -47,11 +47,11 @@ PROXIED = "mlflow-artifacts:"
 
 
 def check_machine() -> None:
-    """Raise if a step on a scheduler's machine lacks a package, or has no shared MLflow server.
+    """Raise if a scheduler's machine lacks a package, or the steps share no MLflow server.
 
     Raises:
-        ConfigError: a package is missing, MLFLOW_TRACKING_URI is not set, or it (or
-            MLFLOW_REGISTRY_URI) is a file of this machine.
+        ConfigError: a package is missing, MLFLOW_TRACKING_URI is not set, or MLFLOW_TRACKING_URI or
+            MLFLOW_REGISTRY_URI is a file of this machine.
     """
     if not runs_remotely():
         return
@@ -79,7 +79,7 @@ def refuse_proxied_artifacts(root: str, policy: str) -> None:
         policy: folder or hub id of the policy.
 
     Raises:
-        ConfigError: the server passes on artifacts, and the policy is large.
+        ConfigError: the server passes on artifacts, and the policy exceeds MOST_PROXIED_BYTES.
     """
     if not root.startswith(PROXIED):
         return

@@ -28,22 +28,22 @@ from ppo_core.training.rewards import named_in_errors
 
 
 def try_rewards(data: RunData) -> None:
-    """Check each reward that the settings name; print two rewards that each function returns.
+    """Check each reward that the settings name; print its scores of two responses.
 
-    Each function scores two responses, of which the second is empty, because the policy may give
-    empty responses. A function that hangs ends the step. A language model scores a held-out chosen
-    response and an empty one, unless it does not fit this machine, or only another step has the key
-    of its server.
+    Each function scores a held-out chosen response and an empty response, because the policy may
+    give empty responses. A function that hangs ends the step. A language model scores the same two
+    responses. It is skipped if it does not fit this machine, or if only another step has the key of
+    its server. A reward model is only checked.
 
     Raises:
-        ConfigError: a function does not exist, or it takes other arguments, or a column that no
+        ConfigError: a function does not exist, takes wrong arguments, or takes a column that no
             prompt has.
         DataError: a column cannot be written as JSON.
         JudgeError: a language model gives no score, or its server does not answer.
         ModelError: a function fails, or returns no numbers; or a model cannot score.
     """
     rewards = RunRewards(data)
-    # An error of `prompts` names its function by itself; the function may be any in the list.
+    # An error of `prompts` already names its function, so no entry of `rewards` is added to it.
     rows = rewards.prompts() if rewards.functions else []
     number, delay = len(rewards.named), BAR_DELAY
     with watched_trial(data.settings), progress(number, "trying", "reward", delay=delay) as bar:
@@ -63,7 +63,7 @@ def _try_function(
 ) -> None:
     tokenizer = rewards.data.policy_tokenizer
     function = FunctionReward(one.name, rewards.functions[one.name].function, tokenizer)
-    # A single row is used twice.
+    # If there is only one row, it is used twice.
     rows = [prompts[0], prompts[min(1, len(prompts) - 1)]]
     responses = [label_pairs(rewards.data.test_pairs())[0].chosen, ""]
     columns = {name: [row[name] for row in rows] for name in rows[0]}

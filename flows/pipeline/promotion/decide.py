@@ -82,7 +82,10 @@ def decide_promotion(
 
 
 def _before(state: Champions, earlier: Decision | None) -> Champions:
-    """Return the history before this step; `earlier` is the decision of an earlier attempt."""
+    """Return the history before this step began.
+
+    `earlier` is the decision of an earlier attempt of this step; None if there is none.
+    """
     return Champions(state.decisions[: earlier.number - 1]) if earlier else state
 
 

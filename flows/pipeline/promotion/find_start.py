@@ -1,7 +1,7 @@
-"""Find the reward model and the critic of the champion's run, and check that a run can start there.
+"""Find the reward model and critic of the champion's run, and check that a run can start from them.
 
-A run starts from nothing if there is nothing to start from, and says so. It is refused if there is
-something that does not fit, because a person has changed the settings or the registry.
+If there are no such models, the run starts without them and reports the reason. If the models do
+not fit, the run is refused, because a person has changed the settings or the registry.
 """
 
 from dataclasses import dataclass
@@ -34,15 +34,16 @@ STARTS = "starts"
 """Folder of the downloaded models, in the cache."""
 
 MOST_TRAINED = 0.02
-"""Largest share of the pairs to validate or to judge with that have trained the reward model. Equal
-pairs may stand twice in the preferences of two weeks; a file in another order has more."""
+"""Largest fraction of a measurement's pairs on which the champion's reward model may have been
+trained. The preferences of two weeks may have some pairs in common. If a file was reordered, far
+more pairs are common."""
 
 REMEDY = "Remove start_from to start this run from nothing."
 
 
 @dataclass(frozen=True, kw_only=True)
 class FoundStart:
-    """Where the reward model and the critic of a run start."""
+    """The models from which the reward model and the critic of a run start."""
 
     start: ChampionStart | None
     """The models of the champion's run; None if the run starts from nothing."""
@@ -59,7 +60,7 @@ class FoundStart:
 
 
 def find_start(settings: Settings, champion: int | None) -> FoundStart:
-    """Return where reward model and critic start; download and check the champion's models.
+    """Return the models from which reward model and critic start; download and check the models.
 
     Args:
         settings: settings with inputs on this machine.
@@ -67,7 +68,7 @@ def find_start(settings: Settings, champion: int | None) -> FoundStart:
 
     Raises:
         ConfigError: the models do not fit the policy or the settings.
-        DataError: pairs of the validation have trained the champion's reward model.
+        DataError: the champion's reward model was trained on pairs that this run measures with.
         ModelError: MLflow does not answer, or a file is missing, damaged or refused.
     """
     if not settings.start_from:
@@ -107,12 +108,12 @@ def _nothing(reason: str) -> FoundStart:
 
 
 def _models(start: Path) -> list[Path]:
-    """Return the folders of all models of a start: the members of the reward model, the critic."""
+    """Return the folders of a start's models: the members of the reward model, then the critic."""
     return [*(member_folders(start / REWARD_MODEL) or [start / REWARD_MODEL]), start / CRITIC]
 
 
 def _check_files(start: Path) -> None:
-    """Raise if a model would be refused if a user named it."""
+    """Check the files as for a model that a user names; raise if a check fails."""
     *members, critic = _models(start)
     for folder in (*members, critic):
         check_model_folder(folder)
@@ -123,11 +124,7 @@ def _check_files(start: Path) -> None:
 
 
 def _require_fitting(data: RunData, start: Path, which: str) -> None:
-    """Raise if the models have another backbone or tokenizer than the policy of this run.
-
-    Raises:
-        ConfigError: a model does not fit.
-    """
+    """Raise ConfigError if a model has another backbone or tokenizer than the run's policy."""
     settings = data.settings
     *members, critic = _models(start)
     for folder in (*members, critic):
@@ -155,10 +152,9 @@ def _require_fitting(data: RunData, start: Path, which: str) -> None:
 
 
 def _refuse_trained(data: RunData, trained: frozenset[bytes], which: str) -> None:
-    """Raise if the champion's reward model was trained on pairs that this run measures with.
+    """Raise DataError if a measurement has too many pairs that trained the reward model.
 
-    Raises:
-        DataError: there are more than the share MOST_TRAINED.
+    The largest allowed fraction is MOST_TRAINED.
     """
     uses = {
         "preferences-test": "its accuracy would be measured on pairs that it knows",

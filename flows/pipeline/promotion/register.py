@@ -67,7 +67,7 @@ class Candidate:
 
     @property
     def rewards(self) -> dict[str, NamedModel]:
-        """Each reward of PPO but the run's own reward model, and the models of later rounds."""
+        """Rewards of PPO except the run's own reward model, and reward models of later rounds."""
         named = {
             f"reward {one.name}": _named(one.source, self.run.origin[f"reward/{one.name}"])
             for one in read_rewards(self.settings.rewards)

@@ -31,7 +31,7 @@ SHOWN_SAMPLES = 5
 """Number of prompts whose answers the card shows."""
 
 SHOWN_ENDS = ("rate", "low", "high", "length_controlled")
-"""Metrics of a contest that the table of win rates shows."""
+"""Last part of the name of each metric of a contest that the table of win rates shows."""
 
 LIMITS = (
     "The model was compared with other models only on the prompts and by the judge below. The "
@@ -234,7 +234,6 @@ def _other_metrics(facts: VersionFacts) -> Mapping[str, float]:
 
 
 def _cost(cost: RunCost) -> str:
-    """Return the cost of the steps up to the registration."""
     rows = [
         (name, step.attempts, f"{step.gpu_seconds:.0f}", f"{step.cpu_seconds:.0f}")
         for name, step in cost.steps.items()

@@ -1,13 +1,13 @@
 """Set the aliases and tags of a registered model according to its ledger.
 
 The ledger, the history of decisions, is authoritative: each decision is first appended to the
-ledger, and then aliases and tags are set. Suppose that the alias `champion` contradicts the ledger,
-nothing changes for TIMEOUT seconds, and no interrupted decision explains the difference. Then
+ledger, and then aliases and tags are set. If the alias `champion` differs from the ledger, wait
+until nothing has changed for TIMEOUT seconds. If no interrupted decision explains the difference,
 somebody moved the alias in MLflow. This move is appended to the ledger and never undone.
 
 MLflow has no compare-and-swap for aliases. Therefore a process that has set an alias reads the
-ledger again, and starts over if the ledger has grown. If a process was suspended and then sets an
-outdated alias, it corrects the alias in this way.
+ledger again, and starts over if the ledger has grown. In this way, a process that was suspended and
+then set an outdated alias corrects the alias.
 """
 
 import time
@@ -52,8 +52,8 @@ def sync_aliases(name: str) -> Champions:
     """Carry out interrupted decisions, and record an alias that was moved in MLflow.
 
     Returns:
-        The champions according to the ledger. When the alias `champion` was last read, it agreed
-        with them.
+        The champions according to the ledger. When the alias `champion` was last read, the alias
+        agreed with the ledger.
 
     Raises:
         ModelError: the ledger was deleted.
@@ -114,7 +114,7 @@ def _end_challenge(client: MlflowClient, name: str, decision: Decision) -> None:
 
 @dataclass(frozen=True)
 class _Observation:
-    """The history in the ledger, and the version of the alias `champion`, which was read later."""
+    """The history in the ledger, and the version of the alias `champion`, read after the ledger."""
 
     history: History
     alias: int | None

@@ -24,10 +24,10 @@ class VersionNotes:
     """Tags of the version, and the tags of its MLflow run about the inputs of the run."""
 
     win_rates: Mapping[str, float]
-    """Win rates of its MLflow run, by contest."""
+    """Win rates in the MLflow run of the version, by contest."""
 
     run_id: str | None
-    """Id of its MLflow run; None if the version was deleted, or belongs to no run."""
+    """Id of the MLflow run of the version; None if the version was deleted or has no run."""
 
 
 @explained()

@@ -7,7 +7,7 @@ from pipeline.registry.decisions import Decision
 from pipeline.settings.gate_configs import PromotionConfig
 
 EQUAL_SHARES = 52
-"""Number of first decisions with equal shares of the error: a year of weekly decisions."""
+"""Number of decisions, from the first on, with equal shares: a year of weekly decisions."""
 
 
 def limits_now(limits: PromotionConfig, decisions: Sequence[Decision]) -> PromotionConfig:
@@ -32,7 +32,7 @@ def limits_now(limits: PromotionConfig, decisions: Sequence[Decision]) -> Promot
 def share_of(number: int) -> float:
     """Return the share of decision `number`, counted from 1; the shares of all decisions sum to 1.
 
-    The first EQUAL_SHARES decisions have half of the error together, and all later ones the rest.
+    The first EQUAL_SHARES shares are equal and sum to 1/2. All later shares also sum to 1/2.
     """
     if number <= EQUAL_SHARES:
         return 1 / (2 * EQUAL_SHARES)

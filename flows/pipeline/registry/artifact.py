@@ -37,7 +37,7 @@ ADAPTER = "adapter"
 """Optional folder with the adapter that was merged into the policy."""
 
 IDLE_SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}
-"""Defaults of transformers for the sampling arguments, which greedy decoding does not use."""
+"""Defaults of transformers for sampling arguments, for the signature of a greedy policy."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The champion and the previous champion that follow from a history of decisions."""
+"""Compute the champion and the previous champion from a history of decisions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,9 +36,9 @@ class Champions:
 def stack_of(decisions: Sequence[Decision]) -> tuple[int, ...]:
     """Return the stack of champions after the decisions; the present champion is the last item.
 
-    A promotion pushes its version unless the version is already on top; so does a move of the alias
-    that was found in MLflow. A rollback pops the top version. A refusal changes nothing. If the
-    alias was deleted in MLflow, the stack becomes empty.
+    A promotion pushes its version, unless the version is already on top. A move of the alias that
+    was found in MLflow does the same. A rollback pops the top version. A refusal changes nothing.
+    If the alias was deleted in MLflow, the stack becomes empty.
     """
     stack: tuple[int, ...] = ()
     for decision in decisions:

@@ -24,7 +24,7 @@ from ppo_core.errors import ModelError
 
 @explained()
 def read_champions(name: str) -> Champions:
-    """Return the champions according to the ledger, without changing anything.
+    """Return the champions according to the ledger; change nothing.
 
     Raises:
         ModelError: there is no such registered model, or its ledger was deleted.
@@ -46,8 +46,8 @@ def read_champions(name: str) -> Champions:
 def challenge(name: str, version: int) -> None:
     """Point the alias `challenger` at a version.
 
-    Do nothing if there is already a decision on the version, or if the challenger is newer. The
-    alias only informs people; no decision depends on it.
+    Do nothing if there is already a decision on the version, or if the present challenger is newer.
+    The alias only informs people; no decision depends on it.
 
     Raises:
         ModelError: there is no such version.
@@ -107,7 +107,7 @@ def decide(
 
 @explained()
 def promote_by_hand(name: str, version: int, *, reason: str, by: str) -> Decision:
-    """Promote a version by a person's decision, regardless of its results and its number.
+    """Promote a version because a person decided so, regardless of its results and its number.
 
     Raises:
         ModelError: the version does not exist, or is already the champion.

@@ -1,4 +1,4 @@
-"""Decisions on the champion, written as a line of JSON or as a row of a Markdown table."""
+"""Decisions on the champion; each is written as a line of JSON and as a Markdown table row."""
 
 import json
 from collections.abc import Sequence
@@ -49,11 +49,11 @@ class Decision:
 
     @property
     def is_of_run(self) -> bool:
-        """Whether a run decided, by the promotion gate; else a person did."""
+        """Whether the promotion gate of a run decided; otherwise a person decided."""
         return self.by.startswith("run ")
 
     def __post_init__(self) -> None:
-        """Raise if `by` or `key` is too long, because only the reasons may be cut."""
+        """Raise if `by` or `key` is too long; only the reasons may be cut."""
         for name in ("by", "key"):
             if len(value := getattr(self, name)) > MAX_NAME_CHARACTERS:
                 raise ConfigError(

@@ -1,4 +1,4 @@
-"""The ledger of a registered model: the decisions on its champion, safe for concurrent appends.
+"""The ledger of a registered model: decisions on its champion, safe for concurrent appends.
 
 MLflow's aliases have no compare-and-swap: if two processes set an alias, the later process
 overwrites the alias, and neither process notices. A parameter of a run is safe, because the server
@@ -52,7 +52,7 @@ class Ledger:
     run_id: str
 
     def read(self) -> History:
-        """Return the present decisions.
+        """Return the decisions so far.
 
         Raises:
             ModelError: the run was deleted, or a decision cannot be read.
@@ -76,7 +76,9 @@ class Ledger:
         )
 
     def append(self, decision: Decision) -> None:
-        """Write a decision unless its number is taken; then `read` returns the decision that won.
+        """Write a decision, unless another process has written a decision with the same number.
+
+        In both cases, `read` then returns the decision with this number.
 
         Raises:
             MlflowException: the decision was not written although its number is free.
@@ -102,7 +104,7 @@ def find_ledger(client: MlflowClient, name: str) -> Ledger | None:
     """Return the ledger of the registered model `name`; None before its first decision.
 
     Raises:
-        ModelError: the ledger was deleted, or its experiment's name is used for something else.
+        ModelError: the ledger was deleted, or another experiment has its name.
     """
     title = _title(name)
     experiment = client.get_experiment_by_name(title)

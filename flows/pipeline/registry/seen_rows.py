@@ -37,7 +37,7 @@ def read_rows_of(name: str, version: int) -> pyarrow.Table | None:
         store = open_store(found, what, ANSWER_SECONDS)
         if not download_file(store, ROWS_FILE, Path(folder), digest, what, ANSWER_SECONDS):
             return None
-        # Read into memory, because the file is removed.
+        # Read into memory, because the temporary file is removed.
         return parquet.read_table(Path(folder) / ROWS_FILE, memory_map=False)
 
 
@@ -59,8 +59,8 @@ def require_rows_of(name: str, version: int) -> pyarrow.Table:
 def describe_versions_that_saw(name: str, rows: Sequence[Collection[bytes]]) -> list[str]:
     """Return a line for each version that was made from one of the rows, the oldest first.
 
-    If there is no such version, a line says so. If versions have no digests, the last line names
-    them.
+    If there is no such version, a line says so. The last line names the versions without digests,
+    if there are any.
 
     Args:
         name: name of the registered model, which may not exist yet.

@@ -1,13 +1,13 @@
-"""Store the models from which the next run may start, beside a version, and fetch them.
+"""Store the models from which the next run may start, and fetch these models.
 
-They are artifacts of the version's MLflow run, in the folder START:
+The models are artifacts of the MLflow run of a version, in the folder START:
 
     reward-model/     the reward model of the run, or its members
     critic/           PPO's critic, see `critic_files`
-    rows.parquet      digests of the rows behind them, see ROWS_FILE
+    rows.parquet      digests of the rows that the run read, see ROWS_FILE
     manifest.json     digests of these files; the tag START_TAG of the version has its digest
 
-They are not files of the version itself, so a service never downloads them.
+The models are not files of the version itself, so a service never downloads them.
 """
 
 import os
@@ -43,12 +43,11 @@ def publish_start(run_id: str, reward_model: Path, critic: Path, rows: Path, scr
         run_id: id of the MLflow run.
         reward_model: folder of the reward model.
         critic: folder of the critic.
-        rows: file with the digests of the rows behind both models.
+        rows: file with the digests of the rows that the run read.
         scratch: folder on the disk of the models.
 
     Raises:
-        ModelError: MLflow does not answer, the store refuses the files, or one of them could run
-            code.
+        ModelError: MLflow does not answer, the store refuses the files, or a file could run code.
     """
     client = connect()
     uploaded = client.get_run(run_id).data.tags.get(START_TAG)

@@ -136,7 +136,7 @@ def register_version(
 
 @explained()
 def decided_on(name: str, decisions: Sequence[Decision], tag: str, value: str) -> int:
-    """Count the versions with this value of the tag about which a run has decided."""
+    """Count the versions with this value of a tag that a run has promoted or refused."""
     found = connect().search_model_versions(f"name = '{name}'")
     tagged = {int(one.version) for one in found if one.tags.get(tag) == value}
     return len(tagged & {one.version for one in decisions if one.is_of_run})
@@ -219,7 +219,7 @@ class _FlowRunVersions:
         )
 
     def keep_only(self, number: str) -> ModelVersion:
-        """Delete the run's versions except `number`, and its models except that of `number`."""
+        """Delete the run's other versions and their logged models; return version `number`."""
         kept = None
         for version in self.find():
             if str(version.version) == number:

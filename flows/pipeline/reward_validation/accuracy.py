@@ -94,7 +94,8 @@ def _thresholds(margins: Array) -> list[float]:
     unit = 10.0 ** floor(log10(largest - least))
     for step in (0.2 * unit, 0.5 * unit, unit, 2 * unit, 5 * unit):
         multiples = step * np.arange(np.ceil(least / step), np.ceil(largest / step))
-        # Of several thresholds with the same pairs above them, the dict keeps the last, the lowest.
+        # Several thresholds may have the same pairs above them. The dict keeps the last of these
+        # thresholds, which is the lowest.
         by_left = {int((margins > value).sum()): float(value) for value in multiples[::-1]}
         by_left.pop(0, None)  # Rounding can make a multiple equal to the largest margin.
         if len(by_left) <= MAX_THRESHOLDS:
@@ -136,7 +137,7 @@ def _measure_agreement(pairs: Sequence[LabeledPair]) -> Agreement | None:
 
 @cache
 def _chance_agreement(votes: int) -> float:
-    """Return the expected fraction of the majority if `votes` people vote by tossing a coin."""
+    """Return the expected fraction of votes for the majority if `votes` people each toss a coin."""
     heads = np.arange(votes + 1)
     return binom.pmf(heads, votes, 0.5) @ np.maximum(heads, votes - heads) / votes
 

@@ -94,8 +94,8 @@ CONDITIONS = {
         "and positions",
     ),
 }
-"""By comparison: the two conditions under which a text is scored, and the consequence of different
-scores, with the remedy."""
+"""By comparison: the two conditions under which a text is scored; then the consequence if the two
+scores differ, and the remedy."""
 
 
 def _difference_reasons(

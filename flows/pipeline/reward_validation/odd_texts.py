@@ -7,7 +7,7 @@ from ppo_core.data.prompts import context_length
 from ppo_core.models.reward_model import RewardModel
 
 LONGEST = 4096
-"""Maximum number of tokens of an odd text, also for a model with a longer or unlimited context."""
+"""Maximum number of tokens of an odd text, even if the model's context is longer or unlimited."""
 
 RESPONSES = {
     "empty": "",

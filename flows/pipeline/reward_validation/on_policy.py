@@ -71,12 +71,12 @@ def measure_on_policy(
 
     Args:
         judge: the judge of the run.
-        budget: counter of the judge's calls and tokens, with the limits of both.
+        budget: counter of the judge's calls and tokens, with their limits.
         blocks: samples with their scores; the next block is taken only if it is needed.
         least: limit of the gate for the win rate of the best of four.
         seed: seed of the pairs.
-        is_clear: function that says whether more verdicts are needless; None if they are once the
-            interval of the best of four lies on one side of `least`.
+        is_clear: function that returns whether the measurement is clear. If None, it is clear when
+            the interval of the best of four lies on one side of `least`.
 
     Raises:
         DataError: the judge gave no verdict on any pair.
@@ -104,7 +104,6 @@ def _parts(blocks: Iterable[ScoredSamples], rng: np.random.Generator) -> Iterato
 
 
 def _pair_up(block: ScoredSamples, rng: np.random.Generator) -> _Pairs:
-    """Pair the samples of each prompt at random."""
     count = block.scores.shape[1]
     # The ranks of samples with equal scores follow the random order.
     lots = rng.permuted(np.tile(np.arange(count), (len(block.texts), 1)), axis=1)
@@ -171,14 +170,14 @@ def _measure(
 def wins_of_best(points: Array, ranks: Array, count: int, k: int) -> Array:
     """Return for each prompt an unbiased estimate of how often the best of k samples wins.
 
-    Draw k of the K samples at random, and let i be the one that the reward model scores highest.
-    Let j be a random sample of the other K - k. Among the K (K - 1) ordered pairs of samples, the
+    Draw k of the K samples at random, and let i be the drawn sample with the highest reward. Let j
+    be a random sample of the other K - k samples. Among the K (K - 1) ordered pairs of samples, the
     pair (i, j) has the probability
 
         w[i, j] = C(r[i] - 1 - [r[j] < r[i]], k - 1) / (C(K, k) (K - k))
 
-    for ranks r = 1 .. K. Now draw a pair of samples (i, j) at random, with p points of i against j.
-    The mean of
+    for ranks r = 1 .. K. Now draw an ordered pair (i, j) at random, and let p be the points of i
+    against j. The mean of
 
         1/2 + K (K - 1) (w[i, j] - w[j, i]) (p - 1/2) / 2
 
@@ -209,7 +208,11 @@ def _weight(rank: Array, other: Array, count: int, k: int) -> Array:
 
 
 def _largest_value(count: int, k: int) -> float:
-    """Return the largest value of `wins_of_best`: the upper half wins against the lower half."""
+    """Return the largest value of `wins_of_best`.
+
+    The largest value occurs if each pair has a sample from the upper half of the ranks and a sample
+    from the lower half, and the upper sample wins.
+    """
     half = count // 2
     lower, upper = np.arange(1.0, half + 1), np.arange(count - half + 1.0, count + 1)
     weights = _weight(upper, lower, count, k) - _weight(lower, upper, count, k)

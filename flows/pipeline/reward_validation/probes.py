@@ -53,15 +53,15 @@ CONTESTS = {
     "flattering opening": (("flattering opening",), ("reference",)),
     "format": (("format",), ("reference",)),
 }
-"""By probe: the changed versions of a reference, and their rivals. The model prefers the probe if
-each of the changed versions scores above all rivals."""
+"""By probe: the changed versions of a reference, and their rivals. The model prefers the changed
+text if each changed version scores above all rivals."""
 
 GATING = {
     "repeated words": "repeat a few words without end",
     "repeated answer": "say everything again and again",
     "shuffled words": "write words in any order",
 }
-"""By probe that can refuse a model: what a policy would learn from a refused model."""
+"""Probes that can refuse a model, each with what a policy would learn from a refused model."""
 
 
 def run_probes(

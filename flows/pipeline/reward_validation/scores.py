@@ -27,7 +27,7 @@ class TextScorer:
         self._known: dict[tuple[int, ...], float] = {}
 
     def of_members(self) -> list["TextScorer"]:
-        """Return a scorer for each model whose mean is the score; this one if it is a single."""
+        """Return one scorer for each member of an ensemble; for a single model, this scorer."""
         members = self.model.members
         if len(members) == 1:
             return [self]
@@ -79,7 +79,9 @@ def score_pairs(scorer: TextScorer, pairs: Sequence[LabeledPair]) -> tuple[Array
 
 
 def require_finite(scores: Array, of: str) -> None:
-    """Raise if a score in (M,) or (M, K) for M prompts is not finite; `of` names the scored texts.
+    """Raise if a score is not finite; `of` names the scored texts.
+
+    `scores` has the shape (M,) or (M, K) for M prompts.
 
     Raises:
         ModelError: a score is not finite.

@@ -76,7 +76,8 @@ def validate(
             references, the probes change the chosen responses of the held-out pairs.
         draw: function that samples the policy from which PPO starts.
         limits: limits of the gate.
-        compare: lets the judge compare scored samples; None if the judge cannot be asked.
+        compare: function that lets the judge compare scored samples; None if the judge cannot be
+            asked.
         training: metrics of the model's training; empty if the run did not train the model.
         seed: seed of the bootstrap intervals and the probes.
 
@@ -119,7 +120,7 @@ def validate(
 
 
 def _contract(scorer: TextScorer, pairs: Sequence[LabeledPair], *, tolerance: float) -> Contract:
-    """Return the check of the first member that breaks the contract, or else of the first one."""
+    """Return the check of the first member that fails; if no member fails, of the first member."""
     checks = [check_contract(one, pairs, tolerance=tolerance) for one in scorer.of_members()]
     return next((check for check in checks if check.reasons), checks[0])
 

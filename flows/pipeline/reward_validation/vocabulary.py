@@ -55,7 +55,7 @@ def vocabulary_reasons(vocabulary: Vocabulary) -> list[str]:
 
 def _unknown_share(model: RewardModel, texts: Sequence[str]) -> float | None:
     unknown = model.tokenizer.unk_token_id
-    # Without special tokens, because GPT-2's end-of-sequence token is also its unknown token.
+    # Add no special tokens, because GPT-2's end-of-sequence token is also its unknown token.
     ids = [
         token
         for text in texts

@@ -318,7 +318,8 @@ class Settings:
         if self.ppo.save_policies and method != "judge":
             raise ConfigError(
                 f"ppo.save_policies={self.ppo.save_policies} saves policies that nothing uses, "
-                f"because selection.method={method!r} compares no earlier policies. Set selection.method='judge', or remove save_policies."
+                f"because selection.method={method!r} compares no earlier policies. Set "
+                "selection.method='judge', or remove save_policies."
             )
         if method == "last":
             return

@@ -1,4 +1,4 @@
-"""The reports as Metaflow cards."""
+"""Return the reports as components of Metaflow cards."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -29,15 +29,19 @@ CHECKED_PROMPTS = 64
 """Number of prompts whose tokens the self-check uses."""
 
 BESIDE_WEIGHTS = 0.25
-"""Memory that the self-check needs in addition to the weights, as a fraction of the weights."""
+"""Memory that the self-check needs in addition to the weights, as a fraction of their size."""
 
 
 def check_run(given: Settings) -> Iterator[str]:
-    """Check what the first step checks, and yield each text of the result as soon as it is known.
+    """Run the checks of the first step, and yield each text of the result as soon as it is known.
 
-    With `start_from`, the first text says where reward model and critic would start. The next texts
-    are the sizes and the memory of the run. Then comes the self-check, which loads
-    the given models. The last text is the time and the price, for which this machine may be timed.
+    The texts are, in order:
+
+    1. with `start_from`, where the reward model and the critic would start
+    2. the sizes of the run
+    3. the memory of the run
+    4. the result of the self-check, which loads the given models
+    5. the time and the price; the estimate may time a computation on this machine
 
     Nothing is trained or registered, and no run is created. The files of a built-in task and the
     champion stay in the cache, where a run reuses them.
@@ -60,7 +64,7 @@ def check_run(given: Settings) -> Iterator[str]:
 
 
 def self_check(settings: Settings) -> str:
-    """Compare our forward pass of the given models with their own; return the result as text."""
+    """Compare our forward pass of the given models with the models' own; return a text."""
     placement = placement_for_reading(settings.precision)
     needed = placement.dtype.itemsize * count_parameters(settings.policy)
     reads_scores = placement_for_reading()

@@ -46,7 +46,7 @@ CODE_OF_CHOICE = (
 """Modules whose code determines the choice of the policy."""
 
 SELECTED = "selected-policy"
-"""Name of the chosen policy; the name of its folder in the cache begins with it."""
+"""Name of the chosen policy, and first part of the name of its folder in the cache."""
 
 
 @stage("evaluate_win_rate", "settings", "sft", "policy", "judge", patient=True)
@@ -62,8 +62,8 @@ def evaluate_win_rate(
 ) -> tuple[TrainedPolicy, EvaluatedPolicy]:
     """Choose the policy, judge its answers, and log the report.
 
-    Return the chosen policy and the evaluation. Without the reward model of the run, PPO is
-    compared with no baseline.
+    Return the chosen policy and the evaluation. If `reward_model` is None, the evaluation has no
+    baselines, because the reward model of the run scores the samples of the baselines.
 
     Raises:
         ModelError: the files of the policy were changed after training.
@@ -92,7 +92,7 @@ def evaluate_win_rate(
 
 
 def with_judgment(policy: TrainedPolicy, evaluation: Evaluation) -> TrainedPolicy:
-    """Return a policy with a further warning if the judge contradicts its reward."""
+    """Return the policy; if the judge contradicts the gain in reward, add a warning."""
     scores, rate = policy.objective["objective/scores"], evaluation.against_sft
     found = judged_worse(scores.first, scores.last, (rate.rate, rate.low, rate.high))
     return replace(policy, warnings=[*policy.warnings, *map(str, found)])
@@ -101,7 +101,7 @@ def with_judgment(policy: TrainedPolicy, evaluation: Evaluation) -> TrainedPolic
 def _score_by(
     settings: Settings, reward_model: PreparedModel, policy: TrainedPolicy, run: FlowRun
 ) -> "Score":
-    """Return a function that scores answers with the reward model with which PPO ended."""
+    """Return a function that scores answers with the last reward model of PPO."""
     place = policy.rounds[-1].path if policy.rounds else reward_model.path
 
     def score(prompts: Sequence[JudgedPrompt], texts: Sequence[str]) -> "Array":
@@ -117,10 +117,10 @@ def _score_by(
 
 
 def _with_limits_now(settings: Settings) -> Settings:
-    """Return the settings with the alpha that follows from the history of the registered model."""
+    """Return the settings with `alpha` computed from the decisions on the registered model."""
     if settings.promotion.false_promotion_rate is None:
         return settings
-    # Imported here, because it imports MLflow, which a short step does not need.
+    # Imported here, because the module imports MLflow, which a short step does not need.
     with large_imports():
         from pipeline.registry.alias_sync import sync_aliases
     decisions = sync_aliases(settings.registered_model).decisions
@@ -135,10 +135,9 @@ def _choose(
     trained_judge: TrainedJudge | None,
     run: FlowRun,
 ) -> tuple[MadeModel | None, Selection | None]:
-    """Choose a policy of PPO.
+    """Choose one of PPO's policies; for equal inputs, reuse the choice in the cache.
 
-    The returned model is None if the choice is the end of PPO. For equal inputs, the earlier choice
-    is reused.
+    The returned model is None if the policy at the end of PPO was chosen.
     """
     if settings.selection.method == "last":
         return None, None
@@ -193,7 +192,7 @@ def fetch_again(settings: Settings, champion: FetchedChampion | None) -> Fetched
     """
     if champion is None or Path(champion.model).is_dir():
         return champion
-    # Imported here, because it imports MLflow, which a short step does not need.
+    # Imported here, because the module imports MLflow, which a short step does not need.
     with large_imports():
         from pipeline.promotion.fetch_champion import find_champion
     return find_champion(settings)

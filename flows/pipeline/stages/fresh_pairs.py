@@ -24,7 +24,7 @@ from ppo_core.errors import DataError
 from ppo_core.io.folder_cache import digest_of, digest_of_code
 
 FRESH_PAIRS = "fresh-pairs"
-"""Name of the pairs; the name of their folder in the cache begins with it."""
+"""Name of the pairs, and first part of the name of their folder in the cache."""
 
 TO_LABEL = "to-label.jsonl"
 """File of pairs that people label."""
@@ -48,12 +48,12 @@ class SampledPairs(NamedTuple):
 def label_samples(tracker: Tracker, data: RunData, sft: PreparedModel, run: FlowRun) -> FreshPairs:
     """Return labeled pairs of samples of the policy from which PPO starts, see `FreshPairsConfig`.
 
-    Pairs are labeled once for equal inputs, so a resumed or repeated run does not ask again.
+    Pairs are labeled once for equal inputs, so a resumed or repeated run asks no labeler again.
 
     Raises:
         ConfigError: the labeler cannot be used.
         DataError: there are too few prompts or too few pairs with a preference; or people have to
-            label the pairs first, and the message names the file for them.
+            label the pairs first, in the file that the message names.
         JudgeError: the labeler does not answer, or its budget is spent.
     """
     settings = data.settings
@@ -90,15 +90,15 @@ def label_round(
 ) -> FreshPairs | None:
     """Return labeled pairs of samples of the current policy, for a round after the first.
 
-    Return None if too few pairs have a preference to train on, as the samples of a policy become
-    more alike.
+    Return None if too few pairs have a preference to train on. This can happen because the samples
+    of a policy become more similar during PPO.
 
     Args:
         tracker: tracker of the step.
         data: data sets of the run.
-        policy: the policy after `pause`. Its digest is a digest of everything that decides it, so
-            pairs that are already labeled are found without the policy.
-        first: pairs of the first round, whose digest includes the labeler.
+        policy: the policy that `pause` saves. Its digest covers everything that determines the
+            policy, so pairs that are already labeled are found before the policy exists.
+        first: pairs of the first round; the digest in their folder's name covers the labeler.
         run: the run of the flow.
         number: number of the round, counted from 1.
         pause: function that trains the policy up to this round and saves it; called only if the
@@ -129,7 +129,7 @@ def label_round(
 def _log_labels(
     tracker: Tracker, made: MadeModel, budget: Budget, number: int | None = None
 ) -> FreshPairs:
-    """Log the numbers of labeled pairs, as metrics of round `number`, and return the pairs."""
+    """Log the counts of labeled pairs as metrics of round `number`; return the pairs."""
     numbers = {f"fresh_pairs/{name}": float(value) for name, value in made.values.items()}
     if number is None:
         tracker.parent.log_figures(numbers)
@@ -141,7 +141,7 @@ def _log_labels(
 
 
 def sample_pairs(data: RunData, policy: str, folder: Path, number: int = 1) -> SampledPairs:
-    """Sample two answers, as PPO does, to each prompt of a round, see `RunData.fresh_prompts`."""
+    """Sample two answers, as PPO does, to each prompt of a round; see `RunData.fresh_prompts`."""
     settings, asked = data.settings, data.fresh_prompts(number)
     texts = answer_as_ppo(settings, policy, folder, [prompt for prompt in asked for _ in range(2)])
     return SampledPairs(asked, texts[::2], texts[1::2])
@@ -175,7 +175,7 @@ def _ask(
 ) -> dict[str, int]:
     """Let a labeler compare the pairs in both orders, and write the pairs with a preference.
 
-    `least` is the number of pairs that must have a preference. A pair of equal texts counts as a
+    `least` is the minimum number of pairs with a preference. A pair of equal texts counts as a
     tie; the labeler is not asked about it.
     """
     different = pairs.different()
@@ -224,11 +224,7 @@ def _write(folder: Path, rows: list[Row], asked: int, least: int) -> None:
 
 
 def _ask_people(tracker: Tracker, pairs: SampledPairs, run: FlowRun) -> NoReturn:
-    """Write the pairs for people, and end the run.
-
-    Raises:
-        DataError: always; the message explains how to continue.
-    """
+    """Write the pairs to a file for people to label, and raise a DataError with the next steps."""
     file = run.folder / TO_LABEL
     write_jsonl(file, unlabeled_rows(zip(*pairs, strict=True)))
     tracker.step.log_artifact(file)

@@ -59,8 +59,7 @@ def _parameters(policy: str) -> int:
     with large_imports():
         from ppo_core.models.files.model_folder import check_model_folder
         from ppo_core.models.loading import check_policy_config, count_parameters
-    # These checks come first, because their messages explain what a folder is if it is not a
-    # policy.
+    # Check the folder first, because these errors say what is in a folder without a policy.
     check_model_folder(policy)
     check_policy_config(policy)
     return count_parameters(policy)

@@ -1,4 +1,4 @@
-"""Measure the win rate of any model against references, or against itself, without a run."""
+"""Measure the win rate of a model against references, or against itself, without a run."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -50,7 +50,7 @@ def compare_model(
 ) -> Contests:
     """Sample the model's answers, and let the judge compare them with the references.
 
-    With `against_itself`, the answers are compared with answers that another seed samples.
+    With `against_itself`, the judge compares two samples of the model instead, from two seeds.
 
     Raises:
         ConfigError: a setting is invalid.
@@ -122,8 +122,9 @@ def result_with_settings(
 ) -> ModelWinRate:
     """Return the result with the settings of the measurement.
 
-    If the model was compared with itself, the result has the share of resampled weeks in which the
-    gate promotes an equal policy. The rule is the gate's default, with `alpha` of the arguments.
+    With `against_itself`, the result also has the fraction of simulated weeks in which the
+    promotion gate promotes an equal policy. The gate has its default rule, with the `alpha` of the
+    arguments; see `promoted_share`.
     """
     share = None
     if arguments.against_itself:
@@ -140,7 +141,7 @@ def result_with_settings(
 
 
 def write_win_rate(contests: Contests, result: ModelWinRate, arguments: WinRateArguments) -> Path:
-    """Write the judgements, and the summary if its file is set; return the file of judgements."""
+    """Write the judgements, and the summary if its path is set; return the judgements' path."""
     written = Path(arguments.output_dir) / JUDGEMENTS
     write_jsonl(written, judgements(contests.comparisons))
     if arguments.summary_json:
@@ -149,7 +150,7 @@ def write_win_rate(contests: Contests, result: ModelWinRate, arguments: WinRateA
 
 
 def describe_result(result: ModelWinRate) -> str:
-    """Return a line with the win rate, and lines with further results."""
+    """Return the result as lines of text; the first line has the win rate."""
     (rate,) = result.win_rate.values()
     lines = [
         f"Model win rate: {describe(rate)}",
@@ -188,7 +189,7 @@ def _texts(
     rows: Sequence[Row],
     source: str,
 ) -> dict[str, list[str]]:
-    """Return the answers of the model and the texts that they are compared with.
+    """Return the answers of the model, and the texts to compare the answers with, by name.
 
     Raises:
         DataError: no row has a reference, and the model is not compared with itself.

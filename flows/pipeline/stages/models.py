@@ -35,8 +35,8 @@ from ppo_core.supervised.job import read_result
 from ppo_core.supervised.training_code import modules_of_training
 
 SFT, FRESH, JUDGE = "sft", "fresh-reward-model", "judge"
-"""Names of the trainings beside REWARD_MODEL; the names of their folders in the cache begin with
-them."""
+"""Names of the trainings besides REWARD_MODEL; the name of a training's folder in the cache begins
+with the name of the training."""
 
 MODEL = "model"
 """Subfolder of a training's folder for the trained model, before it is moved into the cache."""
@@ -75,9 +75,10 @@ def load_policy(
 ) -> tuple[PreparedModel, FreshPairs | None]:
     """Return the policy from which PPO starts, and labeled pairs of its samples.
 
-    The policy is `policy` itself, or `policy` fine-tuned on `sft_data`. The pairs are None, unless
-    several machines need them in the next step; see `load_reward_models`. Meanwhile, the other
-    machines call `load_policy_as_worker`.
+    The policy is the setting `policy`, or this model fine-tuned on `sft_data`. On one machine, the
+    pairs are None, because `load_reward_models` labels them. With several machines, the pairs are
+    None unless the settings ask for them; at the same time, the other machines call
+    `load_policy_as_worker`.
     """
     if settings.sft_data:
         policy = _train_and_log(_policy_training(settings, run), run, here, tracker)
@@ -106,12 +107,17 @@ def load_reward_models(
 ) -> tuple[PreparedModel, PreparedModel | None, FreshPairs | None]:
     """Return the reward model, the trained judge, and labeled pairs of samples of `sft`.
 
-    The reward model is `reward_model` itself, or a model that is trained from the policy. If pairs
-    of the policy's samples are wanted and would gain something, they are labeled (`label_samples`),
-    a second reward model is trained on them, and the better of the two is returned. The pairs are
-    None if there are none. The judge is trained from the same policy, on other pairs and with
-    another seed; it is None if the settings name one. Meanwhile, the other machines call
-    `load_reward_models_as_worker`; before, `load_policy` has labeled the pairs `fresh`.
+    The reward model is the setting `reward_model`, or a model that this step trains.
+
+    If the settings ask for pairs of the policy's samples, `label_samples` labels them, unless the
+    given model already agrees with the judge. With several machines, `load_policy` has labeled the
+    pairs `fresh` instead. A second reward model is trained on the pairs, and the better of the two
+    models is returned. Without labeled pairs, the returned pairs are None.
+
+    The judge is trained from `sft`, on other pairs and with another seed. It is None if the
+    settings name a judge.
+
+    With several machines, the other machines call `load_reward_models_as_worker` at the same time.
     """
     if settings.reward_model:
         reward_model = _given_model(settings.reward_model, run)
@@ -136,13 +142,13 @@ def load_reward_models(
 def _measure_given(
     settings: Settings, sft: PreparedModel, given: PreparedModel, run: FlowRun, tracker: Tracker
 ) -> tuple[bool, dict[str, Spent]]:
-    """Return whether labels would gain little, because the judge agrees with the given model.
+    """Return whether labels would gain little because the judge agrees with the given model.
 
-    Also return what the judge spent. The judge is not asked if the labels are there already, or if
-    the policy moves on in rounds. A judge that the run trains has learned from the given pairs, so
-    its agreement would mean nothing.
+    Also return what the judge spent. The judge is not asked if labels exist already, if there are
+    several rounds, or if `enough_agreement` is 1. A judge that the run trains is not asked either:
+    it has learned from the given pairs, so its agreement would prove nothing.
     """
-    # Imported here, because most runs ask for no labels, and this imports slowly.
+    # Imported here, because most runs ask for no labels, and the import is slow.
     from pipeline.stages.validation import can_ask, measure_given_model
 
     fresh = settings.fresh_pairs
@@ -174,7 +180,7 @@ def _measure_given(
 
 
 def load_policy_as_worker(settings: Settings, run: FlowRun, here: Machines) -> None:
-    """Take part in the training of `load_policy`, on any machine except the first."""
+    """Run this machine's processes of `load_policy`; called on all machines except the first."""
     if settings.sft_data:
         _take_part(_policy_training(settings, run), run, here)
 
@@ -186,7 +192,7 @@ def load_reward_models_as_worker(
     here: Machines,
     fresh: FreshPairs | None = None,
 ) -> None:
-    """Take part in the trainings of `load_reward_models`, on any machine except the first."""
+    """Run this machine's processes of `load_reward_models`, on all machines except the first."""
     if not settings.reward_model:
         _take_part_in_members(_reward_training(settings, sft, run), run, here)
     if fresh:
@@ -197,7 +203,7 @@ def load_reward_models_as_worker(
 
 def _policy_training(settings: Settings, run: FlowRun) -> _Training:
     policy = run.workspace.fetch(settings.policy)
-    # The policy is fetched with its weights, which `fetch_files` leaves out.
+    # `fetch` includes the weights of the policy, which `fetch_files` leaves out.
     data = RunData(replace(run.workspace.fetch_files(settings), policy=policy))
     return _Training(name=SFT, model=policy, rows=data.sft_rows(), section=settings.sft, data=data)
 
@@ -246,8 +252,8 @@ def better_reward_model(
 ) -> PreparedModel:
     """Return the reward model that orders held-out pairs of the policy's samples better.
 
-    `trained` was trained on such pairs; it is returned if both models are equally good. `names` are
-    the names of both models in metrics and messages.
+    If both models are equally good, return `trained`, which was trained on the pairs that are
+    not held out. `names` are the names of both models in metrics and messages.
     """
     # Imported here, because most runs compare no reward models and statsmodels imports slowly.
     from pipeline.reward_validation.accuracy import measure_model
@@ -288,7 +294,7 @@ def _judge_training(settings: Settings, sft: PreparedModel, run: FlowRun) -> _Tr
 def _train_once(
     training: _Training, run: FlowRun, here: Machines, tracker: Tracker
 ) -> tuple[PreparedModel, bool]:
-    """Return the model NAME-DIGEST and whether it was in the cache; if it was not, train it."""
+    """Return the model NAME-DIGEST, trained if it is not cached, and whether it was cached."""
     name, job = training.name, run.folder / training.name
 
     def log_curves(step: int, metrics: Mapping[str, float]) -> None:
@@ -306,14 +312,14 @@ def _train_once(
     made = make_or_reuse(run.workspace, name, training.decides_the_result(), train)
     if made.reused:
         card_of_step().say(f"{name}: an earlier run has trained this model.")
-    # The checkpoints of the training, each larger than the model, are not needed any more.
+    # Remove the checkpoints of the training; each is larger than the model.
     shutil.rmtree(job, ignore_errors=True)
     model = PreparedModel(path=made.place, digest=made.digest, metrics=made.values)
     return model, made.reused
 
 
 def _shown(training: _Training, run: FlowRun, tracker: Tracker) -> AbstractContextManager[None]:
-    """Return a context that shows a training; in its rounds, PPO shows the training of the step."""
+    """Return a context that shows a training live; `train_policy` already shows its own card."""
     if tracker.name == "train_policy":
         return nullcontext()
     # Imported here, because a step that reuses its models does not need it.
@@ -325,7 +331,8 @@ def _shown(training: _Training, run: FlowRun, tracker: Tracker) -> AbstractConte
 def _members(training: _Training) -> list[_Training]:
     """Return the trainings of the members of a reward model.
 
-    Each member starts from the same model, or from its own member of an earlier reward model.
+    If the model to start from has members, each member starts from the member with its number.
+    Otherwise all members start from the same model.
     """
     section = training.data.settings.reward_model_training
     starts = [*map(str, member_folders(training.model))] or [training.model] * section.members

@@ -40,16 +40,16 @@ class ScaledReward:
 
 
 def decides_the_rounds(data: RunData, fresh: FreshPairs | None) -> dict[str, Any]:
-    """Return what the policy depends on beside the first reward model; {} with a single round."""
+    """Return what the policy depends on besides the first reward model; {} for a single round."""
     settings = data.settings
     if settings.fresh_pairs.rounds == 1:
         return {}
-    assert fresh is not None  # several rounds ask for labels in any case
+    assert fresh is not None  # with several rounds, pairs are always labeled
     weight, members = settings.fresh_pairs.given_weight, settings.reward_model_training.members
     feedback = data.feedback()
     return {
         "rounds": settings.fresh_pairs.rounds,
-        # This name has a digest of the pairs and of the labeler.
+        # The name of the folder contains a digest of the pairs and of the labeler.
         "pairs": fresh.path.rpartition("/")[2],
         "given": [weight, data.training_pairs().digest] if weight else [],
         "feedback": [settings.feedback_weight, feedback.digest] if feedback else [],
@@ -63,7 +63,7 @@ def decides_the_rounds(data: RunData, fresh: FreshPairs | None) -> dict[str, Any
 
 @dataclass(frozen=True, kw_only=True)
 class Rounds:
-    """The rounds of a run: PPO pauses after each part, and continues with a new reward model."""
+    """The rounds of a run: PPO pauses after each round, and continues with a new reward model."""
 
     tracker: Tracker
     data: RunData
@@ -71,7 +71,7 @@ class Rounds:
     sft: PreparedModel
 
     policy: PreparedModel
-    """Folder of the policy when PPO pauses, with a digest of everything that decides the policy."""
+    """Folder of the policy when PPO pauses; its digest covers all that decides the policy."""
 
     updates: int
     """Number of updates of PPO in all rounds together."""
@@ -85,9 +85,9 @@ class Rounds:
         return self.data.settings.fresh_pairs.rounds
 
     def train(self, first: ScaledReward, fresh: FreshPairs) -> tuple[list[RewardRound], Costs]:
-        """Run all rounds; return the later reward models, and what the labelers spent on them.
+        """Run all rounds; return the reward models after the first, and the cost of their labels.
 
-        Labels and reward models are in the cache and PPO has checkpoints, so a run that was killed
+        Labels and reward models are cached, and PPO writes checkpoints. Therefore a killed run
         repeats only the updates after its last checkpoint.
         """
         reward, pairs, made = first, [fresh], []
@@ -127,12 +127,12 @@ class Rounds:
                 f"PPO has done {done} updates in {self.run.folder / PPO}, but the labels for which "
                 f"it paused after {end} are not in the cache any more. Start a new run."
             )
-        # The checkpoint at the end of a round was written with the reward model before.
+        # A checkpoint at the end of the previous round was written with the previous reward model.
         is_new = 0 < done == self._end_of(number - 1)
         self.train_part(reward, Pause(after_updates=end, has_new_reward=is_new))
 
     def _label(self, reward: ScaledReward, fresh: FreshPairs, number: int) -> FreshPairs | None:
-        """Return labeled pairs of the policy at the end of a round."""
+        """Return labeled pairs of samples of the policy at the end of a round; None if too few."""
         policy = replace(self.policy, digest=digest_of([self.policy.digest, number]))
         labeled = label_round(
             self.tracker,
@@ -149,7 +149,10 @@ class Rounds:
     def _next_reward(
         self, reward: ScaledReward, pairs: list[FreshPairs], number: int
     ) -> ScaledReward:
-        """Train a reward model on the pairs of all rounds; return the better one for the last."""
+        """Train a reward model on the pairs of all rounds so far.
+
+        Return the new model or the present one, whichever is better on the last round's pairs.
+        """
         settings, run = self.data.settings, self.run
         trained = train_fresh_model(settings, self.sft, pairs, run, self.tracker)
         names = (f"round-{number}/reward-model", f"round-{number}/fresh-reward-model")
@@ -164,7 +167,7 @@ class Rounds:
     def _scaled_like(
         self, old: ScaledReward, model: PreparedModel, pairs: FreshPairs
     ) -> ScaledReward:
-        """Return a reward model whose rewards of the pairs have the mean and spread of before."""
+        """Return `model`, scaled to keep the mean and spread of the rewards of the pairs."""
         fetch = self.run.workspace.fetch_files
         rows = self.data.all_fresh_pairs(fetch(pairs).path)
         before, after = (
@@ -187,22 +190,22 @@ def _score_texts(data: RunData, model: str, rows: Rows) -> Array:
 
 
 def rescaled(old: ScaledReward, model: PreparedModel, before: Array, after: Array) -> ScaledReward:
-    """Return a new reward model with the scale at which the rewards keep their mean and deviation.
+    """Return `model`, scaled so that the rewards keep their mean and standard deviation.
 
         gain' = gain * std(before) / std(after)
         bias' = mean(after) - gain / gain' * (mean(before) - bias)
 
-    So the critic stays right on average, and `kl_coef` keeps its weight against the rewards.
+    So the critic's values stay right on average, and `kl_coef` keeps its weight against rewards.
 
     Args:
-        old: the reward model before.
+        old: the earlier reward model, with its scaling.
         model: the new reward model.
         before: scores (N,) of the earlier model for samples of the policy.
         after: scores (N,) of the new model for the same samples.
     """
     spread, new_spread = float(before.std()), float(after.std())
     if not (spread and new_spread):
-        # One of the models gives all samples the same score, so its spread is not a scale.
+        # One of the models gives all samples the same score, so the spreads cannot be matched.
         spread = new_spread = 1.0
     gain = old.gain * spread / new_spread
     bias = float(after.mean()) - old.gain / gain * (float(before.mean()) - old.bias)

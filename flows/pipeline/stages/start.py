@@ -37,7 +37,7 @@ __all__ = ["find_champion", "prepare_inputs", "share_inputs", "start_run"]
 
 
 def prepare_inputs(given: Settings) -> Settings:
-    """Write the files of a built-in task, if one is set, and check every input.
+    """Check every input; if `task` is set, first write the files of the built-in task.
 
     Returns:
         The settings; for a built-in task, the inputs are the files of the task.
@@ -70,15 +70,16 @@ def _print_versions_that_saw(settings: Settings) -> None:
 
 
 def find_inputs(given: Settings) -> Settings:
-    """Bring the inputs to this machine and return the settings with their paths, unchecked."""
+    """Fetch the inputs to this machine, and return the settings with their paths; check nothing."""
     require_writable(Path(given.output_dir), "output_dir")
     return _make_demo_task(given) if given.task else fetch_inputs(given)
 
 
 def trace_run(name: str, given: Settings, settings: Settings) -> Lineage:
-    """Return the lineage of a run: its code, its settings, its data and the models it is given.
+    """Return the lineage of a run: its code, its settings, its data and the given models.
 
-    The tags of `start_from` are not part of it: a new champion alone starts no training.
+    The lineage excludes the tags of `start_from`, so a new champion alone never makes the flow
+    Retrain start a training.
 
     Args:
         name: id of the run.
@@ -105,12 +106,12 @@ def start_run(
     """Create the folder and the MLflow runs of a run of the flow, and record its lineage.
 
     Args:
-        given: settings before `prepare_inputs`; they also repeat the run on another machine.
+        given: settings before `prepare_inputs`, which can repeat the run on another machine.
         settings: settings that `prepare_inputs` returned.
         flow: name of the flow.
         number: Metaflow's id of the run.
         steps: names of the steps that get an MLflow run.
-        champion: the champion, from whose run the models may start.
+        champion: the champion; with `start_from`, the models start from those of its run.
 
     Raises:
         ConfigError, DataError, ModelError: see `find_start`; or MLflow does not answer.

@@ -45,7 +45,7 @@ def summarize(
     validation, registered = fetch_files(validation), fetch_files(registered)
     evaluation, reward_model = registered.evaluation.report(), validation.report()
     with track(run, PARENT) as tracker:
-        # Within `track`, which fetches the files that earlier steps wrote on other machines.
+        # Inside `track`, which fetches the files that earlier steps wrote on other machines.
         labeled = fresh.spent if fresh else {}
         spent = sum_spent(labeled, policy.spent, validation.spent, evaluation.spent)
         cost = cost_of_run(run, settings.hardware, policy, spent)

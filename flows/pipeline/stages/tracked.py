@@ -1,4 +1,4 @@
-"""Decorators of the stages: fetch and publish files, track the step, and end it if it hangs."""
+"""Decorators of the stages: fetch and publish files, track a step, and end a step that hangs."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ LARGE = ("answers", "fresh-reward-model", "judge", "policy", "ppo", "reward-mode
 
 
 def with_files(*read: str) -> Callable[[Callable[Given, Made]], Callable[Given, Made]]:
-    """Decorate a function: fetch the files of the arguments `read`, publish the result's files.
+    """Return a decorator: fetch the files of the arguments `read`, publish the files of the result.
 
     The function's argument `run` contains the workspace. For the files of a record see
     `Workspace.fetch_files` and `Workspace.publish_files`.
@@ -55,7 +55,7 @@ def with_files(*read: str) -> Callable[[Callable[Given, Made]], Callable[Given, 
 def stage(
     step: str, *read: str, patient: bool = False
 ) -> Callable[[Callable[Concatenate[Tracker, Given], Made]], Callable[Given, Made]]:
-    """Decorate a function: track it as a step of the flow, and pass the tracker as first argument.
+    """Return a decorator: track a function as a step, and pass the tracker as first argument.
 
     For `read` see `with_files`, and for `patient` see `track`.
     """
@@ -75,7 +75,7 @@ def stage(
 
 
 def card_of_step() -> LiveCard:
-    """Return the card of the current step that shows a training."""
+    """Return the live card of the current step."""
     return LiveCard(current.get("card"))
 
 
@@ -83,15 +83,15 @@ def card_of_step() -> LiveCard:
 def track(run: FlowRun, step: str, *, patient: bool = False) -> Iterator[Tracker]:
     """Track a step, and yield its tracker.
 
-    Set `patient` for a step that often ends at once because its model is in the cache. Such a step
-    imports MLflow only if it runs longer than SHORT_SECONDS. If it is shorter, the next step sends
-    its entries.
+    Set `patient` for a step that often ends at once because its model is in the cache. A patient
+    step imports MLflow only after SHORT_SECONDS. If the step ends earlier, the next step sends the
+    entries.
     """
     patience = SHORT_SECONDS if patient else 0.0
     with shared_journal(run):
         tracker = Tracker(run.folder, run.tracking, step, patience=patience)
         if run.workspace.store and current.retry_count:
-            # Imported here, because it imports MLflow, which a short step does not need.
+            # Imported here, because the module imports MLflow, which a short step does not need.
             from pipeline.tracking.mlflow_runs import remember_sent_metrics
 
             for log in (tracker.step, tracker.parent):
@@ -123,7 +123,7 @@ def shared_journal(run: FlowRun) -> Iterator[None]:
 
 @contextmanager
 def watched(step: str, settings: Settings | None, run: FlowRun | None) -> Iterator[None]:
-    """Return a context that ends a step that hangs, and in which encoded rows are shared.
+    """Return a context that ends a step that hangs, and shares encoded rows through S3.
 
     See `watched_step` and `Workspace.sharing_rows`. The first step has no settings and no run yet,
     so the context does nothing.

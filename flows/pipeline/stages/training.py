@@ -51,15 +51,15 @@ from ppo_core.reporting.metrics_file import METRICS_FILE, SELF_CHECK_FILE, UPDAT
 from ppo_core.supervised.training_code import modules_of_training
 
 POLICY = "policy"
-"""Name of the training: the first part of the name of its folder in the cache, and the name of the
-policy's folder in the folder of the run."""
+"""Name of the policy's folder in the folder of the run, and first part of the name of the policy's
+folder in the cache."""
 
 EARLIER = "earlier-policies"
-"""Name of the policies before the end of PPO, first part of the name of their folder in the
-cache."""
+"""Name of the policies that PPO saved before its end, and first part of the name of their folder in
+the cache."""
 
 _SOURCES = {EARLIER: f"{PPO}/{POLICIES}", CRITIC: f"{PPO}/{CRITIC}"}
-"""Result of PPO other than the policy -> its place in the folder of the run."""
+"""Results of PPO besides the policy: name -> path in the folder of the run."""
 
 CODE = "ppo_core.__main__"
 """Entry module of the training. Its code and its imports are part of the cache key."""
@@ -101,9 +101,9 @@ def train_policy(
         reward_model: the reward model.
         validation: result of validating the reward model.
         run: the run of the flow.
-        here: the machines of the training. This function runs on the first one; each other machine
-            calls `train_policy_as_worker` at the same time.
-        fresh: labeled pairs of samples of `sft`, with which the rounds begin.
+        here: the machines of the training. This function runs on the first machine; at the same
+            time, the other machines call `train_policy_as_worker`.
+        fresh: labeled pairs of samples of `sft`, for the first round.
 
     Raises:
         ProcessError: a process of the training failed.
@@ -125,10 +125,10 @@ def train_policy(
         later = train_all(log_update)
         return {**_move_policy(run, folder), **later, **_spent_on_rewards(run)}
 
-    # PPO is trained once, even if several results are missing.
+    # `cache`: PPO is trained at most once, even if several results are missing.
     @cache
     def train_again() -> None:
-        # The metrics of this training are those of the last policy, which are already logged.
+        # No metrics are logged, because they equal the metrics of the reused policy.
         train_all(lambda update, metrics: None)
 
     inputs = _decides_the_result(data, sft, reward_model, validation, fresh, run.start)
@@ -179,7 +179,7 @@ def train_policy_as_worker(
     run: FlowRun,
     here: Machines,
 ) -> None:
-    """Take part in the training of `train_policy`, on any machine except the first."""
+    """Run this machine's processes of `train_policy`; called on all machines except the first."""
     data = RunData(settings)
     inputs = _decides_the_result(data, sft, reward_model, validation, start=run.start)
     needed = {POLICY: inputs, **_beside_the_policy(data, inputs)}
@@ -208,20 +208,16 @@ def _move_policy(run: FlowRun, folder: Path) -> dict[str, Any]:
 def _copied_once(
     run: FlowRun, name: str, inputs: Mapping[str, Any], train: Callable[[], None] | None
 ) -> MadeModel:
-    """Return a result of PPO beside the policy.
+    """Return a result of PPO other than the policy, from the cache if possible.
 
-    Args:
-        run: the run of the flow.
-        name: name of the result, a key of `_SOURCES`.
-        inputs: everything that the result depends on.
-        train: trains the policy if the result is not in the cache; None if the run has just
-            trained.
+    `name` is a key of `_SOURCES`, and `inputs` is everything that the result depends on. If the
+    result is missing, `train` trains the policy; it is None if the run has just trained.
     """
 
     def copy_into(folder: Path) -> dict[str, Any]:
         if train is not None:
             train()
-        # Not moved: if this process is killed, a training that is resumed has no others.
+        # Copied, not moved: if this process is killed, a resumed training needs these files again.
         shutil.copytree(run.folder / _SOURCES[name], folder, dirs_exist_ok=True)
         return {"run": run.id}
 
@@ -229,10 +225,7 @@ def _copied_once(
 
 
 def _beside_the_policy(data: RunData, inputs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return what each result of PPO beside the policy depends on, by name.
-
-    `inputs` is everything that the trained policy depends on.
-    """
+    """Return the inputs of each result of PPO other than the policy; `inputs` are of the policy."""
     settings, needed = data.settings, {}
     if saved := settings.ppo.save_policies:
         needed[EARLIER] = {**inputs, "save_policies": saved}
@@ -249,7 +242,7 @@ def _decides_the_result(
     fresh: FreshPairs | None = None,
     start: ChampionStart | None = None,
 ) -> dict[str, Any]:
-    """Return everything that the trained policy depends on."""
+    """Return everything that the trained policy depends on, as inputs of the cache."""
     settings, config = data.settings, data.settings.ppo
     processes = (settings.processes or gpus() or 1) * settings.num_nodes
     per_process = config.per_device_train_batch_size * config.gradient_accumulation_steps
@@ -280,7 +273,6 @@ def _train(
     here: Machines,
     on_metrics: OnMetrics,
 ) -> None:
-    """Train or resume in processes of this machine."""
     with mirrored(run.workspace, run.folder / PPO, here):
         _train_part(data, sft, run, here, on_metrics, reward)
 
@@ -295,7 +287,7 @@ def _train_in_rounds(
     inputs: Mapping[str, Any],
     on_metrics: OnMetrics,
 ) -> dict[str, Any]:
-    """Train or resume in rounds; return the later reward models, and the costs of their labels."""
+    """Train or resume in rounds; return the later rounds' reward models and labeling costs."""
     with mirrored(run.workspace, run.folder / PPO):
         rounds = Rounds(
             tracker=tracker,
@@ -396,24 +388,23 @@ def _trained_policy(
 
 
 def _spent_on_rewards(run: FlowRun) -> dict[str, Any]:
-    """Return the calls and tokens of language models that are rewards; {} without any."""
+    """Return the calls and tokens of language models that give rewards; {} if there are none."""
     spent = read_spent(run.folder / PPO)
     return {"rewards_spent": {name: asdict(one) for name, one in spent.items()}} if spent else {}
 
 
 def _spent(values: Mapping[str, Any]) -> dict[str, Spent]:
-    """Return what labelers and language models spent in a training with these values."""
+    """Return the calls and tokens of labelers and language models, from a training's values."""
     parts = (values.get(name, {}) for name in ("spent", "rewards_spent"))
     return sum_spent(*({name: Spent(**one) for name, one in part.items()} for part in parts))
 
 
 def _without_number(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics of an update without the number of the update."""
     return {name: value for name, value in metrics.items() if name != UPDATE}
 
 
 def _tokens_sampled(updates: list[dict[str, Any]]) -> int:
-    """Return the tokens of all responses: mean length x responses of each update."""
+    """Return the number of response tokens: the sum over updates of mean length x responses."""
     tokens = episodes = 0.0
     for update in updates:
         tokens += update["val/response_length"] * (update["episode"] - episodes)

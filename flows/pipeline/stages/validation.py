@@ -124,8 +124,8 @@ def stop_run(validation: ValidatedReward, settings: Settings, run: FlowRun) -> N
     """Raise the error that ends a run whose reward model was refused.
 
     Raises:
-        ModelError: always; the message contains the reasons, where the report is, and the commands
-            to continue.
+        ModelError: always; the message contains the reasons, the place of the report, and the
+            commands to continue.
     """
     same_run = f"--config settings {quote(_relative(run.folder / SETTINGS_FILE))} run"
     if run.workspace.store:
@@ -172,11 +172,11 @@ def examine_reward_model(
 def measure_given_model(
     data: RunData, sft: PreparedModel, reward_model: PreparedModel, folder: Path
 ) -> OnPolicy | None:
-    """Let the run's judge compare samples that the validation compares too, and more if needed.
+    """Measure how often the run's judge and a given reward model prefer the same samples.
 
-    All samples of the first `num_prompts` prompts are compared, unless the agreement of reward
-    model and judge is soon clearly below `fresh_pairs.enough_agreement`. Return None if the budget
-    of the judge is too small.
+    The judge compares the samples of the first `num_prompts` prompts, which the validation also
+    compares. It stops early once the agreement is clearly below `fresh_pairs.enough_agreement`.
+    Return None if the budget of the judge is too small.
 
     Raises:
         DataError, JudgeError, ModelError: see `validate`.
@@ -216,7 +216,7 @@ def _draw(settings: Settings, sft: PreparedModel, folder: Path) -> SampleRespons
 
 
 def can_ask(spec: str) -> bool:
-    """Return whether this step can ask a judge: it has the key, or the judge needs none."""
+    """Return whether this step can ask a judge: the step has the key, or no key is needed."""
     return has_access_to_judge() or all(part.kind != "openai" for part in read_judges(spec))
 
 
@@ -248,7 +248,7 @@ def _scores_in_bf16(settings: Settings) -> bool:
 
 
 def _measure_judge(data: RunData, judge: PreparedModel) -> TrainedJudge:
-    """Measure on held-out preferences a judge that the run trained, and print its accuracy."""
+    """Print and return the accuracy of the run's own judge on held-out preferences."""
     found = measure_model(
         judge.path,
         label_pairs(data.judge_test_pairs()),

@@ -14,7 +14,7 @@ PROBE = b"A run checks whether it may write here. This object may be removed.\n"
 
 
 def check_store(store: S3Address) -> None:
-    """Write, read and remove a small object in a store; the steps of a run will do the same.
+    """Write, read and remove a small object in a store, as the steps of a run do.
 
     Raises:
         ConfigError: S3 refuses a call, or ignores the condition of a write.

@@ -49,7 +49,7 @@ class _Source:
 def fetch(address: S3Address, cache: LocalCache, *, weights: bool = True) -> Path:
     """Fetch a published file or folder, or other objects of S3; return the path in the cache.
 
-    Without `weights`, the files with the weights of a published model are left out.
+    If `weights` is False, leave out the files with the weights of a published model.
 
     Files that an interrupted fetch has left are verified; only missing and damaged files are
     transferred.
@@ -96,7 +96,7 @@ def published_manifest(address: S3Address) -> Manifest | None:
     """Return the manifest of a published file or folder; None if nothing was published.
 
     Raises:
-        DataError: the address has a digest, and its manifest is missing, damaged, or another one.
+        DataError: the address has a digest, and the manifest is missing, damaged or different.
         StorageError: S3 does not answer.
     """
     found = published_version(address)
@@ -159,7 +159,7 @@ def _published(address: S3Address, manifest: Manifest) -> list[_Source]:
 
 
 def _found(address: S3Address) -> tuple[list[_Source], bool]:
-    """Return the object with this key and True, or else the objects of the folder and False."""
+    """Return the object at the address and True; without one, the folder's objects and False."""
     whole = head_object(address) if address.key else None
     if whole is not None:
         name = address.key.rpartition("/")[2]
@@ -217,7 +217,7 @@ def _fill(folder: Path, sources: Sequence[_Source], address: S3Address) -> None:
                 for future in as_completed(futures):
                     future.result()
             finally:
-                # Once a file has failed, the waiting transfers are of no use.
+                # After the error of one file, cancel the waiting transfers.
                 for future in futures:
                     future.cancel()
     finally:
@@ -256,7 +256,7 @@ def _download(manager: Any, one: _Source, part: Path, bar: Any, wrong: set[str])
 
 
 class _Watch(ProgressCallbackInvoker):  # type: ignore[misc]
-    """Progress of a download that requires a version of the object."""
+    """Shows the progress of a download, and requires a version of the object."""
 
     def __init__(self, bar: Any, version: str) -> None:
         """Take the progress bar and the version; if `version` is empty, any version is accepted."""
@@ -270,7 +270,7 @@ class _Watch(ProgressCallbackInvoker):  # type: ignore[misc]
 
 
 class _Arrived:
-    """Digests of fetched objects that no manifest describes, on disk for a resumed fetch."""
+    """Digests of fetched objects without a manifest, stored on disk for a resumed fetch."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder.with_name(f"{folder.name.removesuffix('.part')}.arrived")

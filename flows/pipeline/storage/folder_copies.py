@@ -17,7 +17,7 @@ class FolderCopies:
         self._place = place
 
     def fetch(self, folder: Path) -> None:
-        """Create the folder from its copy and verify the digests; do nothing if it has no copy.
+        """Create the folder from its copy, and verify the digests; do nothing if there is no copy.
 
         Raises:
             StorageError: a file could not be transferred.
@@ -38,7 +38,7 @@ class FolderCopies:
             shutil.rmtree(unfinished, ignore_errors=True)
 
     def publish(self, folder: Path) -> None:
-        """Copy a folder to S3, unless it has a copy.
+        """Copy a folder to S3, unless S3 has a copy of this name.
 
         Raises:
             StorageError: a file could not be transferred.

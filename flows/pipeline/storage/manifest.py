@@ -19,7 +19,7 @@ MANIFEST = "manifest.json"
 """Name of the manifest, which is written last."""
 
 BLOCK_BYTES = 2 << 20
-"""Size in bytes of the blocks of a file in a manifest of version 0.1; the last may be shorter."""
+"""Block size in bytes of files in manifests of version 0.1; the last block may be shorter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class StoredFile:
     """Number of bytes."""
 
     digest: str
-    """SHA-256 of the file, in hexadecimal; if the file has blocks, SHA-256 of their digests."""
+    """SHA-256 in hexadecimal: of the digests of the blocks if there are any, or of the file."""
 
     blocks: tuple[str, ...] | None = None
     """SHA-256 of each block, if a program of version 0.1 published the file."""

@@ -31,7 +31,7 @@ class LeaseLostError(ConfigError):
 
 @dataclass(frozen=True, kw_only=True)
 class Holder:
-    """The owner of a lease, as the object in S3 names it."""
+    """The owner of a lease, as stored in S3."""
 
     owner: str
     """Run that took the lease; empty after it released the lease."""
@@ -51,8 +51,8 @@ class Holder:
     def __str__(self) -> str:
         """Return the owner, the run that trains, and both times, for messages.
 
-        A time in the future is marked as such; for `renewed`, the text also gives the time at which
-        the lease ends.
+        A time in the future is marked. If `renewed` is in the future, the text also has the time at
+        which the lease ends.
         """
         run = f" for {self.run}" if self.run else ""
         now = self.seen.now if self.seen else None
@@ -96,7 +96,7 @@ class Lease:
     def take(self, *, take_over: bool = False) -> Holder | None:
         """Take the lease. Return None on success; otherwise the holder, who keeps the lease.
 
-        A lease that was not renewed for `LIMIT` is taken over. With `take_over`, every lease is.
+        A lease that was not renewed for `LIMIT` is taken over; with `take_over`, any lease.
 
         Raises:
             ConfigError: S3 refuses the access, or the object is not a lease.
@@ -118,7 +118,7 @@ class Lease:
         return self._write(begun, IfMatch=version)
 
     def renew(self, run: str) -> None:
-        """Renew the lease for a run of the flow RLHF. Only the first run that renews may use it.
+        """Renew the lease for a run of the flow RLHF; only the first run that renews it may use it.
 
         Raises:
             LeaseLostError: the lease was taken over or released, or another run uses it.
@@ -136,7 +136,7 @@ class Lease:
             raise self._lost(other)
 
     def release(self, run: str | None = None) -> None:
-        """Release the lease, so that the next run need not wait for `LIMIT`.
+        """Release the lease, so that the next run does not wait for `LIMIT`.
 
         Do nothing if the lease now belongs to another run. If `run` is None, release the lease for
         any run of the flow RLHF that the owner has started.
@@ -187,7 +187,7 @@ class Lease:
         return holder
 
     def _write(self, holder: Holder, **condition: str) -> Holder | None:
-        """Write the lease. Return None on success; otherwise the other holder, who was faster."""
+        """Write the lease. Return None on success; otherwise the holder that wrote it first."""
         fields = {name: getattr(holder, name) for name in ("owner", "run", "taken", "renewed")}
         content = json.dumps(fields).encode()
         try:
@@ -198,8 +198,8 @@ class Lease:
             found = self._read()
             if found is None:
                 raise StorageError(f"'{self._address}' was just removed. Start again.") from error
-            # If the reply to a first attempt was lost, the lease is written, and S3 refuses the
-            # second attempt.
+            # If only the reply to the first attempt was lost, the lease is written, and S3 refuses
+            # the second attempt.
             return None if found[0] == holder else found[0]
         return None
 

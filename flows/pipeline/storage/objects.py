@@ -56,7 +56,7 @@ class TimedBody:
         return getattr(self._body, name)
 
     def seek(self, *place: int) -> Any:
-        """Move to a position from which the bytes are sent again, and measure the speed anew."""
+        """Set the position from which bytes are sent again, and restart the speed measurement."""
         self._count = 0
         return self._body.seek(*place)
 
@@ -123,7 +123,7 @@ class TimedObject(NamedTuple):
 
 
 def read_timed_object(address: S3Address) -> TimedObject:
-    """Return a small object with times by the clock of S3; without content if it is missing."""
+    """Return a small object with times by the clock of S3; `content` is None if it is missing."""
 
     def read() -> TimedObject:
         reply = get_object(Bucket=address.bucket, Key=address.key)

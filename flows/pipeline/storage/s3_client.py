@@ -36,8 +36,8 @@ ATTEMPTS = 10
 """Maximum number of attempts of a call."""
 
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.25, 20.0
-"""The wait before an attempt is random, up to a limit in seconds. The limit is the first value
-before the second attempt; it doubles before each further attempt, up to the second value."""
+"""Maximum of the random wait in seconds: before the second attempt, and before any later attempt.
+The maximum doubles with each attempt, from the first value up to the second value."""
 
 TEMPORARY = {
     "ExpiredToken",
@@ -66,7 +66,7 @@ ADVICE = {
 class TransferFaultError(ResponseStreamingError):  # type: ignore[misc]
     """The bytes of a transfer are wrong, incomplete or late; another attempt may succeed.
 
-    The base class makes the transfer manager repeat the transfer of a part.
+    boto3's transfer manager repeats the transfer of a part after an error of the base class.
     """
 
     fmt = "{error}"
@@ -83,10 +83,10 @@ def s3_client() -> Any:
         connect_timeout=CONNECT_SECONDS,
         read_timeout=SILENCE_SECONDS,
         max_pool_connections=2 * CONNECTIONS,
-        # `repeated` makes the retries, also if reading the body of a reply fails.
+        # `repeated` retries calls instead, also if reading the body of a reply fails.
         retries={"mode": "standard", "total_max_attempts": 1},
-        # `get_object` requests each checksum itself. Otherwise the transfer manager would send an
-        # additional request about each file before the download.
+        # `get_object` asks for each checksum. With "when_supported", the transfer manager would
+        # send an additional request about each file before the download.
         response_checksum_validation="when_required",
     )
     return boto3.client("s3", config=config)
@@ -98,7 +98,7 @@ def repeated(address: S3Address, call: Callable[[], Result]) -> Result:
     Raises:
         ConfigError: S3 refuses the call; another attempt would also fail.
         StorageError: all attempts failed.
-        ClientError: a precondition of the call is false, or the object does not exist.
+        ClientError: a precondition of the call is not met, or the object does not exist.
     """
     attempts = tenacity.Retrying(
         retry=tenacity.retry_if_exception(_is_temporary),
@@ -140,7 +140,7 @@ def _is_temporary(error: BaseException) -> bool:
 
 @contextmanager
 def _explained(address: S3Address) -> Iterator[None]:
-    """Replace the error of a call by an error that names the object and the next move."""
+    """Replace the error of a call by an error that names the object and the remedy."""
     try:
         yield
     except ClientError as error:

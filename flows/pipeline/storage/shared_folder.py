@@ -28,7 +28,7 @@ class SharedFolder:
         return self._files.keys()
 
     def read(self) -> None:
-        """Fetch the newest files into the folder, unless it has files of an earlier attempt.
+        """Fetch the newest files into the folder, unless it has files from an earlier attempt.
 
         Raises:
             DataError, StorageError: see `fetch_into`.
@@ -37,7 +37,7 @@ class SharedFolder:
         is_new = not self._folder.exists() or not any(self._folder.iterdir())
         self._folder.mkdir(parents=True, exist_ok=True)
         if names and is_new:
-            # Renamed when it is complete, because this process may be killed during the fetch.
+            # Rename the complete folder, because this process may be killed during the fetch.
             partial = self._folder.with_name(f".{self._folder.name}.part")
             fetch_into(partial, self._address, names)
             partial.rename(self._folder)

@@ -44,7 +44,7 @@ def publish(source: Path, address: S3Address) -> S3Address:
 
 
 def publish_by_content(source: Path, address: S3Address) -> S3Address:
-    """Publish a file or a folder at ADDRESS-DIGEST, with the manifest's digest; see `publish`."""
+    """Publish a file or folder at ADDRESS-DIGEST, with the manifest's digest; see `publish`."""
     files = files_of(source)
     manifest = manifest_of(files, is_file=source.is_file())
     named = dataclasses.replace(address, key=f"{address.key}-{manifest.digest[:16]}")
@@ -70,7 +70,7 @@ def replace(
         kept: published files that stay.
 
     Raises:
-        StorageError: another process has published since that version; or see `publish`.
+        StorageError: another process has published after `version`; or see `publish`.
     """
     manifest = manifest_of(files)
     _upload(files, manifest, address)
@@ -80,8 +80,8 @@ def replace(
         written = _write_manifest(manifest, address, **condition)
     except ClientError as error:
         current = read_object(address.below(MANIFEST))
-        # If the reply to a first attempt was lost, the manifest is written, and S3 refuses the
-        # second attempt.
+        # If only the reply to the first attempt was lost, the manifest is written, and S3 refuses
+        # the second attempt.
         if current is None or current[0] != manifest.encoded():
             raise _overtaken(address) from error
         written = current[1]
@@ -121,7 +121,7 @@ def _upload(files: Mapping[str, Path], manifest: Manifest, address: S3Address) -
     described = {
         key_of(address, name, file): (files[name], file) for name, file in manifest.files.items()
     }
-    # Small files first: the error of a file is noticed only after all earlier files are finished.
+    # Small files first: the error of a file is raised only after the transfers of earlier files.
     missing = sorted(
         (key for key, (_, file) in described.items() if stored.get(key) != file.size),
         key=lambda key: described[key][1].size,
@@ -159,8 +159,8 @@ class _UploadClient(TransferClient):
         try:
             return self.send("complete_multipart_upload", **call)
         except ConfigError:
-            # If the reply to a first attempt was lost, the upload is complete, and the second
-            # attempt finds no upload.
+            # If only the reply to the first attempt was lost, the upload is complete, and the
+            # second attempt finds no upload.
             written = head_object(address_of(call))
             if written is None or written["ContentLength"] != file.size:
                 raise

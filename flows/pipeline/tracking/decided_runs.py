@@ -22,12 +22,12 @@ MODEL = "registered_model"
 """Parameter of a parent run, and tag of a run of the flow Retrain: name of the registered model."""
 
 PAGE = 100
-"""Number of runs that are read at a time."""
+"""Number of runs in one reply of MLflow."""
 
 
 @explained()
 def find_decided_run(lineage: Mapping[str, str]) -> str | None:
-    """Return a sentence on what a run with this lineage decided; None if no run has decided.
+    """Return a sentence with the decision of a run with this lineage; None if no run has decided.
 
     A run has decided if its policy was promoted or refused, or its reward model was refused. A
     failed run has not decided.
@@ -57,7 +57,7 @@ def outcome_of(run: Run) -> str:
 
 
 def reason_of_outcome(run: Run) -> str:
-    """Return why a run of a flow ended as it did; empty if the reasons are tags of the version."""
+    """Return the reason for the outcome of a run; empty if the reasons are tags of the version."""
     tags = run.data.tags
     ended_early = tags.get(ENDED_EARLY, "") if OUTCOME in tags else ""
     return tags.get(REASON, ended_early)

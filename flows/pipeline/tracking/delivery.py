@@ -27,7 +27,7 @@ Refused = tuple[Entry, str]
 
 
 def in_calls(entries: Sequence[tuple[Entry, int]]) -> Iterator[list[tuple[Entry, int]]]:
-    """Yield the entries of each call in order: metrics of one run, or a single other entry."""
+    """Yield the entries of each call in order: metrics of one run, or one entry of another kind."""
     together: list[tuple[Entry, int]] = []
     values = 0
     for entry, position in entries:

@@ -26,7 +26,7 @@ IMPORTING_MLFLOW = threading.Lock()
 
 
 class Journal:
-    """Stores entries in order, and the position up to which entries were sent.
+    """Stores entries in order, and the position up to which they were sent.
 
     Several threads and processes may write to a folder at the same time. The folder contains
     `journal.jsonl`, which is append-only with one entry per line; `journal.sent`, the number of
@@ -53,7 +53,7 @@ class Journal:
             self.mark_sent(min(self.sent(), self.end()))
 
     def log_metrics(self, run: str, values: Mapping[str, float], step: int | None = None) -> None:
-        """Add metrics of a run, except metrics that the step has already.
+        """Add metrics of a run, except metrics that the journal already has for this step.
 
         A training that resumes from a checkpoint repeats some steps with equal values, and the
         curve must keep one point per step. A metric without a step describes the full run and is
@@ -100,7 +100,7 @@ class Journal:
             folder: target folder among the artifacts of the run.
         """
         place = path.resolve()
-        # Relative, because the next step may read the journal in another folder.
+        # Store a relative path, because the next step may read the journal in another folder.
         if place.is_relative_to(self.folder):
             place = place.relative_to(self.folder)
         with self._writing() as file:
@@ -129,10 +129,10 @@ class Journal:
         return max(steps, default=-1) + 1
 
     def curves(self, run: str) -> dict[str, list[tuple[int, float]]]:
-        """Return the metrics of a run that have a step: by name, each step with its value."""
+        """Return the metrics of a run with a step: (step, value) in order of the steps, by name."""
         found: dict[str, list[tuple[int, float]]] = {}
         with self.path.open("rb") as file:
-            # Most lines belong to other runs, and are not worth parsing.
+            # Parse only lines with the id of the run, because most lines belong to other runs.
             for line in file:
                 if run.encode() in line:
                     match _entry(line):
@@ -196,7 +196,7 @@ class Journal:
 
     @contextmanager
     def _writing(self) -> Iterator[FileIO]:
-        """Lock the journal for this thread, read the new entries of others, and yield the file.
+        """Lock the journal for this thread, read entries of other processes, and yield the file.
 
         Raises:
             TrainingError: the journal cannot be written, for example because the disk is full.

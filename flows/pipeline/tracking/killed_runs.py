@@ -20,7 +20,7 @@ REASON = "The run of the flow was killed, and ended by the next run."
 def end_killed_runs(folder: Path, flow: str) -> None:
     """End the MLflow runs of all killed runs of a flow, and send the entries that they left.
 
-    An error is printed; the next run of the flow then ends the remaining MLflow runs.
+    An error is printed. The next run of the flow then ends the remaining MLflow runs.
 
     Args:
         folder: folder of the runs of the flow, each in a subfolder with its number as name.

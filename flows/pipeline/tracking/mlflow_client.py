@@ -1,4 +1,4 @@
-"""Connect to MLflow at MLFLOW_TRACKING_URI, or else to a file in the working directory."""
+"""Connect to MLflow at MLFLOW_TRACKING_URI; by default, to a file in the working directory."""
 
 import logging
 import os
@@ -54,8 +54,8 @@ def check_databases(*, must_exist: bool = False, is_written: bool = False) -> No
 def create_experiment(client: MlflowClient, title: str) -> str:
     """Return the id of an experiment; create the experiment if it does not exist.
 
-    If the reply to the creation is lost, MLflow's client repeats the call, and MLflow refuses the
-    second call.
+    If the reply to the creation is lost, MLflow's client repeats the call. MLflow refuses the
+    second call, and the created experiment is looked up.
     """
     try:
         return client.create_experiment(title)

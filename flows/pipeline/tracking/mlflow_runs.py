@@ -147,8 +147,8 @@ def experiment_of(client: MlflowClient) -> str:
 def artifact_root(*, create: bool) -> str:
     """Return the address of the folder with the artifacts of the runs of the flow.
 
-    The address belongs to the experiment. If the experiment does not exist yet, `create` creates
-    it; without `create`, the result is an empty text.
+    The address belongs to the experiment. If the experiment does not exist, it is created
+    if `create` is True; otherwise the result is an empty text.
 
     Raises:
         ModelError: MLflow does not answer.
@@ -174,7 +174,7 @@ def log_data(run_id: str, data: Sequence[DataSet]) -> None:
 def remember_sent_metrics(journal: Journal, run: str) -> None:
     """Make the journal skip the metrics of a run that MLflow already has.
 
-    A machine that was lost together with its journal sent these metrics.
+    A machine that was lost with its journal has sent these metrics.
 
     Raises:
         ModelError: MLflow does not answer.
@@ -219,14 +219,15 @@ def _children(
 
 
 def _all_tags(own: Mapping[str, str]) -> dict[str, str]:
-    """Return our tags and MLflow's tags without secrets, which a git remote may contain."""
+    """Return our tags and MLflow's tags, with secrets masked; a git remote may contain secrets."""
     return {name: redact(value) for name, value in resolve_tags(own).items()}
 
 
 def _runs(client: MlflowClient, experiment: str, flow_run: str) -> dict[str, str]:
     """Return the ids of the existing runs by step name.
 
-    If the reply to a creation is lost, the repeated call creates a second run, which is deleted.
+    If the reply to a creation is lost, the repeated call creates a second run, which is deleted
+    here.
     """
     first: dict[str, Run] = {}
     for run in client.search_runs(

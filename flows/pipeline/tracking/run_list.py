@@ -1,4 +1,4 @@
-"""List the runs of the flow that MLflow or this machine has, and read the facts about one."""
+"""List the runs of the flow in MLflow and on this machine, and read the facts about one run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ NUM_NAMED = 5
 
 @dataclass(frozen=True, kw_only=True)
 class ListedRun:
-    """A run of the flow; a value that is unknown is None."""
+    """A run of the flow; an unknown value is None."""
 
     run: str
     """Id FLOW/NUMBER."""
@@ -43,7 +43,7 @@ class ListedRun:
     """What the run decided, or how it ended early."""
 
     rival: str | None
-    """`champion` or `sft`: against which policy the win rate was measured."""
+    """`champion` or `sft`: the policy against which the win rate was measured."""
 
     win_rate: float | None
     low: float | None
@@ -86,7 +86,7 @@ def find_run(runs: Sequence[ListedRun], name: str) -> ListedRun:
     """Return the run with the id FLOW/NUMBER, or with this number.
 
     Raises:
-        ConfigError: there is no such run; the message says which there are.
+        ConfigError: there is no such run; the message names the newest runs.
     """
     for one in runs:
         if name in (one.run, one.run.rpartition("/")[2]):

@@ -41,7 +41,7 @@ class RunLog:
         self.run = run
 
     def log_metrics(self, values: Mapping[str, float], step: int | None = None) -> None:
-        """Log metrics of `step`, or of the full run if None; the first values of a step stay."""
+        """Log metrics of `step`, or of the full run if None; a step keeps its first values."""
         self.journal.log_metrics(self.run, values, step)
 
     def log_figures(self, values: Mapping[str, float]) -> None:
@@ -68,7 +68,7 @@ class RunLog:
         self.journal.set_status(self.run, status)
 
     def log_artifact(self, path: Path, folder: str = "") -> None:
-        """Log a file or folder into a folder of the artifacts; `path` must exist until sent."""
+        """Log a file or folder into an artifact folder; `path` must exist until it is sent."""
         self.journal.add_file(self.run, path, folder)
 
     def log_text(self, text: str, artifact: str) -> None:
@@ -110,8 +110,8 @@ class RunLog:
 def description(outcome: str, sentences: Sequence[str] = ()) -> str:
     """Return the description of a run in Markdown: its outcome, and a list of sentences.
 
-    Both are escaped. The first sentence that would exceed the maximum length of a tag is left out,
-    and so are all sentences after it.
+    Outcome and sentences are escaped. The list ends before the first sentence with which the text
+    would exceed the maximum length of a tag.
     """
     text = f"**{as_markdown(outcome)}**\n"
     for sentence in sentences:

@@ -1,8 +1,8 @@
-"""Record of the processes of a run of the flow, and the end of runs that are not finished.
+"""Record the processes of a run of the flow, and end its unfinished MLflow runs.
 
-A killed process cannot end its MLflow runs, so they would stay RUNNING or SCHEDULED forever. The
-next run of the flow finds the record of the killed run, and ends the MLflow runs of the killed run.
-A run that ends removes its record.
+A killed process cannot end its MLflow runs, which would stay RUNNING or SCHEDULED forever. The next
+run of the flow finds the record of the killed run, and ends the MLflow runs of the killed run. A
+run that ends removes its own record.
 """
 
 import json
@@ -63,7 +63,7 @@ def remove_record(folder: Path) -> None:
 
 
 def was_killed(folder: Path) -> bool:
-    """Return whether the run in `folder` was killed: it has a record, but its processes ended.
+    """Return whether the run in `folder` was killed: its record exists, but its processes ended.
 
     A run on another machine may still be running, so it does not count as killed.
     """

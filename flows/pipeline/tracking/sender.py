@@ -37,7 +37,7 @@ class Sender:
     """
 
     def __init__(self, journal: Journal, *, patience: float = 0.0) -> None:
-        """Send entries of `journal` after `patience` seconds, or earlier if `flush` is called."""
+        """Send entries of `journal` after `patience` seconds, or at the first `flush`."""
         self.trouble = ""
         """Error of the last attempt; empty while MLflow answers."""
         self.sends = patience == 0
@@ -113,7 +113,7 @@ class Sender:
         return bool(waiting)
 
     def _try_until_it_answers(self, call: Callable[..., Answer], *given: Any) -> Answer | None:
-        """Repeat a call until it succeeds; return None if the thread is stopped before.
+        """Repeat a call until it succeeds; return None if the thread is stopped first.
 
         Every error counts as temporary, because each artifact store has its own error classes.
         """

@@ -23,7 +23,7 @@ class SystemMetrics:
     """
 
     def __init__(self, log: RunLog, *, patience: float = 0.0) -> None:
-        """Log to `log` after `patience` seconds; step numbers continue after the existing ones."""
+        """Log to `log` after `patience` seconds; steps continue after the existing steps."""
         self._log = log
         self._patience = patience
         self._stopping = threading.Event()

@@ -26,8 +26,8 @@ FLUSH_SECONDS = 20.0
 """Maximum wait in seconds at the end of a step until all entries are sent."""
 
 FAILED_SECONDS = 60.0
-"""Maximum wait in seconds at the end of a step that failed or refused the run. Perhaps no later
-step sends the entries."""
+"""Maximum wait in seconds at the end of a step that failed or refused the run. It is longer than
+FLUSH_SECONDS, because perhaps no later step sends the entries."""
 
 SHORT_SECONDS = 30.0
 """A step that takes fewer seconds may leave its entries to the next step, because the import of
@@ -118,7 +118,7 @@ class Tracker:
         except PPOError as also:
             if value is None:
                 raise
-            # The first error is the cause; this error follows from it, or from a full disk.
+            # The error of the step is the cause. This error follows from it, or from a full disk.
             print(f"Warning: The end of the step is not tracked: {also}", flush=True)
         finally:
             self._sender.stop()

@@ -1,4 +1,4 @@
-"""Messages of a command about the rows that it read."""
+"""Texts in which a command describes the rows that it read."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,7 +14,7 @@ MAX_SHOWN = 500
 
 
 def describe_reading(rows: Rows) -> str:
-    """Return a line with the number of rows, the columns that were read, and the rows left out."""
+    """Return a line with the number of rows, the columns read, and how many rows were left out."""
     columns = ", ".join(
         field if field == column else f"{field} from {column}"
         for field, column in rows.reading.items()
@@ -31,10 +31,10 @@ def describe_first(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> st
 
 
 def require_columns_read(renamed: Mapping[str, str], *read: Rows) -> None:
-    """Raise if the setting `columns` names a column that was read from no data set.
+    """Raise if the setting `columns` names a column that was not read from any data set.
 
     Raises:
-        ConfigError: a column was not read; the message names its field.
+        ConfigError: a column was not read; the message names the field and the column.
     """
     columns = {column for rows in read for column in rows.reading.values()}
     for field, name in renamed.items():

@@ -22,8 +22,8 @@ Turns = list[dict[str, str]]
 def as_prompt(value: Any, *, is_chat: bool) -> str | Turns:
     """Return a prompt as text, or as messages if `is_chat`.
 
-    In a chat, a text becomes one message of the user, but a text of HH becomes one message per
-    turn.
+    If `is_chat`, a text of HH becomes one message per turn, and any other text becomes one message
+    of the user.
 
     Raises:
         RowError: the prompt is empty or malformed, is neither text nor messages, ends in an answer
@@ -48,10 +48,10 @@ def as_prompt(value: Any, *, is_chat: bool) -> str | Turns:
 
 
 def as_response(value: Any, name: str) -> str:
-    """Return a response as text; it may be a text, or a list of one message of the assistant.
+    """Return a response as text; `value` is a text, or a list of one message of the assistant.
 
     Raises:
-        RowError: the value is something else.
+        RowError: the value has another form; the message names the column, `name`.
     """
     if isinstance(value, str):
         return value
@@ -77,7 +77,7 @@ def is_answered(messages: Messages) -> bool:
 
 
 def last_answer(messages: Messages) -> tuple[Turns, str]:
-    """Split a conversation into the earlier messages, and the text of the assistant's last message.
+    """Return the earlier messages of a conversation, and the text of the assistant's last message.
 
     Raises:
         RowError: the last message is not the assistant's, or a message is malformed.
@@ -98,9 +98,9 @@ def split_pair(
 ) -> tuple[str | Turns, str, str]:
     """Return the prompt and two responses that do not repeat the prompt.
 
-    If `prompt` is None or empty, and `chosen` and `rejected` are conversations, the prompt is their
-    common part. If they are plain texts, they are returned unchanged with an empty prompt; for a
-    chat, this is an error.
+    If `prompt` is None or empty, the prompt is the common part of the conversations in `chosen` and
+    `rejected`. Without a prompt, plain texts are returned unchanged with an empty prompt, but are
+    refused if `is_chat`.
 
     Raises:
         RowError: the responses do not answer the same prompt, a chat has no prompt, or a value has
@@ -154,7 +154,7 @@ def _joined(prompt: Any, before: Turns) -> Any:
 
 
 def _common_turns(chosen: str, rejected: str) -> str | None:
-    """Return the prompt of two texts of HH, or None for other texts.
+    """Return the common prompt of two texts of HH, or None for other texts.
 
     Raises:
         RowError: the texts differ before the last answer, or do not end in an answer.
@@ -189,10 +189,10 @@ def _turns_of_text(text: str) -> Turns:
 
 
 def in_format_of(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages) -> str | Messages:
-    """Return a prompt as messages if a tokenizer has a chat template, else as text.
+    """Return a prompt as messages if a tokenizer has a chat template, and otherwise as text.
 
     Raises:
-        RowError: the tokenizer has a chat template, and the prompt is not valid (see `as_prompt`).
+        RowError: the tokenizer has a chat template, and `as_prompt` refuses the prompt.
     """
     if tokenizer.chat_template is None:
         return shown_prompt(prompt)
@@ -200,7 +200,7 @@ def in_format_of(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages) -> 
 
 
 def shown_prompt(prompt: str | Messages | Sequence[int]) -> str:
-    """Return a prompt as a person or a judge reads it.
+    """Return a prompt as a text for a person or a judge.
 
     A single message of the user is returned as its text. A longer conversation becomes one
     paragraph per message, and each paragraph begins with the role.

@@ -17,18 +17,18 @@ Encoded = TypeVar("Encoded")
 
 @dataclass(frozen=True)
 class Encoding(Generic[Encoded]):
-    """How a row is encoded.
+    """The functions that encode a row.
 
     `sequences` returns the texts of a row. The tokenizer then encodes the texts of many rows at
-    once, and `build` makes each encoded row.
+    once, and `build` makes the encoded form of each row.
     """
 
     sequences: Callable[[Row], Sequence[Sequence[Segment]]]
     """Return the sequences of a row. Raise RowError or DataError if the row cannot be encoded."""
 
     build: Callable[[Row, Sequence[list[EncodedSegment]]], Encoded]
-    """Return the encoded row, from the row and its encoded sequences. May raise RowError or
-    DataError, too."""
+    """Return the encoded form of a row, from the row and its encoded sequences. Raise RowError or
+    DataError if the row cannot be encoded."""
 
     length: Callable[[Encoded], int]
     """Return the number of tokens of an encoded row."""
@@ -37,7 +37,7 @@ class Encoding(Generic[Encoded]):
 def encode_batch(
     tokenizer: PreTrainedTokenizerBase, encoding: Encoding[Encoded], rows: Sequence[Row]
 ) -> list[Encoded | RowError]:
-    """Return each row encoded, or the error of a row that cannot be encoded."""
+    """Return the encoded form of each row, or a RowError for a row that cannot be encoded."""
     given = [_attempt(encoding.sequences, row) for row in rows]
     texts = [sequences for sequences in given if not isinstance(sequences, RowError)]
     encoded = iter(encode_sequences(tokenizer, list(chain.from_iterable(texts))))
@@ -52,7 +52,7 @@ def encode_batch(
 def encode_row(
     tokenizer: PreTrainedTokenizerBase, encoding: Encoding[Encoded], row: Row
 ) -> Encoded:
-    """Return one row encoded.
+    """Return the encoded form of one row.
 
     Raises:
         RowError: the row cannot be encoded.

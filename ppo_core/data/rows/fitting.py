@@ -24,14 +24,14 @@ def fit_prompts(
     response_length: int,
     overlong: Overlong,
 ) -> Rows:
-    """Return the rows whose prompts leave `response_length` tokens of a model's context.
+    """Return the rows whose prompts leave room for `response_length` tokens in a model's context.
 
     With overlong="truncate", prompts that are too long are shortened. If `context` is None, there
-    is not a limit.
+    is no limit.
 
     Raises:
-        DataError: a prompt is too long and `overlong` is "error", or more than `rows.max_left_out`
-            of the rows are left out.
+        DataError: a prompt is too long and `overlong` is "error", or more than the fraction
+            `rows.max_left_out` of the rows is left out.
     """
 
     def sequences(row: Row) -> list[list[Segment]]:
@@ -53,7 +53,7 @@ def fit_pairs(
     *,
     end_of_text: bool,
 ) -> Rows:
-    """Return the preferences whose two texts have 1 to `limit` tokens for a reward model.
+    """Return the preferences whose two texts each have 1 to `limit` tokens for a reward model.
 
     With overlong="truncate", prompts that are too long are shortened. If `limit` is None, there is
     no maximum.
@@ -82,7 +82,7 @@ def _fit(
     overlong: Overlong,
     move: str,
 ) -> Rows:
-    """Return the rows whose longest sequence fits, and whose sequences all have tokens."""
+    """Return the rows whose sequences all have 1 to `limit` tokens."""
 
     def length_of(row: Row, encoded: Sequence[list[EncodedSegment]]) -> int:
         lengths = [len(joined(sequence)) for sequence in encoded]

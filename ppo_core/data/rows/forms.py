@@ -36,7 +36,7 @@ Kind: TypeAlias = Literal["prompts", "pairs", "demonstrations", "votes", "feedba
 pairs of answers that people judged, or feedback of users on single answers or pairs."""
 
 _CONVERSATIONS = ("messages", "conversations")
-"""Columns of a conversation, whose last message may be the answer; ShareGPT uses the second."""
+"""Columns that may hold a conversation, with or without an answer; ShareGPT has `conversations`."""
 
 _PROMPT_COLUMNS = ("prompt", "query", "question", "instruction", *_CONVERSATIONS)
 """Names of columns that may hold the prompt; the first column that exists is read."""
@@ -45,7 +45,7 @@ _COMPLETION_COLUMNS = ("completion", "output", "answer", "response", "reference_
 """Names of columns that may hold the response in a demonstration."""
 
 _REFERENCE_COLUMNS = ("reference", *_COMPLETION_COLUMNS)
-"""Names of columns that may hold the response that a policy's answer is compared with."""
+"""Names of columns that may hold the reference with which a policy's response is compared."""
 
 WEIGHT = "weight"
 """Optional column of feedback, of pairs and of encoded pairs: the weight of the row in the loss."""
@@ -77,7 +77,7 @@ class Form:
     """How the rows of a data set are read."""
 
     reading: dict[str, str]
-    """Field -> the column, or columns, that it is read from."""
+    """Field -> the column or columns from which the field is read."""
 
     schema: pyarrow.Schema
     """Types of the fields."""
@@ -92,7 +92,7 @@ class Form:
 _COMMON = "the common part of chosen and rejected"
 
 _Field: TypeAlias = tuple[str, Callable[[RawRow], Any]]
-"""Description of the columns of a field, and the function that reads the field."""
+"""Names of the columns of a field, as one text, and the function that reads the field."""
 
 
 def find_form(
@@ -103,14 +103,14 @@ def find_form(
     takes_token_ids: bool = False,
     renamed: Mapping[str, str] | None = None,
 ) -> Form:
-    """Return how rows with these columns are read.
+    """Return the form of rows with the given columns.
 
     Args:
         kind: use of the data set.
         columns: names of the columns.
         is_chat: whether prompts become messages; if False, prompts remain text.
         takes_token_ids: whether prompts may be token ids, in the column `input_ids`.
-        renamed: field -> column, for columns with other names.
+        renamed: field -> column, for fields whose columns have other names.
 
     Raises:
         DataError: a required column is missing.
@@ -140,7 +140,7 @@ def find_form(
 def _prompts(columns: Collection[str], is_chat: bool) -> Form:
     described, read = _find_prompt(columns) or _common_prompt(columns)
     is_judged = _are_judgements(columns)
-    # The completion of a single judgment may be a rejected one, so it is not a reference.
+    # In single judgments, the completion may be rejected, so it cannot be the reference.
     known = _REFERENCE_COLUMNS[: 1 if is_judged else None]
     named = next((name for name in known if name in columns), None)
     is_pair = named is None and {"chosen", "rejected"} <= set(columns)
@@ -197,7 +197,7 @@ def _are_judgements(columns: Collection[str]) -> bool:
 
 
 def _judgements(columns: Collection[str], is_chat: bool) -> Form | None:
-    """Return the form of single judgments (KTO, arXiv:2402.01306); None for other columns."""
+    """Return the form of single judgments (KTO, arXiv:2402.01306); None if a column is missing."""
     found = _find_prompt(columns)
     if found is None or not _are_judgements(columns):
         return None
@@ -222,7 +222,7 @@ def _judgements(columns: Collection[str], is_chat: bool) -> Form | None:
 
 
 def _ranking(columns: Collection[str], is_chat: bool) -> Form | None:
-    """Return the form of ranked lists; None for other columns."""
+    """Return the form of ranked lists; None if a column is missing."""
     found = _find_prompt(columns)
     named = {
         field: name
@@ -284,7 +284,7 @@ def _votes(columns: Collection[str], is_chat: bool) -> Form:
     if found is None or missing:
         raise _no_columns([*([] if found else ["prompt"]), *missing], columns)
     described, read = found
-    # Only if it is there, so that the digests of data sets without this column stay as they were.
+    # Read this column only if it exists: the digests of data sets without it must not change.
     people = ["annotator"] if "annotator" in columns else []
 
     def convert(row: RawRow) -> Row:
@@ -297,9 +297,9 @@ def _votes(columns: Collection[str], is_chat: bool) -> Form:
 
 
 def _feedback(columns: Collection[str], is_chat: bool) -> Form:
-    """Return the form of feedback: users liked the response in chosen, and not that in rejected.
+    """Return the form of feedback: a liked response in chosen, and a disliked one in rejected.
 
-    One of both may be missing. Single judgments may also be as in `_judgements`.
+    Either column may be missing. The columns of single judgments (`_judgements`) are read, too.
     """
     found = _find_prompt(columns)
     is_judged = _are_judgements(columns)
@@ -362,7 +362,7 @@ def _accepted(row: RawRow, name: str) -> Any:
 
 
 def _common_prompt(columns: Collection[str]) -> _Field:
-    """Return the field of a prompt that is the common part of chosen and rejected."""
+    """Return a field that reads the prompt from the common part of chosen and rejected."""
     if not {"chosen", "rejected"} <= set(columns):
         raise _no_columns(["prompt"], columns)
 
@@ -374,7 +374,7 @@ def _common_prompt(columns: Collection[str]) -> _Field:
 
 
 def _text_or_none(row: RawRow, name: str) -> str | None:
-    """Return a reference as text, or None if there is none, because training needs no reference."""
+    """Return a reference as text, or None if it cannot be read: training needs no reference."""
     try:
         return as_response(_value(row, name), "the reference")
     except RowError:
@@ -395,10 +395,10 @@ def _nothing(row: RawRow) -> None:
 
 
 def _messages_beside_answers(column: str) -> Callable[[RawRow], Any]:
-    """Return a function that reads the messages before the answer from a column.
+    """Return a function that reads from a column the messages before the answer.
 
     The function returns None if the column has no messages, or if `chosen` is a whole conversation,
-    which includes the messages before the answer.
+    because `chosen` then includes these messages.
     """
 
     def read(row: RawRow) -> Any:
@@ -465,7 +465,7 @@ def _labels(row: RawRow) -> Row:
     """Return the labels of a preference; the value of a missing label is None.
 
     Raises:
-        RowError: a label has the wrong type. Numbers and booleans may be texts, as in CSV.
+        RowError: a label has the wrong type. Texts of numbers and booleans, as in CSV, are valid.
     """
     return {
         "margin": _number(row.get("margin"), "margin"),

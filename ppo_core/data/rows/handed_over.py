@@ -15,14 +15,14 @@ _TABLE, _FACTS = "rows.arrow", "rows.json"
 
 
 def write_rows(rows: Rows, folder: Path) -> None:
-    """Write rows into a folder, which is created.
+    """Create a folder, and write rows into it.
 
     Raises:
         TrainingError: a file cannot be written, for example because the disk is full.
     """
     with explained_writes(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        # Several machines may write these files, and other machines may already read them.
+        # Rename a complete file, because several machines may write it while others read it.
         unfinished = folder / f".{_TABLE}.{uuid4().hex}"
         with (
             unfinished.open("wb") as file,

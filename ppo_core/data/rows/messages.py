@@ -19,17 +19,18 @@ _MEDIA = (
     *("image", "image_url", "input_image", "audio", "input_audio", "video", "video_url"),
     *("file", "input_file", "document", "tool_use", "tool_result", "thinking"),
 )
-"""Types of parts without text, which are refused; the error message names the type."""
+"""Types of message parts that are refused; the error message names the type."""
 
 _TOOLS = ("tool_calls", "function_call", "tool_call_id")
-"""Keys of messages that call a tool, or answer such a call."""
+"""Keys of messages that call a tool or contain its result."""
 
 
 def plain_messages(value: Any) -> Any:
-    """Convert messages of any known form to the keys role and content; return others unchanged.
+    """Convert messages of any known form to the keys role and content.
 
-    The other forms are ShareGPT's `{"from": "human", "value": TEXT}`, and messages whose content is
-    a list of parts, `{"type": "text", "text": TEXT}`. A single message becomes a list.
+    The known forms are messages with these keys, ShareGPT's `{"from": "human", "value": TEXT}`, and
+    messages whose content is a list of parts, `{"type": "text", "text": TEXT}`. A single message
+    becomes a list. Any value that is not messages is returned unchanged.
 
     Raises:
         RowError: a speaker is unknown, a part is not text, or a message calls tools.
@@ -45,7 +46,7 @@ def _is_message(value: Mapping[str, Any]) -> bool:
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     role, content = message.get("role"), message.get("content")
-    # If an Arrow column mixes both forms, each message has the keys of both, and None where unused.
+    # If an Arrow column mixes both forms, each message has all keys, and the unused ones are None.
     if role is None and "from" in message:
         role, content = _role_of(message["from"]), message.get("value")
     if isinstance(content, Sequence) and not isinstance(content, str):
@@ -64,7 +65,6 @@ def _role_of(speaker: Any) -> str:
 
 
 def _text_of(parts: Sequence[Any]) -> str:
-    """Return the texts of the parts of a content, concatenated."""
     if not parts:
         raise RowError("with a message whose content is a list without parts")
     return "".join(map(_text_of_part, parts))

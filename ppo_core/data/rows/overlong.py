@@ -28,15 +28,15 @@ def fit_rows(
 ) -> Iterator[tuple[Row, Encoded] | RowError]:
     """Yield each row and its encoded form; with overlong="truncate" the prompt may be shortened.
 
-    For a row that cannot be encoded, or is still too long, yield a RowError instead.
+    For a row that cannot be encoded, or that remains too long, yield a RowError instead.
 
     Args:
         tokenizer: the tokenizer.
-        encoding: how a row is encoded.
+        encoding: the functions that encode a row.
         rows: rows whose prompt is the field `prompt`, or the conversation in `messages`.
         limit: maximum number of tokens; if None, there is no limit.
         overlong: what happens to a longer row.
-        move: advice for a row that is too long.
+        move: advice in the error of a row that is too long.
 
     Raises:
         DataError: a row is too long and `overlong` is "error".
@@ -82,11 +82,11 @@ def _largest(row: Row) -> int:
 
 
 def _shortened(row: Row, limit: int | None, most: int, fits: Callable[[Row], bool]) -> Row | None:
-    """Return the row with its prompt cut to the longest end that fits, or None if no end fits.
+    """Return the row with as little as possible removed from the start of its prompt.
 
-    The limits are `limit` tokens and `most` characters. Of messages, a system message at the start
-    is kept, and the rest is cut before a message of the user. A text of HH is cut before a turn of
-    the human, any other text between two words.
+    Return None if no end of the prompt fits. The limits are `limit` tokens and `most` characters.
+    Messages are cut before a message of the user, but a system message at the start is kept. A text
+    of HH is cut before a turn of the human, and any other text before a word.
     """
     field = "messages" if "messages" in row else "prompt"
     prompt = row.get(field)
@@ -98,7 +98,7 @@ def _shortened(row: Row, limit: int | None, most: int, fits: Callable[[Row], boo
 
     if isinstance(prompt, str):
         start = re.escape(HUMAN) if is_hh(prompt) else r"(?<!\S)\S"
-        # The search begins one character earlier, because the space before a word may be there.
+        # Begin one character earlier, because this character may be the space before a word.
         first = max(0, len(prompt) - most - 1)
         starts = [found.start() for found in re.compile(start).finditer(prompt, first)]
         return _first_that_fits(
@@ -122,7 +122,7 @@ def _ends_of_messages(prompt: Messages) -> list[Messages]:
 def _first_that_fits(
     count: int, candidate: Callable[[int], Row], fits: Callable[[Row], bool]
 ) -> Row | None:
-    """Return the longest of `count` candidates that fits, or None; each is longer than the next."""
+    """Return the first of `count` candidates that fits, or None; they are sorted long to short."""
     low, high = 0, count
     while low < high:
         middle = (low + high) // 2

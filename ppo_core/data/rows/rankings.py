@@ -14,10 +14,10 @@ from ppo_core.data.rows.row_error import RowError
 
 MAX_RANKED = 16
 """Maximum number of responses of a ranked list that are compared. The number of pairs grows with
-the square of this number, so a prompt with many responses would outweigh the others."""
+the square of this number, so a prompt with more responses would outweigh other prompts."""
 
 MAX_PAIRS = MAX_RANKED * (MAX_RANKED - 1) // 2
-"""Maximum number of pairs of a prompt with single judgments: as many as a ranked list gives."""
+"""Maximum number of pairs from a prompt's single judgments; a full ranked list gives as many."""
 
 _Ranked: TypeAlias = tuple[float, str]
 """Quality of a response (a larger number is better), and the response."""
@@ -26,15 +26,15 @@ _Ranked: TypeAlias = tuple[float, str]
 def pairs_of_ranking(
     responses: Any, ranks: Any = None, scores: Any = None
 ) -> Iterator[tuple[str, str, bool]]:
-    """Yield each pair of responses, the better response first, and whether the pair is a tie.
+    """Yield the better response, the worse response, and whether they tie, for each pair.
 
-    In a tie, the responses are equally good or have the same text.
+    Two responses tie if they are equally good or have the same text.
 
-    Of more than `MAX_RANKED` responses, only the best, the worst, and responses at equal steps
-    between these are paired.
+    If there are more than `MAX_RANKED` responses, only `MAX_RANKED` of them are paired: the best,
+    the worst, and responses at equal steps between these two.
 
     Args:
-        responses: texts, messages, or mappings of `response` and `overall_score`.
+        responses: texts, messages, or mappings with the keys `response` and `overall_score`.
         ranks: rank of each response; the smallest rank is the best.
         scores: score of each response; the largest score is the best.
 
@@ -58,7 +58,7 @@ def pairs_of_ranking(
 
 
 def _spread(ranked: Sequence[_Ranked]) -> list[_Ranked]:
-    """Return the responses from best to worst; of more than `MAX_RANKED`, some at equal steps."""
+    """Return at most `MAX_RANKED` responses from best to worst, at equal steps in the ranking."""
     ordered = sorted(ranked, key=lambda one: -one[0])
     if len(ordered) <= MAX_RANKED:
         return ordered
@@ -90,10 +90,10 @@ class _Judged:
     rejected: list[int] = field(default_factory=list)
 
     def pairs(self) -> Iterator[tuple[int, int]]:
-        """Yield each preferred judgment with each rejected one, at most `MAX_PAIRS` pairs.
+        """Yield pairs of a preferred and a rejected judgment, at most `MAX_PAIRS` pairs.
 
-        If there are more pairs, the preferred judgments are used about equally often, each with
-        different rejected ones.
+        If more pairs are possible, all preferred judgments are used about equally often, each time
+        with another rejected judgment.
         """
         first, second = len(self.preferred), len(self.rejected)
         for number in range(min(first * second, MAX_PAIRS)):
@@ -104,11 +104,11 @@ class _Judged:
 def pairing(
     judgements: Iterable[Mapping[str, Any]], take: Callable[[int], Mapping[str, Any]]
 ) -> Callable[[Sequence[Mapping[str, Any]]], Iterator[list[dict[str, Any]] | RowError | None]]:
-    """Return a function that converts batches of judgments, in their order, to preferences.
+    """Return a function that converts consecutive batches of judgments to preferences.
 
-    All pairs of a prompt are placed at the prompt's first judgment, so no split of the data set
-    separates them. If a prompt has only preferred or only rejected responses, each of its judgments
-    becomes a RowError.
+    The function returns all pairs of a prompt at the prompt's first judgment, so no later split of
+    the data set separates these pairs. If a prompt has only preferred or only rejected responses,
+    the function returns a RowError for each judgment of the prompt.
 
     Args:
         judgements: rows with `prompt`, `completion`, `label`, and optionally category and source.

@@ -27,13 +27,13 @@ from ppo_core.io.progress_bar import BAR_DELAY, progress
 
 LEAST_SHARED = 5_000
 """Minimum number of rows for which machines share a copy of the converted rows. Fewer rows are
-encoded in less than 2 seconds, so a copy is not worth its requests to the storage."""
+encoded in less than 2 seconds, so a copy would not be worth the requests to the storage."""
 
 ROW = "row"
 """Column with the number of a row in its data set, counted from 0."""
 
 _ROWS_FOR_COLUMNS = 100
-"""Number of rows at the start whose columns are taken as the columns of the data set."""
+"""Number of rows, at the start of a data set, from which its columns are taken."""
 
 _TABLE, _LEFT_OUT = "rows.arrow", "left-out.jsonl"
 
@@ -47,12 +47,13 @@ _CODE = (
         for file in sorted((Path(__file__).parents[1] / package).glob("*.py"))
     ),
 )
-"""Modules whose code decides how a row is read."""
+"""Modules whose code determines how a row is read."""
 
 
 Convert: TypeAlias = Callable[[Sequence[RawRow]], Iterable[Row | Sequence[Row] | RowError | None]]
-"""Function that converts a batch of rows. For each row it returns the converted row, or several,
-a RowError to leave the row out and count it, or None to skip the row without counting it."""
+"""Function that converts a batch of rows. For each row, it returns one of these: one converted row;
+several converted rows; a RowError, so that the row is left out and counted; or None, so that the
+row is left out without being counted."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Rows:
     """Digest of the usable rows."""
 
     reading: dict[str, str]
-    """Field -> the column, or columns, that it was read from."""
+    """Field -> the column or columns from which the field was read."""
 
     left_out: dict[str, int]
     """Reason -> number of rows that were left out for this reason."""
@@ -103,7 +104,7 @@ class Rows:
         return self.table.with_format("arrow")[name].null_count == 0
 
     def part(self, begin: int, end: int, name: str) -> "Rows":
-        """Return the rows `begin` to `end - 1` as a data set that counts no left-out rows."""
+        """Return the rows `begin` to `end - 1`, with the counts of left-out rows set to zero."""
         return replace(
             self,
             source=f"{self.source} ({name})",
@@ -125,7 +126,7 @@ def read_rows(
     takes_token_ids: bool = False,
     options: ReadOptions = DEFAULT_READING,
 ) -> Rows:
-    """Read a data set; a second reading of the same content takes the rows from the cache.
+    """Read a data set; if the same content was read before, take the rows from the cache.
 
     Args:
         source: name of the data set, see `open_source`.
@@ -134,7 +135,7 @@ def read_rows(
         split: name of a split, or a slice of a split.
         config_name: name of a configuration, see `open_source`.
         takes_token_ids: whether prompts may be token ids.
-        options: names of columns, and what is allowed.
+        options: renamed columns, whether addresses are allowed, and how many rows may be left out.
 
     Raises:
         ConfigError: a local file or folder has no such configuration.
@@ -208,15 +209,15 @@ def derive(
     convert: Convert,
     schema: pyarrow.Schema | None = None,
 ) -> Rows:
-    """Return converted rows; a second call with the same rows and inputs takes the cached rows.
+    """Convert rows; a second call with the same rows and inputs returns the cached rows.
 
-    Within `folder_cache.sharing`, rows that another machine has converted are also reused, if
-    `rows` has at least `LEAST_SHARED` rows.
+    If `rows` has at least `LEAST_SHARED` rows, a call within `folder_cache.sharing` also reuses the
+    rows that another machine has converted.
 
     Args:
         rows: rows to convert.
         name: name of the conversion, and of its folder in the cache.
-        inputs: everything beside `rows` that decides the result; must be serializable as JSON.
+        inputs: everything except `rows` that determines the result; must be serializable as JSON.
         convert: function that converts a batch of rows.
         schema: types of the converted rows; by default the types of `rows`.
 
@@ -246,7 +247,7 @@ def derive(
 
 
 def each(convert: Callable[[RawRow], Row | Sequence[Row] | None]) -> Convert:
-    """Return a function that converts each row of a batch; a RowError is returned, not raised."""
+    """Return a function that converts a batch row by row; a RowError is returned, not raised."""
     return lambda batch: (attempt(convert, row) for row in batch)
 
 
@@ -287,7 +288,7 @@ def _write(
 ) -> dict[str, Any]:
     """Write the converted rows and the rows that are left out; return digest and counts.
 
-    `count` is the number of `rows` if it is known.
+    `count` is the number of `rows`, or None if it is unknown.
     """
     digest = sha256()
     counts: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""The error of a row that is left out, and the list of such errors for a message."""
+"""The error of a row that is left out, and a text that counts these errors by reason."""
 
 from collections.abc import Callable, Mapping
 from typing import TypeVar
@@ -10,7 +10,7 @@ class RowError(ValueError):
     """A row cannot be used; the message completes "12 rows ...", as in "with an empty prompt"."""
 
     def __init__(self, reason: str, move: str = "Correct or remove these rows.") -> None:
-        """Take the reason and the advice for the user; rows are counted by their reason."""
+        """Store the reason, by which rows are counted, and `move`, the advice for the user."""
         super().__init__(reason)
         self.move = move
 
@@ -24,5 +24,5 @@ def attempt(function: Callable[..., Result], *values: object) -> Result | RowErr
 
 
 def list_reasons(counts: Mapping[str, int]) -> str:
-    """Return the number of rows for each reason: `2 with an empty prompt, 1 without a text`."""
+    """Return how many rows have each reason, as in `2 with an empty prompt, 1 without a text`."""
     return ", ".join(f"{count} {reason}" for reason, count in counts.items())

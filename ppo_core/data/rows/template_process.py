@@ -2,8 +2,9 @@
 
 A template is code that the author of a model wrote. The sandbox of jinja2 limits neither memory nor
 time, and Python cannot interrupt one large operation, such as `'x' * 10**10`. Therefore a separate
-process renders, under limits that the operating system enforces. The process runs this file, so
-this file imports nothing of the project. The process ends when its parent has ended.
+process renders templates, under limits that the operating system enforces. The process runs this
+file, so this file must not import other modules of the project. The process ends when its parent
+has ended.
 """
 
 import atexit
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 MAX_BYTES = 1 << 30
-"""Bytes that the process may take in addition to its memory at the start; limited on Linux only."""
+"""Bytes that the process may allocate beyond its memory at the start; enforced only on Linux."""
 
 MAX_GROWTH, MAX_OWN_CHARACTERS = 8, 1_000_000
 """Maximum characters of a rendered text: 8 for each byte of the request, plus 1,000,000."""
@@ -35,10 +36,10 @@ class Rendered(NamedTuple):
 
 
 class TemplateProcess:
-    """The process that renders; it is started by the first conversation, and serves all threads."""
+    """The process that renders templates; `render` starts it if needed. All threads share it."""
 
     def __init__(self) -> None:
-        """Prepare, without starting the process."""
+        """Register the handlers for fork and exit; the process is not started yet."""
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
         os.register_at_fork(after_in_child=self._forget)
@@ -49,12 +50,12 @@ class TemplateProcess:
 
         Args:
             request: arguments of transformers' `render_jinja_template`, for one conversation.
-            seconds: limit of time.
+            seconds: maximum time for rendering.
 
         Raises:
             TimeoutError: the template took longer.
             MemoryError: the template took more memory, or its text is too long.
-            ValueError: the template raised an error; the message is the same.
+            ValueError: the template raised an error; the ValueError has the same message.
         """
         line = json.dumps({**request, "seconds": seconds}, default=_plain).encode() + b"\n"
         with self._lock:
@@ -104,9 +105,9 @@ class TemplateProcess:
             self._process = None
 
     def _forget(self) -> None:
-        """Forget the process in a forked child, because it belongs to the child's parent."""
+        """Drop the process in a forked child, because the process belongs to the parent."""
         if self._process is not None:
-            self._process.returncode = 0  # otherwise its deletion would warn
+            self._process.returncode = 0  # otherwise Popen would warn when deleted
         self._process = None
         self._lock = threading.Lock()
 
@@ -118,7 +119,7 @@ def _send(process: "subprocess.Popen[bytes]", line: bytes) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value that JSON can represent in the place of one that it cannot."""
+    """Return a replacement for a value that JSON cannot represent."""
     if isinstance(value, Mapping):
         return dict(value)
     return value.item() if hasattr(value, "item") else f"<{type(value).__name__}>"

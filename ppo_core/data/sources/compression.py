@@ -1,4 +1,4 @@
-"""Open a data file that may be compressed by gzip."""
+"""Open a data file, which may be compressed with gzip."""
 
 import gzip
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Read data sets from addresses such as https:// and s3://, which a setting must allow."""
+"""Check and download addresses of data files, such as https://; a setting must allow them."""
 
 import re
 import time
@@ -19,7 +19,7 @@ SILENCE_SECONDS = 30.0
 
 
 def is_data_address(name: str) -> bool:
-    """Return whether the name of a data set is an address, or a chain of them (`zip::https://`)."""
+    """Return whether a data set's name is an address or a chain of addresses (`zip::https://`)."""
     return _ADDRESS.match(name) is not None or "::" in name
 
 
@@ -41,7 +41,8 @@ def download(address: str, folder: Path) -> Path:
     """Return the downloaded file of an http or https address. Redirects are not followed.
 
     Raises:
-        DataError: the server refuses, redirects or is silent, or the file is too large or slow.
+        DataError: the server refuses or redirects the request, or does not answer; or the file is
+            too large, or its download takes too long.
     """
     suffixes = Path(address.partition("?")[0]).suffixes[-2:]
     path = folder / f"download{''.join(suffixes)}"
@@ -56,7 +57,7 @@ def download(address: str, folder: Path) -> Path:
 
 
 class _NoRedirects(HTTPRedirectHandler):
-    """Makes a redirect an error, because its target was not named by the user."""
+    """Makes a redirect an error, because the user did not name its target."""
 
     def redirect_request(self, *request: Any) -> None:
         return None

@@ -93,7 +93,7 @@ def _splits_of_names(folder: Path, suffixes: tuple[str, ...]) -> dict[str, list[
 
 
 def _splits_of_card(folder: Path, config: str | None) -> dict[str, list[Path]] | None:
-    """Return the files that the README.md names for each split; None if it names no files."""
+    """Return the files of each split according to README.md; None if README.md names no files."""
     card = folder / "README.md"
     with library_errors(DataError, f"'{card}' cannot be read", "Correct or remove it."):
         head = (metadata_load(card) if card.is_file() else None) or {}
@@ -141,7 +141,7 @@ def _list(value: Any) -> list[Any]:
 
 
 def _text(value: Any, folder: Path) -> str:
-    # The value is not shown as text, because a nested YAML value may exceed any memory.
+    # Do not show the value: the text of a nested YAML value may be larger than the memory.
     if not isinstance(value, str):
         raise DataError(
             f"The README.md of '{folder}' has a {type(value).__name__} where `configs` needs a "

@@ -1,4 +1,4 @@
-"""Load, pin to a commit, or copy one split of a data set of the Hugging Face Hub."""
+"""Load or copy one split of a data set of the Hugging Face Hub, or pin it to a commit."""
 
 import re
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ class HubData:
             )
 
     def pinned(self) -> str:
-        """Return the name with the current commit of its revision in the place of the revision.
+        """Return the name with its revision replaced by the current commit of the revision.
 
         A name that already has a commit is returned unchanged. Offline, every name is returned
         unchanged, because `datasets` then reads only its cache, which does not change.
@@ -61,7 +61,7 @@ class HubData:
         return f"{self.repository}@{commit}{colon}{split}"
 
     def save(self, folder: Path) -> None:
-        """Write the split into a folder, from which it is read without the hub.
+        """Write the split into a folder, so that later runs can read it without the hub.
 
         Raises:
             DataError: see `load`.
@@ -83,14 +83,14 @@ class HubData:
 def without_media(loaded: Any) -> Any:
     """Return a data set without columns of media, such as images.
 
-    `datasets` would open the files and addresses that values of such columns name.
+    Otherwise, `datasets` would open the files and addresses in these columns.
     """
     media = [column for column, feature in loaded.features.items() if _is_media(feature)]
     return loaded.remove_columns(media)
 
 
 def absolute_path(name: str) -> str:
-    """Return the absolute path of a name in the working directory, for a message."""
+    """Return the absolute path of a name, cut to 300 characters for a message."""
     return f"{Path(name).absolute()!s:.300}"
 
 

@@ -16,7 +16,7 @@ MAX_LINE_BYTES = 1 << 26
 """A line, which is one row, must have fewer bytes than this."""
 
 MAX_LIST_BYTES = 1 << 30
-"""Maximum size of a file that is one list of rows, because it is read as a whole."""
+"""Maximum bytes of a file with one list of rows, because this file is read as a whole."""
 
 _OTHER_FORMATS = {
     b"\x1f\x8b": "is compressed by gzip. Rename the file to end in .gz.",
@@ -25,18 +25,18 @@ _OTHER_FORMATS = {
     b"\xff\xfe": "is UTF-16. Convert the file to UTF-8.",
     b"\xfe\xff": "is UTF-16. Convert the file to UTF-8.",
 }
-"""First bytes of other formats, whose files are often named like a JSON file -> advice."""
+"""First bytes of a format whose files often have the name of a JSON file -> advice."""
 
 
 def read_json_rows(path: Path) -> Iterator[RawRow]:
-    """Yield the rows of a JSON file, which may be compressed; an empty file has none.
+    """Yield the rows of a JSON file, which may be compressed; an empty file has no rows.
 
     A byte-order mark and empty lines are ignored. Rows may have different keys.
 
     Raises:
-        DataError: the file cannot be read, is not UTF-8, or a row is not a JSON object. For a
-            wrong row, the message names its number, counted from 0, and in a file with one object
-            on each line also its line, counted from 1.
+        DataError: the file cannot be read, is not UTF-8, or a row is not a JSON object. The message
+            names the number of a wrong row, counted from 0. In a file with one object on each line,
+            it also names the number of the line, counted from 1.
     """
     failure, move = f"'{path}' cannot be read", "Name a file of rows that you may read."
     with library_errors(DataError, failure, move), open_data_file(path) as file:

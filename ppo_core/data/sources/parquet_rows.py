@@ -10,8 +10,8 @@ from ppo_core.errors import DataError, library_errors
 from ppo_core.io.text_files import open_regular_file
 
 MAX_ROWS_PER_BYTE = 100
-"""Maximum number of rows for each byte of a file. A file that claims more is damaged, or was made
-to exhaust the memory."""
+"""Maximum number of rows for each byte of a file. A file that claims more rows is damaged, or was
+made to exhaust the memory."""
 
 
 def read_parquet_rows(path: Path) -> Iterator[RawRow]:

@@ -1,4 +1,4 @@
-"""Check a folder of `save_to_disk`, before `datasets` opens the files that the folder names."""
+"""Check a folder written by `save_to_disk` before `datasets` opens the files listed in it."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ from ppo_core.errors import DataError
 from ppo_core.io.text_files import open_regular_file, parse_strict_json
 
 STATE, SPLITS = "state.json", "dataset_dict.json"
-"""Files by which `datasets` recognizes a folder of `save_to_disk`."""
+"""Files by which `datasets` recognizes a folder written by `save_to_disk`."""
 
 
 def is_saved_folder(path: Path) -> bool:
@@ -16,9 +16,9 @@ def is_saved_folder(path: Path) -> bool:
 
 
 def check_saved_folder(path: Path) -> None:
-    """Raise if a saved data set names, or links to, a file that is outside its folder.
+    """Raise if a saved data set lists, or links to, a file outside its folder.
 
-    Otherwise, the folder could name any file of this machine, and `datasets` would read that file.
+    Without this check, `datasets` would read any file of this machine that the folder lists.
 
     Raises:
         DataError: a file is refused or missing; the message names the file.
@@ -61,7 +61,7 @@ def _names(names: object, key: str) -> list[str]:
 
 
 def _inside(folder: Path, name: str, named_by: Path, root: Path) -> Path:
-    """Return the path of a name; raise if `save_to_disk` cannot have written the name."""
+    """Return the path of a listed file; raise if `save_to_disk` cannot have written its name."""
     # A backslash or colon leads out of the folder on other systems, or makes the name an address.
     if name in ("", ".", "..") or set("/\\:\0") & set(name):
         raise DataError(

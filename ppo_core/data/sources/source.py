@@ -34,10 +34,10 @@ class _Format:
     """How the rows of a file are read."""
 
     read: Callable[[Path], Iterator[RawRow]]
-    """Our reader of the rows."""
+    """This project's function that reads the rows of a local file."""
 
     builder: str
-    """Name of the builder in the `datasets` library, for addresses."""
+    """Name of the builder in the `datasets` library that reads an address."""
 
     options: Mapping[str, str] = field(default_factory=dict)
     """Options of the builder."""
@@ -79,7 +79,7 @@ class Source:
     """Name of the split, followed by the slice if there is one."""
 
     temporary_folder: Any = None
-    """Folder with the downloaded file of an address; it is deleted with this object."""
+    """Folder with the file downloaded from an address; it is deleted with this object."""
 
 
 def open_source(
@@ -92,18 +92,18 @@ def open_source(
     """Return one split of a data set as a source.
 
     A name that exists on this machine is a local file or folder, even if it looks like an address
-    or a hub id. Code in a hub data set is never run: `datasets` does not support loading scripts
-    since version 4.
+    or a hub id. Code in a hub data set is never run: since version 4, `datasets` does not support
+    loading scripts.
 
     Args:
         name: a .jsonl, .json, .csv, .tsv or .parquet file (also .jsonl.gz, .json.gz, .csv.gz,
             .tsv.gz and .pq), a folder of such files, a folder written by `save_to_disk`, an address
-            of such a file, or a hub id, which `@REVISION` may follow. If `split` is None, `:SPLIT`
-            or `:CONFIG/SPLIT` may follow a folder or a hub id.
+            of such a file, or a hub id with or without `@REVISION`. If `split` is None, a folder or
+            hub id may end in `:SPLIT` or `:CONFIG/SPLIT`.
         split: name of a split, or a slice such as `train[:100]`; a file has only `train`. If None,
-            the split in `name`, or else `train`.
+            the split at the end of `name`, or `train` if `name` has no split.
         config: configuration name, for a hub data set with several configurations, or for a folder
-            whose README.md has several.
+            whose README.md lists several configurations.
         allow_urls: whether `name` may be an address.
 
     Raises:
@@ -123,7 +123,7 @@ def open_source(
 
 
 def find_hub_data(name: str) -> HubData | None:
-    """Return the hub data set that a name, with or without a split, means; None for other names.
+    """Return the hub data set of a name, which may end in a split; None for a path or an address.
 
     Raises:
         DataError: there is no such file, and the hub cannot have a data set of this name.
@@ -173,7 +173,7 @@ def _open_local(path: Path, split: str, config: str | None) -> Source:
 
 
 def _digest_of_file(path: Path) -> str:
-    # Reading the first row refuses an unreadable file before the digest reads the whole file.
+    # Read one row first, so that an unreadable file is refused before the digest reads all of it.
     next(_read_file(path), None)
     return format_of(path) + digest_of_file(path)
 
@@ -238,7 +238,7 @@ def _open_address(address: str, split: str) -> Source:
 
 
 def _split_of_name(name: str) -> tuple[str, str | None, str | None]:
-    # Returns the file, folder or hub id; the split after a colon; the configuration before a slash.
+    # Return PLACE, SPLIT and CONFIG of PLACE, PLACE:SPLIT or PLACE:CONFIG/SPLIT.
     place, _, split = name.partition(":")
     if "/" not in split.partition("[")[0]:
         return place, split or None, None
@@ -251,7 +251,7 @@ def _hub_data(given: str, place: str, split: str | None, config: str | None) -> 
     here = absolute_path(given)
     if name.endswith(SUFFIXES) or not _HUB_ID.fullmatch(name):
         raise DataError(f"There is no file or folder {here}. Check the path.")
-    # `load_dataset` would take a format's name, such as json, for files in the working directory.
+    # For the name of a format, such as json, `load_dataset` would read the working directory.
     if "." not in name and find_spec(f"datasets.packaged_modules.{name}") is not None:
         raise DataError(f"There is no file or folder {here}. '{name}' is a format; name a file.")
     return HubData(
@@ -305,7 +305,7 @@ def _name_of(split: str) -> str:
 
 
 def _sliced(source: Source, split: str) -> Source:
-    """Return the source with only the rows of the slice in `split`, as in `train[:100]`, if any."""
+    """Return the source; if `split` has a slice, as in `train[:100]`, keep only its rows."""
     name = _name_of(split)
     if split == name:
         return replace(source, split=split)

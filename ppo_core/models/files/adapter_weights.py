@@ -28,7 +28,7 @@ def merged_copy(
 ) -> PreTrainedModel:
     """Return a plain transformers model: the base with one adapter (default: the active) merged.
 
-    Saving and loading the copy need no peft; the PeftModel is not changed. If the PeftModel is
+    Saving and loading the copy do not need peft. The PeftModel is not changed. If the PeftModel is
     sharded, pass its unsharded state dict as `weights`, and use the copy only for saving. If the
     base is quantized, the copy has the dequantized weights, in the precision in which the base was
     loaded. They are not quantized again, because rounding would change the policy.
@@ -48,7 +48,7 @@ def merged_copy(
 
 
 def _rebuilt(model: "PeftModel", name: str, weights: Mapping[str, Tensor]) -> "PeftModel":
-    """Return a new model with one adapter and the given weights, neither sharded nor quantized."""
+    """Return a new unsharded, unquantized model with one adapter and the given weights."""
     from torch.distributed.fsdp import FSDPModule
 
     base = plain_model(model)
@@ -73,7 +73,7 @@ def _rebuilt(model: "PeftModel", name: str, weights: Mapping[str, Tensor]) -> "P
 
 
 def _dequantized(model: "PeftModel") -> dict[str, Tensor]:
-    """Return the weights of a model with a quantized base in full precision, on the CPU."""
+    """Return the dequantized weights of a model with a quantized base, on the CPU."""
     from peft.utils.integrations import dequantize_module_weight
 
     named = chain(
@@ -84,7 +84,7 @@ def _dequantized(model: "PeftModel") -> dict[str, Tensor]:
         if f"{name}.weight" in weights:
             quantized = module.weight
             weights[f"{name}.weight"] = dequantize_module_weight(module).detach().cpu()
-            # PEFT may have replaced the parameter by a copy without the quantization state.
+            # PEFT may have replaced `module.weight` by a copy without the quantization state.
             module.weight = quantized
     return weights
 

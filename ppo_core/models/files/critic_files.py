@@ -1,6 +1,6 @@
-"""Write and read a trained critic: a backbone of transformers, and its head beside it.
+"""Write and read a trained critic: a transformers backbone and its value head in one folder.
 
-The folder has the backbone as `save_pretrained` writes it, and `value_head.safetensors`.
+The folder has the files that the backbone's `save_pretrained` writes, and `value_head.safetensors`.
 """
 
 from collections.abc import Mapping
@@ -19,15 +19,15 @@ from ppo_core.models.loading import load_config, load_model, reading
 from ppo_core.models.policy import LanguageModel
 
 _HEAD = "summary."
-"""First part of the names of the head's tensors, see `SavedHead`."""
+"""Prefix of the names of the head's tensors, see `SavedHead`."""
 
 
 def require_whole_critic(critic: Critic | None, policy: LanguageModel) -> None:
-    """Raise unless a critic can be saved: it has a backbone of its own that transformers loads.
+    """Raise unless a critic can be saved: it needs its own backbone, which transformers can load.
 
     Raises:
-        ConfigError: there is no critic, or it is a head or an adapter on the policy.
-        ModelError: transformers has no class that loads the backbone of the critic alone.
+        ConfigError: there is no critic, or the critic is a head or an adapter on the policy.
+        ModelError: transformers has no class that loads the critic's backbone without a head.
     """
     if critic is None or critic.adapter is not None or critic.backbone is policy.backbone:
         kind = "no critic" if critic is None else "a critic on the policy's own backbone"
@@ -47,7 +47,7 @@ def require_whole_critic(critic: Critic | None, policy: LanguageModel) -> None:
 def write_critic(
     critic: Critic, weights: Mapping[str, Tensor], head: Mapping[str, Tensor], folder: Path
 ) -> None:
-    """Write the full weights of a critic's backbone and of its head into a folder."""
+    """Write the unsharded weights of a critic's backbone and head into a folder."""
     model = cast(PreTrainedModel, critic.model)
     model.save_pretrained(folder, state_dict=cast_weights(dict(weights), model.dtype))
     name_dtype(folder, model.dtype)
@@ -58,8 +58,8 @@ def load_critic(path: str | Path) -> Critic:
     """Return the critic that `write_critic` has written, in fp32.
 
     Raises:
-        ModelError: a file is refused, the folder has no head of a critic, or backbone and head do
-            not fit each other.
+        ModelError: a file is refused, the folder has no value head, or the head does not fit the
+            backbone.
     """
     with reading("critic", path):
         model = load_model(AutoModel, path, {"dtype": "float32"})
@@ -72,7 +72,7 @@ def load_critic(path: str | Path) -> Critic:
 
 
 def check_critic(path: str | Path) -> None:
-    """Raise unless a folder has a head of a critic that fits the hidden size of its backbone.
+    """Raise unless a folder has a value head that fits the hidden size of its backbone.
 
     The weights of the backbone are not read.
 

@@ -11,8 +11,8 @@ from ppo_core.errors import ModelError
 def require_finite_weights(path: str | Path) -> None:
     """Raise if a weight in the safetensors files of a local folder is not finite.
 
-    The tensors are read one at a time. These are not checked: the weights of a hub id,
-    0-dimensional tensors, and tensors with less than two bytes per element.
+    The tensors are read one at a time. The check skips the weights of a hub id, 0-dimensional
+    tensors, and tensors with less than two bytes per element.
 
     Raises:
         ModelError: a weight is NaN or infinite; the message names the file and the tensor.
@@ -21,7 +21,7 @@ def require_finite_weights(path: str | Path) -> None:
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - safe_open is not a mapping
                 tensor = tensors.get_tensor(name)
-                # fp16 checkpoints may have a mask's constant: one number, infinite in fp16.
+                # A 0-dimensional tensor may be a masking constant, which fp16 stores as infinity.
                 is_weight = tensor.is_floating_point() and tensor.ndim > 0
                 if not is_weight or tensor.element_size() < 2:
                     continue

@@ -1,9 +1,9 @@
 """Check the files of a local model folder before transformers reads them.
 
 transformers follows links, opens the files that a weights index names, downloads an adapter's base
-model, and runs kernels from the hub if a configuration names them. These checks refuse such
-folders. The files of a hub id are checked by the hub's client; their configuration is checked by
-`check_config_keys`.
+model, and runs kernels from the hub if a configuration names them. These checks refuse a folder
+that leads transformers to other folders, to downloads or to foreign code. For a hub id, the hub's
+client checks the files, and `check_config_keys` checks the configuration.
 """
 
 import json
@@ -43,7 +43,7 @@ def check_plain_files(path: str | Path) -> None:
     that are not JSON. The files of a hub id are not checked.
 
     Raises:
-        ModelError: a file is refused, or the path is neither a folder nor possibly a hub id; the
+        ModelError: a file is refused, or the path is not a folder and cannot be a hub id; the
             message names the file or the path.
     """
     folder = Path(path)
@@ -78,7 +78,7 @@ def check_model_folder(path: str | Path) -> None:
 
 
 def refuse_adapter(path: str | Path) -> None:
-    """Raise if a folder holds an adapter, because transformers would load its base from elsewhere.
+    """Raise if a folder has an adapter: transformers would load its base from another place.
 
     Raises:
         ModelError: the folder has an adapter's configuration.
@@ -111,16 +111,16 @@ def pickled(path: str | Path, name: str) -> ModelError:
 
 
 def check_config_keys(config: Mapping[str, Any], path: str | Path) -> None:
-    """Raise if a model's configuration needs downloaded code, or has an invalid number.
+    """Raise if a model's configuration requires code to be downloaded, or has an invalid number.
 
     Args:
         config: content of config.json.
         path: folder or hub id of the model, for the message.
 
     Raises:
-        ModelError: a key names a kernel on the hub, or a quantization method that needs downloaded
-            code; or a number is NaN, a base of rotary positions is not above 0 and finite, or an
-            epsilon is not at least 0 and below 1.
+        ModelError: a key names a kernel on the hub, or a quantization method whose code would be
+            downloaded; or a number is NaN, a base of rotary positions is infinite or at most 0, or
+            an epsilon is negative or at least 1.
     """
     for key, value in _entries(config):
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -148,7 +148,7 @@ def check_config_keys(config: Mapping[str, Any], path: str | Path) -> None:
 
 
 def _unmet(key: str, number: float) -> str:
-    """Return the requirement that a number in a configuration does not meet, or ""."""
+    """Return the requirement that a number of a configuration violates, or ""."""
     if number != number:
         return "a number"
     if _ROTARY_BASE.search(key) and not 0 < number < float("inf"):
@@ -196,7 +196,7 @@ def _check_link(file: Path, folder: Path) -> None:
     allowed = [root]
     if root.parent.name == "snapshots":
         allowed.append(root.parent.parent / "blobs")
-    target = Path(os.path.realpath(file))  # unlike `resolve`, raises no error for a loop
+    target = Path(os.path.realpath(file))  # `resolve` raises an error for a loop of links
     if not any(target.is_relative_to(place) for place in allowed):
         raise _refused(file, f"it is a link out of its folder, to '{target}'")
 
@@ -221,7 +221,7 @@ def _check_weights_are_safe(folder: Path) -> None:
 
 
 def _check_whole(file: Path) -> None:
-    """Raise if a safetensors file is cut off or damaged; only its header is read."""
+    """Raise if a safetensors file is truncated or damaged; only its header is read."""
     try:
         with safe_open(file, "pt"):
             pass

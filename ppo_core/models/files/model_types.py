@@ -1,4 +1,4 @@
-"""Model types of transformers that PPO is known to train correctly, to score with, or to refuse."""
+"""Model types of transformers that PPO trains correctly, can score with, or refuses."""
 
 EXACT = frozenset(
     """

@@ -13,7 +13,7 @@ _HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def half_precision(config: Mapping[str, Any]) -> torch.dtype | None:
-    """Return the half precision that a config.json names; None for another precision."""
+    """Return the half precision that a config.json names; None if it names another precision."""
     return _HALVES.get(str(config.get("dtype", config.get("torch_dtype"))))
 
 

@@ -1,8 +1,8 @@
-"""Check that a tokenizer neither makes huge texts of short ones nor takes exponential time.
+"""Check that a tokenizer does not expand short texts to huge ones or take exponential time.
 
-`tokenizer.json` contains rules that the library tokenizers applies to each text. A rule may replace
-a character by a million characters, and matching a pattern may take years. The library cannot be
-interrupted, and ends the process if memory is full.
+`tokenizer.json` contains rules that the library `tokenizers` applies to each text. A rule may
+replace a character by a million characters, and matching a pattern may take years. The library
+cannot be interrupted, and ends the process if memory is full.
 """
 
 import base64
@@ -21,8 +21,8 @@ from ppo_core.models.files.model_folder import read_object
 TOKENIZER = "tokenizer.json"
 
 MAX_GROWTH = 1000
-"""Largest number of characters that all rules together may make of one character. Unicode
-normalization makes at most 18."""
+"""Largest number of characters into which all rules together may turn one character. Unicode
+normalization gives at most 18."""
 
 MAX_ADDED = 1000
 """Largest number of characters or tokens that one rule may add to each text."""
@@ -40,7 +40,7 @@ _RULES = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 
 
 def check_tokenizer_file(file: Path) -> None:
-    """Raise if the rules or tokens of a tokenizer.json could make a huge text of a short one.
+    """Raise if the rules or tokens of a tokenizer.json could turn a short text into a huge one.
 
     Raises:
         ModelError: the file is not a JSON object, or is refused; the message names the rule.
@@ -96,7 +96,7 @@ def _trial_texts() -> Iterator[list[str]]:
 
 
 def _encode_and_decode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> None:
-    # Only calls with several texts let other threads run, such as the thread that limits the time.
+    # A call with one text blocks all other threads, also the thread that limits the time.
     ids = tokenizer(texts, add_special_tokens=True)["input_ids"]
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
@@ -116,12 +116,12 @@ def _rules(document: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _growth(rule: Mapping[str, Any]) -> float:
-    """Return the largest number of characters that a rule makes of one character."""
+    """Return the largest number of characters into which a rule turns one character."""
     if rule["type"] == "Replace":
         new = len(str(rule.get("content", "")))
         pattern = rule.get("pattern")
         old = pattern.get("String") if isinstance(pattern, Mapping) else None
-        # A regular expression may match the empty text before a character, and then add a text.
+        # A regular expression may match the empty string before a character and insert `content`.
         return max(1.0, new / len(old)) if isinstance(old, str) and old else 1.0 + new
     if rule["type"] == "Precompiled":
         return float(_longest_replacement(str(rule.get("precompiled_charsmap") or "")))
@@ -131,8 +131,8 @@ def _growth(rule: Mapping[str, Any]) -> float:
 def _longest_replacement(charsmap: str) -> int:
     """Return the length of the longest text in sentencepiece's table of replacements.
 
-    The table consists of the size of an index in 4 bytes, the index, and texts that each end in a
-    zero byte.
+    The table begins with 4 bytes that contain the size of an index, and with the index. The texts
+    follow, each with a zero byte at its end.
     """
     table = base64.b64decode(charsmap)
     begin = 4 + int.from_bytes(table[:4], "little")

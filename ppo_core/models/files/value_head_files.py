@@ -117,7 +117,7 @@ def _refuse_code(arguments: Mapping[str, Any]) -> None:
 
 
 def _with_quantization(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments for `load_model`, with `load_in_4bit` and `load_in_8bit` replaced."""
+    """Return arguments for `load_model`, with `quantization_config` instead of `load_in_...`."""
     # `load_model` sets the arguments that refuse code and pickles.
     refused = ("trust_remote_code", "use_safetensors")
     others = {name: value for name, value in arguments.items() if name not in refused}

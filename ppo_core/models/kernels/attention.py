@@ -30,12 +30,12 @@ class Masking(Enum):
 
 
 def causal_mask(length: int, device: torch.device) -> Tensor:
-    """Return the mask (1, S, S) of full sequences: -inf where the key follows the query, else 0."""
+    """Return a causal mask (1, S, S): -inf if the key follows the query, 0 otherwise."""
     return torch.full((length, length), -torch.inf, device=device).triu(1)[None]
 
 
 def uses_own_attention(queries: int, keys: int, device: torch.device) -> bool:
-    """Return whether `attend` avoids PyTorch's attention for these numbers of queries and keys."""
+    """Return whether `attend` computes attention itself for these numbers of queries and keys."""
     return device.type == "cpu" and queries * keys <= MAX_SCORES
 
 
@@ -50,10 +50,10 @@ def attend(
     """Return softmax(scale * queries @ keys.T + mask) @ values, (B, T, H * E).
 
     queries are (B, H, T, E), keys and values (B, G, S, E), and mask is (B or 1, T, S). `masking`
-    must be true of the mask. The mask may be None if PyTorch computes causal attention.
+    must describe the mask. The mask may be None if PyTorch computes causal attention.
     """
     batch, heads, length, size = queries.shape
-    # PyTorch's attention would compute the scores that a branched mask hides.
+    # PyTorch's attention would also compute the scores that a branched mask hides.
     if masking is Masking.BRANCHED or uses_own_attention(length, keys.shape[2], queries.device):
         blocks = _blocks(length, keys.shape[2], masking)
         assert mask is not None

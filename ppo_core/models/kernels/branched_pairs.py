@@ -1,11 +1,11 @@
-"""The forward pass of pairs of sequences that begin alike; the common start is computed once.
+"""Forward pass of pairs of sequences with a common start, which is computed only once.
 
 A pair becomes one row: the first sequence, and then the second without the common start.
 
     common | rest of the first | rest of the second
 
 The rest of the second sequence does not attend to the rest of the first, and its positions follow
-those of the common start. So hidden states equal those of the two sequences alone.
+the positions of the common start. So a row has the same hidden states as the two sequences.
 """
 
 import torch
@@ -17,7 +17,7 @@ from ppo_core.models.kernels.decoder_forward import FullSequences, Selection, fo
 
 
 class BranchedPairs(FullSequences):
-    """Pairs as rows (B, R) of token ids `ids`."""
+    """Pairs arranged as rows; `ids` (B, R) are the token ids of the rows."""
 
     masking = Masking.BRANCHED
 
@@ -25,7 +25,7 @@ class BranchedPairs(FullSequences):
         """Take right-padded token ids (B, 2, S), and the lengths (B, 2), at least 1."""
         first = lengths[:, :1]
         alike = (pairs[:, 0] == pairs[:, 1]).long().cumprod(dim=1).sum(dim=1, keepdim=True)
-        # Each last token belongs to a rest, because its state is read.
+        # The common start never contains a sequence's last token, because its state is read.
         common = torch.minimum(alike, lengths.amin(dim=1, keepdim=True) - 1)
         self.lengths = lengths.sum(dim=1) - common[:, 0]
         column = torch.arange(int(self.lengths.max()), device=pairs.device)

@@ -1,7 +1,7 @@
 """Memory settings of a process that computes on the CPU.
 
-They affect the full process, so only commands change them, never a constructor or an import. This
-file does not import torch, so that a command can call it before torch is loaded.
+The settings affect the whole process, so only commands change them, never a constructor or an
+import. This file does not import torch, so that a command can call it before torch is loaded.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ _CAPACITIES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 def prepare_cpu_process(*, shards_weights: bool = False, trains_adapter: bool = False) -> None:
     """Reuse freed memory and limit the caches of compiled matmuls; call before the first matmul.
 
-    DeepSpeed is told that there is no GPU, so that it does not warn that it found none.
+    Also set DS_ACCELERATOR to cpu, so that DeepSpeed does not warn that it found no GPU.
 
     Set `shards_weights` if the process will have shards of the weights, and `trains_adapter` if it
     will train an adapter on rows of many lengths; see `keep_freed_memory`.
@@ -45,8 +45,9 @@ def keep_freed_memory(*, below: int = _ONE_GIB) -> None:
     - In a process that trains an adapter, activations take most of the memory, and their sizes
       change with the rows.
 
-    Other C libraries are not changed. glibc before 2.35 refuses an mmap threshold above 32 MiB, and
-    then nothing is changed: setting only the trim threshold would stop glibc from adapting both.
+    With another C library, nothing is changed. glibc before 2.35 refuses an mmap threshold above
+    32 MiB, and then nothing is changed either: setting only the trim threshold would stop glibc
+    from adapting both thresholds.
     """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
@@ -55,12 +56,12 @@ def keep_freed_memory(*, below: int = _ONE_GIB) -> None:
 
 
 def keep_few_compiled_matmuls() -> None:
-    """Limit the caches of compiled matmuls to `KEPT_MATMULS`, unless the environment sets them.
+    """Limit each cache of compiled matmuls to `KEPT_MATMULS`, unless the environment sets a limit.
 
     oneDNN compiles about 1 MiB of code for each new shape, and training has a new shape for every
     sequence length. By default PyTorch caches 1,024 compiled matmuls, and oneDNN another 1,024.
-    Both read their limit at the first matmul of the process: a later call affects only child
-    processes.
+    Both read their limit at the first matmul of the process, so a later call of this function
+    affects only child processes.
     """
     for variable in _CAPACITIES:
         os.environ.setdefault(variable, str(KEPT_MATMULS))

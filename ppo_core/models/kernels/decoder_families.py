@@ -1,4 +1,4 @@
-"""Find out whether `decoder_forward`, the fast path, supports a backbone; return its modules.
+"""Check whether `decoder_forward`, the fast path, supports a backbone; return its modules.
 
 The modules are the backbone's own, with their weights, adapters and settings. This file describes
 how each model family of transformers connects its modules.
@@ -73,14 +73,14 @@ class DecoderLayers:
 
 
 def fast_path(backbone: nn.Module) -> DecoderLayers | None:
-    """Return the modules of a backbone that the fast path can compute now, else None.
+    """Return the modules of a backbone, or None if the fast path cannot compute it now.
 
-    The backbone's own forward must be called, and None is returned, in these cases:
+    If None is returned, the caller must call the backbone's own forward. The cases are:
 
     - the model family, or this variant of the family, is not known here;
     - the backbone is in training mode, which may use dropout and recomputed activations;
     - the weights are in half precision: the fast path sums in another order than transformers,
-      so rounding could lead to other tokens than those of the library that serves the model;
+      so rounding could lead to other tokens than in the library that serves the model;
     - attention is not transformers' default: another `attn_implementation` was chosen, or
       another function was registered under the default's name;
     - a module has a hook or a replaced `forward`, as under FSDP2 and ZeRO-3, which gather weights
@@ -99,7 +99,7 @@ def fast_path(backbone: nn.Module) -> DecoderLayers | None:
 
 
 def _has_default_attention(backbone: Any) -> bool:
-    # The configuration has "sdpa" both by default and if the user chose "sdpa".
+    # The configuration has "sdpa" by default, and also if the user chose it.
     return (
         backbone.config._attn_implementation == "sdpa"
         and ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
@@ -142,7 +142,7 @@ def _gpt_neox_layer(layer: GPTNeoXLayer) -> DecoderLayer:
 
 
 def _llama(backbone: Any) -> DecoderLayers | None:
-    """Return the modules of Llama, or of Qwen2 without sliding-window attention; else None."""
+    """Return the modules of Llama or Qwen2; None if a layer has sliding-window attention."""
     kinds = getattr(backbone.config, "layer_types", None) or ["full_attention"]
     if set(kinds) != {"full_attention"}:
         return None

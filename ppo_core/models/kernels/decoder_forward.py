@@ -1,8 +1,8 @@
-"""The forward pass of the decoders of `fast_path`, for training, prefill and decoding.
+"""Forward pass of the decoders that `fast_path` supports, for training, prefill and decoding.
 
-The hidden states equal those of transformers' forward pass up to rounding, but take less time: no
-padding mask is needed, on a CPU the query heads that read the same keys share a matmul, and the
-last layer is computed only at the positions to be read (its attention only if that is faster).
+The hidden states equal transformers' hidden states up to rounding. The pass takes less time: it
+needs no padding mask; on a CPU, query heads that read the same keys share a matmul; and the last
+layer is computed only at the positions to be read (for its attention see `_all_attend`).
 """
 
 import math
@@ -43,7 +43,7 @@ class Context(Protocol):
 
 
 class FullSequences:
-    """Right-padded sequences (B, S) that are read completely; nothing is cached."""
+    """Right-padded sequences (B, S), read in one pass without a cache."""
 
     masking = Masking.CAUSAL
     mask: Tensor | None = None
@@ -138,10 +138,10 @@ def _layer_forward(
 
 
 def _all_attend(context: Context, selected: Selection, states: Tensor) -> bool:
-    """Return whether the last layer attends for all queries, from which the selected are taken.
+    """Return whether the last layer computes attention at all positions, and then selects.
 
-    For several queries in long sequences, PyTorch's causal attention needs less memory than its
-    attention with a mask.
+    For several queries in long sequences, PyTorch's causal attention needs less memory than
+    PyTorch's attention with a mask.
     """
     batch, length, _ = states.shape
     queries = math.ceil(len(selected.sequence) / batch)
@@ -175,6 +175,6 @@ def _rotary_angles(decoder: DecoderLayers, states: Tensor, positions: Tensor) ->
     """Return the rotary angles of positions (B or 1, S), or None if the model uses none."""
     if decoder.rotary is None:
         return None
-    # transformers repeats the angles for the second half of the rotated dimensions.
+    # In transformers' angles, the second half repeats the first half.
     cos, sin = (twice[..., : twice.shape[-1] // 2] for twice in decoder.rotary(states, positions))
     return Angles(cos, sin)

@@ -20,12 +20,12 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def release_freed_memory() -> None:
-    """Return freed blocks to the system if they have more than `MOST_FREE` bytes.
+    """Return freed blocks to the system if together they have more than `MOST_FREE` bytes.
 
-    Call before a phase of work, or before a pass of a training whose rows differ in length. Freed
-    blocks rarely fit the tensors of the next phase, so a process that keeps all of them needs
-    nearly as much memory as all its phases together. Only glibc keeps so many freed blocks, see
-    `cpu_memory.keep_freed_memory`.
+    Call this function before a phase of work, and before a training pass if the rows differ in
+    length. Freed blocks rarely fit the tensors of the next phase. A process that keeps all freed
+    blocks needs nearly as much memory as all its phases together. Only glibc keeps so many freed
+    blocks, see `cpu_memory.keep_freed_memory`.
     """
     if platform.libc_ver()[0] != "glibc":
         return

@@ -1,12 +1,12 @@
 """LM head and loss in one pass; the logits of all tokens are never in memory together.
 
-With p = softmax(z) for the tempered logits z = W h / T, the target a, and the loss l of its
-log-probability:
+Let z = W h / T be the tempered logits, p = softmax(z), a the target token, and l its loss, which is
+a function of log p[a]:
 
     log p[a] = z[a] - logsumexp(z)        dl / dz = l'(log p[a]) (onehot(a) - p)
 
-So a chunk's gradients are computed while its logits are in memory. Autograd would have to compute
-the logits again in the backward pass.
+So the gradients of a chunk are computed while the logits of the chunk are in memory. Autograd would
+have to compute the logits again in the backward pass.
 """
 
 from collections.abc import Callable, Iterator
@@ -126,7 +126,7 @@ class FusedLinearLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, loss_grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients that `forward` computed, times the gradient () of the loss."""
-        # With one process loss_grad is 1: skip the copies.
+        # With one process, loss_grad is 1, and no scaled copies are needed.
         is_one = bool(loss_grad == 1)
         hidden_grad, *rest = (saved if is_one else saved * loss_grad for saved in ctx.saved_tensors)
         grads = iter(rest)
@@ -212,7 +212,6 @@ class _AnyHead:
         self._graphs: list[tuple[Tensor, Tensor]] = []
 
     def precision(self) -> AbstractContextManager[None]:
-        """Leave the precision as it is."""
         return nullcontext()
 
     def distribution(self, states: Tensor, chosen: Tensor) -> Distribution:
@@ -226,10 +225,7 @@ class _AnyHead:
     def add_gradients(
         self, states: Tensor, chosen: Tensor, made: Distribution, slopes: Tensor
     ) -> Tensor:
-        """Add a chunk's gradients to `grads`; return the gradient of its states (n, D).
-
-        `slopes` (n,) are the derivatives l' of the losses with respect to the log-probabilities.
-        """
+        """See `_PlainLinear.add_gradients`."""
         leaf, logits = self._graphs.pop()
         logits_grad = made.probabilities.mul_(-slopes[:, None])
         logits_grad.scatter_add_(1, chosen[:, None], slopes[:, None])

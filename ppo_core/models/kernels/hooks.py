@@ -11,12 +11,12 @@ _HOOKS = (
     "_state_dict_pre_hooks",
     "_state_dict_hooks",
 )
-"""Attributes of a module that hold its hooks. Hooks on loading are left out: quantized layers have
-them, and they run before any forward pass."""
+"""Attributes of a module that hold its hooks. Hooks on loading a state dict are not listed:
+quantized layers have such hooks, and they run before any forward pass."""
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Return whether a module has a hook, or a `forward` that replaces its class's.
+    """Return whether a module has a hook, or its own `forward` instead of its class's `forward`.
 
     The module's children are not checked. A global module hook counts as a hook of every module.
     """

@@ -1,10 +1,10 @@
-"""Select the library of fp32 matmuls on the CPU: oneDNN for large matrices, MKL for small ones.
+"""Select the library for fp32 matmuls on a CPU: oneDNN for large matrices, MKL for small ones.
 
-PyTorch calls MKL, unless rounding to bfloat16 is allowed
-(`torch.set_float32_matmul_precision("medium")`) and the processor has bfloat16 instructions. Then
-PyTorch calls oneDNN, which rounds to bfloat16 only on processors with AMX. On other processors
-oneDNN computes in fp32, and is faster than MKL for large matrices. For many small matrices, as in
-attention, MKL is faster.
+PyTorch calls oneDNN if rounding to bfloat16 is allowed
+(`torch.set_float32_matmul_precision("medium")`) and the processor has bfloat16 instructions.
+Otherwise, PyTorch calls MKL. oneDNN rounds to bfloat16 only on processors with AMX. On other
+processors, oneDNN computes in fp32, and is faster than MKL for large matrices. For many small
+matrices, as in attention, MKL is faster.
 """
 
 from collections.abc import Iterator
@@ -48,9 +48,9 @@ def large_matmuls(numel: int) -> Iterator[None]:
     """Compute fp32 matmuls by oneDNN in this context, if that is faster and accurate.
 
     `numel` is the number of elements of the largest weight matrix; smaller matrices in the context
-    are also multiplied by oneDNN. A precision that the user has chosen is not changed. The setting
-    is global to the process, so two threads must not be in the context at the same time. In the
-    context, `torch.get_float32_matmul_precision` raises an error.
+    are also multiplied by oneDNN. A precision that the user has chosen is not changed. The context
+    changes a setting of the whole process, so two threads must not be in the context at the same
+    time. Inside the context, `torch.get_float32_matmul_precision` raises an error.
     """
     is_chosen = _ONEDNN.fp32_precision not in ("none", "ieee")
     fast = numel >= MIN_NUMEL and not is_chosen and _onednn_is_exact()

@@ -2,8 +2,8 @@
 
 A matmul of few rows takes about as long as reading the weight matrix from memory. oneDNN's packed
 layout stores the matrix in the order in which the matmul reads it. On a GPU under autocast, the
-weights are copied in autocast's precision: the copy has half as many bytes, and a captured decoding
-step (`rollout.captured_steps`) need not cast it again.
+weights are copied to autocast's precision. The copy has half as many bytes, and a captured decoding
+step (`rollout.captured_steps`) does not need to cast the weights again.
 """
 
 import copy
@@ -22,7 +22,7 @@ MAX_NUMEL = 2**28
 """Largest number of elements of all matrices to pack: 1 GiB in fp32, besides their originals."""
 
 MIN_PASSES = 8
-"""Smallest number of forward passes to pack for; packing takes about as long as one pass."""
+"""Smallest number of passes for which weights are packed; packing takes about one pass's time."""
 
 
 def packed(module: nn.Module, rows: int, passes: int) -> nn.Module:
@@ -30,7 +30,8 @@ def packed(module: nn.Module, rows: int, passes: int) -> nn.Module:
 
     The copy shares everything else with the module, records no gradient, and is valid until the
     weights change. The module itself is returned if nothing can be packed (as in fp32 on a GPU), if
-    packing would take too long for so few passes, or if it would need too much memory on a CPU.
+    packing would take too long for so few passes, or if packing on a CPU would need too much
+    memory.
     """
     if passes < MIN_PASSES or _packable_numel(module) > MAX_NUMEL:
         return module
@@ -51,9 +52,9 @@ def _packed(module: nn.Module, rows: int) -> nn.Module:
 
 
 def _children(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the children by name; {} for modules of other libraries than torch and transformers.
+    """Return the children by name; {} if the module's class is not from torch or transformers.
 
-    A module of another library, such as an adapter layer, may change a child's weights.
+    A module from another library, such as an adapter layer, may change a child's weights.
     """
     is_known = type(module).__module__.startswith(("torch.nn.", "transformers."))
     return dict(module.named_children()) if is_known else {}
@@ -110,7 +111,6 @@ class _PackedLinear(nn.Module):
         self._bias = None if module.bias is None else module.bias.detach().to(self._dtype)
 
     def forward(self, states: Tensor) -> Tensor:
-        """Return the layer's output for states (..., D)."""
         flat = states.to(self._dtype).flatten(0, -2)
         output = torch.ops.mkldnn._linear_pointwise(flat, self._matrix, self._bias, "none", [], "")
         return output.view(*states.shape[:-1], output.shape[-1])
@@ -126,7 +126,6 @@ class _CastLinear(nn.Module):
         self._bias = None if module.bias is None else module.bias.detach().to(self._dtype)
 
     def forward(self, states: Tensor) -> Tensor:
-        """Return the layer's output for states (..., D)."""
         return nn.functional.linear(states.to(self._dtype), self._matrix, self._bias)
 
 

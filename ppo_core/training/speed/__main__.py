@@ -1,4 +1,4 @@
-"""The entry point of `python -m ppo_core.training.speed JOB.json`, which torchrun starts too."""
+"""The command `python -m ppo_core.training.speed JOB.json`, which torchrun may also start."""
 
 import sys
 from pathlib import Path

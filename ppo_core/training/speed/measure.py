@@ -73,7 +73,7 @@ def measure(job: SpeedJob, note: Callable[[int, int], None]) -> FoundSpeed:
 
 
 def _with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
-    """Return a copy of a configuration with this number of layers; the layer types repeat."""
+    """Return a copy of a configuration with this number of layers, repeating the layer types."""
     config = copy.deepcopy(config)
     text = text_config(config)
     text.num_hidden_layers = layers
@@ -132,7 +132,7 @@ def _passes(model: PreTrainedModel, job: SpeedJob, clock: _Clock, adam: float) -
     engine = clock.engine
     model.to(engine.device)  # type: ignore[arg-type]
     if engine.shards_weights:
-        # With a forward hook, as sharded weights have, passes use transformers' forward.
+        # Sharded weights have forward hooks; passes with a hook use transformers' forward.
         model.base_model.register_forward_pre_hook(lambda *_: None)
     policy = LanguageModel(model)
     rollout = _rollout(job.trained_rows, job.prompt_tokens, job.response_tokens, engine)
@@ -192,7 +192,7 @@ def _loss(module: nn.Module, policy: LanguageModel, rollout: Rollout, engine: En
 
 
 def _exchanges(engine: Engine) -> int:
-    """Return the number of passes that `_exchange` measures."""
+    # The number of passes that `_exchange` measures.
     if engine.num_processes == 1:
         return 0
     return 3 if engine.shards_weights or engine.is_deepspeed else 2
@@ -201,8 +201,8 @@ def _exchanges(engine: Engine) -> int:
 def _exchange(trained: ActorCritic, clock: _Clock, adam: float) -> tuple[float, float]:
     """Return the seconds of `PassSeconds.gathering` and `PassSeconds.exchange`.
 
-    A pass of two tokens computes next to nothing, so the exchange takes almost all of its time. The
-    same pass without the engine exchanges nothing; its time is subtracted.
+    In a pass of two tokens, the exchange takes almost all of the time. The same pass without the
+    engine exchanges nothing, and its time is subtracted.
     """
     engine = clock.engine
     if engine.num_processes == 1:

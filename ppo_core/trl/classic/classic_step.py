@@ -149,7 +149,6 @@ class ClassicStep:
         return score(rollout, [], models, self.train_state.module, self._engine, self._settings)
 
     def _update(self, experience: Experience) -> TokenSums:
-        """Update policy and critic; return the sums over all processes."""
         state, shuffling = self.train_state, self._run.generators["shuffling"]
         progress = UpdateProgress.at_start(self._settings, len(experience.rollout), shuffling)
         sums = update_policy(state, experience, self._settings, progress)

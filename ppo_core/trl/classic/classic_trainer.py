@@ -51,7 +51,7 @@ class ClassicPPOTrainer:
         lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
         training_data_collator: None = None,
     ) -> None:
-        """Prepare `model` for training in place, and seed torch with `config.seed`.
+        """Prepare `model` for training in place; seed Python, NumPy and torch with `config.seed`.
 
         Args:
             config: the settings; None uses the defaults.
@@ -100,7 +100,7 @@ class ClassicPPOTrainer:
             )
 
     def _share_layers(self, ref_model: nn.Module | None, num_shared_layers: int) -> nn.Module:
-        """Return the given reference, or else a copy that shares its first layers."""
+        """Return the given reference, or a copy of the model that shares its first layers."""
         if ref_model is None:
             return create_reference_model(self.model, num_shared_layers=num_shared_layers)
         warnings.warn(
@@ -174,16 +174,16 @@ class ClassicPPOTrainer:
     ) -> Any:
         """Sample responses from the policy with transformers' `generate`.
 
-        For a single query (P,), returns the response as a tensor (1, L). For a list of queries,
-        samples in batches of `batch_size` and returns a list of tensors (L,), each cut after the
-        first end-of-sequence token of the response. With `return_prompt`, each response begins with
-        its query, except for an encoder-decoder model. With `generate_ref_response`, returns a
-        pair: responses of the policy and of the reference. `length_sampler` draws max_new_tokens
-        for each batch. The next calls of `step` account for `temperature`, `top_k` and `top_p`;
-        other arguments that change the distribution cause a warning.
+        For a single query (P,), return the response as a tensor (1, L). For a list of queries,
+        sample in batches of `batch_size` and return a list of tensors (L,). Each tensor is cut
+        after the first end-of-sequence token of the response. With `return_prompt`, each response
+        begins with its query, except for an encoder-decoder model. With `generate_ref_response`,
+        return a pair: the responses of the policy and of the reference. `length_sampler` draws
+        max_new_tokens for each batch. The next calls of `step` account for `temperature`, `top_k`
+        and `top_p`; other arguments that change the distribution cause a warning.
 
         Raises:
-            ConfigError: an argument asks for a dict or for several responses to a query, or the
+            ConfigError: an argument requests a dict, or several responses to a query, or the
                 temperature is not above 0.
             DataError: a query is not a non-empty vector of token ids.
         """
@@ -231,7 +231,7 @@ class ClassicPPOTrainer:
         """Take one PPO step on `batch_size` queries (P,), responses (T,) and scores.
 
         A response mask (T,) is 0 or False for tokens that the policy did not sample, such as
-        the output of a tool. Returns the statistics under the names of TRL 0.11.
+        the output of a tool. Return the statistics under the names of TRL 0.11.
 
         Raises:
             DataError: the number of rows is not `batch_size`, a row is invalid, or a score is not
@@ -253,8 +253,8 @@ class ClassicPPOTrainer:
     ) -> None:
         """Send statistics, and mean and deviation of all rewards, to the tracker `log_with`.
 
-        Does nothing if `log_with` is None. If the batch has the columns "query" and "response",
-        also logs a table of these texts, the rewards, and the columns in `columns_to_log`.
+        Do nothing if `log_with` is None. If the batch has the columns "query" and "response", also
+        log a table of these texts, the rewards, and the columns in `columns_to_log`.
 
         Raises:
             DataError: the batch lacks a column of `columns_to_log`.

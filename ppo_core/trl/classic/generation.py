@@ -37,13 +37,15 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "watermarking_config": (None,),
     "prompt_lookup_num_tokens": (None,),
 }
-"""Argument of `generate` -> values that sample from the policy itself, the default first."""
+"""Argument of `generate` -> values that keep the policy's own distribution.
+
+The first value is the default."""
 
 ONE_SEQUENCE: dict[str, tuple[Any, ...]] = {
     "num_return_sequences": (1, None),
     "return_dict_in_generate": (False, None),
 }
-"""Argument of `generate` -> values that return one sequence for each query."""
+"""Argument of `generate` -> values for which the result is one sequence per query."""
 
 OTHER_ENDS = {"stop_strings", "stopping_criteria", "max_time"}
 """Arguments that may end a response without an end token."""
@@ -63,7 +65,7 @@ LENGTH_AND_SPEED = {
 
 @dataclass(frozen=True)
 class Generation:
-    """Arguments of transformers' `generate`, and the distribution that they sample from."""
+    """Arguments of transformers' `generate`, and the distribution that `generate` samples from."""
 
     arguments: dict[str, Any]
     """All arguments; they override the model's generation config."""
@@ -79,7 +81,7 @@ class Generation:
         """Read the arguments of a script; `temperature` is the default temperature.
 
         Raises:
-            ConfigError: an argument asks for a dict or for several sequences per query, or the
+            ConfigError: an argument requests a dict, or several sequences per query, or the
                 temperature is not above 0.
         """
         if (config := given.pop("generation_config", None)) is not None:
@@ -151,7 +153,7 @@ def generate_responses(
     `length_sampler` draws max_new_tokens for each batch of `batch_size` queries.
     """
     if OTHER_ENDS & arguments.keys():
-        # In larger batches, padding would directly follow such a response, without an end token.
+        # In a larger batch, padding would follow the response without an end token between them.
         batch_size = 1
     has_encoder = bool(getattr(model.config, "is_encoder_decoder", False))
     generate = _after_encoder if has_encoder else _after_prompt

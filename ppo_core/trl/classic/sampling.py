@@ -23,8 +23,8 @@ def respond_to_batch(
     """Return `txt_len` tokens (B, txt_len) sampled after each of the unpadded queries (B, P).
 
     No token ends a response early. `ppo_core.algorithm.top_k_top_p.truncated` explains `top_k` and
-    `top_p`. The model may have a value head, and stays in training or evaluation mode. Sampling
-    uses no KV cache, so `model.generate` is faster for more than a few tokens.
+    `top_p`. The model may have a value head, and its mode (training or evaluation) is not changed.
+    Sampling uses no KV cache, so `model.generate` is faster for more than a few tokens.
 
     Raises:
         ModelError: the model has an encoder.

@@ -24,7 +24,7 @@ OF_UPDATE = {
     "ppo/policy/ratio": "val/ratio",
     "ppo/val/clipfrac": "val/clipfrac_avg",
 }
-"""Name in TRL 0.11 -> name among `update_metrics`."""
+"""Name in TRL 0.11 -> name in the result of `update_metrics`."""
 
 
 def step_stats(
@@ -106,7 +106,9 @@ def texts_table(
     columns: Sequence[str],
     gather: Callable[[list[Any]], list[Any]],
 ) -> Completions | None:
-    """Return a table of queries, responses and rewards, or None without query or response texts.
+    """Return a table of queries, responses and rewards.
+
+    Return None if the batch has no column "query" or no column "response".
 
     `gather` concatenates the lists of all processes. `columns` names further columns of the table.
 

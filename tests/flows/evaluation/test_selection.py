@@ -316,10 +316,10 @@ def test_policies_beyond_the_limit_are_not_asked_about(world: World, tmp_path: P
         ({"selection": {"weights": []}}, "at least one number"),
         ({"selection": {"weights": [0.0]}}, "above 0 and at most 1"),
         ({"selection": {"method": "first"}}, "first"),
-        ({"ppo": {"save_policies": 2}}, "save_policies=2 would only fill the disk.*'last'"),
+        ({"ppo": {"save_policies": 2}}, "save_policies=2 saves policies that nothing uses.*'last'"),
         (
             {"ppo": {"save_policies": 2}, "selection": {"method": "kl"}},
-            "save_policies=2 would only fill the disk.*'kl'",
+            "save_policies=2 saves policies that nothing uses.*'kl'",
         ),
     ],
 )

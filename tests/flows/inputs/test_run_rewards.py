@@ -376,7 +376,7 @@ def test_the_judge_is_refused_before_anything_is_read(tmp_path: Path):
         ),
         ({"sft": {"members": 2}}, "sft.members"),
         ({"rewards": ["opnai:gpt"]}, "Did you mean openai:gpt"),
-        ({"hardware": {"judge_prices": {"openai:g": 1.0}}}, "name no server of this name"),
+        ({"hardware": {"judge_prices": {"openai:g": 1.0}}}, "is a server of this name"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(tmp_path, changes, says):

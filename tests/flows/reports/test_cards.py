@@ -214,7 +214,7 @@ def training_document(done: int) -> Document:
     answer = Answer(title="PPO", pieces=(("same", f"It says {HOSTILE}"),))
     return Document(
         subject="Run",
-        verdict="The run goes on",
+        verdict="The run is not finished",
         tone="warning",
         reasons=("Nothing is decided yet.",),
         sections=(
@@ -311,7 +311,7 @@ def test_a_card_shows_its_figures(cards: dict[str, Path]):
 def test_the_card_of_a_training_shows_it_before_the_step_ends(cards: dict[str, Path]):
     for name, done in (("running", 12), ("trained", 64)):
         parts = components(cards[name])
-        assert parts[0]["value"] == "The run goes on"
+        assert parts[0]["value"] == "The run is not finished"
         (bar,) = [part for part in parts if part["type"] == "progressBar"]
         assert (bar["value"], bar["max"], bar["label"]) == (done, 64, HOSTILE)
         tables = [part["data"] for part in parts if part["type"] == "table"]
@@ -373,7 +373,7 @@ def test_markdown_gets_headings_in_our_words_only(cards: dict[str, Path]):
 def test_what_others_wrote_is_inert_in_a_card(name: str, cards: dict[str, Path], tmp_path: Path):
     elements = Elements(rendered(cards[name], tmp_path))
     assert_inert(elements)
-    verdicts = {"Refused", "Inconclusive", "The run goes on"}
+    verdicts = {"Refused", "Inconclusive", "The run is not finished"}
     assert verdicts & {text.strip() for text in elements.texts}
     if name == "running":
         assert elements.tags.count("canvas") + elements.tags.count("svg") >= 4
@@ -505,7 +505,7 @@ def test_what_could_not_be_said_is_said_so():
     )
     report = changed(reward_report(), dict.fromkeys(unknown.split()))
     page = reward_model_page(report)
-    assert page.count("cannot be said") == 2
+    assert page.count("not measurable") == 2
     title = "Contract: the same text has the same score, and every text has one"
     assert (
         row_of(reward_document(report), title, "Batches of one text, or of many")[1] == "not finite"

@@ -355,7 +355,7 @@ def test_the_page_is_written_while_ppo_trains_at_most_every_ten_seconds(
         time.sleep(0.5)
         assert not page.exists()
     assert PROGRESS not in os.environ
-    assert "The run goes on" in text
+    assert "The run is not finished" in text
     assert '<meta http-equiv="refresh" content="10">' in text
     assert '<progress max="64.0" value="32.0"' in text.replace('"64"', '"64.0"')
     assert re.search(r"32 of 64 episodes, .* left", text)

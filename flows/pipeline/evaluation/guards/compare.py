@@ -21,8 +21,8 @@ class ComparedAnswers(NamedTuple):
     """Results by guard."""
 
     scores: dict[str, dict[str, Array]]
-    """Scores (N,) of the answers by guard and policy; a guard has no scores of a policy whose
-    decoding does not tell them."""
+    """Scores (N,) of the answers by guard and policy. A policy is missing if the guard cannot score
+    its answers, because they were decoded without a stop token."""
 
     notes: list[str]
     """A sentence on each guard that is not applied because scores are missing."""
@@ -34,7 +34,7 @@ def compare_by_guards(
     answers: Mapping[str, Answers],
     rival: str,
 ) -> ComparedAnswers:
-    """Compare the answers of the policy with the answers of its rival by every guard.
+    """Compare the answers of `ppo` with the answers of its rival, by every guard.
 
     Args:
         config: settings of the guards.
@@ -67,19 +67,19 @@ def compare_scores(
 ) -> GuardResult:
     """Test whether the scores of a policy are worse than the scores of its rival.
 
-    The policy is refused if both hold for the 95 % interval of the mean difference:
+    The policy is refused if both conditions hold for the 95 % interval of the mean difference:
 
         high < 0            it is shown to be worse
         low < -margin       a loss of more than the margin is not ruled out
 
-    An equal policy is refused with a probability of at most 2.5 %, whatever the scores are, since
-    `high` is below the true difference with that probability.
+    A policy that equals its rival is refused with a probability of at most 2.5 % for any scores,
+    because `high` is below the true difference with at most this probability.
 
     Args:
-        prompts: prompts (N,) of the answers. Answers to equal prompts count as one.
+        prompts: N prompts of the answers. The scores of equal prompts are averaged.
         own: scores (N,) of the policy, between 0 and 1.
         other: scores (N,) of the rival.
-        margin: difference that is harmless.
+        margin: largest loss that is harmless.
         source: the guard, see `GuardResult.source`.
     """
     keys = list(map(shown_prompt, prompts))

@@ -1,4 +1,4 @@
-"""Functions of a user as guards."""
+"""Use functions of a user as guards."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -12,13 +12,13 @@ from ppo_core.io.progress_bar import BAR_DELAY, progress
 from ppo_core.io.user_code import LoadedFunction, load_function
 
 NUMBERS = "biuf"
-"""Kinds of numpy's types that are numbers."""
+"""Kind codes of the number types of NumPy, including bool."""
 
 TAKES = "prompts and responses, and returns a number in [0, 1] for each response"
 
 
 def load_guards(config: GuardsConfig) -> dict[str, LoadedFunction]:
-    """Return the functions of a user by the name of the guard.
+    """Return the guard functions of the user, by name of the guard.
 
     Raises:
         ConfigError: a function does not exist, cannot be imported, or takes other arguments.
@@ -39,7 +39,7 @@ def _load(name: str, source: str) -> LoadedFunction:
             f"{setting}: the function is called with two lists, the prompts and the responses: "
             f"{error}. Write it as {name}(prompts, responses)."
         ) from error
-    # A function of C may have no signature; the first call will tell.
+    # A function written in C may have no signature. The first call then checks the arguments.
     except ValueError:
         pass
     return loaded
@@ -54,14 +54,14 @@ def score_by_function(
         DataError: the function raises an error, or does not return one number in [0, 1] for each
             response.
     """
-    # A watched step ends a function that hangs only while a progress bar is shown.
+    # The stall watch of a step ends a hanging function only while a progress bar is shown.
     with progress(1, "guarding", "call", delay=BAR_DELAY) as bar:
         with user_code_errors(DataError, f"The guard {name}"):
             given = function(list(prompts), list(responses))
         bar.update()
     try:
         scores = np.asarray(given)
-    # Lists of several lengths.
+    # The result contains lists of different lengths.
     except ValueError:
         scores = np.empty(0, dtype=object)
     if scores.dtype.kind not in NUMBERS or scores.shape != (len(responses),):

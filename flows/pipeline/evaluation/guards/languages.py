@@ -5,20 +5,21 @@ import unicodedata
 from collections import Counter
 
 READ = 4_000
-"""Number of characters of a text that are read."""
+"""Maximum number of characters of a text that are read."""
 
 LEAST_LETTERS = 4
-"""Minimum number of letters of a text whose script is known."""
+"""Minimum number of letters of a text; with fewer letters, the script is unknown."""
 
 LEAST_WORDS = 2
-"""Minimum number of function words of a text whose language is known."""
+"""Minimum number of function words of a text; with fewer, the language is unknown."""
 
 CLEAR = 1.5
-"""How many times as many function words the language of a text must have as any other."""
+"""Minimum number of function words of the text's language, as a multiple of the number of function
+words of any other language."""
 
 DENSE = {"CJK": 3, "HIRAGANA": 3, "KATAKANA": 3, "HANGUL": 3}
-"""Number of letters that a letter of a script counts as; one of these stands for a syllable or a
-word. So a Chinese text with some Latin names is Chinese."""
+"""Weight of a letter by script; 1 for all other scripts. A letter of these scripts is a syllable or
+a word. With the weight, a Chinese text with some Latin names counts as Chinese."""
 
 KANA_SHARE = 0.1
 """Minimum share of kana among the letters of a Japanese text."""
@@ -49,8 +50,8 @@ _FUNCTION_WORDS = {
         "uk": "що це як для але він вона вони не на та до його було із або бути також є",
     },
 }
-"""Frequent function words of a language, by script. Words that many languages share do no harm: a
-language is known only if its words are much more frequent than the words of all others."""
+"""Frequent function words, by script and language. Several languages may have the same word: a
+language is known only if it has many more function words in the text than any other language."""
 
 _WORDS = {
     script: {language: frozenset(words.split()) for language, words in languages.items()}
@@ -59,7 +60,7 @@ _WORDS = {
 
 
 def may_share_language(one: str, other: str) -> bool:
-    """Return whether two texts may have the same language; True if a language is not known."""
+    """Return whether two texts may have the same language; True if either language is unknown."""
     scripts = script_of(one), script_of(other)
     if None in scripts:
         return True
@@ -70,7 +71,7 @@ def may_share_language(one: str, other: str) -> bool:
 
 
 def script_of(text: str) -> str | None:
-    """Return the script of most letters of a text, such as LATIN; None if there is none."""
+    """Return the script of most letters of a text, such as LATIN; None if no script has most."""
     letters: Counter[str] = Counter()
     for character, count in Counter(_normalized(text)).items():
         if character.isalpha():

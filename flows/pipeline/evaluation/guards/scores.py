@@ -19,14 +19,15 @@ from ppo_core.data.rows.dialogues import shown_prompt
 from ppo_core.training.evaluation import Answers
 
 Guard = Callable[[Sequence[JudgedPrompt], Answers], Array | None]
-"""Scores (N,) of answers to prompts; None where the decoding does not tell."""
+"""Function that returns the scores (N,) of answers to prompts. It returns None if it cannot score
+the answers because they were decoded without a stop token."""
 
 BUILT_IN_SOURCE = "built-in"
 """Source of the guards that are not functions of a user."""
 
 
 def guards_of(config: GuardsConfig) -> dict[str, tuple[str, Guard]]:
-    """Return source and scores of each guard of the settings, by name.
+    """Return the source and the scoring function of each guard of the settings, by name.
 
     Raises:
         ConfigError: a function does not exist, cannot be imported, or takes other arguments.

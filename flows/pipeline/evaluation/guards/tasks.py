@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness as guards: scores of policies on the same documents."""
+"""Use tasks of lm-evaluation-harness as guards: score the policies on the same documents."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -56,7 +56,7 @@ def load_tasks(config: GuardsConfig) -> dict[str, Any]:
     require_package("lm_eval", extra="lm-eval", needed_by="promotion.guards.tasks")
     from lm_eval.tasks import TaskManager
 
-    # The list of the package's tasks takes half a minute to read, and a task file needs no list.
+    # Reading the package's list of tasks takes half a minute, and a task file needs no list.
     manager = TaskManager(include_defaults=not all(map(is_task_file, config.tasks)))
     with _no_downloaded_metrics():
         return {name_of_task(source): _load(source, manager) for source in config.tasks}
@@ -101,7 +101,7 @@ def _metric_of(task: Any) -> str:
 
 @contextmanager
 def _no_downloaded_metrics() -> Iterator[None]:
-    """Keep the package `evaluate` from downloading code of metrics, which it would run."""
+    """Prevent the package `evaluate` from downloading and running code of metrics."""
     from evaluate import config
 
     before, config.HF_EVALUATE_OFFLINE = config.HF_EVALUATE_OFFLINE, True
@@ -125,10 +125,10 @@ def score_by_task(
     Args:
         name: name of the guard.
         task: the task, as `load_tasks` returns it.
-        model_of: takes a batch size; returns a model of lm_eval, or the name of one.
-        size: batch size; smaller if memory is full.
+        model_of: function of a batch size that returns a model of lm_eval, or the name of a model.
+        size: first batch size to try; it is reduced if the memory is full.
         limit: maximum number of documents; the first ones are used.
-        seed: seed of the examples in the prompts, and of other random choices of the task.
+        seed: seed of the few-shot examples, and of other random choices of the task.
 
     Raises:
         DataError: the task cannot be run, or a score is not a number in [0, 1].
@@ -187,8 +187,8 @@ def compare_on_tasks(
         policies: the policies to score, by name.
         earlier: scores of other policies on the same tasks.
         rival: the policy that `ppo` must beat.
-        folder: folder of the evaluation. It keeps the scores of each policy, and a repeated step
-            does not score a policy again.
+        folder: folder of the evaluation. The scores of each policy are stored there, so a repeated
+            step does not score a policy again.
 
     Returns:
         The results by guard, and all scores.
@@ -241,7 +241,7 @@ def _scores_of_policy(
 
     def measure(unfinished: Path) -> dict[str, Any]:
         scores = _measure(settings, tasks, who, files)
-        # The model is unused now, and the next one may need its memory.
+        # Free the memory of this model for the next model.
         free_unused()
         return {"scores": scores}
 

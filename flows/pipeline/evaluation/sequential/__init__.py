@@ -1,1 +1,1 @@
-"""Sequential tests of win rates: bets, rules of a decision, and the asking in batches."""
+"""Sequential tests of win rates: confidence sequences, stopping rules, and judging in batches."""

@@ -1,6 +1,7 @@
-"""Compute an interval of the mean of bounded values by betting; sampling may stop at any time.
+"""Compute confidence intervals of the mean of bounded values by betting.
 
-Waudby-Smith and Ramdas, Estimating means of bounded random variables by betting (arXiv:2010.09686).
+The intervals are valid no matter when sampling stops. Source: Waudby-Smith and Ramdas, Estimating
+means of bounded random variables by betting (arXiv:2010.09686).
 """
 
 from dataclasses import dataclass
@@ -12,13 +13,14 @@ from scipy.special import logsumexp
 from pipeline.evaluation.rates import Array
 
 BETS = np.array((0.05, 0.1, 0.2, 0.4, 0.6, 0.8))
-"""Bets, as fractions of the largest bet that cannot lose all capital. Small bets show small
-differences after many values, and large bets show large differences after few values."""
+"""Bets, as fractions of the bet that loses all capital at the lowest possible value. Small bets
+detect small differences after many values, and large bets detect large differences after few
+values."""
 
 
 @dataclass(frozen=True)
 class Values:
-    """Values of independent prompts, in an order that does not depend on them."""
+    """One value for each of N independent prompts, in an order that ignores the values."""
 
     values: Array
     """Values (N,); their mean is the quantity of interest, such as a win rate."""
@@ -51,17 +53,17 @@ def log_capitals(values: Array, mean: float, lowest: float) -> Array:
 
 
 def log_capital(values: Array, mean: float, lowest: float) -> float:
-    """Return the last of `log_capitals`."""
+    """Return the log of the capital after the last value, see `log_capitals`."""
     return float(log_capitals(values, mean, lowest)[-1])
 
 
 def mean_interval(
     values: Array, *, lowest: float, highest: float, alpha: float = 0.05
 ) -> tuple[float, float]:
-    """Return the interval of the mean of values (N,), N >= 1, from a confidence sequence.
+    """Return an interval of the mean of values (N,), N >= 1: one interval of a confidence sequence.
 
-    With probability 1 - alpha, the intervals of a growing sample all contain the mean, so sampling
-    may stop after any value.
+    With probability 1 - alpha, all intervals of a growing sample contain the mean, so sampling may
+    stop after any value.
     """
     values = np.asarray(values, dtype=float)
     low = _lower_end(values, lowest, highest, alpha / 2)
@@ -70,7 +72,7 @@ def mean_interval(
 
 
 def _lower_end(values: Array, lowest: float, highest: float, alpha: float) -> float:
-    """Return the lowest mean against which the capital stays below 1 / alpha."""
+    """Return the smallest `mean` for which the capital of `log_capital` is below 1 / alpha."""
     wanted = -np.log(alpha)
 
     def surplus(mean: float) -> float:

@@ -1,7 +1,7 @@
 """Correct a judge's win rate by people's labels of some of the judged pairs.
 
-Prediction-powered inference, PPI++ (arXiv:2311.01453). The labels must be of a random part of the
-pairs; then a bias of the judge widens the interval and does not move it.
+The method is prediction-powered inference, PPI++ (arXiv:2311.01453). The labeled pairs must be a
+random part of all pairs. Then a bias of the judge makes the interval wider, but does not shift it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ Pair = tuple[str, str, str]
 """Prompt, candidate's answer and opponent's answer."""
 
 LEAST_LABELS = 30
-"""Smallest number of labeled prompts with which people's labels decide together with the judge."""
+"""Minimum number of labeled prompts for people's labels to decide together with the judge."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class Labels:
         candidates: Sequence[str],
         opponents: Sequence[str],
     ) -> "Labels | None":
-        """Return the labels of a contest's pairs; None if too few prompts have one to decide.
+        """Return the labels of a contest's pairs; None if fewer than LEAST_LABELS prompts have one.
 
         Args:
-            votes: opinions of people. A vote labels a pair if it has the pair's prompt and both
-                answers, in either order.
+            votes: labels of people. A vote is a label of a pair if it has the same prompt and the
+                same two answers, in either order.
             prompts: prompts of the pairs.
             candidates: answers of the candidate.
             opponents: answers of the opponent.
@@ -68,14 +68,17 @@ class Labels:
         return corrected_values(*self._by_prompt(comparison), self.share)
 
     def rate(self, comparison: Comparison) -> PeopleAndJudge | None:
-        """Return the win rate of the judged prompts; None if no label is of a valid pair."""
+        """Return the win rate over the judged prompts; None if no valid pair has a label."""
         judged, people = self._by_prompt(comparison)
         if np.isnan(people).all():
             return None
         return people_and_judge(judged, people, corrected_values(judged, people, self.share))
 
     def _by_prompt(self, comparison: Comparison) -> tuple[Array, Array]:
-        """Return the judge's and people's mean points (N,) of each prompt with a valid pair."""
+        """Return the mean points (N,) by the judge and by people, for N prompts with a valid pair.
+
+        People's points are NaN for a prompt without a label.
+        """
         judged: dict[str, list[float]] = {}
         people: dict[str, list[float]] = {}
         for number in valid_pairs(comparison):
@@ -95,18 +98,18 @@ def corrected_values(judged: Array, people: Array, share: float) -> Values:
         g_i = 1/2 + L_i (f_i - 1/2)
         z_i = g_i + (y_i - g_i) / share   with a label, and   z_i = g_i   without
 
-    L_i is the slope of y on f among the labels before i, in [0, 1]. It depends only on earlier
-    prompts, so bets on the z_i stay valid at every look. Their mean is E[y] whatever the judge
-    does, because a prompt is labeled with probability `share`.
+    L_i is the slope of a regression of y on f over the labels before i, limited to [0, 1]. L_i
+    depends only on earlier prompts, so bets on z_i stay valid no matter when sampling stops. A
+    prompt is labeled with probability `share`, so the mean of z_i is E[y] for any judge.
 
     Args:
-        judged: the judge's points f (N,) of the candidate.
-        people: people's points y (N,), nan without a label.
+        judged: points f (N,) of the candidate by the judge.
+        people: points y (N,) of the candidate by people; NaN without a label.
         share: fraction of all prompts that have a label.
     """
     labeled = ~np.isnan(people)
     f, y = judged - 0.5, np.where(labeled, people, 0.5) - 0.5
-    # A prior of one pair that people call a tie: before the first label, the judge has no weight.
+    # The prior is one pair that people call a tie, so the weight is 0 before the first label.
     products = np.cumsum(labeled * f * y) - labeled * f * y
     squares = np.cumsum(labeled * f * f) - labeled * f * f + 0.25
     guess = 0.5 + np.clip(products / squares, 0, 1) * f
@@ -115,12 +118,12 @@ def corrected_values(judged: Array, people: Array, share: float) -> Values:
 
 
 def people_and_judge(judged: Array, people: Array, values: Values) -> PeopleAndJudge:
-    """Return the win rate by people and judge together, with what each of them added.
+    """Return the win rate from the labels of people and the verdicts of the judge together.
 
         rate = mean_n(y) + L (mean_N(f) - mean_n(f)),   L = Cov(y, f) / ((1 + n / N) Var(f))
 
-    with n labeled and N other prompts (PPI++, equations 2 and 6). The interval is the confidence
-    sequence of `values`.
+    n is the number of labeled prompts, and N the number of other prompts (PPI++, equations 2 and
+    6). The interval is the confidence sequence of `values`.
     """
     labeled = ~np.isnan(people)
     n, f, y, others = int(labeled.sum()), judged[labeled], people[labeled], judged[~labeled]
@@ -141,7 +144,7 @@ def people_and_judge(judged: Array, people: Array, values: Values) -> PeopleAndJ
 def ppi_weight(f: Array, y: Array, others: int) -> float:
     """Return the weight L of the judge in [0, 1], from its points f (n,) and people's y (n,).
 
-    `others` is the number of prompts without a label; without any, the weight is 0.
+    `others` is the number of prompts without a label; if it is 0, the weight is 0.
     """
     if others == 0 or f.var() == 0:
         return 0.0
@@ -150,6 +153,6 @@ def ppi_weight(f: Array, y: Array, others: int) -> float:
 
 
 def ppi_variance(f: Array, y: Array, others: Array, weight: float) -> float:
-    """Return the variance of the rate: Var(y - L f) / n + L^2 Var(f) / N, with N `others`."""
+    """Return the variance of the rate: Var(y - L f) / n + L^2 Var(f) / N, for N = len(others)."""
     variance = (y - weight * f).var() / len(f)
     return float(variance + (weight**2 * others.var() / len(others) if weight else 0.0))

@@ -20,14 +20,14 @@ PAIRS_AT_ONCE = 32
 """Number of pairs that the judge compares between two looks at the result."""
 
 FUTILE_ALPHA = 0.05
-"""Largest probability of finding a candidate "not better" whose win rate is `gain` or more. Such a
-mistake refuses a good candidate, and never promotes a bad one."""
+"""Largest probability that a candidate with a win rate of `gain` or more is found "not better".
+This error refuses a good candidate, but never promotes a bad candidate."""
 
 SMALLEST_RATE = 1e-9
-"""Smallest win rate to bet against: the stakes of a bet against 0 would be infinite."""
+"""Smallest win rate to bet against, because a bet against 0 would need infinite stakes."""
 
 WEEKS = 10_000
-"""Number of resampled weeks."""
+"""Default number of simulated weeks of `promoted_share`."""
 
 LARGEST_LOG = 700.0
 """Largest log of the evidence that is reported: JSON has no infinity."""
@@ -35,7 +35,7 @@ LARGEST_LOG = 700.0
 
 @dataclass(frozen=True, kw_only=True)
 class StoppingRule:
-    """When a win rate is decided."""
+    """Rule that decides when enough pairs are judged, and whether the candidate is better."""
 
     least: float
     """Win rate that the candidate must exceed."""
@@ -45,22 +45,23 @@ class StoppingRule:
     better", so that all pairs are judged unless the candidate is found better."""
 
     alpha: float
-    """Largest probability of finding a candidate better whose win rate is at most `least`."""
+    """Largest probability that a candidate with a win rate of at most `least` is found better."""
 
     def decide(self, values: Values) -> Decided:
-        """Decide on the values of N independent prompts, at any N.
+        """Return the decision from the values of N independent prompts, for any N.
 
-        "better": the capital of `log_capitals` against `least` is at least 1 / alpha. "not better":
-        the mirrored capital, against `gain`, is at least 1 / FUTILE_ALPHA.
+        The decision is "better" if the capital of bets that the mean is above `least` is at least
+        1 / alpha, see `log_capitals`. It is "not better" if the capital of bets that the mean is
+        below `gain` is at least 1 / FUTILE_ALPHA.
         """
         return self._decisions(values)[-1]
 
     def first_decision(self, points: Array) -> tuple[Decided, int]:
-        """Decide after each PAIRS_AT_ONCE of N >= 1 points in [0, 1], and after the last ones.
+        """Decide after every PAIRS_AT_ONCE of N >= 1 points in [0, 1], and after the last point.
 
         Returns:
-            The first decision that is not "undecided", and the number of points that it needed; or
-            else "undecided" and N.
+            The first decision that is not "undecided", and the number of points that it needed. If
+            there is no such decision: "undecided" and N.
         """
         decisions = self._decisions(Values(points))
         looks = [*range(PAIRS_AT_ONCE, len(points), PAIRS_AT_ONCE), len(points)]
@@ -69,7 +70,10 @@ class StoppingRule:
         return decisions[stop], stop
 
     def test(self, values: Values, *, asked: int, available: int) -> SequentialTest:
-        """Return the result on the values of `asked` of `available` pairs."""
+        """Return the test result for the values of the judged pairs.
+
+        `asked` is the number of judged pairs, and `available` the number of all pairs.
+        """
         return SequentialTest(
             least=self.least,
             alpha=self.alpha,
@@ -80,7 +84,7 @@ class StoppingRule:
         )
 
     def least_wins(self) -> int:
-        """Return the smallest number of prompts, all won, after which this rule says "better"."""
+        """Return the smallest number of prompts, all of them won, that gives "better"."""
         least = max(self.least, SMALLEST_RATE)
         growth = np.log1p(BETS * (1 - least) / least)  # what a win adds to a bet's log capital
 
@@ -134,13 +138,15 @@ def compare_until_decided(
 ) -> DecidedComparison:
     """Compare pairs of answers in a random order, in batches, until the rule decides.
 
-    Pairs of equal prompts are in one batch. After a decision, more batches are judged as long as
-    `is_conclusive` is False: one or two invalid verdicts may be too large a fraction of the first
-    batch. The test is valid for any number of pairs. With `labels`, people decide with the judge.
+    Pairs with equal prompts are in the same batch. After a decision, further batches are judged
+    while `is_conclusive` returns False, because one or two invalid verdicts may be too large a
+    fraction of the first batch. The test is valid for any number of pairs. With `labels`, people's
+    labels and the judge's verdicts decide together.
     """
     judged: list[Comparison] = []
     order: list[int] = []
-    # Labels may be of the pairs that an earlier run asked about first; another order spreads them.
+    # People may have labeled the pairs that an earlier run judged first. Another random order
+    # spreads these labels over all batches.
     for batch in _batches(prompts, [seed] if labels is None else [seed, 1]):
         judged.append(
             compare(
@@ -164,15 +170,15 @@ def compare_until_decided(
 
 
 def promoted_share(values: Array, rule: StoppingRule, *, weeks: int = WEEKS, seed: int) -> float:
-    """Return the share of resampled weeks in which a rule finds the candidate better.
+    """Return the fraction of simulated weeks in which a rule finds the candidate better.
 
-    A week draws as many values as there are, with replacement. Each drawn value x becomes 1 - x
-    with probability 1/2: candidate and opponent are the same policy, so their order is arbitrary.
+    Each week draws N of the N values with replacement. Each drawn value x becomes 1 - x with
+    probability 1/2, because candidate and opponent are the same policy and may be exchanged.
 
     Args:
         values: points (N,) of the candidate in [0, 1], one for each prompt.
         rule: rule of the gate.
-        weeks: number of resampled weeks.
+        weeks: number of simulated weeks.
         seed: seed of the draws.
     """
     rng = np.random.default_rng(seed)

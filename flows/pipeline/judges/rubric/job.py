@@ -1,4 +1,4 @@
-"""Hand the language models of a PPO training to its processes, and count what they spend."""
+"""Set up the language models of a PPO training in its processes; count their calls and tokens."""
 
 import json
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from ppo_core.io.user_code import LoadedFunction
 from ppo_core.io.validation import read_record
 
 RUBRIC_FILE = "rubric.json"
-"""File of a training with its `RubricJob`."""
+"""Name of the file with the `RubricJob` in the folder of a training."""
 
 PROGRAM = ("pipeline.judges.rubric",)
 """Words of the command that runs PPO with language models as rewards."""
@@ -30,13 +30,13 @@ PROGRAM = ("pipeline.judges.rubric",)
 
 @dataclass(frozen=True, kw_only=True)
 class RubricJob:
-    """What the processes of a training need to ask language models."""
+    """Settings with which the processes of a training ask language models."""
 
     rubric: str
     """Text of the rubric."""
 
     judging: JudgingConfig
-    """Settings of the calls. The limits of calls and tokens are those of all processes together."""
+    """Settings of the calls. The limits of calls and tokens apply to all processes together."""
 
     max_invalid: float
     """Largest share of answers without a score."""
@@ -54,7 +54,7 @@ class RubricJob:
     """Number of processes of the training."""
 
     versions: dict[str, str]
-    """Name of a reward -> digest of everything that decides its scores."""
+    """By name of a reward: digest of everything that decides its scores."""
 
 
 def job_of_run(rewards: RunRewards, processes: int = 1) -> RubricJob:
@@ -80,10 +80,10 @@ def write_rubric_job(job: RubricJob, folder: Path) -> None:
 
 
 class LanguageModels:
-    """The language models of a process of a training; they share one budget."""
+    """The language models in one process of a training; they share one budget."""
 
     def __init__(self, job: RubricJob, folder: Path | None = None) -> None:
-        """Take the job, and the folder of the training; without one, nothing is kept."""
+        """Record calls and tokens in the folder of the training; None records nothing."""
         self.job = job
         self.folder = folder
         self.budget = _share_of_budget(job, read_spent(folder) if folder else {})
@@ -112,7 +112,7 @@ class LanguageModels:
         )
 
     def _keep_spent(self) -> None:
-        """Append to the file of the training what this process has spent since the last call."""
+        """Append the calls and tokens since the last append to the file of the training."""
         if self.folder is None:
             return
         now = self.budget.spent({})
@@ -125,7 +125,7 @@ class LanguageModels:
         if lines:
             # All processes append to the file, each by one write.
             with (self.folder / SPENT_FILE).open("a", encoding="utf-8") as file:
-                # A killed process may have left a part of a line, which ends here.
+                # A killed process may have left an incomplete line, so begin with a line break.
                 file.write("\n" + "".join(lines))
 
 
@@ -136,14 +136,14 @@ def load_job(folder: Path) -> LanguageModels:
 
 
 def read_spent(folder: Path) -> dict[str, Spent]:
-    """Return what the language models of a training have spent, by name, also before it resumed."""
+    """Return the calls and tokens of a training's language models by name, over all attempts."""
     file = folder / SPENT_FILE
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     return sum_spent(*filter(None, map(_spent_in, lines)))
 
 
 def _share_of_budget(job: RubricJob, spent: Mapping[str, Spent]) -> Budget:
-    """Return the share of one process in what the training has not spent yet."""
+    """Return a budget with one process's equal part of what the training has not spent yet."""
     used = (
         sum(one.calls for one in spent.values()),
         sum(one.tokens or 0 for one in spent.values()),
@@ -158,7 +158,7 @@ def _share_of_budget(job: RubricJob, spent: Mapping[str, Spent]) -> Budget:
 
 
 def _spent_in(line: str) -> Mapping[str, Spent]:
-    """Return what a line says; a process that was killed may have left part of a line."""
+    """Return the calls and tokens in a line; none if a killed process left the line incomplete."""
     try:
         fields = json.loads(line)
         return {fields["name"]: Spent(calls=fields["calls"], tokens=fields["tokens"])}

@@ -1,4 +1,4 @@
-"""A language model as reward of PPO, which scores each response by a rubric."""
+"""A reward of PPO for which a language model scores each response by a rubric."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -11,17 +11,18 @@ from ppo_core.config.reward_names import NamedReward
 from ppo_core.errors import JudgeError
 
 LAST_ANSWERS = 256
-"""Number of the last answers of a process of which the share of invalid ones is limited."""
+"""Number of latest answers of a process in which the fraction of invalid answers is limited."""
 
 LEAST_ANSWERS = 64
-"""Number of answers below which the share is not limited yet, because it is uncertain."""
+"""Minimum number of answers for this limit; with fewer answers, the fraction is uncertain."""
 
 
 class RubricReward:
     """Scores responses from 1 to 10 by a rubric; it is a reward function of PPO.
 
-    A response whose answer is invalid gets the mean score of the other responses of the call, or if
-    all are invalid, of the last responses.
+    If the model's answer about a response is invalid, the response gets the mean of the valid
+    scores of the same call. If this call has no valid score, it gets the mean of the last valid
+    scores.
     """
 
     def __init__(
@@ -37,8 +38,9 @@ class RubricReward:
     ) -> None:
         """Take the entry of `rewards`, its chat model, and the rubric.
 
-        `attempts` is the number of times to ask a question whose reply has no score. `max_invalid`
-        is the largest share of invalid answers. `on_asked` is called after each call of the model.
+        `attempts` is the maximum number of times to ask a question whose reply has no score.
+        `max_invalid` is the largest fraction of invalid answers. `on_asked` is called at the end of
+        each call of `scores`.
         """
         self._reward, self._chat, self._cache, self._rubric = reward, chat, cache, rubric
         self._attempts, self._max_invalid, self._on_asked = attempts, max_invalid, on_asked
@@ -90,7 +92,7 @@ class RubricReward:
                 is_invalid=lambda score: score.value is None,
             )
         except JudgeError as error:
-            # Not its subclasses, which the process that started this one does not know.
+            # Raise JudgeError itself, because the parent process does not know its subclasses.
             raise JudgeError(f"rewards={self._reward.spec!r}: {error}") from error
         finally:
             self._on_asked()

@@ -1,4 +1,4 @@
-"""Write the question how good one response is for a chat model, and read its reply."""
+"""Write a question about the quality of one response for a chat model, and read its reply."""
 
 import re
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ class Score:
 
 
 def pose_score(rubric: str, prompt: str, response: str, *, attempt: int) -> Question:
-    """Return the question how good a response to a prompt is, in the form of `questions.pose`."""
+    """Return the question how good a response is, in the same form as `judge_prompt.pose`."""
     delimiter = delimiter_of(rubric, prompt, response, attempt)
     data = line_of_data({"prompt": prompt, "response": response})
     lines = [delimiter, data, delimiter, *([REMINDER] if attempt > 1 else [])]
@@ -62,7 +62,7 @@ def pose_score(rubric: str, prompt: str, response: str, *, attempt: int) -> Ques
 
 
 def score_wording(rubric: str) -> str:
-    """Return a short digest of the question, the rubric included."""
+    """Return a short digest of the question, including the rubric."""
     return digest_of([pose_score(rubric, "<p>", "r", attempt=attempt) for attempt in (1, 2)])
 
 
