@@ -94,8 +94,8 @@ ins { background: var(--ins) } del { background: var(--del) }
 {% endfor %}
 </table></div>
 {% endmacro %}
-{% macro answers(reading) %}
-<h4>{{ reading.title }}</h4>
+{% macro answers(reading, level) %}
+<h{{ level }}>{{ reading.title }}</h{{ level }}>
 <div class="prompt"><strong>Prompt</strong><div class="text">{{ reading.prompt }}</div></div>
 <div class="answers">
 {% for answer in reading.answers %}
@@ -112,7 +112,7 @@ ins { background: var(--ins) } del { background: var(--del) }
 <p class="notes">{{ note }}</p>
 {% endfor %}
 {% endmacro %}
-{% macro content(section) %}
+{% macro content(section, level) %}
 {% if section.progress %}
 <p><progress max="{{ section.progress.total }}" value="{{ section.progress.done }}"
              aria-label="{{ section.progress.phase }}"></progress></p>
@@ -137,17 +137,17 @@ ins { background: var(--ins) } del { background: var(--del) }
 <p>{{ purpose }}:</p>
 <pre><code>{{ command }}</code></pre>
 {% endfor %}
-{% for reading in section.readings %}{{ answers(reading) }}{% endfor %}
+{% for reading in section.readings %}{{ answers(reading, level) }}{% endfor %}
 {% for part in section.parts %}
-<h3>{{ part.title }}</h3>
-{{ content(part) }}
+<h{{ level }}>{{ part.title }}</h{{ level }}>
+{{ content(part, level + 1) }}
 {% endfor %}
 {% endmacro %}
 <main>
 {% for section in document.sections %}
 <section>
 <h2 id="s{{ loop.index }}">{{ section.title }}</h2>
-{{ content(section) }}
+{{ content(section, 3) }}
 </section>
 {% endfor %}
 </main>

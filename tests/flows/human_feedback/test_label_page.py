@@ -73,6 +73,7 @@ def test_twenty_pairs_are_labeled_by_keyboard_and_continued_after_closing(tmp_pa
             with served(pairs, file) as address:
                 browser.open(address)
                 wait_for(browser, f"{done[0]} of 20")
+                assert browser.accessibility_violations() == []
                 for number in done:
                     left = browser.run("return document.getElementById('left').textContent")
                     sides.add(left.split()[0])

@@ -106,7 +106,7 @@ return {
   marks: all("svg .warned").length,
   healthy: all("svg .healthy").length,
   changed: all("ins").length && all("del").length,
-  readings: all("h4").length,
+  readings: all(".answers").length,
   worst: shown.map(one => [contrast(one), one.outerHTML.slice(0, 90)])
     .sort((a, b) => a[0] - b[0])[0],
   links: all("a").filter(one => !document.querySelector(one.getAttribute("href"))).length,
@@ -235,6 +235,7 @@ def test_a_browser_shows_the_page_whole_and_readable(
     assert found["readings"] == 20 + 8
     assert found["page"] == ("rgb(21, 24, 29)" if dark else "rgb(255, 255, 255)")
     assert found["worst"][0] >= 4.5, found["worst"]
+    assert browser.accessibility_violations() == []
 
 
 def test_the_top_says_what_was_decided_and_which_rule_failed(page: Path):

@@ -309,7 +309,7 @@ def test_every_run_has_a_page_that_the_terminal_names(journey: Journey, summary:
     assert "Rule that failed: " in text
     assert f"{summary['win_rate']['ppo_vs_sft']['rate']:.1%} of 16 pairs" in text
     assert text.count('<polyline class="line"') > 10
-    assert text.count("<h4>") > 16
+    assert text.count("<h3>") > 16
     assert "Not shown" not in text
     client = client_of(journey.folder)
     logged = client.download_artifacts(summary["model"]["run_id"], "index.html")

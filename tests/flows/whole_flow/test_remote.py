@@ -133,7 +133,7 @@ def test_mlflow_has_all_curves_and_reports(cloud: FlowInCloud, first: Execution)
     assert {"settings.toml", "packages.txt", "summary.json", "index.html", FIGURES} <= artifacts
     text = mlflow_text(cloud.mlflow, runs["parent"], "index.html")
     assert text.count('<polyline class="line"') > 13
-    assert "<h4>Prompt 8</h4>" in text
+    assert "<h3>Prompt 8</h3>" in text
     assert "Not shown" not in text
     assert not [job for job in first.jobs if str(job.folder) in text]
     # The step of the evaluation has fetched the reward model.

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -15,6 +16,8 @@ import requests
 from tests.helpers.servers.servers import free_port, wait_until_answering
 
 CHROMIUM, CHROMEDRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+
+AXE = files("axe_core_python") / "axe.min.js"
 
 SWITCHES = (
     "headless no-sandbox disable-gpu disable-dev-shm-usage disable-quic no-first-run disable-sync "
@@ -55,6 +58,15 @@ class Browser:
     def complaints(self) -> list[str]:
         """What pages have written to the console since the last call, refused requests too."""
         return [entry["message"] for entry in self._post("se/log", type="browser")]
+
+    def accessibility_violations(self) -> list[str]:
+        """What axe-core finds wrong in the page, as rule, impact and the first element."""
+        self.run(AXE.read_text(encoding="utf-8"))
+        found = self.run("return axe.run(document, {resultTypes: ['violations']})")
+        return [
+            f"{one['id']} ({one['impact']}): {one['nodes'][0]['html']}"
+            for one in found["violations"]
+        ]
 
     def choose_frame(self, number: int | None) -> None:
         """Choose the page itself, or one of its frames."""
