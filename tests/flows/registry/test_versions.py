@@ -121,7 +121,7 @@ def test_a_version_has_its_lineage_its_card_and_its_place(
         "manifest": version.tags["manifest"],
     }
     assert version.tags == {"commit": "c0ffee", "flow_run": "17", "manifest": made["manifest"]}
-    assert version.description == "# The card"
+    assert version.description == CARD
     assert mlflow.pyfunc.load_model(made["uri"]).predict(["w1 w2"])
 
 

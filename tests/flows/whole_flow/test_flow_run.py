@@ -283,11 +283,13 @@ def test_the_registry_keeps_settings_metrics_and_samples(journey: Journey, summa
         if not client.get_metric_history(parent.info.run_id, name)[0].step
     }
     assert single <= {name for name in single if HEADLINES.fullmatch(name)} and len(single) < 15
-    table = client.load_table(parent.info.experiment_id, FIGURES, run_ids=[parent.info.run_id])
+    with tracking_to(f"sqlite:///{journey.folder / 'mlflow.db'}"):
+        of_run = {"experiment_id": parent.info.experiment_id, "run_ids": [parent.info.run_id]}
+        table = client.load_table(artifact_file=FIGURES, **of_run)
+        pairs = client.load_table(artifact_file="pairs.json", **of_run)
     figures = dict(zip(table["figure"], table["value"], strict=True))
     assert figures["win_rate/ppo_vs_sft/rate"] == rate
     assert {"guards/stops", "cost/tokens_sampled", "reward_model/bias"} <= figures.keys()
-    pairs = client.load_table(parent.info.experiment_id, "pairs.json", run_ids=[parent.info.run_id])
     assert set(pairs["contest"]) >= {"ppo_vs_sft"} and pairs["prompt"].str.len().min() > 0
     assert len(parent.inputs.dataset_inputs) == 5
     evaluated = artifacts_of(journey.folder, runs["evaluate_win_rate"])
