@@ -123,5 +123,7 @@ def test_a_price_of_no_judge_of_the_run_is_refused(judge: str, tmp_path, monkeyp
     prices = {"hardware": {"judge_prices": {"openai:gpt-4o-mini": 0.0003}}}
     with pytest.raises(ConfigError, match=r"judge_prices\.'openai:gpt-4o-mini' would be ignored"):
         make_settings(table | prices, {})
-    both = make_settings(table | prices | {"judge": "rule, openai:gpt-4o-mini"}, {})
-    assert both.hardware.judge_prices == {"openai:gpt-4o-mini": 0.0003}
+    labeler = {"count": 4, "labeller": "openai:gpt-4o-mini"}
+    for named in ({"judge": "rule, openai:gpt-4o-mini"}, {"fresh_pairs": labeler}):
+        both = make_settings(table | prices | named, {})
+        assert both.hardware.judge_prices == {"openai:gpt-4o-mini": 0.0003}

@@ -56,6 +56,14 @@ def test_the_gpus_of_all_machines_and_of_failed_attempts_count(run: FlowRun):
     assert gpu_hours(run) == pytest.approx(seconds * 2 * 3 / 3600)
 
 
+def test_a_cost_that_cannot_be_written_ends_no_step(run: FlowRun, capsys):
+    (run.folder / usage.FOLDER).write_text("a file where the folder would be")
+    with measured("load_policy", run, machines=1):
+        done = True
+    assert done
+    assert "Warning: The cost of load_policy is not recorded: " in capsys.readouterr().out
+
+
 @pytest.mark.usefixtures("two_gpus")
 def test_a_killed_attempt_lasts_until_its_file_was_last_written(run: FlowRun):
     """A process that is killed writes no end."""

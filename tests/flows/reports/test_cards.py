@@ -2,6 +2,7 @@
 
 import base64
 import json
+import math
 import os
 import pickle
 import re
@@ -680,13 +681,20 @@ def test_the_metrics_of_an_evaluation_are_grouped_and_are_numbers(rematch: Evalu
     assert all(type(value) is float for value in numbers.values())
 
 
-def decided(action: str, evaluation: Evaluation, **changes: Any) -> Document:
+def decided(
+    action: str,
+    evaluation: Evaluation,
+    *,
+    fit: bool | None = True,
+    max_kl: float = PromotionConfig.max_kl,
+    **changes: Any,
+) -> Document:
     """The document of a decision on version 3."""
     return promotion_document(
         decision(action, **changes),
         evaluation,
-        PromotionConfig(),
-        reward_model_fit=True,
+        PromotionConfig(max_kl=max_kl),
+        reward_model_fit=fit,
         kl=12.3,
         earlier_decisions=4,
     )
@@ -710,6 +718,15 @@ def test_the_card_of_a_first_version_names_no_champion(evaluation: Evaluation):
     nobody = "refused, and there is no champion"
     assert row_of(first, "The decision", "3") == ("3", nobody, "there was none")
     assert row_of(first, "Figures and limits", "PPO against SFT")
+
+
+def test_the_card_of_a_decision_says_what_had_no_limit_and_what_was_not_used(rematch: Evaluation):
+    document = decided("promoted", rematch, fit=None, max_kl=math.inf)
+    title = "Figures and limits"
+    assert row_of(document, title, "KL of an answer from SFT, nats")[2] == "no limit"
+    assert row_of(document, title, "Reward model")[1] == "not used"
+    by_hand = decided("promoted", rematch, fit=False)
+    assert row_of(by_hand, title, "Reward model")[1] == "accepted by hand"
 
 
 def test_the_card_of_a_decision_has_every_figure_beside_its_limit(rematch: Evaluation):

@@ -1,5 +1,6 @@
 """The page of a run: its answers to a stranger, in a real browser, and on a run of any size."""
 
+import io
 import json
 import math
 import os
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.inputs.json_lines import write_jsonl
@@ -21,6 +23,7 @@ from pipeline.reports.document import Section
 from pipeline.reports.html_page import document_page
 from pipeline.reports.live import live_view
 from pipeline.reports.live.live_card import LiveCard
+from pipeline.reports.live.live_panel import LivePanel
 from pipeline.reports.run_page import differences
 from pipeline.reports.run_page.facts import RunFacts, curves_of
 from pipeline.reports.run_page.reading import (
@@ -34,11 +37,12 @@ from pipeline.reports.run_page.training import ppo_section
 from pipeline.reports.run_page.write_page import PAGE_FILE, write_run_page
 from pipeline.results.step_records import RegisteredPolicy
 from pipeline.settings.settings import make_settings
+from pipeline.stages.tracked import watched
 from pipeline.storage.workspace import Workspace
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.run_log import RunLog
 from pipeline.tracking.tracker import Tracker
-from ppo_core.errors import ModelError
+from ppo_core.errors import ModelError, ProcessError
 from ppo_core.io.progress_bar import PROGRESS, progress
 from ppo_core.io.validation import read_record
 from ppo_core.reporting.metrics_file import NEWEST_SAMPLES_FILE
@@ -364,6 +368,61 @@ def test_the_page_is_written_while_ppo_trains_at_most_every_ten_seconds(
     assert "Score: 1.25" in text
     assert text.count("&lt;script&gt;") > 3
     assert "<script>" not in text
+
+
+def test_the_page_of_a_failed_run_says_so_and_how_to_continue(facts: RunFacts, tmp_path: Path):
+    run = replace(facts.run, workspace=Workspace(str(tmp_path)))
+    page = run.folder / PAGE_FILE
+
+    def fail() -> None:
+        with watched("train_policy", facts.settings, run):
+            raise ProcessError(f"Out of {HOSTILE}")
+
+    run.folder.mkdir(parents=True)
+    with pytest.raises(ProcessError):
+        fail()
+    assert not page.exists()  # A run that has shown nothing has no page.
+    tracker = Tracker(run.folder, run.tracking, "train_policy")
+    training(tracker.journal, 3)
+    with live_view.LiveView(run, facts.settings, tracker, LiveCard(None)).watching():
+        pass
+    assert "The run is not finished" in page.read_text()
+    assert "<progress" not in page.read_text()
+    with pytest.raises(ProcessError):
+        fail()
+    text = page.read_text()
+    assert "The run failed" in text and "train_policy failed: Out of &lt;script&gt;" in text
+    assert "Value loss" in text
+    assert f"rlhf.py resume --origin-run-id {run.id.removeprefix('RLHF/')}" in text
+    assert 'http-equiv="refresh"' not in text
+    # The outcome of a run stays.
+    page.write_text("The reward model was refused")
+    with pytest.raises(ProcessError):
+        fail()
+    assert page.read_text() == "The reward model was refused"
+
+
+def test_the_panel_counts_down_by_the_last_run_not_by_the_phase(tmp_path: Path):
+    file = tmp_path / "progress.json"
+    panel = LivePanel("RLHF/1", ["start", "train_policy", "end"], {"train_policy": 3600}, file)
+    panel.start_step("train_policy")
+    seconds = time.monotonic()
+    values = {"phase": "encoding", "total": 100, "unit": "row", "notes": None}
+    for done in (10, 20, 30):
+        file.write_text(json.dumps({**values, "done": done}))
+        drawn = as_text(panel)
+        time.sleep(0.05)
+    assert time.monotonic() - seconds < 30
+    assert re.search(r"step: (59|1:00):\d\d left, run: (59|1:00):\d\d left", drawn), drawn
+    unknown = LivePanel("RLHF/1", ["start", "train_policy"], {}, tmp_path / "none.json")
+    assert "step and run: time left unknown" in as_text(unknown)
+
+
+def as_text(panel: LivePanel) -> str:
+    console = Console(width=110, file=io.StringIO())
+    with console.capture() as captured:
+        console.print(panel)
+    return captured.get()
 
 
 def wait_for(file: Path) -> None:
