@@ -317,8 +317,9 @@ def main(arguments: Sequence[str]) -> int:
     console.print(*tables)
     if chosen.results:
         about = (
-            "Written by `python -m tests.benchmarks.predictions --results FILE`. The policy of "
-            "1.3M computes in fp32, as its hidden size is below 192, and the others in bfloat16."
+            "Written by `python -m tests.benchmarks.predictions --results FILE`. The policy "
+            "with 1.3M parameters computes in fp32, because its hidden size is below 192. The other "
+            "policies compute in bfloat16."
         )
         facts = "\n".join(f"- {line}" for line in lines)
         text = ["# Computed and measured memory and time", about, facts, *map(as_markdown, tables)]

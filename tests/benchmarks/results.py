@@ -28,7 +28,7 @@ def write_results(path: Path, machine: Sequence[str], tables: Sequence[Table]) -
     kept = ""
     if path.exists():
         _, _, kept = path.read_text().partition(KEPT)
-    about = "Written by `make bench`, down to the part on what was tried."
+    about = f'Written by `make bench`, down to the section "{KEPT.removeprefix("## ")}".'
     facts = "\n".join(f"- {line}" for line in machine)
     measured = "\n".join(as_markdown(table) for table in tables)
     parts = ["# Results", about, facts, "## Measured", measured]
