@@ -17,8 +17,8 @@ def machine_lines() -> list[str]:
         f"{psutil.virtual_memory().total / 2**30:.0f} GiB; {platform.system()}",
         f"Python {platform.python_version()}, {versions}",
         f"Load at the start (1, 5, 15 minutes): {load}; other programs kept the "
-        f"processors {psutil.cpu_percent(interval=2):.0f} % busy (above a few percent, threads wait "
-        "for each other, and figures can be several times too large)",
+        f"processors {psutil.cpu_percent(interval=2):.0f} % busy (above a few percent, threads "
+        "wait for each other, and figures can be several times too large)",
         f"Date: {datetime.now(UTC):%Y-%m-%d}",
     ]
 

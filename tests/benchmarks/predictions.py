@@ -318,8 +318,8 @@ def main(arguments: Sequence[str]) -> int:
     if chosen.results:
         about = (
             "Written by `python -m tests.benchmarks.predictions --results FILE`. The policy "
-            "with 1.3M parameters computes in fp32, because its hidden size is below 192. The other "
-            "policies compute in bfloat16."
+            "with 1.3M parameters computes in fp32, because its hidden size is below 192. The "
+            "other policies compute in bfloat16."
         )
         facts = "\n".join(f"- {line}" for line in lines)
         text = ["# Computed and measured memory and time", about, facts, *map(as_markdown, tables)]
