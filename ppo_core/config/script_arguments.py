@@ -75,7 +75,7 @@ class ScriptArguments(DatasetArguments):
     model was trained on texts without this token."""
 
     policy_dir: str | None = None
-    """Folder for the final policy; None: `output_dir`."""
+    """Folder for the final policy; None: `output_dir`, the only folder that push_to_hub uploads."""
 
     critic_path: str | None = None
     """Folder of a critic that an earlier training wrote into its `critic_dir`, to start from. None:
