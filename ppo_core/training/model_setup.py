@@ -12,7 +12,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_core.checkpointing.fingerprint import Layout, fingerprint, layout
 from ppo_core.checkpointing.ppo_fingerprint import given_models
+from ppo_core.config.placement import is_fast_in_bf16
 from ppo_core.config.ppo_config import PPOConfig
+from ppo_core.data.text_config import text_config
 from ppo_core.distributed.choose_engine import choose_engine
 from ppo_core.distributed.engine import Engine
 from ppo_core.errors import ConfigError, ModelError
@@ -36,7 +38,6 @@ from ppo_core.ppo.model_bundle import ModelBundle, reward_holders
 from ppo_core.ppo.optimizer import policy_parameters
 from ppo_core.ppo.reward_functions import RewardMix, make_rewards
 from ppo_core.ppo.schedule import batch_sizes
-from ppo_core.training.precision import trains_in_bf16
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -76,19 +77,6 @@ class ScriptModels:
         )
 
 
-def make_engine(config: PPOConfig) -> Engine:
-    """Join the processes of the run, with the precision and sharding of the settings."""
-    return choose_engine(
-        bf16=bool(config.bf16),
-        use_cpu=config.use_cpu,
-        sharding=config.sharding,
-        offload=config.offload,
-        deepspeed=config.deepspeed,
-        gather_for_generation=config.ds3_gather_for_generation,
-        timeout=config.ddp_timeout,
-    )
-
-
 def join_processes(config: PPOConfig, policy: nn.Module) -> tuple[PPOConfig, Engine]:
     """Return the settings with precision and batch sizes filled in, and the engine of the run.
 
@@ -97,10 +85,32 @@ def join_processes(config: PPOConfig, policy: nn.Module) -> tuple[PPOConfig, Eng
         TrainingError: the processes cannot be connected.
     """
     in_bf16 = trains_in_bf16(config.bf16, policy, use_cpu=config.use_cpu)
-    config = replace(config, bf16=in_bf16)
-    engine = make_engine(config)
+    engine = choose_engine(
+        bf16=in_bf16,
+        use_cpu=config.use_cpu,
+        sharding=config.sharding,
+        offload=config.offload,
+        deepspeed=config.deepspeed,
+        gather_for_generation=config.ds3_gather_for_generation,
+        timeout=config.ddp_timeout,
+    )
     sizes: dict[str, Any] = batch_sizes(config, engine.num_processes)
-    return replace(config, **sizes), engine
+    return replace(config, bf16=in_bf16, **sizes), engine
+
+
+def trains_in_bf16(asked: bool | None, model: nn.Module, *, use_cpu: bool) -> bool:
+    """Return `asked` if it is not None.
+
+    Otherwise return whether all weights are fp32 and bfloat16 autocast is fast on this hardware.
+    """
+    if asked is not None:
+        return asked
+    if {parameter.dtype for parameter in model.parameters()} != {torch.float32}:
+        return False
+    # A later check refuses a model type without a width, with a message of its own.
+    config = getattr(model, "config", None)
+    width = 0 if config is None else getattr(text_config(config), "hidden_size", 0)
+    return is_fast_in_bf16(width, use_cpu=use_cpu)
 
 
 def set_up_models(

@@ -82,7 +82,7 @@ def empty(prompts, responses, note): ...
 @pytest.mark.parametrize(
     ("function", "says"),
     [
-        (misspelt, r"function mine takes the column 'refernce'.*Did you mean reference\? The col"),
+        (misspelt, r"function mine needs the column 'refernce'.*Did you mean reference\? The col"),
         (capital, r"the column 'REFERENCE'.*Did you mean reference\?"),
         (hyphen, r"the column 'level_'.*Did you mean level\?"),
         (foreign, r"the column 'xyz', but no prompt has a value for it\. The columns are prompt, "),

@@ -139,7 +139,7 @@ def test_the_first_row_that_is_too_long_is_named():
             rows_of("prompts", prompts), tokenizer, context=9, response_length=1, overlong="error"
         )
     # A context without room for any prompt is an error of the setting, not of a row.
-    with pytest.raises(ConfigError, match="context of 9 tokens has no room .* response_length=9"):
+    with pytest.raises(ConfigError, match=r"context of 9 tokens has no room .* response_length=9"):
         fit_prompts(
             rows_of("prompts", prompts), tokenizer, context=9, response_length=9, overlong="drop"
         )
