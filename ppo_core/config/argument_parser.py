@@ -23,7 +23,8 @@ from ppo_core.config.unsupported_settings import (
 from ppo_core.errors import ConfigError
 from ppo_core.io.text_files import parse_strict_json, read_json_file, read_toml_file
 
-_NEGATIVE_NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
+NEGATIVE_NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
+"""Words that are values, not flags; the pattern of argparse has no exponent, as in -1e-5."""
 
 MAY_BE_SECRET = ("hub_token",)
 """Settings that may contain a secret, because they are never stored or logged."""
@@ -100,8 +101,7 @@ class DocumentedParser(HfArgumentParser):
             usage=usage,
             allow_abbrev=False,
         )
-        # argparse reads a negative number with an exponent, such as -1e-5, as a flag.
-        self._negative_number_matcher = _NEGATIVE_NUMBER
+        self._negative_number_matcher = NEGATIVE_NUMBER
 
     def parse(self, argv: Sequence[str]) -> list[Any]:
         """Return one instance of each dataclass, read from flags only.
