@@ -23,6 +23,9 @@ from ppo_core.config.unsupported_settings import (
 from ppo_core.errors import ConfigError
 from ppo_core.io.text_files import parse_strict_json, read_json_file, read_toml_file
 
+NEGATIVE_NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
+"""Words that are values, not flags; the pattern of argparse has no exponent, as in -1e-5."""
+
 MAY_BE_SECRET = ("hub_token",)
 """Settings that may contain a secret, because they are never stored or logged."""
 
@@ -38,7 +41,12 @@ def parse_arguments(kinds: Sequence[type], argv: Sequence[str]) -> list[Any]:
             contains a secret.
         SystemExit: --help was given; the help has been printed.
     """
-    if len(argv) == 1 and argv[0].endswith(".json"):
+    if argv and argv[0].endswith(".json"):
+        if len(argv) > 1:
+            raise ConfigError(
+                f"{argv[1]!r} follows '{argv[0]}', a JSON file. Flags can follow only a TOML file. "
+                "Write all settings into the JSON file, or write a TOML file, NAME = VALUE a line."
+            )
         return _read_json(kinds, Path(argv[0]))
     parser = DocumentedParser(
         kinds,
@@ -93,6 +101,7 @@ class DocumentedParser(HfArgumentParser):
             usage=usage,
             allow_abbrev=False,
         )
+        self._negative_number_matcher = NEGATIVE_NUMBER
 
     def parse(self, argv: Sequence[str]) -> list[Any]:
         """Return one instance of each dataclass, read from flags only.

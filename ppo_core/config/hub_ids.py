@@ -32,3 +32,13 @@ def split_revision(path: str | Path, revision: str | None = None) -> tuple[str |
             f"'{path}' and the setting revision={revision!r} both name a revision. Remove one."
         )
     return found[1], found[2]
+
+
+def with_revision(path: str, revision: str | None) -> str:
+    """Return a model's name with the revision of another setting; a local path is unchanged.
+
+    Raises:
+        ConfigError: the name and the setting both name a revision.
+    """
+    source, found = split_revision(path, revision)
+    return path if revision is None or os.path.lexists(path) else f"{source}@{found}"

@@ -388,8 +388,8 @@ def _check_rewards(config: PPOConfig) -> None:
         )
     if config.reward_weights is not None and not any(config.reward_weights):
         raise ConfigError(
-            f"reward_weights={config.reward_weights}: a reward with weight 0 is logged and adds "
-            "nothing, so nothing would be learned. Set a weight other than 0."
+            f"reward_weights={config.reward_weights} is empty or all 0, so nothing would be "
+            "learned. Set a weight other than 0."
         )
     if config.scale_each_reward and config.use_score_scaling:
         raise ConfigError(
@@ -475,6 +475,6 @@ def _check_vllm(config: PPOConfig) -> None:
     changed = [name for name in names if getattr(config, name) != defaults[name]]
     if changed and not config.use_vllm:
         raise ConfigError(
-            f"{changed[0]} takes effect only with use_vllm=True. Set use_vllm=True, or leave the "
-            "other setting out."
+            f"{changed[0]} takes effect only with use_vllm=True. Set use_vllm=True, or remove "
+            f"{changed[0]}."
         )

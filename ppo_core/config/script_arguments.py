@@ -75,7 +75,7 @@ class ScriptArguments(DatasetArguments):
     model was trained on texts without this token."""
 
     policy_dir: str | None = None
-    """Folder for the final policy; None: `output_dir`."""
+    """Folder for the final policy; None: `output_dir`, the only folder that push_to_hub uploads."""
 
     critic_path: str | None = None
     """Folder of a critic that an earlier training wrote into its `critic_dir`, to start from. None:
@@ -129,8 +129,8 @@ class LoraArguments:
         ]
         if lora and not self.use_peft:
             raise ConfigError(
-                f"{lora[0]} takes effect only with --use_peft. Add --use_peft, or leave the other "
-                "flag out."
+                f"{lora[0]} takes effect only with --use_peft. Add --use_peft, or remove "
+                f"--{lora[0]}."
             )
 
     def changed(self) -> list[str]:
@@ -196,7 +196,7 @@ class ModelArguments(LoraArguments):
         if four_bit and not self.load_in_4bit:
             raise ConfigError(
                 f"{four_bit[0]} takes effect only with --load_in_4bit. Add --load_in_4bit, or "
-                "leave the other flag out."
+                f"remove --{four_bit[0]}."
             )
         frozen = [name for name in changed if name in ("dtype", "load_in_8bit", "load_in_4bit")]
         if frozen and not self.use_peft:

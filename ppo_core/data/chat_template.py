@@ -120,18 +120,24 @@ def encode_with_mask(
     The template must mark the tokens of the assistant (`has_generation_mask`).
 
     Raises:
+        ConfigError: the tokenizer cannot locate its tokens in a text.
         DataError: the template rejects the conversation, or needs too much time or memory.
     """
+    if not tokenizer.is_fast:
+        raise ConfigError(
+            f"The chat template of '{tokenizer.name_or_path}' marks the answers by {{% generation "
+            f"%}}, but {type(tokenizer).__name__} does not locate its tokens in a text, so their "
+            "tokens are unknown. Use a fast tokenizer, with a tokenizer.json, or remove the "
+            "generation marks from the chat template."
+        )
     text, spans = _render(tokenizer, messages, marks_answers=True)
-    encoded = tokenizer(text, add_special_tokens=False)
-    ids: list[int] = encoded["input_ids"]
-    mask = [0] * len(ids)
-    for begin, end in spans:
-        first, last = encoded.char_to_token(begin), encoded.char_to_token(end - 1)
-        if first is not None:
-            stop = len(ids) if last is None else last + 1
-            mask[first:stop] = [1] * (stop - first)
-    return ids, mask
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    # A token may cover only a part of an answer: tokenizers drop or merge spaces.
+    mask = [
+        int(any(first < end and begin < last for begin, end in spans))
+        for first, last in encoded["offset_mapping"]
+    ]
+    return encoded["input_ids"], mask
 
 
 def _render(

@@ -1,8 +1,8 @@
 """Write a model and its tokenizer; replace old files only after all new files are written."""
 
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -13,13 +13,39 @@ from ppo_core.io.atomic_files import explained_writes, sync_to_disk
 UNFINISHED = ".unfinished"
 """Subfolder into which `replaced_together` writes all files before it moves them."""
 
+ADAPTER = "adapter"
+"""Subfolder for the adapter, in PEFT's format, inside the folder of the merged model."""
+
+_MODEL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "model-*-of-*.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+    f"{ADAPTER}/adapter_config.json",
+    f"{ADAPTER}/adapter_model.safetensors",
+    f"{ADAPTER}/README.md",
+)
+"""Patterns of the files of a model, its tokenizer and its adapter."""
+
 
 @contextmanager
 def replaced_together(folder: Path) -> Iterator[Path]:
     """Yield an empty folder; after the block, move the new files to the same paths in `folder`.
 
-    If the block fails, the files in `folder` are unchanged. Files in `folder` for which there is no
-    new file are kept.
+    If the block fails, the files in `folder` are unchanged. Otherwise, model files in `folder` for
+    which there is no new file are deleted, because they would be loaded with the new model. All
+    other files are kept.
 
     Raises:
         TrainingError: a file cannot be written, for example because the disk is full.
@@ -37,8 +63,21 @@ def replaced_together(folder: Path) -> Iterator[Path]:
                 target = folder / path.relative_to(unfinished)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 path.replace(target)
+            _delete_stale(folder, {path.relative_to(unfinished) for path in files})
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _delete_stale(folder: Path, new: Collection[Path]) -> None:
+    """Delete the model files in a folder that are not in `new`, and subfolders that become empty.
+
+    `new` are paths inside the folder.
+    """
+    for path in [path for pattern in _MODEL_FILES for path in folder.glob(pattern)]:
+        if path.relative_to(folder) not in new:
+            path.unlink()
+            with suppress(OSError):  # the folder still has files
+                path.parent.rmdir()
 
 
 @contextmanager

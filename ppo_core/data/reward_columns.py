@@ -63,8 +63,8 @@ class AskedColumns:
             hint = f" Did you mean {near}?" if near else ""
             there = f"The columns are {', '.join(known)}." if known else "The rows have no columns."
             raise ConfigError(
-                f"The reward function {self.function} takes the column {name!r}, of which no "
-                f"prompt has a value.{hint} {there} Rename the parameter or the column, or give "
+                f"The reward function {self.function} needs the column {name!r}, but no prompt "
+                f"has a value for it.{hint} {there} Rename the parameter or the column, or give "
                 "the parameter a default."
             )
 

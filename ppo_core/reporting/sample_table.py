@@ -22,6 +22,9 @@ from ppo_core.reporting.escaping import as_table, printable
 
 COLUMNS = ("query", "response", "score")
 
+COMPLETIONS = "completions"
+"""Subfolder of `output_dir` for the tables of samples, and their name in integrations."""
+
 NUM_NEWEST = 4
 """Number of responses in the file of the newest samples."""
 
@@ -101,7 +104,7 @@ def log_table(
     Write `output_dir/completions/step-<step>.jsonl`. Also log the table under the name
     "completions" to the MLflow run, TensorBoard log and W&B run of `callbacks`.
     """
-    write_completions(completions, Path(output_dir) / "completions" / f"step-{step:06d}.jsonl")
+    write_completions(completions, Path(output_dir) / COMPLETIONS / f"step-{step:06d}.jsonl")
     for callback in callbacks:
         if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
             table = as_table(completions.by_column(), completions.rows(), _shown)

@@ -15,7 +15,7 @@ from ppo_core.checkpointing.checkpointer import refuse_earlier_run
 from ppo_core.config.placement import is_fast_in_bf16
 from ppo_core.config.row_settings import Overlong, PromptFormat
 from ppo_core.config.sized_defaults import sized_defaults
-from ppo_core.data.model_files import replaced_together, save_tokenizer
+from ppo_core.data.model_files import ADAPTER, replaced_together, save_tokenizer
 from ppo_core.data.rows.reader import Rows, read_source
 from ppo_core.data.sources.source import source_of_rows
 from ppo_core.data.text_config import text_config
@@ -48,9 +48,6 @@ from ppo_core.supervised.training_loop import TIMEOUT, TrainingData, TrainingLoo
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
-
-ADAPTER = "adapter"
-"""Subfolder for the adapter, in PEFT's format, inside the folder of the merged model."""
 
 
 def train_sft(

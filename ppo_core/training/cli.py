@@ -12,6 +12,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_core.checkpointing.fingerprint import Layout
+from ppo_core.config.hub_ids import with_revision
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.reward_names import OWN, read_rewards
 from ppo_core.config.row_settings import PromptFormat, ReadOptions, parse_columns
@@ -71,6 +72,12 @@ def train_ppo(
         ModelError: a model or tokenizer cannot be loaded or used.
         TrainingError: training cannot continue.
     """
+    if config.push_to_hub and script.policy_dir is not None:
+        raise ConfigError(
+            f"push_to_hub=True uploads output_dir, but policy_dir={script.policy_dir!r} writes the "
+            "policy into another folder, so it would not be uploaded. Remove policy_dir or "
+            "push_to_hub."
+        )
     # Seed the global generators, because a reward function may use them.
     seed_global_generators(config.seed)
     require_writable(Path(config.output_dir), "output_dir")
@@ -78,11 +85,13 @@ def train_ppo(
         require_writable(Path(script.policy_dir), "policy_dir")
     if script.critic_dir is not None:
         require_writable(Path(script.critic_dir), "critic_dir")
-    start = config.sft_model_path or model.model_name_or_path
-    if start is None:
+    policy = config.sft_model_path or model.model_name_or_path
+    if policy is None:
         raise ConfigError("There is no policy. Set --model_name_or_path to a folder or hub id.")
-    tokenizer = load_tokenizer(model.model_name_or_path or start, script.prompt_format)
-    context = context_length(load_config(start, model.model_revision))
+    start = with_revision(policy, model.model_revision)
+    source = model.model_name_or_path or policy
+    tokenizer = load_tokenizer(start if source == policy else source, script.prompt_format)
+    context = context_length(load_config(start))
     rows = load_prompts(config, script, tokenizer, context)
     with named_data(script.dataset_name):
         trainer = _make_trainer(config, script, model, start, tokenizer, rows, load_language_model)
@@ -253,7 +262,7 @@ def _read_prompts(
 
 
 def load_start(path: str, model: ModelArguments) -> PreTrainedModel:
-    """Load the policy to start from.
+    """Load the policy to start from; a hub id may name a revision, as in `org/name@revision`.
 
     Raises:
         ConfigError: the quantization settings contradict each other.
@@ -262,7 +271,6 @@ def load_start(path: str, model: ModelArguments) -> PreTrainedModel:
     """
     named = model.dtype != "auto"
     options: dict[str, Any] = {
-        "revision": model.model_revision,
         "attn_implementation": model.attn_implementation,
         # The trainer casts the trained weights, and saves them in the precision of the files.
         "dtype": getattr(torch, model.dtype) if model.use_peft and named else "auto",

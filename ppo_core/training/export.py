@@ -8,16 +8,13 @@ from typing import Any
 from torch import nn
 
 from ppo_core.checkpointing.folders import POLICIES
-from ppo_core.data.model_files import replaced_together, save_tokenizer
+from ppo_core.data.model_files import ADAPTER, replaced_together, save_tokenizer
 from ppo_core.distributed.saving import gather_weights, save_plain
 from ppo_core.errors import TrainingError
 from ppo_core.models.files.adapter_weights import save_adapter
 from ppo_core.models.files.critic_files import write_critic
 from ppo_core.ppo.run_state import RunContext
 from ppo_core.training.model_card import push_folder, write_model_card
-
-ADAPTER = "adapter"
-"""Subfolder for the adapter, inside the folder of the merged policy."""
 
 
 class PolicyExporter(RunContext):
@@ -108,7 +105,7 @@ class PolicyExporter(RunContext):
             )
 
     def push(self, commit_message: str, **details: Any) -> str | None:
-        """Upload `output_dir` without checkpoints; return the commit's URL in the main process."""
+        """Upload `output_dir`, see `push_folder`; return the commit's URL in the main process."""
         self.write_card(**details)
         if not self.engine.is_main:
             return None

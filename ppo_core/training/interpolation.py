@@ -35,8 +35,8 @@ def write_interpolated(start: str | Path, end: str | Path, weight: float, folder
     if shapes[0] != shapes[1]:
         names = sorted(name for name, _ in shapes[0].items() ^ shapes[1].items())
         raise ModelError(
-            f"'{start}' and '{end}' have other parameters, such as {names[0]}, so there is no "
-            "policy between them. Use the last policy as it is."
+            f"The parameters of '{start}' and '{end}' differ, for example {names[0]}, so they "
+            f"cannot be interpolated. Use '{end}'."
         )
     for name, weights in ended.items():
         target = at_least_fp32(weights)

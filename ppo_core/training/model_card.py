@@ -12,6 +12,7 @@ from huggingface_hub import HfApi, ModelCardData
 from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
+from ppo_core.checkpointing.folders import POLICIES
 from ppo_core.checkpointing.lease import LEASE, LOCK
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.errors import ConfigError, TrainingError
@@ -19,9 +20,21 @@ from ppo_core.io.atomic_files import explained_writes, write_atomically
 from ppo_core.reporting.escaping import as_markdown, as_table, printable
 from ppo_core.reporting.metrics import Metrics
 from ppo_core.reporting.metrics_file import NEWEST_SAMPLES_FILE
-from ppo_core.reporting.sample_table import Completions
+from ppo_core.reporting.sample_table import COMPLETIONS, Completions
 
 SAMPLES = 3
+_NOT_UPLOADED = (
+    "checkpoint-*",
+    ".checkpoint-*",
+    f"{POLICIES}/*",
+    f"{COMPLETIONS}/*",
+    NEWEST_SAMPLES_FILE,
+    LEASE,
+    LOCK,
+)
+"""Patterns of files in `output_dir` that are not uploaded: checkpoints, earlier policies, and
+samples, which contain evaluation prompts."""
+
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets")
 
 
@@ -71,7 +84,7 @@ def push_folder(
     private: bool | None,
     commit_message: str,
 ) -> str:
-    """Upload a folder without its checkpoints; create the repository if necessary.
+    """Upload a folder without `_NOT_UPLOADED`; create the repository if necessary.
 
     Return the URL of the commit.
 
@@ -86,7 +99,7 @@ def push_folder(
             folder_path=folder,
             repo_id=repository.repo_id,
             commit_message=commit_message,
-            ignore_patterns=["checkpoint-*", ".checkpoint-*", LEASE, LOCK, NEWEST_SAMPLES_FILE],
+            ignore_patterns=[*_NOT_UPLOADED],
         )
     except HFValidationError as error:
         raise ConfigError(

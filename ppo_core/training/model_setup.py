@@ -12,7 +12,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_core.checkpointing.fingerprint import Layout, fingerprint, layout
 from ppo_core.checkpointing.ppo_fingerprint import given_models
+from ppo_core.config.placement import is_fast_in_bf16
 from ppo_core.config.ppo_config import PPOConfig
+from ppo_core.data.text_config import text_config
 from ppo_core.distributed.choose_engine import choose_engine
 from ppo_core.distributed.engine import Engine
 from ppo_core.errors import ConfigError, ModelError
@@ -36,7 +38,6 @@ from ppo_core.ppo.model_bundle import ModelBundle, reward_holders
 from ppo_core.ppo.optimizer import policy_parameters
 from ppo_core.ppo.reward_functions import RewardMix, make_rewards
 from ppo_core.ppo.schedule import batch_sizes
-from ppo_core.training.precision import trains_in_bf16
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -76,19 +77,6 @@ class ScriptModels:
         )
 
 
-def make_engine(config: PPOConfig) -> Engine:
-    """Join the processes of the run, with the precision and sharding of the settings."""
-    return choose_engine(
-        bf16=bool(config.bf16),
-        use_cpu=config.use_cpu,
-        sharding=config.sharding,
-        offload=config.offload,
-        deepspeed=config.deepspeed,
-        gather_for_generation=config.ds3_gather_for_generation,
-        timeout=config.ddp_timeout,
-    )
-
-
 def join_processes(config: PPOConfig, policy: nn.Module) -> tuple[PPOConfig, Engine]:
     """Return the settings with precision and batch sizes filled in, and the engine of the run.
 
@@ -97,10 +85,32 @@ def join_processes(config: PPOConfig, policy: nn.Module) -> tuple[PPOConfig, Eng
         TrainingError: the processes cannot be connected.
     """
     in_bf16 = trains_in_bf16(config.bf16, policy, use_cpu=config.use_cpu)
-    config = replace(config, bf16=in_bf16)
-    engine = make_engine(config)
+    engine = choose_engine(
+        bf16=in_bf16,
+        use_cpu=config.use_cpu,
+        sharding=config.sharding,
+        offload=config.offload,
+        deepspeed=config.deepspeed,
+        gather_for_generation=config.ds3_gather_for_generation,
+        timeout=config.ddp_timeout,
+    )
     sizes: dict[str, Any] = batch_sizes(config, engine.num_processes)
-    return replace(config, **sizes), engine
+    return replace(config, bf16=in_bf16, **sizes), engine
+
+
+def trains_in_bf16(asked: bool | None, model: nn.Module, *, use_cpu: bool) -> bool:
+    """Return `asked` if it is not None.
+
+    Otherwise return whether all weights are fp32 and bfloat16 autocast is fast on this hardware.
+    """
+    if asked is not None:
+        return asked
+    if {parameter.dtype for parameter in model.parameters()} != {torch.float32}:
+        return False
+    # A later check refuses a model type without a width, with a message of its own.
+    config = getattr(model, "config", None)
+    width = 0 if config is None else getattr(text_config(config), "hidden_size", 0)
+    return is_fast_in_bf16(width, use_cpu=use_cpu)
 
 
 def set_up_models(
@@ -269,7 +279,7 @@ def require_loaded(model: object, **others: object) -> None:
     for name, one in given.items():
         if not isinstance(one, nn.Module):
             raise ModelError(
-                f"{name}={one!r:.80} is not a model. Hand over a loaded one: {name}="
+                f"{name}={one!r:.80} is not a loaded model. Pass {name}="
                 "AutoModelForCausalLM.from_pretrained(...)."
             )
 
@@ -290,9 +300,9 @@ def share_random_scores(models: Iterable[object], engine: Engine) -> None:
             score.load_state_dict(engine.peers.of_main(score.state_dict()))
             if engine.is_main:
                 logger.warning(
-                    "The score of a %s differed between the processes, as that of a model which "
-                    "was trained without one: it is random. All processes now have the score of "
-                    "process 0. Train it as a reward model first.",
+                    "The score head of a %s differed between the processes, so it is random: the "
+                    "model has no trained head. All processes now use the head of process 0. Train "
+                    "the model as a reward model first.",
                     type(model).__name__,
                 )
 
@@ -312,8 +322,8 @@ def require_equal_models(prints: dict[str, Layout], engine: Engine) -> None:
         if different:
             raise ModelError(
                 f"The {part} has other weights in process {different[0]} than in process 0. Load "
-                "it alike in all processes; with FSDP, set fsdp_cpu_ram_efficient_loading: false, "
-                "which otherwise loads it in one of them."
+                "the same weights in all processes. With FSDP, set fsdp_cpu_ram_efficient_loading: "
+                "false; otherwise only one process loads them."
             )
 
 
@@ -356,7 +366,7 @@ def _refuse_same(given: ScriptModels) -> None:
     if given.reference is not None and _trains(given.policy, given.reference):
         raise ModelError(
             "The policy and the reference are the same object: the KL divergence would stay 0. "
-            "Load the reference separately, or hand over ref_model=None."
+            "Load the reference separately, or pass ref_model=None."
         )
     trained = [one for one in (given.policy, given.critic) if one is not None]
     scorers = [scorer.model for scorer in given.rewards.models()]
@@ -364,7 +374,7 @@ def _refuse_same(given: ScriptModels) -> None:
         if any(_trains(one, scorer) for one in trained):
             raise ModelError(
                 "The reward model is the same object as a model that is trained: its scores would "
-                "change. Load it separately, or hand over value_model=None."
+                "change. Load it separately, or pass value_model=None."
             )
 
 
@@ -383,15 +393,15 @@ def _check_adapter_names(config: PPOConfig, model: nn.Module, ref_model: nn.Modu
     if names and not is_peft(model):
         raise ConfigError(
             f"{', '.join(names)} is set, and the policy is a {type(model).__name__} without "
-            "adapters. Hand over a PeftModel or a peft_config, or leave the names away."
+            "adapters. Pass a PeftModel or a peft_config, or remove these settings."
         )
     if is_peft(model):
         for name in names.values():
             check_adapter(model, name)
     if config.ref_adapter_name is not None and ref_model is not None:
         raise ConfigError(
-            f"ref_adapter_name={config.ref_adapter_name!r} and a ref_model both say what the "
-            "reference is. Hand over ref_model=None."
+            f"ref_adapter_name={config.ref_adapter_name!r} and ref_model both set the reference. "
+            "Pass ref_model=None."
         )
 
 
@@ -432,8 +442,8 @@ def _check_refresh(config: PPOConfig, policy: LanguageModel, reference: Language
     if policy.model is reference.model or shapes[0] != shapes[1]:
         raise ConfigError(
             f"reference_refresh_updates={config.reference_refresh_updates} copies the policy into "
-            "the reference, which has no weights of its own or others than the policy has. Train "
-            "without an adapter and with ref_model=None, or leave the setting away."
+            "the reference. This reference shares the policy's weights, or has other parameters. "
+            "Train without an adapter and with ref_model=None, or remove the setting."
         )
 
 
@@ -450,8 +460,7 @@ def _make_critic(
         return None
     if given.critic is not None and config.shared_critic:
         raise ConfigError(
-            "shared_critic=True and a value_model both say what the critic is. Hand over "
-            "value_model=None."
+            "shared_critic=True and value_model both set the critic. Pass value_model=None."
         )
     if isinstance(given.critic, Critic):
         return given.critic

@@ -30,8 +30,8 @@ def load_functions(
             with named_in_errors(one):
                 if load_language_model is None:
                     raise ConfigError(
-                        "only the flow asks language models, by a rubric and through its cache. "
-                        "Run `python flows/rlhf.py`, or ask the model in a function, "
+                        "language models as rewards work only in the flow: run `python "
+                        "flows/rlhf.py`. Or call the model in a function, "
                         "python:FILE_OR_MODULE:FUNCTION."
                     )
                 functions[one.name] = load_language_model(one)

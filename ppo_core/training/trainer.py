@@ -278,8 +278,6 @@ class Trainer:
         with self._interruption, explained_out_of_memory(LESS_MEMORY):
             try:
                 history = self._run_updates(last)
-                if history and last < self.schedule.num_updates:
-                    self._checkpoints.save()
             except RunInterruptedError:
                 if self.config.save_strategy != "no":
                     self._checkpoints.save()
@@ -304,7 +302,7 @@ class Trainer:
                 seconds = time.monotonic() - started
                 metrics["eps"] = (self._run.episodes - episodes_before) / seconds
                 history.append(metrics)
-                self._after_update(metrics)
+                self._after_update(metrics, last)
                 bar.set_postfix(
                     score=f"{metrics['objective/scores']:z.2f}",
                     kl=f"{metrics['objective/kl']:z.2f}",
@@ -316,8 +314,11 @@ class Trainer:
                     break
         return history
 
-    def _after_update(self, metrics: Metrics) -> None:
-        """Log warnings and metrics; evaluate, show samples and save if the settings ask for it."""
+    def _after_update(self, metrics: Metrics, last: int) -> None:
+        """Log warnings and metrics; evaluate, show samples and save if the settings ask for it.
+
+        Also save after the update number `last`, or if a callback stops the run.
+        """
         if self.engine.is_main:
             for finding in self._run.health.check(metrics):
                 logger.warning("%s", replace(finding, update=self._run.updates))
@@ -334,7 +335,9 @@ class Trainer:
         # Save earlier policies first: a run that resumes from the checkpoint needs all of them.
         self._files.save_earlier(self._earlier)
         # Save last, because a reward function may have drawn random numbers for the samples above.
-        if self.engine.any(self._reporter.should_save):
+        ends = self._run.updates == last or self._reporter.should_stop
+        saves = self._reporter.should_save or (ends and self.config.save_strategy != "no")
+        if self.engine.any(saves):
             self._checkpoints.save()
             self._reporter.saved()
 

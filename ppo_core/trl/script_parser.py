@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 from transformers import HfArgumentParser
 
+from ppo_core.config.argument_parser import NEGATIVE_NUMBER
 from ppo_core.config.unsupported_settings import INSTEAD, NO_EFFECT, refuse_unsupported
 from ppo_core.errors import ConfigError
 from ppo_core.io.text_files import read_text_file
@@ -56,6 +57,7 @@ class TrlParser(HfArgumentParser):
         unknown = {name: value for name, value in values.items() if name not in known}
         if fail_with_unknown_args and not return_remaining_strings:
             refuse_unsupported(unknown, known, INSTEAD, no_effect=NO_EFFECT)
+        self._negative_number_matcher = NEGATIVE_NUMBER
         parsed: tuple[Any, ...] = self.parse_args_into_dataclasses(
             words, return_remaining_strings=return_remaining_strings
         )

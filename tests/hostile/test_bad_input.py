@@ -772,7 +772,7 @@ def test_a_column_that_no_row_has_ends_the_run_before_it_trains(case: str):
         raise AssertionError("called")
 
     rows, says = COLUMNS[case]
-    with pytest.raises(ConfigError, match=f"reward takes the column 'reference'.*{says}"):
+    with pytest.raises(ConfigError, match=f"reward needs the column 'reference'.*{says}"):
         columns_of(rows, [asked_columns("reward", reward)])
 
 

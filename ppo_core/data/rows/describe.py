@@ -40,6 +40,6 @@ def require_columns_read(renamed: Mapping[str, str], *read: Rows) -> None:
     for field, name in renamed.items():
         if name not in columns:
             raise ConfigError(
-                f"columns: {field} is to be read from {name!r}, but no data set has this column, "
-                "or none is read for this field. Correct the name, or remove it."
+                f"columns: {field}={name} was not used: no data set has the column {name!r}, or "
+                f"this command does not read {field}. Correct or remove it."
             )

@@ -1,5 +1,7 @@
 """Encode rows in batches; a row that cannot be encoded does not stop the other rows."""
 
+import hashlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -61,6 +63,19 @@ def encode_row(
     if isinstance(encoded, RowError):
         raise encoded
     return encoded
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a short digest of a tokenizer and its chat template, which change the token ids."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = tokenizer.get_vocab() if backend is None else backend.to_str()
+    parts = [
+        type(tokenizer).__name__,
+        rules,
+        tokenizer.chat_template,
+        {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+    ]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _attempt(function: Callable[..., Result], *values: object) -> Result | RowError:

@@ -6,13 +6,13 @@ from transformers import PreTrainedTokenizerBase
 
 from ppo_core.config.row_settings import Overlong
 from ppo_core.data.prompts import dialogue_segments, prompt_segment
-from ppo_core.data.rows.encoding import Encoding
+from ppo_core.data.rows.encoding import Encoding, tokenizer_digest
 from ppo_core.data.rows.forms import Row
 from ppo_core.data.rows.overlong import fit_rows
 from ppo_core.data.rows.reader import ROW, Rows, derive
 from ppo_core.data.rows.row_error import RowError
-from ppo_core.data.rows.tokenizer_digest import tokenizer_digest
 from ppo_core.data.segments import EncodedSegment, Segment, joined
+from ppo_core.errors import ConfigError
 from ppo_core.io.folder_cache import digest_of_code
 
 
@@ -30,6 +30,7 @@ def fit_prompts(
     is no limit.
 
     Raises:
+        ConfigError: the context has no room for a prompt.
         DataError: a prompt is too long and `overlong` is "error", or more than the fraction
             `rows.max_left_out` of the rows is left out.
     """
@@ -38,6 +39,11 @@ def fit_prompts(
         return [[prompt_segment(tokenizer, row["prompt"])]]
 
     limit = None if context is None else context - response_length
+    if limit is not None and limit < 1:
+        raise ConfigError(
+            f"The model's context of {context} tokens has no room for a prompt and "
+            f"response_length={response_length} tokens. Lower response_length."
+        )
     move = (
         f"The model's context has {context} tokens, {response_length} of them for the response. "
         "Lower response_length, or shorten or remove these prompts."

@@ -146,14 +146,17 @@ def _prompts(columns: Collection[str], is_chat: bool) -> Form:
     is_pair = named is None and {"chosen", "rejected"} <= set(columns)
 
     def convert(row: RawRow) -> Row:
-        prompt, reference = read(row), None
+        prompt, answer = read(row), None
         if described in _CONVERSATIONS and is_messages(prompt) and is_answered(prompt):
-            prompt, reference = last_answer(prompt)
-        for name in known:
-            reference = _text_or_none(row, name) if reference is None else reference
-        if is_pair and reference is None:
+            prompt, answer = last_answer(prompt)
+        references = (_text_or_none(row, name) for name in known)
+        reference = next((text for text in references if text is not None), None)
+        if is_pair:
             reference = _chosen_or_none(row, None if described == _COMMON else prompt, is_chat)
-        return {"prompt": as_prompt(prompt, is_chat=is_chat), "reference": reference}
+        return {
+            "prompt": as_prompt(prompt, is_chat=is_chat),
+            "reference": answer if reference is None else reference,
+        }
 
     reading = {"prompt": described}
     if named:

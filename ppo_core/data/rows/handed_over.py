@@ -24,13 +24,16 @@ def write_rows(rows: Rows, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         # Rename a complete file, because several machines may write it while others read it.
         unfinished = folder / f".{_TABLE}.{uuid4().hex}"
-        with (
-            unfinished.open("wb") as file,
-            pyarrow.ipc.new_stream(file, rows.table.features.arrow_schema) as table,
-        ):
-            for batch in rows.table.with_format("arrow").iter(ROWS_AT_ONCE):
-                table.write_table(batch)
-        unfinished.replace(folder / _TABLE)
+        try:
+            with (
+                unfinished.open("wb") as file,
+                pyarrow.ipc.new_stream(file, rows.table.features.arrow_schema) as table,
+            ):
+                for batch in rows.table.with_format("arrow").iter(ROWS_AT_ONCE):
+                    table.write_table(batch)
+            unfinished.replace(folder / _TABLE)
+        finally:
+            unfinished.unlink(missing_ok=True)
     stays = {"table", "left_out_files"}
     facts = {name: value for name, value in vars(rows).items() if name not in stays}
     write_atomically(folder / _FACTS, json.dumps(facts))

@@ -156,7 +156,7 @@ def _reply(render: Any, request: dict[str, Any], length: int) -> bytes:
         texts, spans = render(**request)
         most = MAX_GROWTH * length + MAX_OWN_CHARACTERS
         if len(texts[0]) > most:
-            raise MemoryError(f"its text has {len(texts[0])} characters, and {most} are the most")
+            raise MemoryError(f"its text has {len(texts[0])} characters; the maximum is {most}")
         return json.dumps({"text": texts[0], "spans": spans[0] if spans else []}).encode()
     except MemoryError as error:
         words, is_full = str(error), True

@@ -118,7 +118,8 @@ def _splits_of_card(folder: Path, config: str | None) -> dict[str, list[Path]] |
     if config is None and len(named) > 1 and chosen not in default:
         raise ConfigError(
             f"The README.md of '{folder}' has the configurations {', '.join(named)}, but no "
-            f"default. Name one of them, as in '{folder}:{chosen}/train'."
+            f"default. Name one of them, as in '{folder}:{chosen}/train', or, for `python -m "
+            f"ppo_core`, as in --dataset_config {chosen}."
         )
     return {
         split: [file for pattern in patterns for file in _files_of(folder, pattern)]

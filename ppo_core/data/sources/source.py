@@ -250,7 +250,12 @@ def _hub_data(given: str, place: str, split: str | None, config: str | None) -> 
     name, _, revision = place.partition("@")
     here = absolute_path(given)
     if name.endswith(SUFFIXES) or not _HUB_ID.fullmatch(name):
-        raise DataError(f"There is no file or folder {here}. Check the path.")
+        move = "Check the path."
+        path, in_name, named = _split_of_name(place)
+        if in_name:  # `python -m ppo_core` has a setting for the split
+            named = f" --dataset_config {named}" if named else ""
+            move = f"Set --dataset_name {path} --dataset_train_split {in_name}{named}."
+        raise DataError(f"There is no file or folder {here}. {move}")
     # For the name of a format, such as json, `load_dataset` would read the working directory.
     if "." not in name and find_spec(f"datasets.packaged_modules.{name}") is not None:
         raise DataError(f"There is no file or folder {here}. '{name}' is a format; name a file.")

@@ -26,7 +26,7 @@ from ppo_core.errors import ConfigError
 from ppo_core.models.loading import load_policy
 from ppo_core.ppo.schedule import Schedule, make_schedule
 from ppo_core.supervised import step_order
-from ppo_core.training.precision import trains_in_bf16
+from ppo_core.training.model_setup import trains_in_bf16
 from tests.helpers.inputs.pipeline_inputs import tiny_table, write_model, write_rows
 from tests.helpers.models.published_sizes import LLAMA, table, trainings
 from tests.helpers.paths import ROOT

@@ -338,10 +338,10 @@ def test_too_few_pairs_for_a_judge_are_refused(tmp_path: Path):
 def test_columns_of_other_names_are_read_and_a_wrong_name_is_refused(tmp_path: Path):
     posts = write_rows(tmp_path / "posts.jsonl", [{"post": "w1"}, {"post": "w2"}])
     check(tmp_path, prompts=posts, columns={"prompt": "post"})
-    with pytest.raises(ConfigError, match="reference is to be read from 'sumary', but no data"):
+    with pytest.raises(ConfigError, match="reference=sumary was not used: no data set"):
         check(tmp_path, columns={"reference": "sumary"})
     # No file of votes is read, which could have this column.
-    with pytest.raises(ConfigError, match="label is to be read from 'winner'"):
+    with pytest.raises(ConfigError, match="label=winner was not used"):
         check(tmp_path, columns={"label": "winner"})
 
 

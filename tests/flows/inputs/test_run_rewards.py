@@ -210,7 +210,7 @@ def test_each_function_is_tried_on_two_rows(tmp_path: Path, capsys):
 @pytest.mark.parametrize(
     ("reward", "says"),
     [
-        ("python:HERE/rewards.py:misspelt", r"takes the column 'levle'.*Did you mean level\?"),
+        ("python:HERE/rewards.py:misspelt", r"needs the column 'levle'.*Did you mean level\?"),
         ("python:HERE/rewards.py:first_word", r"first_word raised IndexError in .*rewards\.py:\d+"),
         ("python:HERE/rewards.py:one_number", r"one_number returned numbers of shape \(\) for 2"),
         ("python:HERE/rewards.py:quits", "quits raised SystemExit"),
@@ -230,7 +230,7 @@ def test_a_reward_that_would_fail_is_named_before_the_training(tmp_path, reward,
         try_rewards(RunData(with_rewards(tmp_path, *given)))
     named = str(refused.value).partition(": ")[0]
     here = f"rewards='{reward.replace('HERE', str(tmp_path))}'"
-    assert named == here or str(refused.value).startswith("The reward function misspelt takes")
+    assert named == here or str(refused.value).startswith("The reward function misspelt needs")
     assert str(refused.value).count("rewards='") <= 1
 
 

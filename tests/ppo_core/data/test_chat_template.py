@@ -1,9 +1,11 @@
 """Chat messages rendered by the tokenizer's template, and the errors."""
 
 import pytest
+from transformers import ByT5Tokenizer
 
 from ppo_core.data.chat_template import (
     encode_chat,
+    encode_with_mask,
     is_messages,
     render_chat,
     set_prompt_format,
@@ -33,6 +35,23 @@ def test_a_conversation_ends_with_one_end_token_whether_or_not_the_template_writ
     ids = [USER, 3, ASSISTANT, 4]
     assert encode_chat(tokenizer, say("w0", "w1"), end=True) == [*ids, EOS]
     assert encode_chat(tokenizer, say("w0", "w1"), end=False) == [*ids, *in_template]
+
+
+MARKED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %} {{ m.content }} "
+    "{% endgeneration %}{% else %}<user> {{ m.content }}{% endif %}{% endfor %}"
+)
+
+
+def test_spaces_around_an_answer_that_belong_to_no_token_do_not_move_its_mask():
+    ids, mask = encode_with_mask(make_chat_tokenizer(MARKED), say("w0", "w1", "w2", "w3"))
+    assert (ids, mask) == ([USER, 3, 4, USER, 5, 6], [0, 0, 1, 0, 0, 1])
+
+
+def test_a_mask_needs_a_tokenizer_that_locates_its_tokens():
+    tokenizer = ByT5Tokenizer(chat_template=MARKED)
+    with pytest.raises(ConfigError, match=r"generation.*ByT5Tokenizer does not locate"):
+        encode_with_mask(tokenizer, say("w0", "w1"))
 
 
 def test_a_start_token_that_the_template_writes_is_not_put_there_twice():

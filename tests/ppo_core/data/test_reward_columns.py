@@ -82,11 +82,11 @@ def empty(prompts, responses, note): ...
 @pytest.mark.parametrize(
     ("function", "says"),
     [
-        (misspelt, r"function mine takes the column 'refernce'.*Did you mean reference\? The col"),
+        (misspelt, r"function mine needs the column 'refernce'.*Did you mean reference\? The col"),
         (capital, r"the column 'REFERENCE'.*Did you mean reference\?"),
         (hyphen, r"the column 'level_'.*Did you mean level\?"),
-        (foreign, r"the column 'xyz', of which no prompt has a value\. The columns are prompt, "),
-        (empty, r"the column 'note', of which no prompt has a value"),
+        (foreign, r"the column 'xyz', but no prompt has a value for it\. The columns are prompt, "),
+        (empty, r"the column 'note', but no prompt has a value"),
     ],
 )
 def test_a_column_that_no_prompt_has_is_named_with_the_nearest(function, says):

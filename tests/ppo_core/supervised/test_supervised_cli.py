@@ -90,7 +90,7 @@ def test_a_column_that_no_row_has_is_refused(base, tmp_path, capsys):
     rows = write_rows(tmp_path / "rows.jsonl", [{"post": "w0", "completion": "w1"}])
     flags = f"--model_name_or_path {base} --dataset_name {rows} --output_dir {tmp_path}/out"
     assert main(f"sft {flags} --columns prompt=post completion=reply".split()) == 1
-    assert "completion is to be read from 'reply', but no data set" in capsys.readouterr().err
+    assert "completion=reply was not used: no data set has the column" in capsys.readouterr().err
 
 
 def test_ties_alone_are_nothing_to_train_on(base, tmp_path, capsys):

@@ -19,6 +19,7 @@ from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
 from ppo_core.models.files.critic_files import load_critic
 from ppo_core.training.cli import load_prompts, load_reward, load_start, train_ppo
+from tests.helpers.models.model_hub import model_hub
 from tests.helpers.models.tiny import make_classifier, make_policy, make_tokenizer
 from tests.helpers.paths import ROOT
 from tests.helpers.runs.forked_python import Ended, run_python
@@ -121,6 +122,14 @@ def test_a_file_stands_for_its_flags_and_flags_win_over_it(tmp_path: Path):
         report_to=["mlflow", "wandb"],
         ds3_gather_for_generation=False,
     )
+
+
+def test_small_negative_numbers_are_values(tmp_path: Path):
+    file = tmp_path / "settings.toml"
+    file.write_text("reward_weights = [1, -1e-5]\n")
+    for command in (str(file), "--reward_weights 1 -1e-5", "--reward_weights 1 -1E-05"):
+        config, *_ = parse(f"{command} --dataset_name x")
+        assert config.reward_weights == [1, -1e-5]
 
 
 def test_what_happens_anyway_is_accepted_as_a_flag():
@@ -241,6 +250,8 @@ def test_a_json_file_holds_values_as_they_are(tmp_path):
     file.write_text("[3]")
     with pytest.raises(ConfigError, match="holds a list"):
         parse_arguments(KINDS, [str(file)])
+    with pytest.raises(ConfigError, match=r"'--seed' .* a JSON file. .* can follow only a TOML"):
+        parse_arguments(KINDS, [str(file), "--seed", "3"])
 
 
 def test_prompts_that_leave_no_room_are_left_out_or_cut(tmp_path, capsys):
@@ -316,6 +327,25 @@ def test_the_reward_model_is_read_as_it_is_told(models):
         str(models / "reward"), str(models / "policy"), 1, bias=0.5, gain=2.0, end_of_text=False
     )
     assert (reward.bias, reward.gain, reward.end_of_text) == (0.5, 2.0, False)
+
+
+def test_the_revision_of_the_policy_is_read_wherever_its_files_are(models, data, tmp_path):
+    script = ScriptArguments(dataset_name=str(data), critic_path=str(tmp_path / "gone"))
+    model = ModelArguments(model_name_or_path="org/policy", model_revision="v1")
+    with model_hub({"org/policy@v1": models / "policy"}, tmp_path / "cache") as hub:
+        # Loading the critic follows loading tokenizer, policy and reward.
+        with (
+            pytest.warns(UserWarning, match="RANDOM"),
+            pytest.raises(ModelError, match=r"no folder '.*gone'"),
+        ):
+            train_ppo(PPOConfig(output_dir=str(tmp_path / "out")), script, model)
+        assert hub.asked == {"org/policy@v1"}
+
+
+def test_a_policy_that_would_not_be_uploaded_is_refused(tmp_path):
+    config = PPOConfig(output_dir=str(tmp_path / "out"), push_to_hub=True)
+    with pytest.raises(ConfigError, match=r"push_to_hub=True uploads output_dir.*policy_dir="):
+        train_ppo(config, ScriptArguments(policy_dir=str(tmp_path / "p")), ModelArguments())
 
 
 def test_the_adapters_are_as_the_flags_say():

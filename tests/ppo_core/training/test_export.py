@@ -6,13 +6,14 @@ import shutil
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, TrainerCallback
 
+from ppo_core.data.model_files import replaced_together
 from ppo_core.errors import ConfigError, TrainingError
 from ppo_core.models.loading import load_policy
 from ppo_core.ppo.schedule import Schedule
-from tests.helpers.models.tiny import make_policy
+from tests.helpers.models.tiny import make_policy, make_tokenizer
 from tests.helpers.slow_cases import slow
 from tests.ppo_core.training.test_trainer import CLOCKS, CONFIG, make_trainer, weights
 
@@ -56,7 +57,7 @@ def test_a_run_that_was_interrupted_goes_on_to_the_bit(tmp_path):
     whole = make_trainer(dataclasses.replace(LONG, output_dir=str(tmp_path / "whole")))
     expected = whole.train()
 
-    config = dataclasses.replace(LONG, output_dir=str(tmp_path / "parts"))
+    config = dataclasses.replace(LONG, output_dir=str(tmp_path / "parts"), save_steps=10)
     make_trainer(config, callbacks=[StopAfter(2)]).train()
     torch.manual_seed(99)
     second = make_trainer(config)
@@ -229,3 +230,20 @@ def test_more_earlier_policies_than_a_run_has_are_refused(tmp_path):
     words = r"save_policies=4 saves policies before the end of PPO, and a run of 4 updates has 3"
     with pytest.raises(ConfigError, match=words):
         make_trainer(dataclasses.replace(LONG, output_dir=str(tmp_path), save_policies=4))
+
+
+def test_a_rewritten_policy_has_no_file_of_the_policy_before_it(tmp_path):
+    chat, text = make_tokenizer(), make_tokenizer()
+    chat.chat_template = {"default": "{{ messages }}", "tools": "{{ messages }}"}
+    (tmp_path / "notes.json").touch()
+    with replaced_together(tmp_path) as folder:
+        chat.save_pretrained(folder)
+        make_policy().save_pretrained(folder)
+        get_peft_model(make_policy(), LoraConfig(r=2)).save_pretrained(folder / "adapter")
+    with replaced_together(tmp_path) as folder:
+        text.save_pretrained(folder)
+        make_policy(seed=1).save_pretrained(folder, max_shard_size="10KB")
+        expected = {path.name for path in folder.iterdir()}
+    assert {path.name for path in tmp_path.iterdir()} == {*expected, "notes.json"}
+    loaded = load_policy(tmp_path).state_dict()
+    assert all(torch.equal(loaded[n], w) for n, w in make_policy(seed=1).state_dict().items())

@@ -216,13 +216,13 @@ def push(folder: Path, repo_id: str = "cheer") -> str:
 def a_trained_folder(path: Path) -> Path:
     write_model_card(path, config=PPOConfig(), base_model="org/sft", metrics={})
     (path / "model.safetensors").write_bytes(b"\0weights")
-    for checkpoint in ("checkpoint-10", ".checkpoint-20.partial"):
-        (path / checkpoint).mkdir()
-        (path / checkpoint / "policy.safetensors").write_bytes(b"much")
+    for private in ("checkpoint-10", ".checkpoint-20.partial", "policies/4", "completions"):
+        (path / private).mkdir(parents=True)
+        (path / private / "policy.safetensors").write_bytes(b"much")
     return path
 
 
-def test_a_folder_is_uploaded_without_its_checkpoints(tmp_path: Path, hub: Hub):
+def test_only_the_policy_and_its_card_are_uploaded(tmp_path: Path, hub: Hub):
     folder = a_trained_folder(tmp_path)
     assert push(folder) == f"{hub.url}/me/cheer/commit/abc"
     assert hub.files == {

@@ -322,22 +322,22 @@ def test_a_frozen_policy_with_a_critic_that_learns_is_refused(tmp_path):
         (
             {"ref_adapter_name": "default"},
             lambda: {"peft_config": lora(), "model": make_policy("qwen2")},
-            "both say what the reference is",
+            "both set the reference",
         ),
         (
             {"shared_critic": True},
             lambda: {"value_model": make_classifier()},
-            "both say what the critic is",
+            "both set the critic",
         ),
         (
             {"reference_refresh_updates": 1},
             lambda: {"peft_config": lora(), "model": make_policy("qwen2"), "ref_model": None},
-            "no weights of its own",
+            "shares the policy's weights",
         ),
         (
             {"reference_refresh_updates": 1},
             lambda: {"ref_model": make_policy("gpt2")},
-            "others than the policy has",
+            "has other parameters",
         ),
     ],
 )

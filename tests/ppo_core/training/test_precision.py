@@ -6,7 +6,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ppo_core.config import placement
 from ppo_core.models.policy import LanguageModel
-from ppo_core.training.precision import trains_in_bf16
+from ppo_core.training.model_setup import trains_in_bf16
 from tests.helpers.models.tiny import make_policy
 
 

@@ -138,7 +138,7 @@ def test_rewards_in_another_order_are_another_run(inputs: Path, tmp_path: Path):
         ("python:no_such_module:f", ConfigError, "No module named 'no_such_module'"),
         ("python:f", ConfigError, "names no function"),
         ("reward-model:HERE/policy", ModelError, "rewards='reward-model:"),
-        ("openai:gpt", ConfigError, "rewards='openai:gpt': only the flow asks language models"),
+        ("openai:gpt", ConfigError, "rewards='openai:gpt': language models .* only in the flow"),
         ("reward-model:HERE/gone", ModelError, "rewards='reward-model:"),
     ],
 )

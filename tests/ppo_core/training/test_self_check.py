@@ -14,7 +14,7 @@ from ppo_core.models.reward_model import RewardModel
 from ppo_core.ppo.model_bundle import ModelBundle
 from ppo_core.ppo.reward_functions import make_rewards
 from ppo_core.rollout.kv_cache import KVCache
-from ppo_core.training.model_setup import make_engine
+from ppo_core.training.model_setup import join_processes
 from ppo_core.training.self_check import SelfCheck, check_numbers
 from tests.helpers.models.tiny import make_classifier, make_policy, make_prompts, make_tokenizer
 from tests.ppo_core.training.test_trainer import CONFIG
@@ -36,7 +36,7 @@ def make_bundle() -> ModelBundle:
 
 
 def check(models: ModelBundle) -> SelfCheck:
-    engine = make_engine(CONFIG)
+    _, engine = join_processes(CONFIG, models.policy.model)
     return check_numbers(models, make_prompts([5, 9, 3, 12]), engine, samples_here=True)
 
 

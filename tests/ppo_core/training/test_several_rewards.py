@@ -102,13 +102,13 @@ def test_a_misspelt_column_ends_the_run_before_it_trains():
     def reward(prompts, responses, numbre):
         raise AssertionError("called")
 
-    with pytest.raises(ConfigError, match=r"reward takes the column 'numbre'.*number\?"):
+    with pytest.raises(ConfigError, match=r"reward needs the column 'numbre'.*number\?"):
         make_trainer(prompts=ROWS, reward_model=reward)
 
     def other(prompts, responses, number):
         return length(prompts, responses)
 
-    with pytest.raises(ConfigError, match="other takes the column 'number'"):
+    with pytest.raises(ConfigError, match="other needs the column 'number'"):
         make_trainer(prompts=ROWS, eval_dataset=PROMPTS[:3], reward_model=other)
 
 

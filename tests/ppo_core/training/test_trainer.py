@@ -314,7 +314,9 @@ def test_the_same_object_as_policy_and_reference_is_refused():
     ("name", "given"), [("model", "gpt2"), ("model", None), ("ref_model", "gpt2")]
 )
 def test_a_name_in_the_place_of_a_model_is_refused_with_the_way_to_load_one(name, given):
-    with pytest.raises(ModelError, match=rf"{name}={given!r} is not a model.*from_pretrained"):
+    with pytest.raises(
+        ModelError, match=rf"{name}={given!r} is not a loaded model.*from_pretrained"
+    ):
         make_trainer(**{name: given})
 
 

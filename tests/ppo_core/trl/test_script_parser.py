@@ -30,8 +30,11 @@ def parse(folder: Path, recipe: str, *words: str, **options):
 
 def test_flags_override_the_file(tmp_path, monkeypatch):
     monkeypatch.setenv("OF_RECIPE", "")
-    data, config, model = parse(tmp_path, RECIPE, "--total_episodes", "8")
+    data, config, model = parse(
+        tmp_path, RECIPE, *"--total_episodes 8 --reward_weights 1 -1e-5".split()
+    )
     assert (config.learning_rate, config.total_episodes) == (1e-5, 8)
+    assert config.reward_weights == [1, -1e-5]
     assert (data.dataset_name, model.model_name_or_path) == ("prompts.jsonl", "gpt2")
     assert os.environ["OF_RECIPE"] == "5"
 

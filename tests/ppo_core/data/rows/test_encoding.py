@@ -12,7 +12,7 @@ from ppo_core.data.rows.describe import describe_reading
 from ppo_core.data.rows.encoding import encode_batch, encode_row
 from ppo_core.data.rows.fitting import fit_prompts
 from ppo_core.data.rows.row_error import RowError, attempt
-from ppo_core.errors import DataError
+from ppo_core.errors import ConfigError, DataError
 from ppo_core.supervised.examples.encoded_rows import encode_rows
 from ppo_core.supervised.examples.reward_pairs import pair_encoding
 from ppo_core.supervised.examples.sft_examples import example_encoding
@@ -137,6 +137,11 @@ def test_the_first_row_that_is_too_long_is_named():
     with pytest.raises(DataError, match="Row 3 has 10 tokens, and at most 8 fit"):
         fit_prompts(
             rows_of("prompts", prompts), tokenizer, context=9, response_length=1, overlong="error"
+        )
+    # A context without room for any prompt is an error of the setting, not of a row.
+    with pytest.raises(ConfigError, match=r"context of 9 tokens has no room .* response_length=9"):
+        fit_prompts(
+            rows_of("prompts", prompts), tokenizer, context=9, response_length=9, overlong="drop"
         )
 
 

@@ -85,6 +85,10 @@ def test_the_reference_of_messages_is_their_last_answer():
     row = {"messages": [user("q"), assistant("a")]}
     assert read_row("prompts", row, is_chat=True)["reference"] == "a"
     assert read_row("prompts", {"messages": [user("q")]}, is_chat=True)["reference"] is None
+    # A column of references wins, but a row may have no value in it.
+    for value, reference in (("b", "b"), (None, "a")):
+        named = read_row("prompts", {**row, "reference": value}, is_chat=True)
+        assert named == {"prompt": [user("q")], "reference": reference}
 
 
 PREFERENCES = {

@@ -171,6 +171,10 @@ def test_a_conversion_counts_with_the_limit_of_its_rows(tmp_path):
     write_handed_over(found, tmp_path / "job")
     handed = read_written_rows(tmp_path / "job")
     assert (len(handed), handed.max_left_out) == (7, 0.223)
+    (tmp_path / "failed" / "rows.arrow").mkdir(parents=True)
+    with pytest.raises(TrainingError, match="cannot be written"):
+        write_handed_over(found, tmp_path / "failed")
+    assert [path.name for path in (tmp_path / "failed").iterdir()] == ["rows.arrow"]
 
 
 def test_no_limit_is_named_if_no_row_is_left(tmp_path):

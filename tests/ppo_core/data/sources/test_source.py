@@ -137,7 +137,9 @@ def test_the_card_of_a_folder_has_configurations(tmp_path):
     )
     assert [row["prompt"] for row in load(tmp_path, config="y")] == ["b1", "b2"]
     assert [row["prompt"] for row in load(f"{tmp_path}:y/train[:1]")] == ["b1"]
-    with pytest.raises(ConfigError, match=f"x, y, but no default. .* '{tmp_path}:x/train'"):
+    with pytest.raises(
+        ConfigError, match=f"x, y, but no default. .* '{tmp_path}:x/train', .* --dataset_config x"
+    ):
         load(tmp_path)
     with pytest.raises(ConfigError, match=r"no configuration 'z'\. Its README.md names x, y"):
         load(tmp_path, config="z")
@@ -208,6 +210,12 @@ def test_what_is_not_there_is_refused_with_the_place_where_it_was_sought(tmp_pat
         load("none.jsonl")
     with pytest.raises(DataError, match=f"not a local file or folder .{tmp_path / 'no/such'}"):
         load("no/such")
+    # With a split from a setting, a name cannot have another split.
+    with pytest.raises(DataError, match=r"--dataset_name org/name --dataset_train_split test.$"):
+        load("org/name:test", "train")
+    words = f"--dataset_name {tmp_path} --dataset_train_split train --dataset_config x.$"
+    with pytest.raises(DataError, match=words):
+        load(f"{tmp_path}:x/train", "train")
     write_lines(tmp_path / "rows.jsonl")
     with pytest.raises(DataError, match=r"'rows.jsonl' has no split 'test'"):
         load("rows.jsonl", "test")

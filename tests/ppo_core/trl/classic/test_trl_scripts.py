@@ -257,7 +257,7 @@ def test_such_a_script_in_two_processes_may_have_a_language_model_as_reward(tmp_
         processes=2,
     )
     assert done.codes == [0, 0], done.stderr[-3000:]
-    assert done.stderr.count("The score of a GPTNeoXForSequenceClassification differed") == 2
+    assert done.stderr.count("The score head of a GPTNeoXForSequenceClassification differed") == 2
     assert moved(AutoModelForCausalLM.from_pretrained(output), sft)
 
 
