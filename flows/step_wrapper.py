@@ -51,8 +51,9 @@ def phase(step_name: str, flow: Any, inputs: Any = None, attributes: Any = None)
     lease = lease_of_run.KeptLease(
         earlier.lease, lambda: getattr(flow, "settings", settings), run_id(), ends_run
     )
+    watched = stages.tracked.watched(step_name, settings, run, lease.end_hung_step)
     try:
-        with explained_full_disk(), lease, stages.tracked.watched(step_name, settings, run):
+        with explained_full_disk(), lease, watched:
             yield
     except PPOError as error:
         if settings and run and ends_run(error):

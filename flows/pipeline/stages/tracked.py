@@ -122,7 +122,9 @@ def shared_journal(run: FlowRun) -> Iterator[None]:
 
 
 @contextmanager
-def watched(step: str, settings: Settings | None, run: FlowRun | None) -> Iterator[None]:
+def watched(
+    step: str, settings: Settings | None, run: FlowRun | None, on_hang: Callable[[], None]
+) -> Iterator[None]:
     """Return a context that ends a step that hangs, and shares encoded rows through S3.
 
     See `watched_step` and `Workspace.sharing_rows`. The first step has no settings and no run yet,
@@ -136,6 +138,7 @@ def watched(step: str, settings: Settings | None, run: FlowRun | None) -> Iterat
         run.folder,
         stall_minutes=settings.stall_minutes,
         step_minutes=settings.step_minutes,
+        on_hang=on_hang,
     )
     try:
         with watch, run.workspace.sharing_rows():
