@@ -16,6 +16,7 @@ from pipeline.launch.stall_watch import watched_step
 from pipeline.reports.live.live_card import LiveCard
 from pipeline.settings.settings import Settings
 from pipeline.storage.manifest import files_of
+from pipeline.storage.shared_folder import written_at_end
 from pipeline.storage.workspace import Workspace
 from pipeline.tracking.run_record import PARENT
 from pipeline.tracking.tracker import SHORT_SECONDS, Tracker
@@ -115,10 +116,8 @@ def shared_journal(run: FlowRun) -> Iterator[None]:
         return
     folder = run.workspace.shared_folder(run.folder, "journal")
     folder.read()
-    try:
+    with written_at_end(lambda: folder.write(_small_files(run.folder))):
         yield
-    finally:
-        folder.write(_small_files(run.folder))
 
 
 @contextmanager
