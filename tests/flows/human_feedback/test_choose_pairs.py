@@ -118,7 +118,7 @@ def test_without_a_reward_model_pairs_are_random(inputs: Path, tmp_path: Path, c
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (("--reward-model", "members/member-1"), "has no members"),
+        (("--reward-model", "members/member-1"), "has only one member"),
         (("--samples", "1"), "samples=1 of one policy is one answer"),
         (("--seed", "-1"), "seed=-1"),
         (("--prompts", "nothing.jsonl"), "nothing.jsonl"),
