@@ -249,7 +249,10 @@ def test_labels_of_label_studio_come_back_to_their_pairs(tmp_path: Path, capsys)
         (lambda tasks: [annotated(tasks[0], "left", was_cancelled=True)], "none has a label"),
         (lambda tasks: {"data": {}}, "is not an export"),
         (lambda tasks: 3, "is not an export"),
-        (lambda tasks: [annotated(changed(tasks[0]), "left")], "shows other answers"),
+        (
+            lambda tasks: [annotated(changed(tasks[0]), "left")],
+            "shows answers that differ from the answers of its pair",
+        ),
     ],
     ids=["no annotations", "another choice", "skipped", "no list", "a number", "other answers"],
 )
