@@ -64,24 +64,41 @@ def _collect(given: argparse.Namespace) -> None:
         )
     if given.half_life is not None and not given.half_life > 0:
         raise ConfigError(f"--half-life {given.half_life:g} must be above 0 days.")
-    found = FoundOpinions()
+    if given.only_votes:
+        _refuse_options_of_traces(given)
+    found, since = FoundOpinions(), given.since
+    if since and not since.tzinfo:
+        since = since.replace(tzinfo=UTC)
     if not given.only_votes:
         scale = Scale(liked=given.liked_from, disliked=given.disliked_to)
-        since = given.since and given.since.replace(tzinfo=given.since.tzinfo or UTC)
         found = read_traces(given.name, scale, experiment=given.experiment, since=since)
     for source in given.votes:
-        opinions, left_out = read_votes(source)
+        opinions, left_out = read_votes(source, since)
         found.opinions += opinions
         found.left_out += left_out
-    collected = collect(found.opinions, found.left_out, given.without_user)
+    collected = collect(
+        found.opinions, found.left_out, given.without_user, half_life_days=given.half_life
+    )
     if not collected.opinions:
         raise DataError(
-            f"No opinion on answers of '{given.name}' can be used: {len(collected.left_out)} are "
-            f"left out, and {found.silent} answers have no feedback. Nothing was written."
+            f"There is no usable opinion on answers of '{given.name}': {len(collected.left_out)} "
+            f"opinions were left out, and {found.silent} answers have no feedback. Nothing was "
+            "written."
         )
-    path = write_feedback(collected, Path(given.output_dir), given.half_life)
+    path = write_feedback(collected, Path(given.output_dir))
     print("\n".join(describe_feedback(collected, found.silent)))
     print(f"Written to {path}. To train on it: --set feedback={path}")
+
+
+def _refuse_options_of_traces(given: argparse.Namespace) -> None:
+    """Raise if an option is given that has no effect together with `--only-votes`."""
+    for name in ("experiment", "liked_from", "disliked_to"):
+        if (value := getattr(given, name)) not in ("", None):
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"{option} {value} has no effect with --only-votes, which reads no traces. Leave "
+                f"out {option} or --only-votes."
+            )
 
 
 def _label(given: argparse.Namespace) -> None:
@@ -146,7 +163,10 @@ def _settings_of(run_folder: str) -> "Settings":
 def _say_what_is_next(output: Path, pairs: int, wanted: int, how: str) -> None:
     print(f"{output} has {pairs} of {wanted} pairs {how}.")
     if pairs < wanted:
-        print("The other prompts have equal answers, resemble these prompts, or do not exist.")
+        print(
+            "There are fewer pairs than asked for: the other prompts have equal answers or "
+            "resemble these prompts, or the data set has no more prompts."
+        )
     print(f"Next: python flows/feedback.py label {shlex.quote(str(output))}")
 
 
@@ -208,7 +228,7 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument("pairs", help="rows with prompt, first and second, such as to-label.jsonl")
     add.add_argument("--output", default="", help="file of the labels (default: labeled.jsonl)")
     add.add_argument("--annotator", default="", help="id of the person (default: the user's name)")
-    add.add_argument("--port", type=int, default=0, help="port of the page (default: a free one)")
+    add.add_argument("--port", type=_port, default=0, help="port of the page (default: a free one)")
     add = commands.add_parser("to-label-studio", help="write pairs as tasks of Label Studio")
     add.set_defaults(run=_to_label_studio)
     add.add_argument("pairs", help="rows with prompt, first and second, such as to-label.jsonl")
@@ -234,7 +254,9 @@ def _add_collect(add: argparse.ArgumentParser) -> None:
     add.add_argument("--only-votes", action="store_true", help="read no traces")
     add.add_argument("--experiment", default="", help="MLflow experiment (default: NAME-served)")
     add.add_argument(
-        "--since", type=datetime.fromisoformat, help="read no answers before this day or time"
+        "--since",
+        type=datetime.fromisoformat,
+        help="use no answers and no votes from before this day or time",
     )
     add.add_argument("--liked-from", type=float, help="scores from this on are positive judgments")
     add.add_argument("--disliked-to", type=float, help="scores up to this are negative judgments")
@@ -277,6 +299,12 @@ def _add_choose(add: argparse.ArgumentParser) -> None:
     add.add_argument("--samples", type=_count, default=4, help="answers of a policy to a prompt")
     add.add_argument("--seed", type=int, default=1, help="seed of the answers and of the choice")
     add.add_argument("--output", default="", help="file of the pairs (default: to-label.jsonl)")
+
+
+def _port(text: str) -> int:
+    if not 0 <= (port := int(text)) <= 65_535:
+        raise argparse.ArgumentTypeError(f"{text} must be between 0 and 65535")
+    return port
 
 
 def _count(text: str) -> int:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from metaflow import FlowMutator, FlowSpec, Parameter
+from metaflow import FlowMutator, FlowSpec, Parameter, current
 from metaflow.exception import MetaflowException
 from metaflow.packaging_sys import ContentType
 
@@ -40,6 +40,11 @@ def explained_errors() -> Iterator[None]:
         yield
     except PPOError as error:
         raise RunStoppedError(str(error)) from error
+
+
+def run_id() -> str:
+    """Return the id FLOW/NUMBER of the current run."""
+    return f"{current.flow_name}/{current.run_id}"
 
 
 def parse_toml(text: str) -> dict[str, Any]:
@@ -136,7 +141,7 @@ def run_command(
         sys.exit(f"{RunStoppedError.headline}:\n{wrong}")
     parameters = [each.name for each in vars(flow).values() if isinstance(each, Parameter)]
     explain_unknown_options(parameters)
-    if set(COMMANDS) & set(sys.argv):
+    if set(COMMANDS.values()) & set(sys.argv):
         quote_parameters(parameters)
     # Import the following modules here, because the process of a step does not need them.
     is_run = bool(RUN_COMMANDS & set(sys.argv))

@@ -19,7 +19,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -27,6 +27,7 @@ from pipeline.settings.environment import prepare_environment
 from ppo_core.config.checks import refuse_secrets
 from ppo_core.errors import ConfigError, DataError, PPOError
 from ppo_core.io.atomic_files import explained_full_disk
+from ppo_core.reporting.escaping import one_line
 
 
 def main(argv: Sequence[str]) -> int:
@@ -35,14 +36,15 @@ def main(argv: Sequence[str]) -> int:
     try:
         refuse_secrets(vars(arguments))
         with explained_full_disk():
-            _run(arguments)
+            _check_registry(arguments)
+            arguments.run(arguments)
     except PPOError as error:
         print(f"registry: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def show(name: str) -> None:
+def show(given: argparse.Namespace) -> None:
     """Print the champion, the previous champion and the challenger.
 
     Also print the aliases that contradict the history.
@@ -50,6 +52,7 @@ def show(name: str) -> None:
     from pipeline.registry.aliases import CHALLENGER, CHAMPION, PREVIOUS, read_aliases
     from pipeline.registry.change_champion import read_champions
 
+    name = given.name
     champions, aliases = read_champions(name), read_aliases(name)
     for alias in (CHAMPION, PREVIOUS, CHALLENGER):
         _print_version(name, alias, aliases.get(alias))
@@ -63,11 +66,11 @@ def show(name: str) -> None:
     print("\n".join(differences) or "Aliases and history agree.")
 
 
-def history(name: str) -> None:
+def history(given: argparse.Namespace) -> None:
     """Print all decisions about the registered model, oldest first."""
     from pipeline.registry.change_champion import read_champions
 
-    decisions = read_champions(name).decisions
+    decisions = read_champions(given.name).decisions
     for made in decisions:
         _print_block(
             f"{made.number}. {made.action} {_version(made.version)}; "
@@ -76,21 +79,22 @@ def history(name: str) -> None:
             *made.reasons,
         )
     if not decisions:
-        print(f"Nothing was decided about {name} yet.")
+        print(f"Nothing was decided about {given.name} yet.")
 
 
-def audit(name: str) -> None:
+def audit(given: argparse.Namespace) -> None:
     """Print the outcome, reasons and inputs of each run for the registered model, oldest first."""
     from pipeline.inputs.lineage import FLOW_RUN, is_origin
     from pipeline.registry.aliases import read_version
     from pipeline.tracking.decided_runs import outcome_of, reason_of_outcome, runs_of_model
 
-    runs = runs_of_model(name)
+    runs = runs_of_model(given.name)
     for run in runs:
         tags = run.data.tags
         reasons = reason_of_outcome(run)
         if version := tags.get("version"):
-            reasons = read_version(name, int(version)).tags.get("promotion_reasons", reasons)
+            tags_of_version = read_version(given.name, int(version)).tags
+            reasons = tags_of_version.get("promotion_reasons", reasons)
         started = datetime.fromtimestamp(run.info.start_time / 1000, UTC)
         _print_block(
             f"{tags[FLOW_RUN]}: {outcome_of(run)}",
@@ -99,35 +103,32 @@ def audit(name: str) -> None:
             *(f"{tag} {tags[tag]}" for tag in sorted(tags) if is_origin(tag)),
         )
     if not runs:
-        print(f"No run for {name} is recorded.")
+        print(f"No run for {given.name} is recorded.")
 
 
-def rows(name: str, version: int) -> None:
+def rows(given: argparse.Namespace) -> None:
     """Print the data set and the digest of each row from which a version was made."""
     from pipeline.registry.seen_rows import require_rows_of
 
-    found = require_rows_of(name, version)
+    found = require_rows_of(given.name, given.version)
     whole = found.filter(found["is_row"]).to_pylist()
     for row in whole:
         print(row["data_set"], row["digest"].hex())
     counts = Counter(row["data_set"] for row in whole)
     counted = ", ".join(f"{use} {count}" for use, count in counts.items())
-    print(f"Different rows of version {version}: {counted}", file=sys.stderr)
+    print(f"Different rows of version {given.version}: {counted}", file=sys.stderr)
 
 
-def saw(name: str, given: str) -> None:
-    """Print the versions that were made from a row or from the rows of a file.
-
-    `given` is the row as JSON, or the name of the file.
-    """
+def saw(given: argparse.Namespace) -> None:
+    """Print the versions that were made from a row or from the rows of a file."""
     from pipeline.inputs.row_digests import digests_of_raw, read_digests
     from pipeline.registry.seen_rows import describe_versions_that_saw
 
-    if given.lstrip().startswith("{"):
-        asked = [digests_of_raw(_parse_row(given), "The row", {})]
+    if given.rows.lstrip().startswith("{"):
+        asked = [digests_of_raw(_parse_row(given.rows), "The row", {})]
     else:
-        asked = read_digests(given, {}, allow_urls=False)
-    print("\n".join(describe_versions_that_saw(name, asked)))
+        asked = read_digests(given.rows, {}, allow_urls=False)
+    print("\n".join(describe_versions_that_saw(given.name, asked)))
 
 
 def watch(given: argparse.Namespace) -> None:
@@ -164,45 +165,39 @@ def _parse_row(text: str) -> dict[str, Any]:
     return row
 
 
-def _run(arguments: argparse.Namespace) -> None:
+def _roll_back(given: argparse.Namespace) -> None:
+    from pipeline.registry.change_champion import roll_back
+
+    decision = roll_back(given.name, reason=given.reason, by=_person())
+    print(
+        f"Version {decision.version} of {given.name} was withdrawn; version {decision.champion} is "
+        "champion again."
+    )
+
+
+def _promote(given: argparse.Namespace) -> None:
+    from pipeline.registry.change_champion import promote_by_hand
+
+    decision = promote_by_hand(given.name, given.version, reason=given.reason, by=_person())
+    print(f"Version {decision.version} of {given.name} is champion.")
+
+
+def _check_registry(given: argparse.Namespace) -> None:
     # Imported here: MLflow reads the prepared environment when it is imported.
     from pipeline.registry.aliases import require_registered
-    from pipeline.registry.change_champion import promote_by_hand, roll_back
     from pipeline.tracking.mlflow_client import (
         check_databases,
         check_model_name,
         check_registry,
     )
 
-    name = arguments.name
-    check_model_name(name)
+    check_model_name(given.name)
     check_databases(must_exist=True)
-    check_registry(name)
+    check_registry(given.name)
     # If all runs so far were refused before they registered a version, there are runs to audit, but
     # no registered model.
-    if arguments.command != "audit":
-        require_registered(name)
-    if arguments.command == "show":
-        show(name)
-    elif arguments.command == "history":
-        history(name)
-    elif arguments.command == "audit":
-        audit(name)
-    elif arguments.command == "rows":
-        rows(name, arguments.version)
-    elif arguments.command == "saw":
-        saw(name, arguments.rows)
-    elif arguments.command == "watch":
-        watch(arguments)
-    elif arguments.command == "rollback":
-        decision = roll_back(name, reason=arguments.reason, by=_person())
-        print(
-            f"Version {decision.version} of {name} was withdrawn; version {decision.champion} is "
-            "champion again."
-        )
-    else:
-        decision = promote_by_hand(name, arguments.version, reason=arguments.reason, by=_person())
-        print(f"Version {decision.version} of {name} is champion.")
+    if given.command != "audit":
+        require_registered(given.name)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -212,19 +207,38 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
 
-    def command(name: str, does: str) -> argparse.ArgumentParser:
+    def command(
+        name: str, run: Callable[[argparse.Namespace], None], does: str
+    ) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=does, description=does)
+        added.set_defaults(run=run)
         added.add_argument("name", metavar="NAME", help="name of the registered model")
         return added
 
-    command("show", "Print the champion, the previous champion and the challenger.")
-    command("history", "Print every decision with its author and reasons.")
-    command("audit", "Print every run: what it found, what it decided, and what it was made from.")
-    made_from = command("rows", "Print the digest of each row that a version was made from.")
+    command("show", show, "Print the champion, the previous champion and the challenger.")
+    command("history", history, "Print every decision with its author and reasons.")
+    command(
+        "audit",
+        audit,
+        "Print every run: what it found, what it decided, and what it was made from.",
+    )
+    made_from = command(
+        "rows",
+        rows,
+        "Print the digest of each row that a version was made from.",
+    )
     made_from.add_argument("version", metavar="VERSION", type=int, help="number of the version")
-    seen = command("saw", "Print the versions that were made from a row, or from rows of a file.")
+    seen = command(
+        "saw",
+        saw,
+        "Print the versions that were made from a row, or from rows of a file.",
+    )
     seen.add_argument("rows", metavar="ROW_OR_FILE", help="a row as JSON, or a data set")
-    watched = command("watch", "Compare users' feedback on the champion with that on the last one.")
+    watched = command(
+        "watch",
+        watch,
+        "Compare users' feedback on the champion with that on the last one.",
+    )
     watched.add_argument("--withdraw", action="store_true", help="withdraw a worse champion")
     watched.add_argument(
         "--alpha", type=float, default=0.01, help="probability of a false alarm (default 0.01)"
@@ -232,9 +246,11 @@ def _parser() -> argparse.ArgumentParser:
     watched.add_argument(
         "--margin", type=float, default=0.0, help="accepted loss in the share of liked answers"
     )
-    rollback = command("rollback", "Make the previous champion the champion again.")
+    rollback = command("rollback", _roll_back, "Make the previous champion the champion again.")
     rollback.add_argument("--reason", default="No reason was given.", help="text for the history")
-    promote = command("promote", "Make a version the champion, even if the flow refused it.")
+    promote = command(
+        "promote", _promote, "Make a version the champion, even if the flow refused it."
+    )
     promote.add_argument("version", metavar="VERSION", type=int, help="number of the version")
     promote.add_argument("--reason", required=True, help="text for the history")
     return parser
@@ -266,7 +282,7 @@ def _version(version: int | None) -> str:
 def _print_block(head: str, *lines: str) -> None:
     """Print indented lines below a heading; replace unprintable characters with spaces."""
     for line in (head, *(f"    {line}" for line in lines)):
-        print("".join(c if c.isprintable() else " " for c in line))
+        print(one_line(line))
     print()
 
 

@@ -6,7 +6,7 @@ A schedule or an event starts this flow on a small machine. The flow RLHF, which
 only if an input has changed. `python flows/deploy.py` deploys both flows.
 """
 
-from metaflow import Config, FlowSpec, Parameter, current, step
+from metaflow import Config, FlowSpec, Parameter, step
 
 from flow_parts import (
     deployment_of_file,
@@ -15,6 +15,7 @@ from flow_parts import (
     parse_deployment,
     parse_toml,
     run_command,
+    run_id,
 )
 
 
@@ -46,10 +47,10 @@ class Retrain(FlowSpec):
         """Withdraw the champion if users prefer the previous one; fetch inputs, find new ones."""
         with explained_errors():
             from retraining.new_inputs import find_new_inputs
-            from retraining.withdraw_before_training import watch_feedback
+            from retraining.retrain import watch_feedback
 
-            watch_feedback(self.file_settings, self._id())
-            self.found = find_new_inputs(self.file_settings, self._id())
+            watch_feedback(self.file_settings, run_id())
+            self.found = find_new_inputs(self.file_settings, run_id())
         self.next(self.end)
 
     @step
@@ -59,11 +60,8 @@ class Retrain(FlowSpec):
             from retraining.retrain import retrain
 
             self.outcome = retrain(
-                self.found, self.file_settings, self._id(), take_over=self.take_over
+                self.found, self.file_settings, run_id(), take_over=self.take_over
             )
-
-    def _id(self) -> str:
-        return f"{current.flow_name}/{current.run_id}"
 
 
 if __name__ == "__main__":

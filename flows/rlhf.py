@@ -28,12 +28,13 @@ from metaflow import (
 )
 
 from flow_parts import (
-    RunStoppedError,
     deployment_of_file,
+    explained_errors,
     more_files,
     parse_deployment,
     parse_toml,
     run_command,
+    run_id,
 )
 from metaflow_glue.command_line import (
     check_instead_of_run,
@@ -41,10 +42,10 @@ from metaflow_glue.command_line import (
     send_to_scheduler,
 )
 from pipeline import stages
-from ppo_core.errors import ConfigError, PPOError
+from ppo_core.errors import ConfigError
 from ppo_core.io.atomic_files import explained_full_disk
 from retraining import alarms, lease_of_run
-from step_wrapper import RECORDS, alarms_of, phase, run_id
+from step_wrapper import RECORDS, alarms_of, is_last_attempt, phase
 
 STAGES = "start models validation training evaluation registration cards".split()
 IMPORTED = [f"pipeline.stages.{stage}" for stage in STAGES]
@@ -63,10 +64,8 @@ class machines_of_settings(FlowMutator):  # noqa: N801
         nodes = (dict(mutable_flow.configs)["settings"] or {}).get("num_nodes", 1)
         # The first step refuses a num_nodes of another type.
         nodes = nodes if isinstance(nodes, int) else 1
-        try:
+        with explained_errors():
             refuse_scheduler(sys.argv, nodes)
-        except ConfigError as error:
-            raise RunStoppedError(str(error)) from error
         # Metaflow has no method that replaces a step.
         if nodes > 1:
             for name in vars(SeveralMachines):
@@ -284,8 +283,9 @@ class RLHF(FlowSpec):
         )
         current.card.extend(stages.cards.reward_model_card(self.validation, self.tracked))
         if self.validation.refused:
-            topic = alarms_of(self).topic
-            alarms.alarm_refused_reward_model(topic, self.settings, run_id(), self.validation)
+            if is_last_attempt(self.validate_reward_model):
+                topic = alarms_of(self).topic
+                alarms.alarm_refused_reward_model(topic, self.settings, run_id(), self.validation)
             stages.cards.write_card_now(current.card)
             stages.validation.stop_run(self.validation, self.settings, self.tracked)
 
@@ -298,13 +298,9 @@ class RLHF(FlowSpec):
 
     def check_only(self) -> None:
         """Check the inputs as the first step does, and print the sizes; start no run."""
-        try:
-            given = self._given_settings()
-            with explained_full_disk():
-                for text in stages.check.check_run(given):
-                    print(text, flush=True)
-        except PPOError as error:
-            raise RunStoppedError(str(error)) from error
+        with explained_errors(), explained_full_disk():
+            for text in stages.check.check_run(self._given_settings()):
+                print(text, flush=True)
         print(
             "All checks passed. Nothing was trained or registered; leave --check out to start. "
             "The reward model is validated after its training."

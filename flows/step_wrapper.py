@@ -12,7 +12,7 @@ from typing import Any
 from metaflow import current, user_step_decorator
 from metaflow.exception import METAFLOW_EXIT_DISALLOW_RETRY
 
-from flow_parts import RunStoppedError
+from flow_parts import RunStoppedError, run_id
 from pipeline import stages
 from pipeline.settings.environment import runs_remotely
 from ppo_core.errors import PPOError, ProcessError, RunInterruptedError, StorageError
@@ -41,25 +41,28 @@ def phase(step_name: str, flow: Any, inputs: Any = None, attributes: Any = None)
         )
     started = time.perf_counter()
     settings, run = (getattr(earlier, name, None) for name in ("settings", "tracked"))
-    attempts = most_attempts(getattr(flow, step_name))
+    this_step = getattr(flow, step_name)
 
     def ends_run(error: BaseException | None) -> bool:
         if error is None:
             return step_name == "end"
-        return current.retry_count + 1 >= attempts or (is_permanent(error) and not runs_remotely())
+        return is_last_attempt(this_step, is_permanent=is_permanent(error))
 
     lease = lease_of_run.KeptLease(
         earlier.lease, lambda: getattr(flow, "settings", settings), run_id(), ends_run
     )
+    watched = stages.tracked.watched(step_name, settings, run, lease.end_hung_step)
     try:
-        with explained_full_disk(), lease, stages.tracked.watched(step_name, settings, run):
+        with explained_full_disk(), lease, watched:
             yield
-    except PPOError as error:
-        if settings and run and ends_run(error):
+    except Exception as error:
+        if settings and run and ends_run(error) and is_first_machine():
             told = alarms_of(earlier)
             alarms.alarm_budget(told.topic, told.gpu_hours, settings, run)
+        if not isinstance(error, PPOError):
+            raise
         message = str(error) if step_name == "start" else with_next_move(error)
-        if is_permanent(error) and attempts > 1:
+        if is_permanent(error) and most_attempts(this_step) > 1:
             print(f"{RunStoppedError.headline}:\n{message}", file=sys.stderr, flush=True)
             sys.exit(METAFLOW_EXIT_DISALLOW_RETRY)
         raise RunStoppedError(message) from error
@@ -75,18 +78,13 @@ def with_next_move(error: PPOError) -> str:
     if "resume" in str(error) or "python flows/rlhf.py" in str(error):
         return str(error)
     if runs_remotely():
-        move = "`python flows/deploy.py DEPLOYMENT.toml --start` continues after a correction."
+        move = "After a correction, continue with `python flows/deploy.py DEPLOYMENT.toml --start`."
     else:
         move = (
-            "`python flows/rlhf.py resume` continues after a correction outside of the settings. "
-            "After a change of the settings, start a new run."
+            "If you corrected something other than the settings, continue with `python "
+            "flows/rlhf.py resume`. After a change of the settings, start a new run."
         )
     return f"{error}\n{move} Models that are already trained are reused."
-
-
-def run_id() -> str:
-    """Return the id FLOW/NUMBER of this run."""
-    return f"{current.flow_name}/{current.run_id}"
 
 
 def alarms_of(flow: Any) -> Any:
@@ -103,6 +101,21 @@ def is_permanent(error: BaseException) -> bool:
     """Return whether a second attempt would fail with the same error."""
     passes = ProcessError | RunInterruptedError | StorageError
     return isinstance(error, PPOError) and not isinstance(error, passes)
+
+
+def is_last_attempt(step: Any, *, is_permanent: bool = True) -> bool:
+    """Return whether the run ends if this attempt of a step fails.
+
+    A scheduler retries the step after a permanent error too; otherwise, the run ends at once.
+    """
+    is_retried = runs_remotely() or not is_permanent
+    return not is_retried or current.retry_count + 1 >= most_attempts(step)
+
+
+def is_first_machine() -> bool:
+    """Return whether this process is on the first of the machines that share a step."""
+    parallel = current.get("parallel")
+    return parallel is None or parallel.node_index == 0
 
 
 def most_attempts(step: Any) -> int:

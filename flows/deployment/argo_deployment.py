@@ -1,6 +1,8 @@
 """Read the state of flows that are deployed to Argo Workflows, and forbid overlapping runs."""
 
 import json
+from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 from metaflow.metaflow_config import KUBERNETES_NAMESPACE
@@ -42,12 +44,12 @@ class ArgoDeployment:
         Raises:
             StorageError: the cluster does not answer, or refuses the change.
         """
-        name, client = self.name_of(flow), self._client()
+        name = self.name_of(flow)
         with library_errors(StorageError, f"{name} could not be changed", NEXT_MOVE):
-            template = client.get_workflow_template(name)
+            template = self._client.get_workflow_template(name)
             template["spec"]["synchronization"] = {"mutexes": [{"name": name}]}
             self._replace("workflowtemplates", template)
-            if schedule := client.get_cronworkflow(name):
+            if schedule := self._client.get_cronworkflow(name):
                 schedule["spec"]["concurrencyPolicy"] = "Forbid"
                 self._replace("cronworkflows", schedule)
 
@@ -59,19 +61,20 @@ class ArgoDeployment:
         """
         name = self.name_of(flow)
         with library_errors(StorageError, "Argo Workflows cannot be read", NEXT_MOVE):
-            template = self._client().get_workflow_template(name)
+            template = self._client.get_workflow_template(name)
             if template is None:
                 return None
-            cron = (self._client().get_cronworkflow(name) or {}).get("spec", {})
+            cron = (self._client.get_cronworkflow(name) or {}).get("spec", {})
             last_run, result = self._last_run(name)
         notes = template["metadata"]["annotations"]
         tags = json.loads(notes.get("metaflow/tags", "[]"))
         return DeployedFlow(
             name=f"{self.namespace}/{name}",
             deployed_at=notes.get("metaflow/deployment_timestamp", ""),
-            tags=dict(tag.split(":", 1) for tag in tags),
+            # A tag that a person added may have no colon.
+            tags=dict(tag.split(":", 1) for tag in tags if ":" in tag),
             token=notes.get("metaflow/production_token", ""),
-            cron="" if cron.get("suspend") else "".join(cron.get("schedules") or []),
+            cron="" if cron.get("suspend") else _times_of(cron),
             timezone=cron.get("timezone") or "",
             last_run=last_run,
             result=result,
@@ -79,7 +82,7 @@ class ArgoDeployment:
 
     def _last_run(self, template: str) -> tuple[str, str]:
         """Return the name and result of a template's newest run, or two empty strings."""
-        found = self._objects().list_namespaced_custom_object(
+        found = self._objects.list_namespaced_custom_object(
             GROUP, VERSION, self.namespace, "workflows"
         )
         # No label selects the runs, because Argo labels only runs that its own CLI or UI started.
@@ -93,15 +96,22 @@ class ArgoDeployment:
 
     def _replace(self, plural: str, changed: dict[str, Any]) -> None:
         """Replace an object; Kubernetes refuses if the object was changed after it was read."""
-        self._objects().replace_namespaced_custom_object(
+        self._objects.replace_namespaced_custom_object(
             GROUP, VERSION, self.namespace, plural, changed["metadata"]["name"], changed
         )
 
+    @cached_property
     def _client(self) -> Any:
         return ArgoClient(namespace=self.namespace)
 
+    @cached_property
     def _objects(self) -> Any:
         return KubernetesClient().get().CustomObjectsApi()
+
+
+def _times_of(cron: Mapping[str, Any]) -> str:
+    """Return the start times of a cron workflow, in the form of Argo 4 or of earlier versions."""
+    return "".join(cron.get("schedules") or []) or cron.get("schedule") or ""
 
 
 def _template_of(run: Any) -> str:

@@ -11,16 +11,13 @@ from typing import Any
 
 from deployment.deployment import Deployment
 from deployment.deployment_file import read_deployment
-from metaflow_glue.execution_parameters import ARGO, STEP_FUNCTIONS
+from metaflow_glue.execution_parameters import ARGO, COMMANDS, STEP_FUNCTIONS
 from ppo_core.errors import ConfigError, ProcessError
 from ppo_core.errors.redaction import MASK, mask_secrets
 from ppo_core.io.text_files import read_toml_file
 
 FILES = {"RLHF": "rlhf.py", "Retrain": "retrain.py"}
 """Flow -> its file, in the order of deployment. RLHF is first, because Retrain starts RLHF."""
-
-COMMANDS = {"argo": "argo-workflows", "step-functions": "step-functions"}
-"""Scheduler -> Metaflow's command group for this scheduler."""
 
 SCHEDULES = "METAFLOW_ARGO_WORKFLOWS_USE_SCHEDULES"
 """Environment variable that makes Metaflow write cron times in the only form that Argo 4 reads."""
@@ -116,8 +113,9 @@ def compile_flow(files: DeploymentFiles, flow: str) -> dict[str, Any]:
     if places := sorted(set(_places_of_mask(compiled, flow))):
         raise ConfigError(
             f"The scheduler would store a secret in clear, in {', '.join(places)}. Unset the "
-            "environment variable that holds it. On Argo, METAFLOW_ARGO_WORKFLOWS_ENV_VARS_TO_SKIP "
-            "leaves out what a secret of Kubernetes gives to the steps."
+            "environment variable that holds it. On Argo, list in "
+            "METAFLOW_ARGO_WORKFLOWS_ENV_VARS_TO_SKIP the variables that a Kubernetes Secret "
+            "provides to the steps."
         )
     return compiled
 

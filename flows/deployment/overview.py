@@ -1,6 +1,7 @@
 """Render a deployment's resources per step, and the state of its deployed flows, as text."""
 
 import io
+import re
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from zoneinfo import ZoneInfo
@@ -19,6 +20,13 @@ WIDTH = 118
 
 FACTS = ("name", "deployed", "token", "settings", "code", "next start", "last run", "result")
 """Rows of the table that `--status` prints."""
+
+EVENTBRIDGE_FIELDS = 6
+"""Number of fields of a cron expression of EventBridge; the last field is the year."""
+
+ONLY_EVENTBRIDGE = re.compile(r"(?<!\S)([A-Z]{3}L|L|LW|\d{1,2}W)(?!\S)")
+"""Days that croniter cannot read: FRIL is the last Friday of a month, L the last day of the week,
+LW the last weekday of a month, and 15W the weekday nearest to the 15th."""
 
 SHORT_DIGEST = 12
 """Number of characters to show of a commit or of an image's digest."""
@@ -68,7 +76,7 @@ def _facts(flow: DeployedFlow | None, tags: Mapping[str, str]) -> list[str]:
     """Return the cells of a flow, in the order of FACTS."""
     if flow is None:
         return ["not deployed", *[""] * (len(FACTS) - 1)]
-    start = f"{next_run(flow.cron, flow.timezone):%Y-%m-%d %H:%M %Z}" if flow.cron else "none"
+    start = _next_start(flow.cron, flow.timezone) if flow.cron else "none"
     settings = _settings(flow.tags, tags)
     known = [flow.name, flow.deployed_at[:19], flow.token, settings, _code(flow.tags), start]
     return [*known, flow.last_run or "none", flow.result]
@@ -102,11 +110,16 @@ def _starts(schedule: Schedule) -> str:
     """Describe when the flow Retrain starts."""
     parts = []
     if schedule.cron:
-        at = f"{next_run(schedule.cron, schedule.timezone):%Y-%m-%d %H:%M %Z}"
-        parts.append(f"{schedule.cron} ({schedule.timezone or 'UTC'}), next {at}")
+        at = _next_start(schedule.cron, schedule.timezone)
+        parts.append(f"{schedule.cron} ({schedule.timezone or 'UTC'}), next start {at}")
     if schedule.event:
         parts.append(f"at the event {schedule.event}")
     return "; ".join(parts) or "by hand only"
+
+
+def _next_start(cron: str, timezone: str) -> str:
+    at = next_run(cron, timezone)
+    return f"{at:%Y-%m-%d %H:%M %Z}" if at else "unknown"
 
 
 def _code(tags: Mapping[str, str]) -> str:
@@ -131,8 +144,11 @@ def _render(table: Table, lines: list[str]) -> str:
     return capture.get()
 
 
-def next_run(cron: str, timezone: str, after: datetime | None = None) -> datetime:
+def next_run(cron: str, timezone: str, after: datetime | None = None) -> datetime | None:
     """Return the next start time of a schedule, in the schedule's time zone.
+
+    Return None for times that EventBridge reads and croniter does not, such as FRIL, the last
+    Friday of a month.
 
     Args:
         cron: start times in the format of Argo or EventBridge, with names for days of the week.
@@ -146,11 +162,15 @@ def next_run(cron: str, timezone: str, after: datetime | None = None) -> datetim
     from croniter import CroniterError, croniter
 
     # In EventBridge's format, ? means any day, and the sixth field is the year.
-    fields = cron.replace("?", "*").split()[:5]
+    fields = " ".join(cron.replace("?", "*").split()[:5])
+    is_eventbridge = len(cron.split()) == EVENTBRIDGE_FIELDS
     start = (after or datetime.now(UTC)).astimezone(ZoneInfo(timezone or "UTC"))
     try:
-        found: datetime = croniter(" ".join(fields), start).get_next(datetime)
+        found: datetime = croniter(fields, start).get_next(datetime)
     except CroniterError as error:
+        readable = ONLY_EVENTBRIDGE.sub("*", fields)
+        if is_eventbridge and readable != fields and croniter.is_valid(readable):
+            return None
         raise ConfigError(
             f"schedule.cron={cron!r} has no next time: {error}. Correct its fields."
         ) from error

@@ -8,14 +8,18 @@ from deployment.deployment import Deployment
 from deployment.step_settings import StepResources
 from ppo_core.errors import ConfigError
 
-BATCH_MACHINES = "AWS Batch starts machines by the job queue. Name a queue of such machines: queue"
+BATCH_MACHINES = (
+    "On AWS Batch, the job queue selects the machines. Set queue to a queue with such machines"
+)
 
 NOT_OF_STEP_FUNCTIONS = {
     "gpu_type": BATCH_MACHINES,
     "node_selector": BATCH_MACHINES,
     "tolerations": BATCH_MACHINES,
-    "disk_gib": "The disk is that of the machine. Set its size in the compute environment",
-    "efa": "EFA connects machines, and Step Functions starts one for each step. Deploy with argo",
+    "disk_gib": (
+        "A job uses its machine's disk. Set the disk size in the compute environment of AWS Batch"
+    ),
+    "efa": "Step Functions starts one machine per step, so EFA has no use. Deploy with argo",
     "service_account": "Rights on AWS Batch come from a role of IAM. Name it: role",
 }
 """Setting of a step -> what to do instead on Step Functions."""
@@ -80,9 +84,9 @@ def _check_time_limits(deployment: Deployment) -> None:
         if minutes and resources.timeout_minutes > minutes:
             raise ConfigError(
                 f"timeout_hours={deployment.timeout_hours:g} stops a run after {minutes:g} "
-                f"minutes, and {place}.timeout_minutes={resources.timeout_minutes} lets an attempt "
-                "go on. Raise timeout_hours above the sum of the steps, their retries and their "
-                "waiting."
+                f"minutes, but {place}.timeout_minutes={resources.timeout_minutes} allows one "
+                f"attempt {resources.timeout_minutes} minutes. Raise timeout_hours above the sum "
+                "of the steps, their retries and their waiting."
             )
 
 

@@ -194,9 +194,8 @@ def _check_processes(planned: PlannedTraining, settings: Settings) -> list[str]:
     wanted, given = settings.processes or planned.resources.gpu, planned.resources.gpu
     if wanted > given:
         raise ConfigError(
-            f"processes={wanted} in the settings, and {planned.place}.gpu={given}: each process of "
-            f"a training needs a GPU of its own, so {planned.training.name} would end at once. Set "
-            "both to the same number."
+            f"processes={wanted}, but {planned.place}.gpu={given}. Each process needs its own GPU, "
+            f"so {planned.training.name} would fail at once. Set both to the same number."
         )
     if wanted < given:
         return [

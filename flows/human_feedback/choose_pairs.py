@@ -78,10 +78,10 @@ class PairChoice:
             )
         if self.reward_model and len(self.members) < 2:
             raise ConfigError(
-                f"reward_model='{self.reward_model}' has no members, and the uncertainty is how "
-                "far members differ. Train several with reward_model_training.members=3 and name "
-                "the folder that has member-1, or name no reward model: then pairs are drawn at "
-                "random."
+                f"reward_model='{self.reward_model}' has only one member. Uncertainty is the "
+                "disagreement between members: train several (reward_model_training.members=3) "
+                "and name the folder that contains member-1, or name no reward model to draw "
+                "pairs at random."
             )
 
     @cached_property

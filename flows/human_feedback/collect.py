@@ -12,6 +12,7 @@ from human_feedback.same_answers import count_contradictions, without_repetition
 from human_feedback.users import ImplausibleUser, find_implausible
 from pipeline.inputs.json_lines import json_line
 from ppo_core.io.atomic_files import explained_writes, require_writable, write_atomically
+from ppo_core.reporting.escaping import one_line
 
 FEEDBACK, LEFT_OUT = "feedback.jsonl", "left-out.jsonl"
 """Names of the file of used opinions and of the file of left-out opinions."""
@@ -19,7 +20,7 @@ FEEDBACK, LEFT_OUT = "feedback.jsonl", "left-out.jsonl"
 SECONDS_OF_A_DAY = 86_400
 
 LEAST_WEIGHT = 1e-4
-"""Minimum weight of a written opinion. An opinion with a smaller weight has almost no effect."""
+"""Minimum weight of a used opinion. An opinion with a smaller weight has almost no effect."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,9 @@ class Collected:
 
     opinions: list[Opinion]
     """The opinions that are used, oldest first."""
+
+    weights: list[float]
+    """The weight of each of these opinions."""
 
     left_out: list[LeftOut]
 
@@ -40,37 +44,49 @@ class Collected:
 
 
 def collect(
-    opinions: Sequence[Opinion], left_out: Sequence[LeftOut], without: Collection[str]
+    opinions: Sequence[Opinion],
+    left_out: Sequence[LeftOut],
+    without: Collection[str],
+    *,
+    half_life_days: float | None = None,
 ) -> Collected:
-    """Leave out repetitions and users in `without`; find contradictions and implausible users."""
+    """Choose and weight the opinions to use; find contradictions and implausible users.
+
+    Repetitions, opinions of users in `without`, and opinions with a weight below LEAST_WEIGHT are
+    left out. Without a half-life, each opinion has the weight 1. With a half-life, the newest
+    opinion has the weight 1, and the weight halves with each half-life of age. An opinion without a
+    time has the weight of the oldest opinion.
+    """
     gone = [
         LeftOut(one.source, "opinions of this user are not wanted", one.user)
         for one in opinions
         if one.user in without
     ]
-    kept, repeated = without_repetitions([one for one in opinions if one.user not in without])
+    last, repeated = without_repetitions([one for one in opinions if one.user not in without])
+    weighted = [*zip(last, weights_of([one.time for one in last], half_life_days), strict=True)]
+    kept = [one for one, weight in weighted if weight >= LEAST_WEIGHT]
+    old = [
+        LeftOut(one.source, f"its weight is below {LEAST_WEIGHT:g} because of its age", one.user)
+        for one, weight in weighted
+        if weight < LEAST_WEIGHT
+    ]
     return Collected(
         opinions=kept,
-        left_out=[*left_out, *gone, *repeated],
+        weights=[weight for _, weight in weighted if weight >= LEAST_WEIGHT],
+        left_out=[*left_out, *gone, *repeated, *old],
         contradictions=count_contradictions(kept),
         implausible=find_implausible(kept),
     )
 
 
-def write_feedback(found: Collected, folder: Path, half_life_days: float | None) -> Path:
+def write_feedback(found: Collected, folder: Path) -> Path:
     """Write the files FEEDBACK and LEFT_OUT atomically; return the path of FEEDBACK.
-
-    Without a half-life, each row has the weight 1. With a half-life, the newest row has the weight
-    1, and the weight halves with each half-life of age. A row without a time has the weight of the
-    oldest row. Rows with a weight below LEAST_WEIGHT are not written.
 
     Raises:
         ConfigError: the folder cannot be written.
         TrainingError: a file cannot be written, for example because the disk is full.
     """
     require_writable(folder, "output_dir")
-    weights = weights_of([one.time for one in found.opinions], half_life_days)
-    kept = [pair for pair in zip(found.opinions, weights, strict=True) if pair[1] >= LEAST_WEIGHT]
     rows = [
         {
             "prompt": one.prompt,
@@ -82,7 +98,7 @@ def write_feedback(found: Collected, folder: Path, half_life_days: float | None)
             "time": one.time.isoformat() if one.time else None,
             "source": one.source,
         }
-        for one, weight in kept
+        for one, weight in zip(found.opinions, found.weights, strict=True)
     ]
     with explained_writes(folder):
         write_atomically(folder / LEFT_OUT, "".join(map(json_line, map(asdict, found.left_out))))
@@ -91,7 +107,7 @@ def write_feedback(found: Collected, folder: Path, half_life_days: float | None)
 
 
 def weights_of(times: Sequence[datetime | None], half_life_days: float | None) -> list[float]:
-    """Return the weight of a row for each time; see `write_feedback`."""
+    """Return the weight of an opinion for each time; see `collect`."""
     known = [time for time in times if time is not None]
     if half_life_days is None or not known:
         return [1.0] * len(times)
@@ -114,10 +130,10 @@ def describe_feedback(found: Collected, silent: int) -> list[str]:
         f"Users disagree on {found.contradictions} answers; all of these opinions are used.",
     ]
     for reason, count in Counter(one.reason for one in found.left_out).most_common():
-        lines.append(f"Left out: {count}, {reason}.")
+        lines.append(f"Left out: {count} ({reason}).")
     for one in found.implausible:
         lines.append(
             f"User {one.user!r} {one.reason}. To leave this user out: --without-user "
             f"{quote(one.user)}"
         )
-    return ["".join(c if c.isprintable() else " " for c in line) for line in lines]
+    return [one_line(line) for line in lines]

@@ -120,7 +120,10 @@ def labels_of_export(path: Path) -> list[dict[str, Any]]:
 def _rows_of(task: _Task) -> Iterator[dict[str, Any]]:
     pair = Vote(**vars(task.data.pair), label="")
     if {task.data.left, task.data.right} != {pair.first, pair.second}:
-        raise ValueError(f"a task shows other answers than those of its pair, {pair.first!r:.60}")
+        raise ValueError(
+            "a task shows answers that differ from the answers of its pair; the pair's first "
+            f"answer is {pair.first!r:.60}"
+        )
     for annotation in task.annotations:
         if annotation.was_cancelled:
             continue

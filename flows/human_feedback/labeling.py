@@ -47,6 +47,9 @@ class Labeling:
     labeled: set[_Texts] = field(init=False)
     """Pairs that this person has labeled."""
 
+    _actions: list[_Texts | None] = field(default_factory=list, init=False)
+    """The person's actions since the start: the texts of a skipped pair, or None for a label."""
+
     def __post_init__(self) -> None:
         """Continue from the labels in the file, if it exists."""
         self._texts = [_texts_of(vars(pair)) for pair in self.pairs]
@@ -83,16 +86,26 @@ class Labeling:
             raise DataError(f"There is no choice {choice!r:.40} for a pair {number!r:.40}.")
         texts, pair = self._texts[number], self.pairs[number]
         if choice == SKIP:
-            self.skipped.add(texts)
+            if texts not in self.skipped:
+                self.skipped.add(texts)
+                self._actions.append(texts)
         elif texts not in self.labeled:
             row = {
                 **label_row(pair, choice, self.annotator, left=self._sides(number)[0]),
                 "time": datetime.now(UTC).isoformat(timespec="seconds"),
             }
             self._change(lambda rows: [*rows, row])
+            self._actions.append(None)
 
     def undo(self) -> None:
-        """Remove the person's last label for one of `pairs`; do nothing if there is none."""
+        """Take back the person's last skip or label for one of `pairs`; do nothing without any.
+
+        After the actions since the start, take back the labels that the file had before.
+        """
+        if self._actions and (skipped := self._actions[-1]) is not None:
+            self.skipped.remove(skipped)
+            self._actions.pop()
+            return
         own = {*self._texts}
 
         def without_last(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -103,6 +116,7 @@ class Labeling:
             return rows[:last] + rows[last + 1 :]
 
         self._change(without_last)
+        del self._actions[-1:]
 
     def _sides(self, number: int) -> tuple[str, str]:
         return sides_of(self.pairs[number], self.annotator)

@@ -107,9 +107,9 @@ def _read(trace: Trace, versions: Collection[str], scale: Scale, result: FoundOp
     answer = _answer(trace, source)
     version = answer.version if isinstance(answer, Opinion) else ""
     if version and version not in versions:
-        answer = f"of version {version}, which the registry does not have"
+        answer = f"the answer is from version {version}, which the registry does not have"
     elif not version and isinstance(answer, Opinion):
-        answer = "its answer has no version"
+        answer = "the answer has no version"
     if isinstance(answer, str):
         result.left_out.append(LeftOut(source, answer))
         return
@@ -139,9 +139,9 @@ def _answer(trace: Trace, source: str) -> Opinion | str:
     prompt = (inputs.get("messages") or inputs.get("prompt")) if isinstance(inputs, dict) else None
     text = outputs.get("text") if isinstance(outputs, dict) else outputs
     if not (isinstance(prompt, str) or is_messages(prompt)):
-        return "its answer has no prompt or messages"
+        return "the answer has no prompt or messages"
     if not isinstance(text, str):
-        return "its answer has no text"
+        return "the answer has no text"
     if fault := size_fault(prompt, text):
         return fault
     return Opinion(

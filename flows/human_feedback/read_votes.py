@@ -8,19 +8,19 @@ from ppo_core.config.row_settings import VOTE_FIELDS
 from ppo_core.data.chat_template import is_messages
 from ppo_core.data.rows.forms import Form, Kind, Row, find_form
 from ppo_core.data.rows.messages import plain_messages
-from ppo_core.data.rows.reader import Rows, read_rows
+from ppo_core.data.rows.reader import Rows, read_source
 from ppo_core.data.rows.row_error import RowError, attempt
 from ppo_core.data.sources.raw_row import RawRow
 from ppo_core.data.sources.source import named_data, open_source
 
 
-def read_votes(source: str) -> tuple[list[Opinion], list[LeftOut]]:
+def read_votes(source: str, since: datetime | None = None) -> tuple[list[Opinion], list[LeftOut]]:
     """Return the opinions in a file, and the rows that are left out.
 
     A row has `prompt` and an opinion in one of three forms: `first`, `second` and `label` (first,
     second or tie); `completion` and `label` (true or false); or `chosen` and `rejected`, one of
     which may be missing. A row may also have `annotator`, `version` and `time` (ISO 8601, or
-    seconds since 1970).
+    seconds since 1970). A row whose time is before `since` is left out.
 
     Raises:
         DataError: the file cannot be read, or a column is missing.
@@ -34,6 +34,8 @@ def read_votes(source: str) -> tuple[list[Opinion], list[LeftOut]]:
     for number, row in enumerate(rows):
         place = f"{source}, row {number}"
         one = _opinion(row, form, place)
+        if isinstance(one, Opinion) and since and one.time and one.time < since:
+            one = LeftOut(place, f"the opinion is from before {since.isoformat()}", one.user)
         if isinstance(one, LeftOut):
             left_out.append(one)
         else:
@@ -47,8 +49,8 @@ def read_pairs(source: str) -> Rows:
     Raises:
         DataError: the file cannot be read, or a column is missing.
     """
-    is_chat = any(map(_has_messages, open_source(source).rows()))
-    return read_rows(source, "votes", is_chat=is_chat)
+    opened = open_source(source)
+    return read_source(opened, "votes", is_chat=any(map(_has_messages, opened.rows())))
 
 
 def _opinion(raw: RawRow, form: Form, place: str) -> Opinion | LeftOut:

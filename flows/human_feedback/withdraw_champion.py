@@ -57,7 +57,9 @@ class FeedbackComparison:
                 (self.champion, self.before), self.users, self.liked, strict=True
             )
         ]
-        return f"{parts[0]}; {parts[1]}; evidence that it is worse {self.evidence:.3g} : 1"
+        return (
+            f"{parts[0]}; {parts[1]}; evidence that the champion is worse: {self.evidence:.3g} : 1"
+        )
 
 
 def watch_champion(
@@ -85,9 +87,9 @@ def watch_champion(
     found = compare_feedback(opinions, champion, before, since=since, margin=margin)
     told = found.describe()
     if found.evidence < 1 / alpha:
-        return f"{told}, of {1 / alpha:.3g} : 1 needed. The champion stays."
+        return f"{told}; needed: {1 / alpha:.3g} : 1. The champion stays."
     if not withdraw:
-        return f"{told}, which suffices (alpha {alpha:g}). --withdraw withdraws the champion."
+        return f"{told}; needed: {1 / alpha:.3g} : 1. --withdraw withdraws the champion."
     reason = f"Users like it less: {told}."
     decision = roll_back(name, reason=reason, by=by, champion=champion)
     return f"{told}. Version {decision.champion} is champion again."

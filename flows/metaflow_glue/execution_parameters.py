@@ -29,8 +29,8 @@ STEP_FUNCTIONS = re.compile(
 """Patterns of Metaflow's commands that write the file; the group matches the name of the file."""
 
 
-COMMANDS = ("argo-workflows", "step-functions")
-"""Metaflow's command groups that deploy a flow to a scheduler."""
+COMMANDS = {"argo": "argo-workflows", "step-functions": "step-functions"}
+"""Scheduler -> Metaflow's command group that deploys a flow to this scheduler."""
 
 
 def quote_parameters(names: Collection[str]) -> None:

@@ -39,7 +39,11 @@ def alarm_refused_policies(topic: str, settings: "Settings", run: str) -> None:
         decisions = read_champions(settings.registered_model).decisions
     except ModelError as error:
         # The version is already registered, so the run must not fail if MLflow does not answer.
-        print(f"Warning: Whether to send an alarm is unknown: {error}", file=sys.stderr, flush=True)
+        print(
+            f"Warning: Could not check whether an alarm is due: {error}",
+            file=sys.stderr,
+            flush=True,
+        )
         return
     last = decisions[-REFUSED_IN_A_ROW:]
     if len(last) < REFUSED_IN_A_ROW or any(each.action != "refused" for each in last):

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from pipeline.settings.settings import Settings
-from ppo_core.errors import ConfigError, StorageError
+from ppo_core.errors import ConfigError, ProcessError, StorageError
 
 if TYPE_CHECKING:
     from pipeline.storage.model_lease import Lease
@@ -76,6 +76,10 @@ class KeptLease:
             self._thread.join()
         if self._ends_run(error):
             release_lease(self._owner, self._read_settings(), self._run)
+
+    def end_hung_step(self) -> None:
+        """Exit as after an error, because the process of a step that hangs is about to be ended."""
+        self.__exit__(ProcessError, ProcessError("The step hangs."), None)
 
     def _renew(self, lease: "Lease") -> None:
         from pipeline.storage.model_lease import LeaseLostError

@@ -1,15 +1,44 @@
-"""If an input is new, take the lease (the right to train) and start the flow RLHF."""
+"""Withdraw a champion that users like less; start the flow RLHF if an input is new.
 
+The flow RLHF starts with the lease, which is the right to train.
+"""
+
+import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
+from human_feedback.withdraw_champion import watch_champion
+from pipeline.stages.given_settings import read_settings
 from pipeline.tracking.decided_runs import find_decided_run, record_retrain
-from ppo_core.errors import PPOError, reason_of
+from ppo_core.errors import DataError, ModelError, PPOError, reason_of
 from retraining.lease_of_run import lease_of
 from retraining.new_inputs import NewInputs
 from retraining.start_training import start_training
+
+
+def watch_feedback(from_file: Mapping[str, Any], run: str) -> None:
+    """Withdraw the champion if users like it less than the previous champion; print the result.
+
+    Do nothing unless `promotion.withdraw_alpha` is set. If no served answers are recorded, print
+    that the two champions were not compared.
+
+    Raises:
+        ModelError: MLflow does not answer, or somebody else decided meanwhile.
+    """
+    settings = read_settings(from_file, {}, ())
+    alpha = settings.promotion.withdraw_alpha
+    if alpha is None:
+        return
+    try:
+        told = watch_champion(
+            settings.registered_model, by=f"run {run}", alpha=alpha, withdraw=True
+        )
+    except DataError as error:
+        # A service that does not record its answers must not prevent the training.
+        told = f"not compared: {error}"
+    print(f"feedback: {told}", flush=True)
 
 
 def retrain(found: NewInputs, from_file: Mapping[str, Any], run: str, *, take_over: bool) -> str:
@@ -51,8 +80,14 @@ def retrain(found: NewInputs, from_file: Mapping[str, Any], run: str, *, take_ov
 
 
 def _record(found: NewInputs, run: str, started: datetime, outcome: str, reason: str) -> str:
-    """Print and record the outcome, and return it."""
+    """Print and record the outcome, and return it; if MLflow does not answer, print a warning.
+
+    The step must not fail for this reason, because a retry of the step would start a second run.
+    """
     print(f"{outcome}: {reason}", flush=True)
     name = found.settings.registered_model
-    record_retrain(name, run, outcome, reason, found.lineage, started)
+    try:
+        record_retrain(name, run, outcome, reason, found.lineage, started)
+    except ModelError as error:
+        print(f"Warning: The outcome is not in MLflow: {error}", file=sys.stderr, flush=True)
     return outcome

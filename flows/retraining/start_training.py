@@ -64,8 +64,8 @@ def training_name(own: str) -> str:
         if own.endswith(mine):
             return own.removesuffix(mine) + other
     raise ProcessError(
-        f"The flow Retrain is deployed as {own!r}, which does not tell the name of the flow RLHF: "
-        "Metaflow shortened it, or --name gave it. Choose a shorter project or branch in the "
+        f"The name of the flow RLHF cannot be derived from {own!r}, the deployed name of Retrain: "
+        "Metaflow shortened this name, or --name set it. Choose a shorter project or branch in the "
         "deployment file, and deploy both flows again."
     )
 

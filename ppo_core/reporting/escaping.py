@@ -25,6 +25,11 @@ def printable(text: str) -> str:
     return remove_controls(text)
 
 
+def one_line(text: str) -> str:
+    """Return the text as one line, in which unprintable characters became spaces."""
+    return "".join(character if character.isprintable() else " " for character in text)
+
+
 def as_markdown(text: str) -> str:
     """Return the text as a single line, escaped for a cell of a Markdown table.
 

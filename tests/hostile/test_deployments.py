@@ -81,7 +81,7 @@ CASES: dict[str, Case] = {
     "more processes than GPUs": (
         {"processes": 4},
         {},
-        "processes=4 in the settings, and steps.load_reward_model.gpu=1: each process",
+        "processes=4, but steps.load_reward_model.gpu=1. Each process",
     ),
 }
 

@@ -15,6 +15,7 @@ from threading import Event, Thread
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.launch.commands import found_gpus
 from pipeline.results.report_files import read_report
+from ppo_core.errors import DataError
 from ppo_core.io.atomic_files import write_atomically
 
 FOLDER = "usage"
@@ -97,22 +98,21 @@ def measured(step: str, run: FlowRun, machines: int) -> Iterator[None]:
 def recorded_attempts(run: FlowRun) -> list[Attempt]:
     """Return the attempts of all steps so far, in the order of their start.
 
-    Raises:
-        DataError: a file is damaged.
+    A damaged file is left out with a warning, because a step must not fail because of its cost.
     """
-    files = (run.folder / FOLDER).glob("*.json")
-    return sorted(
-        (read_report(file, Attempt) for file in files), key=lambda attempt: attempt.started
-    )
+    attempts = []
+    for file in (run.folder / FOLDER).glob("*.json"):
+        try:
+            attempts.append(read_report(file, Attempt))
+        except DataError as error:
+            print(f"Warning: The cost of an attempt is not counted: {error}", flush=True)
+    return sorted(attempts, key=lambda attempt: attempt.started)
 
 
 def gpu_hours(run: FlowRun) -> float:
     """Return the GPU hours of a run so far, with all attempts of all steps on all machines.
 
     An attempt that was killed is missing if its file was lost together with its machine.
-
-    Raises:
-        DataError: a file is damaged.
     """
     return sum(attempt.gpu_seconds for attempt in recorded_attempts(run)) / 3600
 

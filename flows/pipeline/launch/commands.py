@@ -140,7 +140,9 @@ def environment_of(processes: int, machines: Machines, reason: Path) -> dict[str
 def threads_of_a_process(processes: int) -> int:
     """Return the number of threads of each process if several processes share this machine.
 
-    With more spinning threads than cores, training is many times slower.
+    With more spinning threads than cores, training is many times slower. A lower OMP_NUM_THREADS
+    applies; of a list such as 8,2, OpenMP uses the first number for the outer threads.
     """
     share = max(len(os.sched_getaffinity(0)) // processes, 1)
-    return min(int(os.environ.get("OMP_NUM_THREADS", share)), share)
+    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return min(int(given), share) if given.isdecimal() else share

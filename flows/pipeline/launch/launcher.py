@@ -23,6 +23,7 @@ from pipeline.launch.failure import as_error, ended_alone, first_ended
 from pipeline.launch.process_tree import (
     FrozenProcesses,
     end_tree,
+    kill,
     rank_of,
     take_over,
     terminate,
@@ -165,9 +166,9 @@ def _follow(
             forwarded = True
         if time.monotonic() >= next_look:
             next_look = time.monotonic() + LOOK_SECONDS
-            for process in watch.look():
-                frozen.append(_name(process))
-                process.kill()
+            stopped = watch.look()
+            frozen += map(_name, stopped)
+            kill(stopped)
         on_wait()
         time.sleep(METRICS_POLL_SECONDS)
 

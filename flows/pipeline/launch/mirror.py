@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 
 from pipeline.launch.commands import ONE_MACHINE, Machines
 from pipeline.storage.manifest import files_of
+from pipeline.storage.shared_folder import written_at_end
 from pipeline.storage.workspace import Workspace
 from ppo_core.checkpointing.folders import (
     POLICIES,
@@ -59,10 +60,8 @@ def mirrored(workspace: Workspace, folder: Path, here: Machines = ONE_MACHINE) -
         return
     mirror = _Mirror(workspace, folder, here)
     mirror.start()
-    try:
+    with written_at_end(mirror.stop):
         yield
-    finally:
-        mirror.stop()
 
 
 class _Mirror:

@@ -5,6 +5,7 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -52,8 +53,7 @@ def tree(root: int) -> list[psutil.Process]:
 def end_tree(root: int) -> None:
     """Kill a process and all its descendants, and wait until they have ended."""
     processes = tree(root)
-    for process in processes:
-        _signal(process, kill=True)
+    kill(processes)
     psutil.wait_procs(processes, timeout=TIME_TO_SAVE)
 
 
@@ -73,11 +73,10 @@ def take_over(record: Path) -> None:
             flush=True,
         )
         below = tree(process.pid)
-        _signal(process, kill=False)
+        terminate([process])
         psutil.wait_procs([process], timeout=TIME_TO_SAVE)
         # The children end with their parent, unless they are stopped (SIGSTOP).
-        for each in below:
-            _signal(each, kill=True)
+        kill(below)
         psutil.wait_procs(below, timeout=TIME_TO_SAVE)
     with explained_writes(record):
         write_atomically(record, json.dumps(asdict(ProcessIdentity.of(psutil.Process()))))
@@ -144,17 +143,15 @@ def _is_stopped(process: psutil.Process) -> bool:
         return False
 
 
-def _signal(process: psutil.Process, *, kill: bool) -> None:
-    try:
-        if kill:
+def kill(processes: Iterable[psutil.Process]) -> None:
+    """Kill processes; ignore processes that have ended."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
             process.kill()
-        else:
-            process.terminate()
-    except psutil.NoSuchProcess:
-        return
 
 
 def terminate(processes: Iterable[psutil.Process]) -> None:
     """Send SIGTERM to processes, which may save a checkpoint before they end."""
     for process in processes:
-        _signal(process, kill=False)
+        with suppress(psutil.NoSuchProcess):
+            process.terminate()

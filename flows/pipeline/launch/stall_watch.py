@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -26,6 +26,9 @@ advances."""
 
 LOOK_SECONDS = 0.5
 """Seconds between two checks of the clock."""
+
+ON_HANG_SECONDS = 60.0
+"""Maximum time for `on_hang`, which may hang for the same reason as the step."""
 
 
 class StallWatch:
@@ -62,8 +65,15 @@ class _StepWatch:
     interrupts.
     """
 
-    def __init__(self, step: str, folder: Path, stall_minutes: float, step_minutes: float) -> None:
-        self._step, self._folder = step, folder
+    def __init__(
+        self,
+        step: str,
+        folder: Path,
+        stall_minutes: float,
+        step_minutes: float,
+        on_hang: Callable[[], None],
+    ) -> None:
+        self._step, self._folder, self._on_hang = step, folder, on_hang
         self._stall_minutes, self._step_minutes = stall_minutes, step_minutes
         self._started = time.monotonic()
         self._phases: dict[str, StallWatch] = {}
@@ -104,12 +114,17 @@ class _StepWatch:
         file = self._folder / f"stacks-{self._step}.txt"
         try:
             print(
-                f"The run stopped:\n{problem}; what each thread was doing is in {file}.",
+                f"The run stopped:\n{problem}; what each thread was doing is below and in {file}.",
                 file=sys.stderr,
                 flush=True,
             )
+            # The log also has the stacks, because the file may be lost together with this machine.
+            faulthandler.dump_traceback(sys.stderr)
             for child in tree(os.getpid())[1:]:
                 end_tree(child.pid)
+            on_hang = threading.Thread(target=self._on_hang, name="on hang", daemon=True)
+            on_hang.start()
+            on_hang.join(ON_HANG_SECONDS)
             with file.open("w") as stacks:
                 faulthandler.dump_traceback(stacks)
         finally:  # also if the disk is full
@@ -118,15 +133,23 @@ class _StepWatch:
 
 @contextmanager
 def watched_step(
-    step: str, folder: Path, *, stall_minutes: float, step_minutes: float
+    step: str,
+    folder: Path,
+    *,
+    stall_minutes: float,
+    step_minutes: float,
+    on_hang: Callable[[], None] = lambda: None,
 ) -> Iterator[None]:
     """End this process if its step hangs; first write the stack of each thread to `folder`.
+
+    The end skips the exits of all contexts, so `on_hang` is called before it in another thread, for
+    at most ON_HANG_SECONDS.
 
     A step hangs if a progress bar does not advance for `stall_minutes`, or for 20 times its median
     wait if that is longer. A step that takes longer than `step_minutes` is also ended; 0 means no
     limit. Metaflow retries the step if it has `@retry`.
     """
-    watch = _StepWatch(step, folder, stall_minutes, step_minutes)
+    watch = _StepWatch(step, folder, stall_minutes, step_minutes, on_hang)
     thread = threading.Thread(target=watch.watch, name="stall watch", daemon=True)
     thread.start()
     try:

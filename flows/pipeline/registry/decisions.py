@@ -96,11 +96,8 @@ def decode(number: int, line: str) -> Decision:
 
 
 def plain(text: str) -> str:
-    """Return a text as one printable line.
-
-    Unprintable characters, such as control characters and unpaired surrogates, become spaces.
-    """
-    return "".join(character if character.isprintable() else " " for character in text).strip()
+    """Return a text as one printable line without spaces at its ends."""
+    return escaping.one_line(text).strip()
 
 
 def shortened(text: str, limit: int, mark: str = CUT_MARK) -> str:

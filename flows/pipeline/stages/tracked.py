@@ -16,6 +16,7 @@ from pipeline.launch.stall_watch import watched_step
 from pipeline.reports.live.live_card import LiveCard
 from pipeline.settings.settings import Settings
 from pipeline.storage.manifest import files_of
+from pipeline.storage.shared_folder import written_at_end
 from pipeline.storage.workspace import Workspace
 from pipeline.tracking.run_record import PARENT
 from pipeline.tracking.tracker import SHORT_SECONDS, Tracker
@@ -115,14 +116,14 @@ def shared_journal(run: FlowRun) -> Iterator[None]:
         return
     folder = run.workspace.shared_folder(run.folder, "journal")
     folder.read()
-    try:
+    with written_at_end(lambda: folder.write(_small_files(run.folder))):
         yield
-    finally:
-        folder.write(_small_files(run.folder))
 
 
 @contextmanager
-def watched(step: str, settings: Settings | None, run: FlowRun | None) -> Iterator[None]:
+def watched(
+    step: str, settings: Settings | None, run: FlowRun | None, on_hang: Callable[[], None]
+) -> Iterator[None]:
     """Return a context that ends a step that hangs, and shares encoded rows through S3.
 
     See `watched_step` and `Workspace.sharing_rows`. The first step has no settings and no run yet,
@@ -136,6 +137,7 @@ def watched(step: str, settings: Settings | None, run: FlowRun | None) -> Iterat
         run.folder,
         stall_minutes=settings.stall_minutes,
         step_minutes=settings.step_minutes,
+        on_hang=on_hang,
     )
     try:
         with watch, run.workspace.sharing_rows():

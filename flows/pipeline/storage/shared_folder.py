@@ -1,12 +1,32 @@
 """A folder of small files that several steps of a run change, one step after another."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from pipeline.storage.addresses import S3Address
 from pipeline.storage.download import fetch_into, published_version
 from pipeline.storage.manifest import StoredFile
 from pipeline.storage.upload import replace
+from ppo_core.errors import PPOError
+
+
+@contextmanager
+def written_at_end(write: Callable[[], None]) -> Iterator[None]:
+    """Call `write` at the end of the context.
+
+    After an error in the context, only print an error of `write`, because the first error decides
+    whether the step is retried.
+    """
+    try:
+        yield
+    except BaseException:
+        try:
+            write()
+        except (PPOError, OSError) as error:
+            print(f"Warning: The last files were not copied to S3: {error}", flush=True)
+        raise
+    write()
 
 
 class SharedFolder:

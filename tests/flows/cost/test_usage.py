@@ -31,6 +31,17 @@ def two_gpus(monkeypatch) -> None:
     monkeypatch.setattr(usage, "found_gpus", lambda: found)
 
 
+def test_a_damaged_file_is_left_out_with_a_warning(run: FlowRun, capsys):
+    """It would else hide the error of a step, or fail a run that is already registered."""
+    with measured("load_policy", run, machines=1):
+        pass
+    (run.folder / "usage" / "train_policy-1.000.json").write_text('{"step":')
+    assert [one.step for one in recorded_attempts(run)] == ["load_policy"]
+    assert gpu_hours(run) == 0
+    told = capsys.readouterr().out
+    assert "The cost of an attempt is not counted: " in told and "train_policy-1.000.json" in told
+
+
 def test_a_step_without_gpus_has_cpu_seconds_of_its_children_too(run: FlowRun):
     work = "import time; end = time.process_time() + 0.3\nwhile time.process_time() < end: pass"
     with measured("load_policy", run, machines=1):

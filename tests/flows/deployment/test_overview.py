@@ -1,11 +1,19 @@
 """The next time of a schedule, as Argo and EventBridge compute it."""
 
+import json
 from datetime import UTC, datetime
+from pathlib import Path
 
 import pytest
 
-from deployment.overview import next_run
+from deployment.argo_deployment import ArgoDeployment
+from deployment.deployed import CHANGES, COMMIT, SETTINGS
+from deployment.deployment_file import read_deployment
+from deployment.overview import next_run, render_deployment
+from pipeline.settings.overrides import merge_tables
 from ppo_core.errors import ConfigError
+from tests.helpers.kubernetes.kubernetes_api import kubernetes_api
+from tests.helpers.runs.deployments import example
 
 
 @pytest.mark.parametrize(
@@ -26,7 +34,35 @@ def test_the_next_time(cron: str, timezone: str, after: str, expected: str):
     assert next_run(cron, timezone, start) == datetime.fromisoformat(expected)
 
 
-@pytest.mark.parametrize("cron", ["61 3 * * MON", "0 3 30 FEB *", "a b c d e"])
+@pytest.mark.parametrize("cron", ["0 3 ? * FRIL *", "0 3 ? * L *", "0 3 LW * ? *"])
+def test_times_that_only_eventbridge_reads_are_unknown(cron: str):
+    deployment = read_deployment(
+        merge_tables(example("step-functions"), {"schedule": {"cron": cron}})
+    )
+    tags = dict.fromkeys((SETTINGS, COMMIT, CHANGES), "")
+    text = render_deployment(deployment, tags, 1)
+    assert f"starts: {cron} (UTC), next start unknown" in text
+
+
+def test_the_state_on_argo_has_a_schedule_of_either_form(tmp_path: Path, monkeypatch):
+    name = "rlhf.prod.retrain"
+    path = "/apis/argoproj.io/v1alpha1/namespaces/rlhf/{}/" + name
+    deployment = read_deployment(example("argo"))
+    with kubernetes_api(tmp_path) as cluster:
+        monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
+        notes = {"metaflow/tags": json.dumps(["by-hand", f"{SETTINGS}:77"])}
+        template = {"metadata": {"name": name, "annotations": notes}}
+        cluster.objects[path.format("workflowtemplates")] = template
+        for spec in ({"schedule": "0 3 * * MON"}, {"schedules": ["0 3 * * MON"]}):
+            cluster.objects[path.format("cronworkflows")] = {"spec": spec}
+            found = ArgoDeployment(deployment).find("Retrain")
+            assert found is not None
+            assert (found.cron, found.tags) == ("0 3 * * MON", {SETTINGS: "77"})
+
+
+@pytest.mark.parametrize(
+    "cron", ["61 3 * * MON", "0 3 30 FEB *", "a b c d e", "0 25 ? * FRIL *", "0 3 L-L * ? *"]
+)
 def test_times_that_never_come_are_refused(cron: str):
     with pytest.raises(ConfigError, match=r"has no next time: .* Correct its fields"):
         next_run(cron, "")

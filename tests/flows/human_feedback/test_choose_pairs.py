@@ -118,7 +118,7 @@ def test_without_a_reward_model_pairs_are_random(inputs: Path, tmp_path: Path, c
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (("--reward-model", "members/member-1"), "has no members"),
+        (("--reward-model", "members/member-1"), "has only one member"),
         (("--samples", "1"), "samples=1 of one policy is one answer"),
         (("--seed", "-1"), "seed=-1"),
         (("--prompts", "nothing.jsonl"), "nothing.jsonl"),
@@ -249,7 +249,10 @@ def test_labels_of_label_studio_come_back_to_their_pairs(tmp_path: Path, capsys)
         (lambda tasks: [annotated(tasks[0], "left", was_cancelled=True)], "none has a label"),
         (lambda tasks: {"data": {}}, "is not an export"),
         (lambda tasks: 3, "is not an export"),
-        (lambda tasks: [annotated(changed(tasks[0]), "left")], "shows other answers"),
+        (
+            lambda tasks: [annotated(changed(tasks[0]), "left")],
+            "shows answers that differ from the answers of its pair",
+        ),
     ],
     ids=["no annotations", "another choice", "skipped", "no list", "a number", "other answers"],
 )

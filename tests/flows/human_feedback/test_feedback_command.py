@@ -83,7 +83,7 @@ def test_what_cannot_be_used_is_left_out_by_name(name: str, tmp_path: Path, caps
     reasons = sorted(row["reason"] for row in read(tmp_path / "left-out.jsonl"))
     assert reasons == [
         "a text has 200,001 characters, and at most 200,000 are read",
-        "of version 7, which the registry does not have",
+        "the answer is from version 7, which the registry does not have",
         "the correction is the answer itself",
         "the feedback 'stars' has the value 5.0, which is not a judgment",
         "the same user judged this answer again later",
@@ -161,6 +161,28 @@ def test_files_of_votes_are_read(tmp_path: Path, capsys):
     }
 
 
+def test_old_votes_are_left_out_by_date_or_by_weight(tmp_path: Path, capsys):
+    file = tmp_path / "thumbs.csv"
+    file.write_text(
+        "prompt,completion,label,time\n"
+        "a,x,true,2026-10-01\n"
+        "b,x,true,2026-11-01\n"
+        "c,x,true,2026-11-30\n"
+        "d,x,true,\n"
+    )
+    given = ("--only-votes", "--votes", str(file), "--since", "2026-10-02", "--half-life", "1")
+    assert collect(tmp_path / "made", "policy", *given) == 0
+    assert [row["prompt"] for row in read(tmp_path / "made" / "feedback.jsonl")] == ["c"]
+    reasons = {r["source"][-1]: r["reason"] for r in read(tmp_path / "made" / "left-out.jsonl")}
+    weight = "its weight is below 0.0001 because of its age"
+    date = "the opinion is from before 2026-10-02T00:00:00+00:00"
+    # The vote without a time has the weight of the oldest vote.
+    assert reasons == {"0": date, "1": weight, "3": weight}
+    told = capsys.readouterr().out
+    assert "1 opinions of 0 known users" in told
+    assert f"Left out: 2 ({weight})." in told and f"Left out: 1 ({date})." in told
+
+
 @pytest.mark.parametrize(
     ("given", "fault"),
     [
@@ -168,6 +190,11 @@ def test_files_of_votes_are_read(tmp_path: Path, capsys):
         (("--liked-from", "2", "--disliked-to", "4"), "must be below"),
         (("--half-life", "0"), "must be above 0 days"),
         (("--only-votes", "--votes", "none.jsonl"), "There is no file"),
+        (("--only-votes", "--experiment", "e"), "--experiment e has no effect with --only-votes"),
+        (
+            ("--only-votes", "--liked-from", "0", "--disliked-to", "-1"),
+            "--liked-from 0.0 has no effect with --only-votes",
+        ),
     ],
 )
 def test_a_wrong_argument_is_refused(given: tuple[str, ...], fault: str, tmp_path: Path, capsys):

@@ -120,6 +120,18 @@ def test_undo_leaves_the_labels_of_other_pairs(tmp_path: Path):
     assert read(file) == rows
 
 
+def test_undo_takes_back_the_last_action_be_it_a_label_or_a_skip(tmp_path: Path):
+    file = tmp_path / "labeled.jsonl"
+    labeling = Labeling(votes_of(read_pairs(write_pairs(tmp_path, 4))), "ann", file)
+    for number, choice in enumerate(["left", "skip", "right", "skip"]):
+        labeling.label(number, choice)
+    left = []
+    for _ in range(5):
+        labeling.undo()
+        left.append((len(read(file)), len(labeling.skipped), labeling.done))
+    assert left == [(2, 1, 3), (1, 1, 2), (1, 0, 1), (0, 0, 0), (0, 0, 0)]
+
+
 def test_only_the_page_of_this_machine_can_send_labels(tmp_path: Path):
     pairs, file = write_pairs(tmp_path, 2), tmp_path / "labeled.jsonl"
     sent = {"label": "left", "number": 0}
@@ -151,6 +163,13 @@ def test_labels_are_not_written_over_the_pairs(tmp_path: Path, capsys):
     assert "is the file of the pairs" in capsys.readouterr().err
     assert feedback.main(["label", str(tmp_path / "none.jsonl")]) == 1
     assert "There is no file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("port", ["99999", "-1"])
+def test_a_port_that_does_not_exist_is_refused(port: str, tmp_path: Path, capsys):
+    with pytest.raises(SystemExit):
+        feedback.main(["label", write_pairs(tmp_path), "--port", port])
+    assert f"argument --port: {port} must be between 0 and 65535" in capsys.readouterr().err
 
 
 def test_messages_are_shown_with_their_roles(tmp_path: Path):

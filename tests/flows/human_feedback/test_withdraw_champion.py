@@ -18,7 +18,7 @@ from pipeline.registry.change_champion import decide, promote_by_hand, read_cham
 from pipeline.registry.decisions import Decision
 from pipeline.tracking.mlflow_client import connect
 from ppo_core.errors import ModelError
-from retraining.withdraw_before_training import watch_feedback
+from retraining.retrain import watch_feedback
 from serving.answer_traces import record_opinion
 from tests.flows.human_feedback.test_collect import START, judgment
 from tests.helpers.runs.served_answers import serve_answers
@@ -90,12 +90,12 @@ def test_a_champion_that_users_like_less_is_withdrawn_once(name: str, capsys):
     assert registry.main(["watch", name, "--withdraw"]) == 0
     told = capsys.readouterr().out
     assert "version 2: 0 users like 0% of the answers; version 1: 12 users like 100%" in told
-    assert "evidence that it is worse 1 : 1, of 100 : 1 needed. The champion stays." in told
+    assert (
+        "evidence that the champion is worse: 1 : 1; needed: 100 : 1. The champion stays." in told
+    )
     judge_answers(name, "2", liked=False)
     assert registry.main(["watch", name]) == 0
-    assert (
-        "which suffices (alpha 0.01). --withdraw withdraws the champion." in capsys.readouterr().out
-    )
+    assert "needed: 100 : 1. --withdraw withdraws the champion." in capsys.readouterr().out
     assert read_champions(name).champion == 2
     # The flow Retrain asks first of all, if the settings say so.
     plain = {"task": "tldr", "registered_model": name}

@@ -423,6 +423,8 @@ def test_machines_meet_at_the_first_one_at_a_port_of_their_attempt(tmp_path: Pat
         (None, 2, Machines(count=2), "2"),
         (None, 2, Machines(count=2, main_address="10.0.0.7"), "4"),
         (None, 1, Machines(), None),
+        ("", 2, Machines(), "4"),
+        ("3,2", 2, Machines(), "3"),
     ],
 )
 def test_the_cores_are_divided(
@@ -430,7 +432,7 @@ def test_the_cores_are_divided(
 ):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if given:
+    if given is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
     environment = environment_of(processes, machines, tmp_path / "reason")
     assert environment.get("OMP_NUM_THREADS") == threads
@@ -461,6 +463,13 @@ def test_a_further_machine_here_does_not_begin_without_the_first_one(tmp_path: P
 
 
 # --- The tree of processes ------------------------------------------------------------
+
+
+def test_a_process_that_has_ended_needs_no_signal():
+    with subprocess.Popen(["true"]) as child:
+        process = psutil.Process(child.pid)
+    for end in (process_tree.terminate, process_tree.kill):
+        end([process])
 
 
 def test_a_process_is_frozen_when_it_was_stopped_at_every_one_of_some_looks(monkeypatch):

@@ -20,6 +20,7 @@ from pipeline.launch.commands import Machines
 from pipeline.launch.mirror import mirrored
 from pipeline.storage.s3_client import s3_client
 from pipeline.storage.workspace import Workspace
+from ppo_core.errors import ConfigError
 from ppo_core.reporting.metrics_file import METRICS_FILE, read_metrics
 from tests.helpers.inputs.pipeline_inputs import write_ppo_inputs
 from tests.helpers.paths import ROOT
@@ -223,6 +224,26 @@ def test_a_new_machine_gets_the_policies_before_the_checkpoint(
     with mirrored(*last):
         found = sorted(path.name for path in (last[1] / "policies").iterdir())
     assert found == (["10", "15", "5"] if count == 1 else ["10", "5"])
+    s3_client.cache_clear()
+
+
+def test_an_error_of_the_training_is_kept_if_the_last_copy_fails(
+    store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    """An error of S3 would else make Metaflow repeat a training that cannot succeed."""
+    for name, value in store.items():
+        monkeypatch.setenv(name, value)
+    s3_client.cache_clear()
+    first, second = (Workspace(str(tmp_path / name), f"s3://{BUCKET}/both") for name in "ab")
+    with (
+        pytest.raises(ConfigError, match="wrong"),
+        mirrored(first, first.root / "ppo"),
+    ):
+        with mirrored(second, second.root / "ppo"):
+            finish_checkpoint(second.root / "ppo", 5)
+        finish_checkpoint(first.root / "ppo", 5)
+        raise ConfigError("wrong")
+    assert "Warning: The last files were not copied to S3: " in capsys.readouterr().out
     s3_client.cache_clear()
 
 

@@ -2,21 +2,28 @@
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import boto3
 import pytest
+from metaflow import current
 
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.registry import change_champion
 from pipeline.registry.alias_sync import sync_aliases
 from pipeline.results.step_records import ValidatedReward
+from pipeline.settings.overrides import merge_tables
 from pipeline.settings.settings import Settings, make_settings
 from pipeline.storage.workspace import Workspace
 from pipeline.tracking.mlflow_client import connect
+from ppo_core.errors import ConfigError
 from retraining import alarms
+from step_wrapper import RECORDS, phase
 from tests.helpers.runs.candidates import FIT
+from tests.helpers.runs.deployments import example
 
 RUN = "RLHF/7"
 
@@ -138,6 +145,51 @@ def used(folder: Path, hours: float) -> FlowRun:
     return run
 
 
+@pytest.mark.parametrize(
+    ("error", "is_remote", "attempt", "machine", "told"),
+    [
+        (ZeroDivisionError("bug"), False, 1, 0, 1),
+        (ZeroDivisionError("bug"), False, 0, 0, 0),  # is retried
+        (ConfigError("wrong"), False, 0, 0, 1),  # would fail again, so it is not retried here
+        (ConfigError("wrong"), True, 0, 0, 0),  # a scheduler retries it all the same
+        (ConfigError("wrong"), True, 1, 0, 1),
+        (ConfigError("wrong"), True, 1, 1, 0),  # the first machine tells it
+    ],
+)
+def test_a_run_above_its_budget_is_told_once_whatever_ends_it(
+    topic: tuple[str, Read],
+    settings: Settings,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    is_remote: bool,
+    attempt: int,
+    machine: int,
+    told: int,
+):
+    arn, read = topic
+    monkeypatch.setattr(current, "_retry_count", attempt)
+    monkeypatch.setattr(
+        type(current), "parallel", SimpleNamespace(node_index=machine), raising=False
+    )
+    if is_remote:
+        monkeypatch.setenv("METAFLOW_RUNTIME_ENVIRONMENT", "kubernetes")
+    retries = SimpleNamespace(name="retry", attributes={"times": 1})
+    flow = SimpleNamespace(
+        records=RECORDS,
+        settings=settings,
+        tracked=used(tmp_path, 3.0),
+        lease="",
+        file_deployment=merge_tables(example("argo"), {"alarms": {"topic": arn, "gpu_hours": 2.0}}),
+        train_policy=SimpleNamespace(decorators=[retries]),
+    )
+    wrapper = phase()
+    wrapper.pre_step("train_policy", flow, None)
+    with suppress(SystemExit):
+        wrapper.post_step("train_policy", flow, error)
+    assert [one["Subject"] for one in read()] == ["policy: 3.0 GPU hours, budget 2"][:told]
+
+
 def test_a_subject_is_one_short_line_of_ascii_and_secrets_are_masked(
     topic: tuple[str, Read], monkeypatch: pytest.MonkeyPatch
 ):
@@ -164,7 +216,7 @@ def test_an_mlflow_that_does_not_answer_does_not_fail_the_run(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     alarms.alarm_refused_policies("arn:aws:sns:us-east-1:123456789012:any", settings, RUN)
-    assert "Whether to send an alarm is unknown" in capsys.readouterr().err
+    assert "Could not check whether an alarm is due" in capsys.readouterr().err
 
 
 def test_without_a_topic_nothing_is_sent_and_nothing_is_asked(settings: Settings, tmp_path: Path):

@@ -61,6 +61,15 @@ def test_the_lease_is_released_if_the_run_ends_with_the_step(
     assert (replace(lease, owner="Retrain/2").take() is None) is ends_run
 
 
+def test_a_step_that_hangs_releases_the_lease_without_leaving_its_contexts(
+    settings: Settings, lease: Lease
+):
+    step = kept(settings, ends_run=True)
+    step.__enter__()
+    step.end_hung_step()
+    assert replace(lease, owner="Retrain/2").take() is None
+
+
 @pytest.mark.parametrize("error", [StorageError, ConfigError])
 def test_a_renewal_that_fails_is_repeated(
     settings: Settings,

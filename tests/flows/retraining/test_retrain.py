@@ -1,18 +1,21 @@
 """Retrain starts a training only for new inputs, and only with the lease."""
 
+import json
 from pathlib import Path
 from typing import Any
 
+import boto3
 import pytest
 from mlflow import MlflowClient
 
+import retraining.retrain as retrain_module
 from pipeline.settings.settings import Settings, make_settings
 from pipeline.storage.model_lease import Lease
 from pipeline.tracking.decided_runs import outcome_of, runs_of_model
 from ppo_core.errors import ConfigError, ModelError, ProcessError
 from retraining.new_inputs import NewInputs
 from retraining.retrain import retrain
-from retraining.start_training import training_name
+from retraining.start_training import start_training, training_name
 from tests.flows.retraining.test_new_inputs import decide
 
 NAME = "rlhf-policy"
@@ -87,6 +90,31 @@ def test_an_mlflow_that_does_not_answer_releases_the_lease(
     with pytest.raises(ModelError):
         retrain(found(settings), {}, "Retrain/1", take_over=False)
     assert lease(settings, "Retrain/2").take() is None
+
+
+def test_an_mlflow_that_does_not_answer_after_the_start_is_a_warning(
+    settings: Settings, store: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys
+):
+    """A retry of the step would start a second run with the lease of the first one."""
+    monkeypatch.setenv("SFN_STATE_MACHINE", "ours.prod.Retrain")
+    for service in ("SFN", "STEPFUNCTIONS"):
+        monkeypatch.setenv(f"AWS_ENDPOINT_URL_{service}", store["AWS_ENDPOINT_URL_S3"])
+    nothing = json.dumps({"StartAt": "a", "States": {"a": {"Type": "Pass", "End": True}}})
+    role = "arn:aws:iam::123456789012:role/role"
+    boto3.client("stepfunctions").create_state_machine(
+        name="ours.prod.RLHF", definition=nothing, roleArn=role
+    )
+
+    def start_and_lose_mlflow(*given: Any) -> str:
+        started = start_training(*given)
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+        monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+        return started
+
+    monkeypatch.setattr(retrain_module, "start_training", start_and_lose_mlflow)
+    assert retrain(found(settings), {}, "Retrain/1", take_over=False) == "training"
+    assert "Warning: The outcome is not in MLflow: " in capsys.readouterr().err
+    assert "Retrain/1" in str(lease(settings, "Retrain/2").take())
 
 
 @pytest.mark.slow
