@@ -72,6 +72,14 @@ def read_judges(spec: str) -> list[JudgePart]:
     return parts
 
 
+def calls_per_question(spec: str) -> int:
+    """Return how many calls to servers one question to the judges of a specification costs.
+
+    A question that must be asked again costs more.
+    """
+    return sum(part.kind == "openai" for part in read_judges(spec))
+
+
 def _parse(spec: str) -> JudgePart:
     kind, _, source = spec.partition(":")
     if spec != "rule" and not (kind in KINDS_WITH_SOURCE and source):

@@ -57,7 +57,7 @@ class ReplyCache:
             return self._get_shared(key)
         except OSError as error:
             raise JudgeError(
-                f"{path} cannot be read: {error.strerror}. Delete it; the judge will then be "
+                f"{path} cannot be read: {error.strerror}. Delete it; the model will then be "
                 "asked, and paid, for this reply again."
             ) from error
         return _reply_of(written, path)
@@ -180,7 +180,7 @@ def _reply_of(written: bytes, place: Path | S3Address) -> Reply:
     except (ValueError, RecursionError) as error:
         raise JudgeError(
             f"{place} does not contain a stored reply: {reason_of(error)}. Delete the file; the "
-            "judge will then be asked, and paid, for this reply again."
+            "model will then be asked, and paid, for this reply again."
         ) from error
 
 
