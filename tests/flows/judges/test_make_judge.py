@@ -162,7 +162,7 @@ def test_the_rule_is_the_built_in_tasks_own():
         ("['first'] * 4", "more than 3 verdicts for 3 pairs"),
         ("None", "returned None. Return a list"),
         ("[1] * 3", "gave 1 for pair 0"),
-        ("['tie', 'First', 'tie']", "'First' for pair 1; a verdict is one"),
+        ("['tie', 'First', 'tie']", r"'First' for pair 1\. Return one of"),
         ("[['first']] * 3", r"gave \['first'\] for pair 0"),
         ("[{'winer': 'first'}] * 3", "gave {'winer': 'first'} for pair 0"),
         ("[{'winner': 'tie', 'probability': 1.5}] * 3", "probability 1.5 for pair 0"),
