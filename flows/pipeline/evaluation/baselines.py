@@ -15,6 +15,7 @@ from pipeline.evaluation.comparison import (
     first_pairs,
     joined,
 )
+from pipeline.evaluation.contests import judgements, name_of
 from pipeline.evaluation.rates import Array
 from pipeline.evaluation.win_rate import compare_policies, measure_win_rate
 from pipeline.judges.judge_budget import Budget
@@ -60,8 +61,8 @@ class JudgedBaselines:
     """Results of the baselines, and the judged pairs."""
 
     results: Baselines | None
-    comparisons: dict[str, Comparison] = field(default_factory=dict)
-    """Comparisons by name of the contest, `NAME_vs_sft`."""
+    judgements: list[dict[str, Any]] = field(default_factory=list)
+    """Rows of the judged pairs, see `contests.judgements`."""
 
 
 def baseline_names(config: EvaluationConfig) -> list[str]:
@@ -69,6 +70,11 @@ def baseline_names(config: EvaluationConfig) -> list[str]:
     if not config.baseline_prompts:
         return []
     return ["greedy", "best_of_4"] if config.temperature else ["best_of_4"]
+
+
+def baseline_contest(name: str) -> str:
+    """Return the name of a baseline's contest."""
+    return name_of(name, "sft")
 
 
 def baseline_answers(config: EvaluationConfig) -> int:
@@ -191,7 +197,8 @@ def _judged(
         for name, comparison in comparisons.items()
     }
     results = Baselines(found=found, ppo=win_rate(ppo), note=_note(settings))
-    return JudgedBaselines(results, {f"{name}_vs_sft": one for name, one in comparisons.items()})
+    contests = {baseline_contest(name): one for name, one in comparisons.items()}
+    return JudgedBaselines(results, judgements(contests))
 
 
 def _compare(

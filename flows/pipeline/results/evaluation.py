@@ -31,6 +31,10 @@ class SequentialTest:
     available: int
     """Number of pairs that the judge could have compared."""
 
+    def is_short_of(self, alpha: float) -> bool:
+        """Return whether the test ended as "better", but with too little evidence for `alpha`."""
+        return self.decided == "better" and self.evidence < 1 / alpha
+
 
 @dataclass(frozen=True, kw_only=True)
 class PeopleAndJudge:
