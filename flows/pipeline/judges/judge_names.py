@@ -229,8 +229,8 @@ def _host(url: str) -> str | None:
         ) from error
     if address.username or address.password or address.query:
         raise ConfigError(
-            f"The address of the judge at {address.host} holds a user, a password or a query, "
-            "which every error message would show. Set the key as OPENAI_API_KEY instead."
+            f"The address of the judge at {address.host} contains a user name, a password or a "
+            "query, which error messages would show. Set the key as OPENAI_API_KEY instead."
         )
     return address.host
 

@@ -14,6 +14,7 @@ from pipeline.evaluation.sequential.confidence_sequence import mean_interval
 from pipeline.judges.judge_budget import Budget, BudgetError
 from pipeline.judges.verdict import Judge, JudgedPrompt
 from pipeline.results.reward_report import OnPolicy
+from pipeline.reward_validation.samples import powers_below
 from ppo_core.errors import DataError
 
 BEST_OF = 4
@@ -150,7 +151,7 @@ def _measure(
             "samples, so the reward model cannot be measured. Check that this judge fits these "
             "prompts."
         )
-    best_of = {k: wins_of_best(points, ranks, count, k) for k in _sizes(count)}
+    best_of = {k: wins_of_best(points, ranks, count, k) for k in powers_below(count)[1:]}
     spread = _largest_value(count, BEST_OF) - 0.5
     low, high = mean_interval(best_of[BEST_OF], lowest=0.5 - spread, highest=0.5 + spread)
     decided = np.abs(np.nan_to_num(points, nan=0.5) - 0.5) > 0
@@ -221,8 +222,3 @@ def _largest_value(count: int, k: int) -> float:
     lower, upper = np.arange(1.0, half + 1), np.arange(count - half + 1.0, count + 1)
     weights = _weight(upper, lower, count, k) - _weight(lower, upper, count, k)
     return float(0.5 + weights.mean() / 4)
-
-
-def _sizes(count: int) -> list[int]:
-    """Return the powers of 2 from 2 to below `count`."""
-    return [2**i for i in range(1, count.bit_length()) if 2**i < count]
