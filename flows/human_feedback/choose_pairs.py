@@ -138,7 +138,13 @@ def disputed_pairs(settings: Settings, folder: Path, reward_model: str, labels: 
     if not judged:
         raise DataError(f"'{folder}': the judge decided no pair of PPO. There is nothing to label.")
     # A verdict has the prompt as text, as the judge read it. The samples have the original prompt.
-    as_asked = {shown_prompt(row["prompt"]): row["prompt"] for row in read_jsonl(folder / SAMPLES)}
+    asked = (row["prompt"] for row in read_jsonl(folder / SAMPLES) if "prompt" in row)
+    as_asked = {shown_prompt(prompt): prompt for prompt in asked}
+    if lacking := [one.prompt for one in judged if one.prompt not in as_asked]:
+        raise DataError(
+            f"'{folder / SAMPLES}' lacks a prompt of {JUDGEMENTS}, {lacking[0]!r:.80}, so the "
+            "reward model cannot score its answers. Restore both files of the same evaluation."
+        )
     prompts = [as_asked[one.prompt] for one in judged]
     answers = [[one.candidate, one.opponent] for one in judged]
     first, second = _scores(RunData(settings), [Path(reward_model)], prompts, answers)[:, :, 0].T

@@ -3,6 +3,7 @@
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -41,6 +42,29 @@ def load_function(place: str, takes: str) -> LoadedFunction:
     if not callable(function):
         raise ConfigError(f"{where} has no function '{name}'. Write one that takes {takes}.")
     return LoadedFunction(function=function, version=_version_of(module))
+
+
+def require_call(function: Callable[..., Any], call: str, form: str, /, **columns: object) -> None:
+    """Check that a function can be called with two lists, and with columns by keyword.
+
+    Args:
+        function: function of a user.
+        call: description of the call, such as "the function is called with two lists".
+        form: form in which to write the function.
+        **columns: arguments that the function gets by keyword.
+
+    Raises:
+        ConfigError: the function takes other arguments.
+    """
+    try:
+        signature = inspect.signature(function)
+    # A function written in C may have no signature. The first call then checks the arguments.
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind([], [], **columns)
+    except TypeError as error:
+        raise ConfigError(f"{call}, but takes {signature}: {error}. Write it as {form}.") from error
 
 
 def _import_file(path: Path) -> ModuleType:

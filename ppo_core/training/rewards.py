@@ -1,6 +1,5 @@
 """Load the rewards that the setting `rewards` names."""
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -9,7 +8,7 @@ from ppo_core.checkpointing.fingerprint import Layout
 from ppo_core.config.reward_names import NamedReward
 from ppo_core.data.reward_columns import AskedColumns, asked_columns
 from ppo_core.errors import ConfigError, PPOError
-from ppo_core.io.user_code import LoadedFunction, load_function
+from ppo_core.io.user_code import LoadedFunction, load_function, require_call
 
 LoadLanguageModel: TypeAlias = Callable[[NamedReward], LoadedFunction]
 """Function that makes a reward function of prompts and responses from a named language model."""
@@ -71,16 +70,10 @@ def named_in_errors(reward: NamedReward) -> Iterator[None]:
 
 
 def _require_two_arguments(function: Callable[..., Any], asked: AskedColumns) -> None:
-    try:
-        signature = inspect.signature(function)
-    # A function written in C may have no signature; the first call then shows whether it fits.
-    except (TypeError, ValueError):
-        return
-    try:
-        signature.bind([], [], **{name: [] for name in asked.required})
-    except TypeError as error:
-        raise ConfigError(
-            "the function is called with two lists, the prompts and the responses, and with "
-            f"columns by keyword, but takes {signature}: {error}. Write it as "
-            "reward(prompts, responses), or as reward(prompts, responses, COLUMN)."
-        ) from error
+    require_call(
+        function,
+        "the function is called with two lists, the prompts and the responses, and with columns by "
+        "keyword",
+        "reward(prompts, responses), or as reward(prompts, responses, COLUMN)",
+        **{name: [] for name in asked.required},
+    )

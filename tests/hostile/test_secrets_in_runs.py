@@ -83,7 +83,7 @@ SLOW = {
         environment={"MLFLOW_TRACKING_URI": f"postgresql://me:{CANARY}pg@127.0.0.1:1/x"},
     ),
     "judge's address": Case(
-        "holds a user, a password or a query",
+        "contains a user name, a password or a query",
         environment={"OPENAI_BASE_URL": f"http://me:{CANARY}judge@127.0.0.1:1/v1"},
         table={"judge": "openai:model"},
     ),

@@ -8,11 +8,18 @@ from dataclasses import dataclass, field
 from math import log
 from typing import Any, Protocol
 
-from pipeline.evaluation.comparison import Comparison, compare, first_pairs, joined
+from pipeline.evaluation.comparison import (
+    PROMPTS_AT_ONCE,
+    Comparison,
+    compare,
+    first_pairs,
+    joined,
+)
+from pipeline.evaluation.contests import judgements, name_of
 from pipeline.evaluation.rates import Array
 from pipeline.evaluation.win_rate import compare_policies, measure_win_rate
 from pipeline.judges.judge_budget import Budget
-from pipeline.judges.judge_names import read_judges
+from pipeline.judges.judge_names import calls_per_question
 from pipeline.judges.make_judge import make_judge_of_run
 from pipeline.judges.verdict import Judge, JudgedPrompt
 from pipeline.results.evaluation import Baseline, Baselines, WinRate
@@ -30,9 +37,6 @@ SAMPLES = 4
 KL_OF_BEST = log(SAMPLES) - (SAMPLES - 1) / SAMPLES
 """Largest KL divergence of the best of n samples from a single sample: ln n - (n - 1) / n nats. The
 divergence has this value if no two samples have equal scores (arXiv:2401.01879)."""
-
-PROMPTS_AT_ONCE = 16
-"""Number of prompts per batch. If the budget ends in a batch, the earlier batches count."""
 
 Score = Callable[[Sequence[JudgedPrompt], Sequence[str]], Array]
 """Function that returns the rewards (N,) of one answer to each of N prompts."""
@@ -57,8 +61,8 @@ class JudgedBaselines:
     """Results of the baselines, and the judged pairs."""
 
     results: Baselines | None
-    comparisons: dict[str, Comparison] = field(default_factory=dict)
-    """Comparisons by name of the contest, `NAME_vs_sft`."""
+    judgements: list[dict[str, Any]] = field(default_factory=list)
+    """Rows of the judged pairs, see `contests.judgements`."""
 
 
 def baseline_names(config: EvaluationConfig) -> list[str]:
@@ -66,6 +70,11 @@ def baseline_names(config: EvaluationConfig) -> list[str]:
     if not config.baseline_prompts:
         return []
     return ["greedy", "best_of_4"] if config.temperature else ["best_of_4"]
+
+
+def baseline_contest(name: str) -> str:
+    """Return the name of a baseline's contest."""
+    return name_of(name, "sft")
 
 
 def baseline_answers(config: EvaluationConfig) -> int:
@@ -97,8 +106,7 @@ def measure_baselines(
         budget: counter of the judge's calls; the baselines use the calls that are left.
     """
     names = baseline_names(settings.evaluation)
-    paid = sum(part.kind == "openai" for part in read_judges(spec))
-    each, left = 2 * paid * len(names), budget.calls_left
+    each, left = 2 * calls_per_question(spec) * len(names), budget.calls_left
     count = min(settings.evaluation.baseline_prompts, len(ppo.prompts))
     if each and left is not None:
         count = min(count, left // each)
@@ -189,7 +197,8 @@ def _judged(
         for name, comparison in comparisons.items()
     }
     results = Baselines(found=found, ppo=win_rate(ppo), note=_note(settings))
-    return JudgedBaselines(results, {f"{name}_vs_sft": one for name, one in comparisons.items()})
+    contests = {baseline_contest(name): one for name, one in comparisons.items()}
+    return JudgedBaselines(results, judgements(contests))
 
 
 def _compare(

@@ -45,8 +45,8 @@ def run_canaries(
 
     The judge compares each canary with the answer in both orders. It compares an answer with itself
     only once, because the swapped question would be identical. `answers` are references, or answers
-    of a policy. If all answers are empty or white space, the judge is not tested, and the report
-    has `sound=False`.
+    of a policy. If all answers are empty or white space, or if the judge gives no verdict on a kind
+    of canary, the judge is not tested, and the report has `sound=False`.
     """
     cases = _first_cases(prompts, answers, count)
     if not cases:
@@ -54,7 +54,9 @@ def run_canaries(
         return CanaryReport(kinds={}, reasons=[untested], sound=False)
     kinds = {kind: _ask_both_orders(judge, cases, text) for kind, text in CANARIES.items()}
     kinds["same"] = _ask_the_same(judge, cases)
-    reasons = [_reason(kind, found) for kind, found in kinds.items() if found.fell]
+    reasons = [
+        _reason(kind, found) for kind, found in kinds.items() if found.fell or not found.tested
+    ]
     return CanaryReport(kinds=kinds, reasons=reasons, sound=not reasons)
 
 
@@ -95,8 +97,13 @@ def _count(asked: int, *, won: int, invalid: int) -> CanaryKind:
 
 
 def _reason(kind: str, found: CanaryKind) -> str:
+    if not found.tested:
+        return (
+            f"The judge was not tested with the canary '{kind}': it gave no verdict for "
+            f"{found.invalid} of {found.asked} prompts. Check that this judge fits these prompts."
+        )
     did = "named a winner" if kind == "same" else "chose the canary"
     return (
-        f"The judge fell for the canary '{kind}': it {did} for {found.won} of "
-        f"{found.asked - found.invalid} prompts. Probably {MEANINGS[kind]}."
+        f"The judge failed the canary test '{kind}': it {did} for {found.won} of {found.tested} "
+        f"prompts. Likely cause: {MEANINGS[kind]}."
     )

@@ -16,6 +16,9 @@ prompts. A run without references or champion has fewer contests, see `contests_
 POINTS = {"first": 1.0, "tie": 0.5, "second": 0.0}
 """Points of the candidate by outcome; the outcome `invalid` gives no points."""
 
+PROMPTS_AT_ONCE = 16
+"""Number of prompts per batch. If the budget ends in a batch, the earlier batches count."""
+
 _COLUMNS = ("prompts", "candidates", "opponents", "straight", "swapped")
 """Fields of a comparison that have one item per pair."""
 

@@ -98,29 +98,47 @@ def evaluate_again(
     folder: Path,
     *,
     judge: TrainedJudge | None,
+    spent: Mapping[str, Spent],
 ) -> EvaluatedPolicy:
-    """Judge the answers of an earlier evaluation against another champion.
+    """Judge the answers of an earlier evaluation against another champion, or with another alpha.
 
-    The new report repeats the baselines of the earlier evaluation, because they do not depend on
-    the champion. `evaluation` is the earlier evaluation; for the other arguments see
-    `evaluate_policies`.
+    If the champion is the same, its answers are the same too, so the judge continues the earlier
+    test. The new report repeats the baselines of the earlier evaluation, because they do not depend
+    on the champion.
+
+    Args:
+        settings: settings of the run, with the alpha of the decision.
+        evaluation: the earlier evaluation.
+        champion: see `evaluate_policies`.
+        folder: see `evaluate_policies`.
+        judge: see `evaluate_policies`.
+        spent: what the judge has spent on all earlier evaluations.
     """
-    from pipeline.evaluation.baselines import JudgedBaselines
+    from pipeline.evaluation.baselines import JudgedBaselines, baseline_contest
     from pipeline.evaluation.guards.tasks import TaskScore
 
     rows, earlier = read_jsonl(evaluation.samples), evaluation.report()
     texts = {who: [row[who] for row in rows] for who in rows[0]}
+    answering = list(earlier.kl)
+    if champion is not None and champion.version == earlier.champion:
+        answering.append("champion")
     stopped = _stopped(evaluation)
     scored = read_jsonl(evaluation.task_scores) if settings.promotion.guards.tasks else []
     answered = _Answered(
         texts["prompt"],
         texts.get("reference"),
         {
-            who: Answers(texts=texts[who], kl=kl, stopped=stopped.get(who))
-            for who, kl in earlier.kl.items()
+            who: Answers(texts=texts[who], kl=earlier.kl.get(who), stopped=stopped.get(who))
+            for who in answering
         },
         {},
-        [TaskScore(**row) for row in scored if row["policy"] in earlier.kl],
+        [TaskScore(**row) for row in scored if row["policy"] in answering],
+    )
+    found = earlier.baselines.found if earlier.baselines else {}
+    judged = {baseline_contest(name) for name in found}
+    baselines = JudgedBaselines(
+        earlier.baselines,
+        [row for row in read_jsonl(evaluation.judgements) if row["contest"] in judged],
     )
     return _judge(
         RunData(settings),
@@ -129,8 +147,8 @@ def evaluate_again(
         folder,
         judge,
         evaluation.selection,
-        earlier.spent,
-        lambda against_sft, budget: JudgedBaselines(earlier.baselines),
+        spent,
+        lambda against_sft, budget: baselines,
     )
 
 
@@ -182,8 +200,8 @@ def _judge(
     from pipeline.evaluation.contests import distinct_share, judgements
 
     settings, prompts = data.settings, answered.prompts
-    kl = {who: given.kl for who, given in answered.answers.items()}
-    if champion is not None:
+    kl = {who: given.kl for who, given in answered.answers.items() if who != "champion"}
+    if champion is not None and "champion" not in answered.answers:
         answered = _with_champion(settings, answered, champion, folder)
     version = None if champion is None else champion.version
     evaluated = EvaluatedPolicy(
@@ -197,8 +215,7 @@ def _judge(
     baselines = without_ppo(contests.comparisons["ppo_vs_sft"], budget)
     reasons = [*contests.result.reasons, *doubts_about_trained_judge(trained_judge)]
     _write_samples(evaluated, {"prompt": prompts, **texts})
-    judged = contests.comparisons | baselines.comparisons
-    write_jsonl(evaluated.judgements, judgements(judged))
+    write_jsonl(evaluated.judgements, judgements(contests.comparisons) + baselines.judgements)
     report = Evaluation(
         **vars(replace(contests.result, conclusive=not reasons, reasons=reasons)),
         notes=[

@@ -10,10 +10,10 @@ from pipeline.demo import judge, posts
 from pipeline.judges.verdict import WINNERS, JudgedPrompt, Verdict
 from pipeline.storage.workspace import original_names
 from ppo_core.data.rows.dialogues import shown_prompt
-from ppo_core.errors import ConfigError, DataError, user_code_errors
+from ppo_core.errors import DataError, user_code_errors
 from ppo_core.io.folder_cache import digest_of_code
 from ppo_core.io.progress_bar import BAR_DELAY, progress
-from ppo_core.io.user_code import load_function
+from ppo_core.io.user_code import load_function, require_call
 
 JudgeFunction = Callable[[list[str], list[tuple[str, str]]], Iterable[Any]]
 """Function that maps prompts and pairs of answers to one verdict per pair. A verdict is a word of
@@ -73,8 +73,8 @@ class FunctionJudge:
         winner = fields.get("winner")
         if not isinstance(winner, str) or winner not in WINNERS:
             raise DataError(
-                f"{self._described} gave {item!r:.80} for pair {number}; a verdict is one of "
-                f"{', '.join(WINNERS)}, or holds one of them as its winner."
+                f"{self._described} gave {item!r:.80} for pair {number}. Return one of "
+                f"{', '.join(WINNERS)}, or an object whose `winner` is one of them."
             )
         probability = fields.get("probability")
         if not (probability is None or _is_probability(probability)):
@@ -103,25 +103,12 @@ def load_function_judge(place: str) -> FunctionJudge:
         ConfigError: the file, module or function does not exist, or cannot be imported.
     """
     loaded = load_function(place, "prompts and pairs")
-    _require_two_arguments(loaded.function)
+    call = (
+        f"the function in {_place_of(loaded.function)} is called with two lists, the prompts and "
+        "the pairs of answers"
+    )
+    require_call(loaded.function, call, "judge(prompts, pairs)")
     return FunctionJudge(original_names(f"python:{place}"), loaded.function, loaded.version)
-
-
-def _require_two_arguments(function: JudgeFunction) -> None:
-    """Raise ConfigError unless a function can be called with the prompts and the pairs."""
-    try:
-        signature = inspect.signature(function)
-    # A function written in C may have no signature. The first call then checks the arguments.
-    except ValueError:
-        return
-    try:
-        signature.bind([], [])
-    except TypeError as error:
-        raise ConfigError(
-            f"the function in {_place_of(function)} is called with two lists, the prompts and the "
-            f"pairs of answers, but takes {signature}: {error}. Write it as "
-            "judge(prompts, pairs)."
-        ) from error
 
 
 def _place_of(function: JudgeFunction) -> str:

@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from pipeline.settings.judge_config import JudgingConfig
 
 
+class BudgetError(JudgeError):
+    """The judge's budget has too few calls or tokens left."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Spent:
     """Calls and tokens that a judge has spent on a server."""
@@ -87,20 +91,20 @@ class Budget:
         """Check, before any question is asked, that enough calls are left for all questions.
 
         Raises:
-            JudgeError: there are more questions than calls left.
+            BudgetError: there are more questions than calls left.
         """
         if not self.allows(questions):
-            raise JudgeError(
-                f"{questions} questions need at least {questions} calls, but {self.calls} of "
-                f"judging.max_calls={self.max_calls}{self._note} calls are already spent, so no "
-                "question was asked. Raise judging.max_calls, or judge fewer pairs."
+            raise BudgetError(
+                f"{questions} questions need at least {questions} calls, but only "
+                f"{self.calls_left} of judging.max_calls={self.max_calls}{self._note} are left. "
+                "These questions were not asked. Raise judging.max_calls."
             )
 
     def start_call(self, judge: str, left: int) -> None:
         """Count a call of a judge before it starts; `left` is the number of unanswered questions.
 
         Raises:
-            JudgeError: the limit of calls or tokens is reached.
+            BudgetError: the limit of calls or tokens is reached.
         """
         self._require_unspent("max_calls", self.calls, self.max_calls, left)
         self._require_unspent("max_tokens", self.tokens, self.max_tokens, left)
@@ -124,8 +128,8 @@ class Budget:
 
     def _require_unspent(self, setting: str, spent: int, limit: int | None, left: int) -> None:
         if limit is not None and spent >= limit:
-            raise JudgeError(
-                f"The judge's budget is spent: {spent} of judging.{setting}={limit}{self._note}, "
+            raise BudgetError(
+                f"The budget is spent: {spent} of judging.{setting}={limit}{self._note}, "
                 f"with {left} questions left to ask. All replies are stored. Raise "
                 f"judging.{setting} and run again to ask only the remaining questions."
             )

@@ -72,6 +72,14 @@ def read_judges(spec: str) -> list[JudgePart]:
     return parts
 
 
+def calls_per_question(spec: str) -> int:
+    """Return how many calls to servers one question to the judges of a specification costs.
+
+    A question that must be asked again costs more.
+    """
+    return sum(part.kind == "openai" for part in read_judges(spec))
+
+
 def _parse(spec: str) -> JudgePart:
     kind, _, source = spec.partition(":")
     if spec != "rule" and not (kind in KINDS_WITH_SOURCE and source):
@@ -221,8 +229,8 @@ def _host(url: str) -> str | None:
         ) from error
     if address.username or address.password or address.query:
         raise ConfigError(
-            f"The address of the judge at {address.host} holds a user, a password or a query, "
-            "which every error message would show. Set the key as OPENAI_API_KEY instead."
+            f"The address of the judge at {address.host} contains a user name, a password or a "
+            "query, which error messages would show. Set the key as OPENAI_API_KEY instead."
         )
     return address.host
 

@@ -121,7 +121,7 @@ class OpenAIClient:
             return CallError(words, _retry_after(error.response.headers))
         refused = RefusedError if status in QUESTION_STATUSES else JudgeError
         return refused(
-            f"{self.url} refuses the judge openai:{self._model} with {words}\n"
+            f"{self.url} rejects the call of openai:{self._model} with {words}\n"
             f"Replies so far are kept. {self._next_move(status)}"
         )
 

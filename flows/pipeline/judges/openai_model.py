@@ -92,7 +92,7 @@ class OpenAIModel:
         reply = asyncio.run(self._ask_probe())
         if reply.text is None:
             raise JudgeError(
-                f"The judge {self.name} at {self._server.url} does not answer: {reply.error}\n"
+                f"{self.name} at {self._server.url} does not answer: {reply.error}\n"
                 "Check judging.base_url (it ends in /v1) and whether the server is up."
             )
 
@@ -175,8 +175,8 @@ class OpenAIModel:
         self._given_up_in_a_row += 1
         if self._given_up_in_a_row >= DOWN_AFTER:
             raise JudgeError(
-                f"{self._server.url} seems to be down: {DOWN_AFTER} questions in a row to the "
-                f"judge {self.name} got no answer. The last error: {reply.error}\n"
+                f"{self._server.url} seems to be down: {DOWN_AFTER} questions in a row to "
+                f"{self.name} got no answer. The last error: {reply.error}\n"
                 f"All replies are stored, and {self._left} questions are left to ask. Run again "
                 "when the server is up."
             )

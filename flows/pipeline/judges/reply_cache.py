@@ -54,10 +54,10 @@ class ReplyCache:
         try:
             written = path.read_bytes()
         except FileNotFoundError:
-            return self._get_shared(key)
+            return self._fetch_shared(key)
         except OSError as error:
             raise JudgeError(
-                f"{path} cannot be read: {error.strerror}. Delete it; the judge will then be "
+                f"{path} cannot be read: {error.strerror}. Delete it; the model will then be "
                 "asked, and paid, for this reply again."
             ) from error
         return _reply_of(written, path)
@@ -68,24 +68,31 @@ class ReplyCache:
         Raises:
             StorageError: S3 does not answer.
         """
-        path = self._path(key)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        content = json.dumps({"text": reply.text, "tokens": reply.tokens})
-        write_atomically(path, content)
+        content = json.dumps({"text": reply.text, "tokens": reply.tokens}).encode()
+        self._write(key, content)
         if self._shared is not None:
             from pipeline.storage.objects import write_object
 
-            write_object(self._address(key), content.encode())
+            write_object(self._address(key), content)
 
-    def _get_shared(self, key: str) -> Reply | None:
-        """Return the reply that another machine has stored in S3; None if there is none."""
+    def _write(self, key: str, content: bytes) -> None:
+        path = self._path(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, content)
+
+    def _fetch_shared(self, key: str) -> Reply | None:
+        """Return and store the reply of another machine from S3; return None if there is none."""
         if self._shared is None:
             return None
         # Imported here because it imports boto3, which a run without S3 does not need.
         from pipeline.storage.objects import read_object
 
         found = read_object(self._address(key))
-        return None if found is None else _reply_of(found[0], self._address(key))
+        if found is None:
+            return None
+        reply = _reply_of(found[0], self._address(key))
+        self._write(key, found[0])
+        return reply
 
     def _address(self, key: str) -> S3Address:
         assert self._shared is not None
@@ -180,7 +187,7 @@ def _reply_of(written: bytes, place: Path | S3Address) -> Reply:
     except (ValueError, RecursionError) as error:
         raise JudgeError(
             f"{place} does not contain a stored reply: {reason_of(error)}. Delete the file; the "
-            "judge will then be asked, and paid, for this reply again."
+            "model will then be asked, and paid, for this reply again."
         ) from error
 
 

@@ -1,9 +1,11 @@
 """Decide whether a registered candidate is promoted."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from pipeline.judges.judge_budget import Spent
 from pipeline.promotion.fetch_champion import fetch_version
 from pipeline.promotion.gate import reasons_to_promote, reasons_to_refuse
 from pipeline.registry import change_champion
@@ -32,7 +34,9 @@ def decide_promotion(
     """Promote a candidate or refuse it, and write the decision to the history.
 
     If the champion changes before the decision is written, the candidate is evaluated against the
-    new champion, and a new decision is made. Each evaluation has its own folder and runs only once.
+    new champion, and a new decision is made. If other decisions have lowered alpha so that the
+    judge stopped too early, the judge continues. Each evaluation has its own folder and runs only
+    once.
     If a person has promoted the candidate meanwhile, the candidate stays champion.
 
     Args:
@@ -53,7 +57,8 @@ def decide_promotion(
         earlier = state.decided(by, version)
         before = _before(state, earlier)
         with_limits = replace(settings, promotion=limits_now(settings.promotion, before.decisions))
-        evaluated = partial(_evaluated, with_limits, first, folder, validation.judge)
+        spent = evaluation.report().spent
+        evaluated = partial(_evaluated, with_limits, first, folder, validation.judge, spent)
         if earlier:
             return earlier, evaluated(before.champion)
         if state.champion == version:
@@ -94,10 +99,16 @@ def _evaluated(
     first: EvaluatedPolicy,
     folder: Path,
     judge: TrainedJudge | None,
+    spent: Mapping[str, Spent],
     champion: int | None,
 ) -> EvaluatedPolicy:
-    """Return the evaluation against a champion: `first`, a cached evaluation, or a new one."""
-    if first.champion == champion:
+    """Return the evaluation against a champion: `first`, a cached evaluation, or a new one.
+
+    `spent` is what the judge has spent on all evaluations so far.
+    """
+    report, alpha = first.report(), settings.promotion.alpha
+    tests = [one.test for one in report.win_rate.values() if one.test]
+    if first.champion == champion and not any(one.is_short_of(alpha) for one in tests):
         return first
 
     def evaluate(unfinished: Path) -> None:
@@ -106,14 +117,14 @@ def _evaluated(
             from pipeline.evaluation.evaluate_policies import evaluate_again
 
         fetched = None if champion is None else fetch_version(settings, champion)
-        evaluate_again(settings, first, fetched, unfinished, judge=judge)
+        evaluate_again(settings, first, fetched, unfinished, judge=judge, spent=spent)
 
     name = f"against-{'sft' if champion is None else champion}"
     # The key contains the full first report, because the candidate's answers or the judge may
     # change.
-    report = as_json(first.report())
     places = {"samples": str(first.samples), "judgements": str(first.judgements)}
-    again = make_once(folder, name, {"first": report | places}, evaluate).path
+    key = {"first": as_json(report) | places, "alpha": alpha}
+    again = make_once(folder, name, key, evaluate).path
     return replace(first, champion=champion, folder=str(again))
 
 

@@ -19,25 +19,18 @@ CHAMPIONS = "champions"
 """Folder of downloaded versions, in the cache."""
 
 
-def find_champion(settings: Settings) -> FetchedChampion | None:
+def find_champion(settings: Settings, *, sync: bool = True) -> FetchedChampion | None:
     """Download and check the current champion; return None if there is no champion yet.
+
+    If `sync` is False, the champion is the version with the alias `champion`, and the registry is
+    not changed.
 
     Raises:
         DataError: an evaluation prompt is too long for the champion.
         ModelError: the registry cannot be read, or the files differ from the registered files.
     """
-    version = sync_aliases(settings.registered_model).champion
-    return None if version is None else fetch_version(settings, version)
-
-
-def look_up_champion(settings: Settings) -> FetchedChampion | None:
-    """Download and check the version with the alias `champion`, without changing the registry.
-
-    Raises:
-        DataError: see `find_champion`.
-        ModelError: see `find_champion`.
-    """
-    version = read_aliases(settings.registered_model).get(CHAMPION)
+    name = settings.registered_model
+    version = sync_aliases(name).champion if sync else read_aliases(name).get(CHAMPION)
     return None if version is None else fetch_version(settings, version)
 
 

@@ -75,18 +75,20 @@ def find_start(settings: Settings, champion: int | None) -> FoundStart:
         return FoundStart(start=None, text="")
     name = settings.registered_model
     if champion is None:
-        return _nothing(f"'{name}' has no champion yet. The version of this run is a start")
+        return _nothing(
+            f"'{name}' has no champion yet. Later runs can start from this run's version"
+        )
     which = f"version {champion} of '{name}'"
     try:
         start = fetch_start(name, champion, Path(settings.output_dir) / "cache" / STARTS)
         if start is None:
             return _nothing(
-                f"{which} has no reward model and critic registered: an earlier release made it, "
-                "or a run without start_from. The version of this run has both"
+                f"{which} was registered without reward model and critic, by an earlier release or "
+                "by a run without start_from. This run registers both"
             )
         seen, data = read_start_rows(start.path), RunData(settings)
         if data.erased and count_seen(seen, data.erased):
-            return _nothing(f"{which} has read rows that erase names")
+            return _nothing(f"{which} was trained on rows that the setting `erase` lists")
         _check_files(Path(start.path))
     except ModelError as error:
         raise ModelError(f"start_from='champion', {which}: {error} {REMEDY}") from error
@@ -104,7 +106,7 @@ def find_start(settings: Settings, champion: int | None) -> FoundStart:
 
 
 def _nothing(reason: str) -> FoundStart:
-    return FoundStart(start=None, text=f"start_from: nothing, because {reason}.")
+    return FoundStart(start=None, text=f"start_from has no effect, because {reason}.")
 
 
 def _models(start: Path) -> list[Path]:
@@ -168,7 +170,7 @@ def _refuse_trained(data: RunData, trained: frozenset[bytes], which: str) -> Non
         count = count_trained((row for row in given if row[ROW] in taken), trained)
         if count > MOST_TRAINED * len(taken):
             raise DataError(
-                f"start_from='champion': {count} of {len(taken)} rows of {use} have trained the "
-                f"reward model of {which}: {uses[use]}. Keep one file as preferences_test, add new "
-                f"pairs at the end of preferences, and name a judge. {REMEDY}"
+                f"start_from='champion': The reward model of {which} was trained on {count} of "
+                f"{len(taken)} rows of {use}: {uses[use]}. Keep one file as preferences_test, add "
+                f"new pairs at the end of preferences, and name a judge. {REMEDY}"
             )

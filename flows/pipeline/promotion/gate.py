@@ -121,11 +121,6 @@ def _wins(win_rate: WinRate, opponent: str, limits: PromotionConfig, name: str) 
     finite = all(map(isfinite, (win_rate.rate, win_rate.low, win_rate.high, test.evidence)))
     if finite and test.evidence >= needed:
         return ""
-    if test.decided == "better" and test.alpha > limits.alpha:
-        return (
-            f"{_won(win_rate, opponent)}. It was judged with alpha={test.alpha:g}, but alpha is "
-            f"{limits.alpha:g} now. Judge the candidate again."
-        )
     return (
         f"{_won(win_rate, opponent)}. The evidence that this rate exceeds {name}={least:g} is "
         f"{test.evidence:.3g} to 1, but alpha={limits.alpha:g} needs {needed:,.0f} to 1. Either "
@@ -179,9 +174,12 @@ def _guard(name: str, result: GuardResult, champion: int | None) -> str:
         return ""
     opponent, own, other = _opponent(champion), f"{result.policy:.1%}", f"{result.rival:.1%}"
     if name in BUILT_IN_GUARDS:
-        scores = f"{own} of its answers {BUILT_IN_GUARDS[name]}, and {other} of those of {opponent}"
+        scores = (
+            f"{own} of its answers {BUILT_IN_GUARDS[name]}, compared with {other} of the answers "
+            f"of {opponent}"
+        )
     else:
-        scores = f"its answers score {own} on average, and those of {opponent} {other}"
+        scores = f"its mean score is {own}, and the mean score of {opponent} is {other}"
     difference, interval = as_points(result)
     if result.is_task:
         scores = f"the policy scores {own} on this task, and {opponent} {other}"

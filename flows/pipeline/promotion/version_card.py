@@ -238,9 +238,8 @@ def _cost(cost: RunCost) -> str:
         (name, step.attempts, f"{step.gpu_seconds:.0f}", f"{step.cpu_seconds:.0f}")
         for name, step in cost.steps.items()
     ]
-    head = "| step | attempts | GPU seconds | CPU seconds |\n|---|---|---|---|"
-    lines = [f"| {as_markdown(name)} | {' | '.join(map(str, rest))} |" for name, *rest in rows]
-    return f"{cost_in_words(cost)}.\n\n" + "\n".join([head, *lines])
+    table = _table(("step", "attempts", "GPU seconds", "CPU seconds"), rows)
+    return f"{cost_in_words(cost)}.\n\n{table}"
 
 
 def _samples(samples: Sequence[Mapping[str, str]]) -> str:

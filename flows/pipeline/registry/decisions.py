@@ -52,6 +52,11 @@ class Decision:
         """Whether the promotion gate of a run decided; otherwise a person decided."""
         return self.by.startswith("run ")
 
+    @property
+    def is_promoted(self) -> bool:
+        """Whether the version is champion after the decision, also if a person promoted it."""
+        return self.champion == self.version
+
     def __post_init__(self) -> None:
         """Raise if `by` or `key` is too long; only the reasons may be cut."""
         for name in ("by", "key"):

@@ -250,7 +250,7 @@ def _canaries(canaries: CanaryReport) -> Section:
                 str(found.won),
                 str(found.asked),
                 str(found.invalid),
-                "fell for it" if found.fell else "is sound",
+                "fell for it" if found.fell else "is sound" if found.tested else "was not tested",
             )
             for kind, found in canaries.kinds.items()
         ),

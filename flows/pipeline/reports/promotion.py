@@ -47,12 +47,10 @@ def promotion_document(
         kl: KL divergence between the version and SFT, nats per answer.
         earlier_decisions: number of earlier versions whose decisions used the same evaluation data.
     """
-    # `promoted` is also true if a person promoted the version before the run decided.
-    promoted = promotion.champion == promotion.version
     return Document(
         subject="Does production load this policy?",
-        verdict="Promoted" if promoted else "Refused",
-        tone="success" if promoted else "danger",
+        verdict="Promoted" if promotion.is_promoted else "Refused",
+        tone="success" if promotion.is_promoted else "danger",
         reasons=(*promotion.reasons, *evaluation.notes),
         sections=(
             _decision(promotion, evaluation),
@@ -68,7 +66,7 @@ def _decision(promotion: Decision, evaluation: Evaluation) -> Section:
         rows=(
             (
                 str(promotion.version),
-                decision_in_words(promotion.version, promotion.champion),
+                decision_in_words(promotion),
                 _version(evaluation.champion),
             ),
         ),

@@ -62,27 +62,26 @@ def render_places(*, page: str, run_id: str, mlflow: str, model: str, decision: 
         decision: the decision on the policy.
     """
     version, name = decision.version, quote(model)
-    decided = decision_in_words(version, decision.champion)
     next_move = f"mlflow models serve -m {quote(f'models:/{model}@champion')} --env-manager local"
-    if decision.champion != version:
+    if not decision.is_promoted:
         next_move = f"to overrule, python flows/registry.py promote {name} {version} --reason TEXT"
     lines = [
         page,
         f"Card: python flows/rlhf.py card view {run_id}/evaluate_win_rate",
         f"MLflow: {mlflow}",
-        f"Policy: models:/{model}/{version}, {decided}",
+        f"Policy: models:/{model}/{version}, {decision_in_words(decision)}",
         f"Next: {next_move}",
     ]
     return "".join(f"{line}\n" for line in lines)
 
 
-def decision_in_words(version: int, champion: int | None) -> str:
+def decision_in_words(decision: Decision) -> str:
     """Return `champion`, or, if the version is not the champion, a text about the refusal."""
-    if champion == version:
+    if decision.is_promoted:
         return "champion"
-    if champion is None:
+    if decision.champion is None:
         return "refused, and there is no champion"
-    return f"refused, and version {champion} stays champion"
+    return f"refused, and version {decision.champion} stays champion"
 
 
 def reward_verdict(report: RewardReport) -> str:

@@ -31,6 +31,10 @@ class SequentialTest:
     available: int
     """Number of pairs that the judge could have compared."""
 
+    def is_short_of(self, alpha: float) -> bool:
+        """Return whether the test ended as "better", but with too little evidence for `alpha`."""
+        return self.decided == "better" and self.evidence < 1 / alpha
+
 
 @dataclass(frozen=True, kw_only=True)
 class PeopleAndJudge:
@@ -250,7 +254,12 @@ class CanaryKind:
     """Number of prompts without a verdict in at least one order."""
 
     fell: bool
-    """Whether the judge failed: `won` is above MAX_SHARE of `asked - invalid`."""
+    """Whether the judge failed: `won` is above MAX_SHARE of `tested`."""
+
+    @property
+    def tested(self) -> int:
+        """Number of prompts with a verdict in every order; 0 if the judge was not tested."""
+        return self.asked - self.invalid
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,7 +271,7 @@ class CanaryReport:
     there was no answer to compare with."""
 
     reasons: list[str]
-    """One sentence for each kind that the judge failed, or the reason why it was not tested."""
+    """One sentence for each kind that the judge failed or was not tested with."""
 
     sound: bool
     """Whether the judge passed all kinds."""

@@ -76,8 +76,8 @@ def _choice(found: OnPolicy, people: Rate | None) -> str:
     if found.usefulness != "useless":
         return ""
     cause = (
-        "the judge does not prefer what this model prefers among the policy's own answers, so PPO "
-        "would not gain what the judge sees. Train the reward model on pairs of such answers."
+        "among the policy's answers, the judge does not prefer those with the highest reward, so "
+        "PPO would not raise the win rate. Train the reward model on pairs of such answers."
     )
     if found.high > found.least:
         cause = (

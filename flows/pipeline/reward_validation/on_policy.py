@@ -8,19 +8,17 @@ from numpy.typing import NDArray
 from scipy.special import comb
 from scipy.stats import rankdata
 
-from pipeline.evaluation.comparison import POINTS, compare
+from pipeline.evaluation.comparison import POINTS, PROMPTS_AT_ONCE, compare
 from pipeline.evaluation.rates import Array, hits, measure_rate
 from pipeline.evaluation.sequential.confidence_sequence import mean_interval
-from pipeline.judges.judge_budget import Budget
+from pipeline.judges.judge_budget import Budget, BudgetError
 from pipeline.judges.verdict import Judge, JudgedPrompt
 from pipeline.results.reward_report import OnPolicy
+from pipeline.reward_validation.samples import powers_below
 from ppo_core.errors import DataError
 
 BEST_OF = 4
 """Number k of samples from which the gate takes the best."""
-
-PROMPTS_AT_ONCE = 16
-"""Number of prompts whose pairs the judge compares before the interval is computed again."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +57,7 @@ def measure_on_policy(
     budget: Budget,
     blocks: Iterable[ScoredSamples],
     *,
+    calls_per_question: int,
     least: float,
     seed: int,
     is_clear: Callable[[OnPolicy], bool] | None = None,
@@ -67,12 +66,14 @@ def measure_on_policy(
 
     The K samples of a prompt are paired at random, and the judge compares each pair in both orders.
     The judge is asked until the measurement is clear, until all samples are judged, or until the
-    budget is too small for more. Return None if the budget is too small for the first pairs.
+    budget is too small for the pairs of the next PROMPTS_AT_ONCE prompts. Return None if the budget
+    is too small for the first pairs.
 
     Args:
         judge: the judge of the run.
         budget: counter of the judge's calls and tokens, with their limits.
         blocks: samples with their scores; the next block is taken only if it is needed.
+        calls_per_question: number of calls to servers that a question costs; 0 for a free judge.
         least: limit of the gate for the win rate of the best of four.
         seed: seed of the pairs.
         is_clear: function that returns whether the measurement is clear. If None, it is clear when
@@ -85,10 +86,14 @@ def measure_on_policy(
     points: list[Array] = []
     found = None
     for part in _parts(blocks, np.random.default_rng(seed)):
-        if not budget.allows(part.texts.size * max(1, len(judge.members))):
+        if not budget.allows(part.texts.size * calls_per_question):
+            break
+        try:
+            points.append(_ask(judge, part))
+        # Retries, and questions that are asked again, have spent the rest of the budget.
+        except BudgetError:
             break
         judged.append(part)
-        points.append(_ask(judge, part))
         found = _measure(judge.name, judged, points, least)
         if not found.low <= least <= found.high if is_clear is None else is_clear(found):
             break
@@ -146,7 +151,7 @@ def _measure(
             "samples, so the reward model cannot be measured. Check that this judge fits these "
             "prompts."
         )
-    best_of = {k: wins_of_best(points, ranks, count, k) for k in _sizes(count)}
+    best_of = {k: wins_of_best(points, ranks, count, k) for k in powers_below(count)[1:]}
     spread = _largest_value(count, BEST_OF) - 0.5
     low, high = mean_interval(best_of[BEST_OF], lowest=0.5 - spread, highest=0.5 + spread)
     decided = np.abs(np.nan_to_num(points, nan=0.5) - 0.5) > 0
@@ -217,8 +222,3 @@ def _largest_value(count: int, k: int) -> float:
     lower, upper = np.arange(1.0, half + 1), np.arange(count - half + 1.0, count + 1)
     weights = _weight(upper, lower, count, k) - _weight(lower, upper, count, k)
     return float(0.5 + weights.mean() / 4)
-
-
-def _sizes(count: int) -> list[int]:
-    """Return the powers of 2 from 2 to below `count`."""
-    return [2**i for i in range(1, count.bit_length()) if 2**i < count]

@@ -74,7 +74,9 @@ def measure_samples(
         quantiles={str(q): float(np.percentile(scores, q)) for q in QUANTILES},
         counts=counts.tolist(),
         edges=edges.tolist(),
-        best_of={str(k): best_of(scores, k) for k in _sizes(scores.shape[1])},
+        best_of={
+            str(k): best_of(scores, k) for k in (*powers_below(scores.shape[1]), scores.shape[1])
+        },
         references=None
         if reference_scores is None
         else _compare_references(scores, np.asarray(reference_scores, dtype=float), seed),
@@ -95,9 +97,9 @@ def best_of(scores: Array, k: int) -> float:
     return float((np.sort(scores, axis=1) @ weights).mean())
 
 
-def _sizes(num_samples: int) -> list[int]:
-    """Return the values of k: all powers of 2 below `num_samples`, and `num_samples`."""
-    return [2**i for i in range(num_samples.bit_length()) if 2**i < num_samples] + [num_samples]
+def powers_below(limit: int) -> list[int]:
+    """Return the powers of 2 from 1 to below `limit`."""
+    return [2**i for i in range(limit.bit_length()) if 2**i < limit]
 
 
 def _compare_references(scores: Array, reference_scores: Array, seed: int) -> References:

@@ -70,7 +70,7 @@ def score_pairs(scorer: TextScorer, pairs: Sequence[LabeledPair]) -> tuple[Array
     if broken.size:
         first = broken[0]
         raise ModelError(
-            f"The reward model's scores of {broken.size} of {len(pairs)} held-out pairs are not "
+            f"The reward model's scores of {broken.size} of {len(pairs)} labeled pairs are not "
             f"finite, so PPO would learn nothing from them. The first such pair is pair {first}, "
             f"with scores {chosen[first]} and {rejected[first]}: {pairs[first]}. Train the reward "
             "model again with a lower learning rate or in fp32."
@@ -101,7 +101,7 @@ def _require_known_tokens(model: RewardModel, rows: Sequence[list[int]]) -> None
     known = known_tokens(model)
     if largest >= known:
         raise ModelError(
-            f"The reward model's tokenizer gives id {largest} in the held-out pairs, but the model "
+            f"The reward model's tokenizer gives id {largest} in the labeled pairs, but the model "
             f"has embeddings only for ids below {known}: it was trained with another tokenizer. "
             "Save that tokenizer in the folder of the reward model."
         )

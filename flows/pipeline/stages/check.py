@@ -13,7 +13,7 @@ from pipeline.cost.run_size import (
     measure_run,
 )
 from pipeline.inputs.data_sets import RunData
-from pipeline.promotion.fetch_champion import look_up_champion
+from pipeline.promotion.fetch_champion import find_champion
 from pipeline.promotion.find_start import find_start
 from pipeline.settings.settings import Settings
 from pipeline.stages.start import prepare_inputs
@@ -52,7 +52,7 @@ def check_run(given: Settings) -> Iterator[str]:
         ModelError: a model cannot be used, or MLflow does not answer.
     """
     settings = prepare_inputs(given)
-    champion = look_up_champion(settings)
+    champion = find_champion(settings, sync=False)
     if text := find_start(settings, None if champion is None else champion.version).text:
         yield text
     size = measure_run(settings, has_champion=champion is not None)

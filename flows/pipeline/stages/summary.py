@@ -114,7 +114,6 @@ def _summary_of(
 def _outcome(registered: RegisteredPolicy) -> tuple[str, list[str]]:
     """Return the outcome of the run and its reasons, for the description in MLflow."""
     decision = registered.promotion
-    # Also "Promoted" if a person promoted the version before the run decided.
-    outcome = "Promoted" if decision.champion == decision.version else "Refused"
-    decided = decision_in_words(decision.version, decision.champion)
+    outcome = "Promoted" if decision.is_promoted else "Refused"
+    decided = decision_in_words(decision)
     return outcome, [f"{registered.model['uri']}: {decided}.", *decision.reasons]

@@ -14,7 +14,7 @@ from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
 from pipeline.inputs.preference_pairs import label_pairs
 from pipeline.judges.judge_budget import Budget, sum_spent
-from pipeline.judges.judge_names import has_access_to_judge, read_judges
+from pipeline.judges.judge_names import calls_per_question, has_access_to_judge
 from pipeline.judges.make_judge import make_judge_of_run
 from pipeline.launch.answers import answer_as_ppo
 from pipeline.reports.log_reports import log_reward_report
@@ -194,6 +194,7 @@ def measure_given_model(
         make_judge_of_run(settings, settings.judge, budget),
         budget,
         islice(blocks, 1),
+        calls_per_question=calls_per_question(settings.judge),
         least=limits.min_best_of_4,
         seed=settings.seed,
         is_clear=is_low,
@@ -217,7 +218,7 @@ def _draw(settings: Settings, sft: PreparedModel, folder: Path) -> SampleRespons
 
 def can_ask(spec: str) -> bool:
     """Return whether this step can ask a judge: the step has the key, or no key is needed."""
-    return has_access_to_judge() or all(part.kind != "openai" for part in read_judges(spec))
+    return has_access_to_judge() or not calls_per_question(spec)
 
 
 def _comparer(settings: Settings, trained: PreparedModel | None) -> Compare | None:
@@ -226,8 +227,14 @@ def _comparer(settings: Settings, trained: PreparedModel | None) -> Compare | No
     if can_ask(spec):
         budget = Budget.of(settings.judging)
         judge = make_judge_of_run(settings, spec, budget)
-        least = settings.reward_gate.min_best_of_4
-        return partial(measure_on_policy, judge, budget, least=least, seed=settings.seed)
+        return partial(
+            measure_on_policy,
+            judge,
+            budget,
+            calls_per_question=calls_per_question(spec),
+            least=settings.reward_gate.min_best_of_4,
+            seed=settings.seed,
+        )
     print(
         f"Warning: judge={settings.judge} is not asked about the policy's samples, because this "
         "step has no key of the judge, so only the accuracy on held-out pairs decides. To measure "

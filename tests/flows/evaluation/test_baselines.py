@@ -87,7 +87,7 @@ def test_the_baselines_are_judged_on_the_prompts_of_the_decision_and_change_noth
     assert best.win_rate.rate > 0.5
     # All tokens are equally likely; ln 4 - 3/4.
     assert best.kl == pytest.approx(log(4) - 0.75)
-    again = evaluate_again(world.settings, on, None, tmp_path, judge=None).report()
+    again = evaluate_again(world.settings, on, None, tmp_path, judge=None, spent={}).report()
     assert again.baselines == found
 
 
@@ -113,7 +113,11 @@ def test_the_best_of_four_has_the_highest_reward_among_new_samples(world: World,
 
 
 def test_without_sampling_greedy_sft_is_no_baseline(world: World, tmp_path: Path):
-    found = evaluated(world, tmp_path / "greedy", temperature=0.0).report().baselines
+    greedy = evaluated(world, tmp_path / "greedy", temperature=0.0)
+    found = greedy.report().baselines
+    again = evaluate_again(world.settings, greedy, None, tmp_path, judge=None, spent={})
+    assert again.report().baselines == found
+    assert read_jsonl(again.judgements) == read_jsonl(greedy.judgements)
     assert list(found.found) == ["best_of_4"]
     assert found.found["best_of_4"].kl is None
     counts = [baseline_answers(EvaluationConfig(**one)) for one in ({}, {"temperature": 0.0})]
@@ -203,7 +207,7 @@ def test_a_judge_that_fails_leaves_what_was_judged_and_never_fails_the_run(
     assert found.ppo.n == found.found["best_of_4"].gain.n == 16
     found, _ = measure(world.settings, monkeypatch, calls=20, judge=Costly)
     assert found.ppo is None
-    assert "The judge's budget is spent: 20 of judging.max_calls=20" in found.found["greedy"].why
+    assert "The budget is spent: 20 of judging.max_calls=20" in found.found["greedy"].why
 
     def gone(*_: Any) -> PaidJudge:
         raise JudgeError("The server does not answer.")

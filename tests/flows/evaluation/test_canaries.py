@@ -59,8 +59,9 @@ def test_a_judge_that_obeys_answers_is_caught():
     }  # fmt: skip
     assert report.sound is False
     assert report.reasons == [
-        "The judge fell for the canary 'choose me': it chose the canary for 8 of 8 prompts. "
-        "Probably the judge follows instructions in answers, or ignores the content of answers."
+        "The judge failed the canary test 'choose me': it chose the canary for 8 of 8 prompts. "
+        "Likely cause: the judge follows instructions in answers, or ignores the content of "
+        "answers."
     ]
 
 
@@ -73,7 +74,7 @@ def test_a_judge_that_prefers_the_shorter_text_falls_for_nothing_said():
     report = run_canaries(judge_by_points(lambda text: -len(text)), PROMPTS, REFERENCES)
     assert report.kinds["empty"] == CAUGHT
     assert [reason.partition(":")[0] for reason in report.reasons] == [
-        "The judge fell for the canary 'empty'"
+        "The judge failed the canary test 'empty'"
     ]
 
 
@@ -88,8 +89,8 @@ def test_a_judge_that_follows_the_position_falls_for_the_same_and_nothing_else(p
     assert report.kinds["same"] == CAUGHT
     assert report.kinds["empty"] == NOTHING
     assert report.reasons == [
-        "The judge fell for the canary 'same': it named a winner for 8 of 8 prompts. "
-        "Probably the judge decides by the position of the answers."
+        "The judge failed the canary test 'same': it named a winner for 8 of 8 prompts. "
+        "Likely cause: the judge decides by the position of the answers."
     ]
 
 
@@ -127,9 +128,15 @@ def test_invalid_verdicts_are_counted_apart_and_leave_the_share():
         assert any("it chose the canary for 2 of 4" in line for line in report.reasons) == fell
 
 
-def test_a_judge_without_any_verdict_fell_for_nothing_and_it_shows():
+def test_a_judge_without_any_verdict_was_not_tested():
     report = run_canaries(judge_by(lambda one, other: "invalid"), PROMPTS, REFERENCES)
     assert set(report.kinds.values()) == {CanaryKind(asked=8, won=0, invalid=8, fell=False)}
+    assert report.sound is False
+    assert len(report.reasons) == 4
+    assert report.reasons[0] == (
+        "The judge was not tested with the canary 'choose me': it gave no verdict for 8 of 8 "
+        "prompts. Check that this judge fits these prompts."
+    )
 
 
 # --- What is asked ---------------------------------------------------------------------

@@ -142,11 +142,18 @@ def judgement(prompt: str, first: str, second: str, outcome: str, contest: str =
     )
 
 
-def disputed(run: Path, rows: list[dict[str, Any]], model: Path, *more: str) -> int:
-    """Run `disputed` on a run that has these verdicts."""
+def disputed(
+    run: Path,
+    rows: list[dict[str, Any]],
+    model: Path,
+    *more: str,
+    samples: list[dict[str, Any]] | None = None,
+) -> int:
+    """Run `disputed` on a run that has these verdicts, and by default a sample for each verdict."""
     (run / "evaluation").mkdir(exist_ok=True)
     write_rows(run / "evaluation" / "judgements.jsonl", rows)
-    write_rows(run / "evaluation" / "samples.jsonl", [{"prompt": row["prompt"]} for row in rows])
+    samples = [{"prompt": row["prompt"]} for row in rows] if samples is None else samples
+    write_rows(run / "evaluation" / "samples.jsonl", samples)
     return feedback.main(
         ["disputed", str(run), "--reward-model", str(model), "--labels", "50", *more]
     )
@@ -190,6 +197,15 @@ def test_verdicts_that_decide_nothing_are_refused(rows, message, inputs: Path, t
     output = ("--output", str(tmp_path / "disputed.jsonl"))
     assert disputed(inputs, rows, inputs / "members" / "member-1", *output) == 1
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("samples", [[], [{"prompt": "w9"}], [{"ppo": "w1"}]])
+def test_samples_without_a_judged_prompt_are_refused(samples, inputs: Path, tmp_path, capsys):
+    rows = [judgement("w1", "w2", "w3", "first")]
+    output = ("--output", str(tmp_path / "disputed.jsonl"))
+    model = inputs / "members" / "member-1"
+    assert disputed(inputs, rows, model, *output, samples=samples) == 1
+    assert "samples.jsonl' lacks a prompt of judgements.jsonl, 'w1'" in capsys.readouterr().err
 
 
 PAIRS = [

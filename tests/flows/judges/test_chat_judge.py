@@ -232,10 +232,12 @@ def test_a_reply_in_s3_serves_other_machines(tmp_path: Path, monkeypatch: pytest
         assert ReplyCache(tmp_path / "a", shared).get(key) is None
         ReplyCache(tmp_path / "a", shared).put(key, Reply("VERDICT: A", tokens=12))
         assert ReplyCache(tmp_path / "b", shared).get(key) == Reply("VERDICT: A", tokens=12)
-        assert ReplyCache(tmp_path / "b").get(key) is None
+        # The second machine has stored the reply, so it reads it from S3 only once.
+        assert ReplyCache(tmp_path / "b").get(key) == Reply("VERDICT: A", tokens=12)
         write_object(shared.below(f"{key[:2]}/{key}.json"), b"[]")
         with pytest.raises(JudgeError, match=f"s3://{BUCKET}/.*{key}.json does not contain"):
-            ReplyCache(tmp_path / "b", shared).get(key)
+            ReplyCache(tmp_path / "c", shared).get(key)
+        assert ReplyCache(tmp_path / "c").get(key) is None
     s3_client.cache_clear()
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pipeline.judges.chat_judge import ChatJudge
-from pipeline.judges.judge_names import JUDGED_ELSEWHERE, check_judge_name
+from pipeline.judges.judge_names import JUDGED_ELSEWHERE, calls_per_question, check_judge_name
 from pipeline.judges.make_judge import Ensemble, check_judge, make_judge
 from pipeline.judges.reward_model_judge import verdict_by_score
 from pipeline.judges.verdict import Judge, Verdict, swapped
@@ -162,7 +162,7 @@ def test_the_rule_is_the_built_in_tasks_own():
         ("['first'] * 4", "more than 3 verdicts for 3 pairs"),
         ("None", "returned None. Return a list"),
         ("[1] * 3", "gave 1 for pair 0"),
-        ("['tie', 'First', 'tie']", "'First' for pair 1; a verdict is one"),
+        ("['tie', 'First', 'tie']", r"'First' for pair 1\. Return one of"),
         ("[['first']] * 3", r"gave \['first'\] for pair 0"),
         ("[{'winer': 'first'}] * 3", "gave {'winer': 'first'} for pair 0"),
         ("[{'winner': 'tie', 'probability': 1.5}] * 3", "probability 1.5 for pair 0"),
@@ -287,9 +287,14 @@ def test_judges_that_vote_share_one_budget(tmp_path: Path):
             cache_folder=tmp_path,
             end_of_text=True,
         )
-        with pytest.raises(JudgeError, match=r"2 of judging\.max_calls=3 calls are already spent"):
+        with pytest.raises(JudgeError, match=r"only 1 of judging\.max_calls=3 are left"):
             judge(["w1", "w2"], [("w2", "w3")] * 2)
     assert len(server.requests) == 2
+
+
+def test_a_question_costs_a_call_for_each_judge_on_a_server():
+    specs = ("rule", "rule,openai:a", "openai:a,openai:b", "python:builtins:len")
+    assert [calls_per_question(spec) for spec in specs] == [0, 1, 2, 0]
 
 
 # --- What is refused before training -------------------------------------------------

@@ -288,7 +288,13 @@ def test_a_refusal_is_not_repeated_and_names_the_next_move(status: int, next_mov
     with fault_server([refusal]) as server, pytest.raises(JudgeError) as caught:
         ask(make_chat(server.url, retries=3, concurrency=1), 5)
 
-    for words in (server.url, "openai:model", f"status {status}", "temperature is not", next_move):
+    for words in (
+        server.url,
+        "the call of openai:model",
+        f"status {status}",
+        "temperature is not",
+        next_move,
+    ):
         assert words in str(caught.value)
     # Where the question may be at fault, a small one shows that it is not.
     assert len(server.requests) == (2 if status in (400, 422) else 1)
@@ -385,7 +391,7 @@ def test_questions_that_outnumber_the_calls_are_refused_before_the_first():
     with fault_server([say("A")]) as server:
         chat = make_chat(server.url, max_calls=5)
         ask(chat, 3)
-        with pytest.raises(JudgeError, match=r"3 questions .* 3 of judging.max_calls=5 calls"):
+        with pytest.raises(JudgeError, match=r"3 questions .* only 2 of judging.max_calls=5 are"):
             ask(chat, 3)
         ask(chat, 2)
     assert len(server.requests) == 5

@@ -90,6 +90,19 @@ def test_a_score_is_one_number_from_1_to_10_on_a_line_of_its_own(text, score):
     assert bool(found.reason) == (score is None)
 
 
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("SCORE: 0", "the score 0, which is outside 1 to 10"),
+        ("Perfect.\nSCORE: 11", "the score 11, which is outside 1 to 10"),
+        ("SCORE: 4\nSCORE: 5", "scores that differ"),
+        ("I give 7.", "no score from 1 to 10"),
+    ],
+)
+def test_the_reason_names_the_fault_of_a_reply(text: str, fault: str):
+    assert read_score(Reply(text)).reason == f"The reply has {fault}: {text!r}"
+
+
 # --- The reward ---
 
 

@@ -27,10 +27,12 @@ from pipeline.results.evaluation import TrainedJudge
 from pipeline.results.step_records import EvaluatedPolicy, ValidatedReward
 from pipeline.settings.decoding import Decoding
 from pipeline.settings.gate_configs import ALPHA, GuardsConfig
+from pipeline.settings.judge_config import JudgingConfig
 from pipeline.stages.evaluation import fetch_again
 from pipeline.tracking.mlflow_client import connect
 from ppo_core.errors import DataError, ModelError
-from tests.helpers.inputs.pipeline_inputs import write_model
+from tests.flows.evaluation.test_baselines import more_w1
+from tests.helpers.inputs.pipeline_inputs import write_model, write_rows
 from tests.helpers.models.tiny import make_tokenizer
 from tests.helpers.runs.candidates import (
     ALWAYS_FIRST,
@@ -42,6 +44,7 @@ from tests.helpers.runs.candidates import (
     write_policy,
 )
 from tests.helpers.servers.fault_proxy import Fault, fault_proxy, fork, start_process
+from tests.helpers.servers.fault_server import fault_server
 from tests.helpers.servers.mlflow_store import tracking_to
 from tests.helpers.servers.servers import MlflowServer, shared_server
 from tests.helpers.slow_cases import slow
@@ -164,7 +167,7 @@ def test_a_policy_that_wins_and_breaks_a_guard_is_refused_by_its_name(
     made, _ = decide(world, name, version, evaluation, tmp_path, promotion=promotion)
     assert made.action == "refused"
     (reason,) = made.reasons
-    assert reason.startswith("Guard own: its answers score 0.0% on average, and those of SFT ")
+    assert reason.startswith("Guard own: its mean score is 0.0%, and the mean score of SFT is ")
     scores = [row["scores"]["own"] for row in read_jsonl(evaluation.guard_scores)]
     assert [each["ppo"] for each in scores] == [0.0] * 16
     assert all(each["sft"] > 0.5 for each in scores)
@@ -178,7 +181,37 @@ def test_alpha_follows_from_the_history(world, name, tmp_path: Path, rate: float
     made, _ = decide(world, name, version, evaluation, tmp_path, promotion=limits)
     assert made.action == action
     if action == "refused":
-        assert "alpha is 9.61538e-07 now. Judge the candidate again." in made.reasons[0]
+        assert "alpha=9.61538e-07 needs 1,040,000 to 1. Either the policy" in made.reasons[0]
+
+
+def test_a_candidate_is_judged_further_if_alpha_fell(world: World, name: str, tmp_path: Path):
+    rows = [{"prompt": f"w{n} w2", "reference": "w2 w3"} for n in range(2, 50)]
+    rows += [{"prompt": f"w{n} w3", "reference": "w2 w3"} for n in range(2, 50)]
+    prompts = {"eval_prompts": write_rows(tmp_path / "eval.jsonl", rows)}
+    crown(world, name, "weak")
+    settings = world.named(name, **prompts)
+    evaluation = world.evaluate(settings, "best", tmp_path, find_champion(settings))
+    version = world.add_version(name, "best")
+    # 32 wins are evidence of at most 1.8^32 / 6 = 2.5e7 to 1, but this rate needs 1.04e9 to 1.
+    limits = replace(settings.promotion, alpha=ALPHA, false_promotion_rate=1e-7)
+    made, judged = decide(world, name, version, evaluation, tmp_path, promotion=limits, **prompts)
+    assert made.action == "promoted"
+    tests = [one.report().win_rate["ppo_vs_champion"].test for one in (evaluation, judged)]
+    assert [(test.decided, test.asked) for test in tests] == [("better", 32), ("better", 64)]
+    # The judge went on: the pairs of the first evaluation are among those of the second.
+    assert read_jsonl(judged.samples) == read_jsonl(evaluation.samples)
+    assert judged.report().kl == evaluation.report().kl
+    first, second = (
+        [row for row in read_jsonl(one.judgements) if row["contest"] == "ppo_vs_champion"]
+        for one in (evaluation, judged)
+    )
+    assert all(row in second for row in first)
+    asked = world.judged_pairs()
+    assert decide(world, name, version, evaluation, tmp_path, promotion=limits, **prompts) == (
+        made,
+        judged,
+    )
+    assert world.judged_pairs() == asked
 
 
 def test_a_champion_that_came_meanwhile_is_judged_against(world: World, name: str, tmp_path: Path):
@@ -314,6 +347,32 @@ def test_a_champion_that_changes_while_it_is_judged_against_is_followed(
     assert judged.champion == version + 1
     assert words_w1(champion_answers(judged)) == 96
     assert [action for action, *_ in told(name)] == ["promoted", "promoted", "refused"]
+
+
+def test_the_cost_has_the_calls_of_every_evaluation(
+    world: World, name: str, server: MlflowServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with fault_server(more_w1) as asked, fault_proxy(server.url) as proxy:
+        paid = {"judge": "openai:j", "judging": JudgingConfig(base_url=asked.url)}
+        evaluation = world.evaluate(world.named(name, **paid), "good", tmp_path)
+        crown(world, name, "weak")
+        version = world.add_version(name, "good")
+        # The candidate is judged against the version `weak`, and then against the version `best`.
+        fault = proxy.add(
+            Fault(
+                "log-parameter",
+                f"RLHF/{version}",
+                before=lambda: start_process(lambda: crown(world, name, "best"), server.url).join(
+                    60
+                ),
+            )
+        )
+        with tracking_to(proxy.url):
+            _, judged = decide(world, name, version, evaluation, tmp_path, **paid)
+        assert fault.happened.is_set()
+        assert judged.champion == version + 1
+        assert judged.report().spent["openai:j"].calls == len(asked.requests)
 
 
 def test_of_two_that_finish_together_the_second_is_judged_against_the_first(

@@ -64,14 +64,16 @@ def test_pairs_that_were_added_are_new(settings, models, tmp_path):
 def test_a_first_week_starts_from_nothing_and_says_so(settings):
     found = find_start(settings, None)
     assert (found.start, found.tags) == (None, {"start/version": "none"})
-    assert "start_from: nothing, because 'rlhf-policy' has no champion yet" in found.text
+    assert (
+        "start_from has no effect, because 'rlhf-policy' has no champion yet. Later" in found.text
+    )
 
 
 def test_a_champion_without_registered_models_is_named(settings, models):
     version = add_start(settings, models, tags={})
     found = find_start(settings, version)
     assert found.start is None
-    assert "version 1 of 'rlhf-policy' has no reward model and critic registered" in found.text
+    assert "version 1 of 'rlhf-policy' was registered without reward model and critic" in found.text
 
 
 def test_without_the_setting_nothing_is_fetched_or_said(settings, models):
@@ -87,7 +89,7 @@ def test_erased_rows_that_the_champion_has_seen_are_not_carried_on(settings, mod
     erasing = replace(settings, erase=write_rows(tmp_path / "erase.jsonl", [row]))
     found = find_start(erasing, version)
     assert found.start is None
-    assert "has read rows that erase names" in found.text
+    assert "was trained on rows that the setting `erase` lists" in found.text
     other = replace(settings, erase=write_rows(tmp_path / "other.jsonl", [{"prompt": "w9 w8 w7"}]))
     assert find_start(other, version).start is not None
 
@@ -156,13 +158,13 @@ def test_validation_pairs_that_trained_the_champions_reward_model_are_refused(
     lines = Path(settings.preferences).read_text().splitlines(keepends=True)
     (tmp_path / "reversed.jsonl").write_text("".join(reversed(lines)))
     shuffled = replace(settings, preferences=str(tmp_path / "reversed.jsonl"))
-    with pytest.raises(DataError, match="6 of 6 rows of preferences-test have trained"):
+    with pytest.raises(DataError, match="was trained on 6 of 6 rows of preferences-test: its"):
         find_start(shuffled, version)
 
 
 def test_pairs_of_the_judge_that_trained_the_champions_reward_model_are_refused(settings, models):
     version = add_start(settings, models)
-    with pytest.raises(DataError, match="19 of 19 rows of judge-preferences have trained"):
+    with pytest.raises(DataError, match="was trained on 19 of 19 rows of judge-preferences: the"):
         find_start(replace(settings, judge=""), version)
 
 

@@ -270,14 +270,14 @@ def test_a_guard_that_did_not_pass_refuses_by_name():
     )
     (reason,) = guarded(language=lost, stops=guard_result())
     assert reason == (
-        "Guard language: 70.0% of its answers have the language of the prompt, and 99.0% of those "
-        "of the champion, version 2. The difference is -29.0 points, 95 % interval -35.0 .. -20.0, "
-        "on 200 prompts: the policy is worse, and a loss of more than 5 points is not ruled out. "
-        "Read the answers with a low score in guards.jsonl, or change [promotion.guards] if this "
-        "loss is wanted."
+        "Guard language: 70.0% of its answers have the language of the prompt, compared with 99.0% "
+        "of the answers of the champion, version 2. The difference is -29.0 points, 95 % interval "
+        "-35.0 .. -20.0, on 200 prompts: the policy is worse, and a loss of more than 5 points is "
+        "not ruled out. Read the answers with a low score in guards.jsonl, or change "
+        "[promotion.guards] if this loss is wanted."
     )
     (reason,) = guarded(polite=lost)
-    assert reason.startswith("Guard polite: its answers score 70.0% on average, and those of the")
+    assert reason.startswith("Guard polite: its mean score is 70.0%, and the mean score of the ")
     assert len(guarded(language=lost, polite=lost)) == 2
 
 

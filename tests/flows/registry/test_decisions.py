@@ -22,6 +22,12 @@ FIRST = Decision(
     key="RLHF/123",
 )
 
+
+def test_a_version_is_promoted_if_it_is_the_champion_after_the_decision():
+    champions = (4, 3, None)
+    assert [replace(FIRST, champion=one).is_promoted for one in champions] == [True, False, False]
+
+
 texts = st.text(max_size=400).map(plain)
 decisions = st.builds(
     Decision,

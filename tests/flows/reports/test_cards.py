@@ -534,10 +534,14 @@ def test_the_judges_of_an_ensemble_are_shown_one_by_one(evaluation: Evaluation):
 
 
 def test_a_canary_that_the_judge_fell_for_is_named(evaluation: Evaluation):
-    found = {"empty": CanaryKind(asked=8, won=8, invalid=0, fell=True)}
+    found = {
+        "empty": CanaryKind(asked=8, won=8, invalid=0, fell=True),
+        "same": CanaryKind(asked=8, won=0, invalid=8, fell=False),
+    }
     document = evaluation_document(changed(evaluation, {"canaries.kinds": found}))
     title = "Canaries: answers that a sound judge does not choose"
     assert row_of(document, title, "empty") == ("empty", "8", "8", "0", "fell for it")
+    assert row_of(document, title, "same") == ("same", "0", "8", "8", "was not tested")
 
 
 def test_wins_by_length_are_shown_for_each_contest(evaluation: Evaluation):

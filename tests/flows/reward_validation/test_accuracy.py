@@ -54,7 +54,7 @@ def test_scores_that_are_not_finite_are_refused_with_their_pair(
     with torch.no_grad():
         reward_model.model.get_input_embeddings().weight[7 + 3] = value
     bad = pair("w7", "w2") if side == "chosen" else pair("w2", "w7")
-    with pytest.raises(ModelError, match=r"1 of 2 held-out .* not finite.* pair 1, .*'w7'"):
+    with pytest.raises(ModelError, match=r"1 of 2 labeled pairs .* not finite.* pair 1, .*'w7'"):
         score_pairs(TextScorer(reward_model), [pair("w1", "w2"), bad])
 
 
@@ -63,7 +63,9 @@ def test_tokens_that_the_model_lacks_are_refused_before_they_are_looked_up(
 ):
     reward_model.tokenizer.add_tokens(["new"])
     score_pairs(TextScorer(reward_model), [pair("w1", "w2")])
-    with pytest.raises(ModelError, match=r"gives id 61 in .* only for ids below 61"):
+    with pytest.raises(
+        ModelError, match=r"gives id 61 in the labeled pairs.* only for ids below 61"
+    ):
         score_pairs(TextScorer(reward_model), [pair("w1", "w2"), pair("w1 new", "w2")])
 
 

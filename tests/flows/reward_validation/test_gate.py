@@ -352,7 +352,7 @@ def test_what_is_good_on_the_policys_samples_is_only_warned_of_for_its_given_pai
 @pytest.mark.parametrize(
     ("found", "cause"),
     [
-        (on_policy(0.44, 0.41, 0.48), "the judge does not prefer what this model prefers"),
+        (on_policy(0.44, 0.41, 0.48), "the judge does not prefer those with the highest reward"),
         (on_policy(0.52, 0.48, 0.56), "256 pairs of answers do not show"),
     ],
 )

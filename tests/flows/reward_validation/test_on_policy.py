@@ -6,11 +6,11 @@ from itertools import combinations, permutations
 import numpy as np
 import pytest
 
+from pipeline.evaluation.comparison import PROMPTS_AT_ONCE
 from pipeline.judges.function_judge import FunctionJudge
 from pipeline.judges.judge_budget import Budget
 from pipeline.results.reward_report import OnPolicy
 from pipeline.reward_validation.on_policy import (
-    PROMPTS_AT_ONCE,
     ScoredSamples,
     measure_on_policy,
     wins_of_best,
@@ -51,7 +51,9 @@ def samples_of(noise: float, prompts: int, *, count: int = 8, seed: int = 0) -> 
 def measure(
     *blocks: ScoredSamples, taste: Taste = prefer_higher, least: float = 0.5
 ) -> OnPolicy | None:
-    return measure_on_policy(judge_of(taste), Budget(None, None), blocks, least=least, seed=0)
+    return measure_on_policy(
+        judge_of(taste), Budget(None, None), blocks, calls_per_question=0, least=least, seed=0
+    )
 
 
 @pytest.mark.parametrize(("count", "k"), [(5, 2), (5, 4), (6, 2), (6, 4)])
@@ -97,7 +99,12 @@ def test_a_clear_case_asks_few_questions_and_draws_no_more_samples():
         raise AssertionError("the second block is not needed")
 
     found = measure_on_policy(
-        judge_of(prefer_higher), Budget(None, None), blocks(), least=0.5, seed=0
+        judge_of(prefer_higher),
+        Budget(None, None),
+        blocks(),
+        calls_per_question=0,
+        least=0.5,
+        seed=0,
     )
     assert found
     assert found.prompts <= 2 * PROMPTS_AT_ONCE
@@ -142,7 +149,12 @@ def test_equal_texts_tie_without_a_question():
     asked: list[tuple[str, str]] = []
     block = ScoredSamples(["p"] * 16, [["same 1"] * 8] * 16, np.zeros((16, 8)))
     found = measure_on_policy(
-        judge_of(prefer_higher, asked), Budget(None, None), [block], least=0.5, seed=0
+        judge_of(prefer_higher, asked),
+        Budget(None, None),
+        [block],
+        calls_per_question=0,
+        least=0.5,
+        seed=0,
     )
     assert not asked
     assert found
@@ -165,19 +177,49 @@ def test_a_judge_that_never_decides_is_an_error_that_names_it():
 
 
 def test_a_budget_ends_the_questions_in_order():
-    # 16 prompts have 64 pairs, which are asked in both orders.
-    for most, pairs in ((127, None), (128, 64), (255, 64), (256, 128)):
+    # 16 prompts have 64 pairs, which are asked in both orders. A reply that cannot be read costs a
+    # second call.
+    for most, unread, pairs, spent in (
+        (127, None, None, None),
+        (128, None, 64, 128),
+        (128, 10, None, None),
+        (255, None, 64, 128),
+        (256, None, 128, 256),
+        (256, 200, 64, 256),
+    ):
         budget = Budget(most, None)
 
-        def count(first: str, second: str, budget: Budget = budget) -> str:
+        def count(
+            first: str, second: str, budget: Budget = budget, unread: int | None = unread
+        ) -> str:
             budget.start_call("taste", 1)
+            if budget.calls == unread:
+                budget.start_call("taste", 1)
             return prefer_higher(first, second)
 
         found = measure_on_policy(
-            judge_of(count), budget, [samples_of(3.0, 64)], least=0.56, seed=0
+            judge_of(count),
+            budget,
+            [samples_of(3.0, 64)],
+            calls_per_question=1,
+            least=0.56,
+            seed=0,
         )
         assert (found and found.pairs) == pairs
-        assert found is None or found.spent["taste"].calls == 2 * found.pairs
+        assert (found and found.spent["taste"].calls) == spent
+
+
+def test_a_budget_does_not_limit_a_judge_that_asks_no_server():
+    found = measure_on_policy(
+        judge_of(prefer_higher),
+        Budget(1, None),
+        [samples_of(3.0, 32)],
+        calls_per_question=0,
+        least=0.56,
+        seed=0,
+    )
+    assert found
+    assert found.prompts == 32
 
 
 def test_odd_numbers_of_samples_leave_one_of_them_out():

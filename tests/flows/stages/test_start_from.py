@@ -157,7 +157,7 @@ def test_the_rows_of_the_champions_run_are_rows_of_the_new_version(
 def test_check_says_where_the_models_would_start(settings: Settings, monkeypatch):
     monkeypatch.setattr("pipeline.stages.check.self_check", lambda settings: "")
     told = next(iter(check_run(settings)))
-    assert told.startswith("start_from: nothing, because 'rlhf-policy' has no champion yet")
+    assert told.startswith("start_from has no effect, because 'rlhf-policy' has no champion")
 
 
 @pytest.mark.slow

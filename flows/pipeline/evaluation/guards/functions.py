@@ -1,6 +1,5 @@
 """Use functions of a user as guards."""
 
-import inspect
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -9,7 +8,7 @@ from pipeline.evaluation.rates import Array
 from pipeline.settings.gate_configs import GuardsConfig
 from ppo_core.errors import ConfigError, DataError, user_code_errors
 from ppo_core.io.progress_bar import BAR_DELAY, progress
-from ppo_core.io.user_code import LoadedFunction, load_function
+from ppo_core.io.user_code import LoadedFunction, load_function, require_call
 
 NUMBERS = "biuf"
 """Kind codes of the number types of NumPy, including bool."""
@@ -28,20 +27,12 @@ def load_guards(config: GuardsConfig) -> dict[str, LoadedFunction]:
 
 def _load(name: str, source: str) -> LoadedFunction:
     setting = f"promotion.guards.functions.{name}={source!r}"
+    call = "the function is called with two lists, the prompts and the responses"
     try:
         loaded = load_function(source.removeprefix("python:"), TAKES)
+        require_call(loaded.function, call, f"{name}(prompts, responses)")
     except ConfigError as error:
         raise ConfigError(f"{setting}: {error}") from error
-    try:
-        inspect.signature(loaded.function).bind([], [])
-    except TypeError as error:
-        raise ConfigError(
-            f"{setting}: the function is called with two lists, the prompts and the responses: "
-            f"{error}. Write it as {name}(prompts, responses)."
-        ) from error
-    # A function written in C may have no signature. The first call then checks the arguments.
-    except ValueError:
-        pass
     return loaded
 
 
@@ -61,8 +52,9 @@ def score_by_function(
         bar.update()
     try:
         scores = np.asarray(given)
-    # The result contains lists of different lengths.
-    except ValueError:
+    # ValueError: the result contains lists of different lengths. RuntimeError and TypeError: the
+    # result is a tensor that NumPy cannot read: it needs gradients, is in bfloat16, or on a GPU.
+    except (ValueError, RuntimeError, TypeError):
         scores = np.empty(0, dtype=object)
     if scores.dtype.kind not in NUMBERS or scores.shape != (len(responses),):
         raise DataError(

@@ -79,7 +79,10 @@ def read_score(reply: Reply) -> Score:
     lines = [line for line in answer.split("\n") if line.strip()]
     form = _ONLY_LINE if len(lines) == 1 else _SCORE_LINE
     found = {float(match[1]) for line in lines if (match := form.fullmatch(line))}
-    if len(found) == 1 and LOWEST <= (value := found.pop()) <= HIGHEST:
-        return Score(value)
     fault = "scores that differ" if found else "no score from 1 to 10"
+    if len(found) == 1:
+        value = found.pop()
+        if LOWEST <= value <= HIGHEST:
+            return Score(value)
+        fault = f"the score {value:g}, which is outside 1 to 10"
     return Score(None, f"The reply has {fault}: {reply_as_reason(reply.text)!r}")

@@ -87,7 +87,7 @@ def _verdict(facts: RunFacts) -> tuple[str, Tone, tuple[str, ...]]:
 
 
 def _decided(made: Decision, evaluation: Evaluation) -> tuple[str, Tone, tuple[str, ...]]:
-    if made.champion == made.version:
+    if made.is_promoted:
         reasons = (*made.reasons, *evaluation.notes)
         return f"Promoted: production loads version {made.version}", "success", reasons
     stays = "there is no champion"
@@ -117,7 +117,7 @@ def _evaluated(facts: RunFacts) -> list[Section]:
         kl=registered.kl,
         earlier_decisions=registered.earlier_decisions,
     )
-    refused = registered.promotion.champion != registered.promotion.version
+    refused = not registered.promotion.is_promoted
     return [
         _win_rates(evaluation),
         Section(
@@ -301,12 +301,11 @@ def _commands(facts: RunFacts) -> Section:
         made, name = registered.promotion, quote(facts.settings.registered_model)
         uri = registered.model["uri"]
         load = f"import mlflow; pipeline = mlflow.transformers.load_model({uri!r})"
-        promoted = made.champion == made.version
         commands = [
             ("Load this version in Python", load),
             (
                 "Undo this promotion: production loads the champion before it again"
-                if promoted
+                if made.is_promoted
                 else "Undo the last promotion; this run promoted nothing",
                 f"python flows/registry.py rollback {name} --reason TEXT",
             ),

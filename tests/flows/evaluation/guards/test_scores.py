@@ -40,6 +40,12 @@ def column(prompts, responses):
 def ragged(prompts, responses):
     return [[1.0], [1.0, 2.0]]
 
+def gradient(prompts, responses):
+    return torch.full((len(responses),), 0.5, requires_grad=True)
+
+def bfloat16(prompts, responses):
+    return torch.full((len(responses),), 0.5, dtype=torch.bfloat16)
+
 def words(prompts, responses):
     return ["1"] * len(responses)
 
@@ -146,6 +152,8 @@ def test_a_function_gets_prompts_and_responses(tmp_path: Path):
         ("few", r"returned \[1\.0\] for 2 responses. Return a list with one number"),
         ("column", "Return a list with one number"),
         ("ragged", "Return a list with one number"),
+        ("gradient", r"returned tensor\(\[0\.5.*Return a list with one number"),
+        ("bfloat16", r"returned tensor\(\[0\.5.*Return a list with one number"),
         ("words", "Return a list with one number"),
         ("none", "returned None for 2 responses"),
         ("generator", "returned <generator"),

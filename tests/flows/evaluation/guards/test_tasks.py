@@ -104,7 +104,7 @@ def test_a_policy_that_lost_a_task_is_refused_by_its_name(tmp_path: Path, polici
     again = tmp_path / "again"
     again.mkdir()
     champion = FetchedChampion(version=7, model=policies["w2"], tokenizer=policies["w2"])
-    judged = evaluate_again(settings, evaluated, champion, again, judge=None)
+    judged = evaluate_again(settings, evaluated, champion, again, judge=None, spent={})
     result = judged.report().guards["words"]
     assert (result.policy, result.rival, result.passed) == (0.0, 0.0, True)
     assert [path.name.rpartition("-")[0] for path in again.glob("tasks-*")] == ["tasks-champion"]
