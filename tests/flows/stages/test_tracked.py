@@ -4,9 +4,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
+import pytest
+from metaflow import current
+
 from pipeline.inputs.flow_run import FlowRun
-from pipeline.stages.tracked import with_files
+from pipeline.stages.tracked import track, with_files
 from pipeline.storage.workspace import Workspace
+from tests.helpers.servers.mlflow_store import tracking_to
+from tests.helpers.servers.servers import free_port
 
 
 @dataclass(frozen=True)
@@ -54,3 +59,20 @@ def test_on_one_disk_a_stage_gets_the_same_record(tmp_path: Path):
     made = write(run, "ab")
     assert Path(made.path).is_relative_to(tmp_path)
     assert read(made, run) == "ab"
+
+
+def test_a_retried_step_continues_while_mlflow_is_away(
+    store: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.setattr(type(current), "retry_count", 1)
+    run = replace(machine(tmp_path, f"{store}/away"), tracking={"parent": "p", "load_policy": "l"})
+    with (
+        tracking_to(f"http://127.0.0.1:{free_port()}", retries=0),
+        track(run, "load_policy", patient=True) as tracker,
+    ):
+        pass
+    assert tracker.journal.status("l") == "FINISHED"
+    assert "which metrics of the earlier attempt it has (API request" in capsys.readouterr().out
