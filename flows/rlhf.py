@@ -276,7 +276,8 @@ class RLHF(FlowSpec):
             self._tracked_steps(),
             self.champion,
         )
-        self.settings = stages.start.share_inputs(settings, self.tracked)
+        with stages.start.ended_if_it_fails(self.tracked.folder, self.tracked.tracking):
+            self.settings = stages.start.share_inputs(settings, self.tracked)
 
     def _validate(self) -> None:
         self.validation = stages.validation.validate_reward_model(

@@ -173,9 +173,9 @@ def log_data(run_id: str, data: Sequence[DataSet]) -> None:
 def remember_sent_metrics(journal: Journal, runs: Sequence[str]) -> None:
     """Make the journal skip the metrics of runs that MLflow already has.
 
-    A machine that was lost with its journal has sent these metrics. If MLflow does not answer, print
-    a warning: MLflow stores equal points once, so at worst some points of the machine's load have
-    another step.
+    A machine that was lost with its journal has sent these metrics. If MLflow does not answer,
+    print a warning: MLflow stores equal points once, so at worst some points of the machine's load
+    have another step.
     """
     try:
         client = connect()

@@ -16,6 +16,7 @@ import psutil
 from pipeline.launch.process_tree import ProcessIdentity, find_process
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.run_log import RunLog
+from ppo_core.errors.redaction import redact
 from ppo_core.io.atomic_files import explained_writes, write_atomically
 from ppo_core.io.text_files import parse_json
 from ppo_core.io.validation import read_record
@@ -41,6 +42,9 @@ NOT_REACHED = "not reached"
 
 RUNNING_AGAIN = "Running again, after an earlier attempt ended early"
 """Description of a parent run that was resumed and has no outcome yet."""
+
+MAX_REASON_CHARACTERS = 500
+"""Maximum length of the reason in the tag of a run that ended early."""
 
 
 def record_processes(folder: Path) -> None:
@@ -104,3 +108,8 @@ def end_runs(
         if name == PARENT:
             log.set_tags({OUTCOME: outcome})
             log.describe(outcome.capitalize(), [why, *reasons])
+
+
+def one_line(reason: str) -> str:
+    """Return a reason without credentials, in one line that is short enough for a tag."""
+    return " ".join(redact(reason).split())[:MAX_REASON_CHARACTERS]
