@@ -23,7 +23,7 @@ from pipeline.settings.settings import Settings
 from pipeline.stages.start import prepare_inputs
 from pipeline.tracking.killed_runs import end_killed_runs
 from pipeline.tracking.limits import MAX_TAG_CHARACTERS
-from pipeline.tracking.mlflow_client import check_registry
+from pipeline.tracking.mlflow_client import check_registry, explained
 from pipeline.tracking.mlflow_runs import start_runs
 from pipeline.tracking.run_log import DESCRIPTION
 from pipeline.tracking.run_record import ENDED_EARLY, PARENT, RECORD, RESUMED, was_killed
@@ -149,6 +149,11 @@ def test_a_database_without_room_is_named(tmp_path, monkeypatch, caplog):
     ):
         start_runs(NAME, "RLHF/1", {"seed": 1}, {}, STEPS)
     assert "Traceback" not in caplog.text
+
+
+def test_a_full_disk_of_this_machine_is_not_an_error_of_mlflow(tmp_path):
+    with full_disk(10), pytest.raises(OSError, match="File too large"), explained():
+        (tmp_path / "large").write_bytes(bytes(20))
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="everything is writable for root")
