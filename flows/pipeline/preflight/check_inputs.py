@@ -129,7 +129,7 @@ def _check_trainings(settings: Settings) -> None:
     """Raise if a setting of a training contradicts another setting, or has no effect."""
     if settings.sft_data:
         _check_training("sft", "demonstrations", settings.sft, settings)
-    if not (settings.reward_model and settings.judge):
+    if not (settings.reward_model and settings.judge) or settings.fresh_pairs.wanted:
         section = settings.reward_model_training
         _check_training("reward_model_training", "pairs", section, settings)
 

@@ -317,6 +317,14 @@ def test_the_judge_of_a_given_reward_model_learns_from_all_pairs(tmp_path: Path)
             r"\[reward_model_training\]: learning_rate='auto' trains several models",
         ),
         (
+            {
+                "reward_model": "given",
+                "fresh_pairs": {"count": 30, "labeller": "rule"},
+                "reward_model_training": {"offload": True},
+            },
+            r"\[reward_model_training\]: offload=True has no effect",
+        ),
+        (
             {"reward_model_training": {"completion_only_loss": False}},
             r"\[reward_model_training\]: completion_only_loss=False is for SFT",
         ),
