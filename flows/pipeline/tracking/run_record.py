@@ -31,11 +31,14 @@ ENDED_EARLY = "ended_early"
 """MLflow tag of a run that ended before its work was done; the value is the reason."""
 
 OUTCOME = "outcome"
-"""MLflow tag of a parent run that ended early (failed, refused or killed), and of each run of the
-flow Retrain."""
+"""MLflow tag of a parent run that ended early (failed, refused or killed; RUNS_AGAIN after it was
+resumed), and of each run of the flow Retrain."""
 
 RESUMED = "no: it was resumed"
 """Value of the tag ENDED_EARLY of a run that ended early and was resumed."""
+
+RUNS_AGAIN = "resumed"
+"""Value of the tag OUTCOME of a parent run that ended early and was resumed."""
 
 NOT_REACHED = "not reached"
 """First words of the tag ENDED_EARLY of a run whose step never started."""

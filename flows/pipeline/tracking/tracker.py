@@ -7,12 +7,14 @@ from types import TracebackType
 from typing import Self
 
 from pipeline.tracking.journal import Journal
-from pipeline.tracking.run_log import DESCRIPTION, RunLog
+from pipeline.tracking.run_log import RunLog
 from pipeline.tracking.run_record import (
     ENDED_EARLY,
+    OUTCOME,
     PARENT,
     RESUMED,
     RUNNING_AGAIN,
+    RUNS_AGAIN,
     end_runs,
     one_line,
     record_processes,
@@ -80,7 +82,8 @@ class Tracker:
             log.set_status("RUNNING")
             if self.journal.tag(log.run, ENDED_EARLY) is not None:
                 log.set_tags({ENDED_EARLY: RESUMED})
-        if self.journal.tag(self.parent.run, DESCRIPTION) is not None:
+        if self.journal.tag(self.parent.run, OUTCOME) is not None:
+            self.parent.set_tags({OUTCOME: RUNS_AGAIN})
             self.parent.describe(RUNNING_AGAIN)
         self._sender.start()
         if self._system:
