@@ -263,7 +263,7 @@ class RLHF(FlowSpec):
         self.settings = given = self._given_settings()
         if self.lease:
             lease_of_run.lease_of(given, self.lease).renew(run_id())
-        settings = stages.start.prepare_inputs(given)
+        settings = stages.start.prepare_inputs(given, current.run_id)
         self.champion = stages.start.find_champion(settings)
         has_champion = self.champion is not None
         sizes = stages.check.describe_sizes(settings, has_champion=has_champion)

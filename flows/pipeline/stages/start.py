@@ -1,6 +1,5 @@
 """First step: read the settings, check all inputs, and create the run's records in MLflow."""
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -36,8 +35,13 @@ from ppo_core.io.atomic_files import require_writable
 __all__ = ["ended_if_it_fails", "find_champion", "prepare_inputs", "share_inputs", "start_run"]
 
 
-def prepare_inputs(given: Settings) -> Settings:
+def prepare_inputs(given: Settings, number: str = "") -> Settings:
     """Check every input; if `task` is set, first write the files of the built-in task.
+
+    Args:
+        given: settings of the user.
+        number: Metaflow's id of the run, whose folder gets the lists of the rows that were left
+            out; empty without a run.
 
     Returns:
         The settings; for a built-in task, the inputs are the files of the task.
@@ -51,10 +55,11 @@ def prepare_inputs(given: Settings) -> Settings:
     check_databases(is_written=True)
     find_gpu(given.hardware)
     processes_on_a_machine(given)
-    workspace_of(given).check_access()
+    workspace = workspace_of(given)
+    workspace.check_access()
     settings = find_inputs(given)
-    with workspace_of(given).sharing_rows():
-        check_inputs(settings)
+    with workspace.sharing_rows():
+        check_inputs(settings, workspace.folder_of_run(number) / QUARANTINE if number else None)
     check_registry(settings.registered_model)
     if settings.erase:
         _print_versions_that_saw(settings)
@@ -144,14 +149,10 @@ def start_run(
 def _record_inputs(
     run: FlowRun, given: Settings, settings: Settings, start: ChampionStart | None, packages: str
 ) -> None:
-    """Write the settings, the digests of the rows, and the rows left out to the run's folder."""
+    """Write the settings and the digests of the rows to the run's folder, and log both texts."""
     (run.folder / SETTINGS_FILE).write_text(settings_text(given), encoding="utf-8")
     inherited = None if start is None else inherited_rows(read_start_rows(start.path))
     write_digests(RunData(settings).digested(), run.folder / ROWS_FILE, inherited)
-    if (run.workspace.root / QUARANTINE).is_dir():
-        shutil.copytree(
-            run.workspace.root / QUARANTINE, run.folder / QUARANTINE, dirs_exist_ok=True
-        )
     parent = RunLog(Journal(run.folder), run.tracking[PARENT])
     parent.log_artifact(run.folder / SETTINGS_FILE)
     parent.log_text(packages, "packages.txt")

@@ -9,6 +9,7 @@ import pytest
 from pipeline.inputs.data_sets import RunData, references_of
 from pipeline.preflight.check_inputs import check_inputs
 from pipeline.settings.settings import Settings, make_settings
+from pipeline.stages.start import prepare_inputs
 from pipeline.tracking.mlflow_client import check_registry
 from ppo_core.errors import ConfigError, DataError, ModelError, PPOError
 from tests.helpers.inputs.pipeline_inputs import tiny_table, write_model, write_rows
@@ -85,6 +86,16 @@ def test_labels_of_preferences_are_read_and_not_trained_on(tmp_path: Path):
     assert plain(RunData(settings).training_pairs()) == [
         {name: row[name] for name in ("prompt", "chosen", "rejected")} for row in rows[1:18]
     ]
+
+
+@pytest.mark.usefixtures("mlflow_client")
+def test_each_run_keeps_the_rows_that_it_set_aside(tmp_path: Path):
+    rows = [{"prompt": "w1"} for _ in range(200)] + [{"prompt": ""}]
+    table = tiny_table(tmp_path) | {"prompts": write_rows(tmp_path / "p.jsonl", rows)}
+    for number in ("1", "2"):
+        settings = prepare_inputs(make_settings(table, {}), number)
+    kept = Path(settings.output_dir).glob("runs/*/quarantine/prompts.jsonl")
+    assert sorted(path.parts[-3] for path in kept) == ["1", "2"]
 
 
 def test_rows_set_aside_can_be_read(tmp_path: Path):
