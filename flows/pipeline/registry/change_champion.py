@@ -147,9 +147,9 @@ def roll_back(name: str, *, reason: str, by: str, champion: int | None = None) -
             return made
         now = sync_aliases(name)
     raise ModelError(
-        f"Version {withdrawn} of '{name}' was champion when you asked, and {now.champion} is now: "
-        "somebody else decided meanwhile. Look at `python flows/registry.py history "
-        f"{quote(name)}` and ask again if it is still needed."
+        f"The champion of '{name}' changed from version {withdrawn} to version {now.champion} "
+        "after your request, so nothing was withdrawn. Read `python flows/registry.py history "
+        f"{quote(name)}`, and repeat the request if it is still needed."
     )
 
 
@@ -193,8 +193,8 @@ def _commit(
 def _require_version(client: MlflowClient, name: str, version: int) -> None:
     if not exists(client, name, version):
         raise ModelError(
-            f"MLflow has no version {version} of the registered model '{name}', or no longer: an "
-            "alias cannot name it. Choose one that MLflow lists."
+            f"The registered model '{name}' has no version {version}, or this version was deleted. "
+            "Choose a version that MLflow lists."
         )
 
 

@@ -88,8 +88,9 @@ def logged_model_id(version: ModelVersion) -> str:
     """
     if version.source is None or not version.source.startswith("models:/m-"):
         raise ModelError(
-            f"Version {version.version} of {version.name!r} comes from {version.source}, which is "
-            "no logged model: it has no model card to replace. Name a version that the flow made."
+            f"Version {version.version} of {version.name!r} was not registered by this flow "
+            f"(source: {version.source}), so it has no model card to replace. Name a version that "
+            "the flow registered."
         )
     return version.source.removeprefix("models:/")
 

@@ -233,7 +233,7 @@ def test_a_part_of_the_judged_prompts_is_drawn_for_each_champion(tmp_path: Path)
 def test_a_rotation_without_further_rows_is_refused(tmp_path: Path):
     table = tiny_table(tmp_path)
     table["evaluation"] = {"num_examples": 1000, "rotate": 0.5}
-    with pytest.raises(DataError, match=r"rotate=0\.5 draws .* so most rows would be drawn again"):
+    with pytest.raises(DataError, match=r"rotate=0\.5 draws .* so most would repeat"):
         RunData(make_settings(table, {})).examples()
 
 
@@ -350,7 +350,9 @@ def test_settings_of_a_training_that_contradict_each_other_are_refused_at_the_st
 
 def test_too_few_pairs_for_a_judge_are_refused(tmp_path: Path):
     changes = {"judge": "", "preferences": write_rows(tmp_path / "few.jsonl", pairs_of(3))}
-    with pytest.raises(DataError, match=r"^'preferences': .*of 2 rows .* must be 3.*name a judge"):
+    with pytest.raises(
+        DataError, match=r"^'preferences': .*2 training rows contain fewer than 3 .*name a judge"
+    ):
         check(tmp_path, **changes)
 
 
