@@ -5,14 +5,13 @@ from shlex import quote
 from uuid import uuid4
 
 from mlflow import MlflowClient
-from mlflow.exceptions import MlflowException
 
 from pipeline.registry.alias_sync import apply_decisions, sync_aliases
 from pipeline.registry.aliases import (
     CHALLENGER,
     exists,
-    raise_unless_missing,
     read_aliases,
+    require_registered,
     set_tags,
 )
 from pipeline.registry.champion_history import Champions
@@ -29,16 +28,8 @@ def read_champions(name: str) -> Champions:
     Raises:
         ModelError: there is no such registered model, or its ledger was deleted.
     """
-    client = connect()
-    try:
-        client.get_registered_model(name)
-    except MlflowException as error:
-        raise_unless_missing(error)
-        raise ModelError(
-            f"MLflow has no registered model '{name}'. Check the name, or set MLFLOW_TRACKING_URI "
-            "to the registry that has it."
-        ) from error
-    ledger = find_ledger(client, name)
+    require_registered(name)
+    ledger = find_ledger(connect(), name)
     return Champions(ledger.read().decisions if ledger else ())
 
 

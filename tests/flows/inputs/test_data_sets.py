@@ -350,9 +350,8 @@ def test_settings_of_a_training_that_contradict_each_other_are_refused_at_the_st
 
 def test_too_few_pairs_for_a_judge_are_refused(tmp_path: Path):
     changes = {"judge": "", "preferences": write_rows(tmp_path / "few.jsonl", pairs_of(3))}
-    with pytest.raises(
-        DataError, match=r"^'preferences': .*2 training rows contain fewer than 3 .*name a judge"
-    ):
+    message = r"^'preferences': .*2 training rows contain fewer than 3 .*name a judge"
+    with pytest.raises(DataError, match=message):
         check(tmp_path, **changes)
 
 
