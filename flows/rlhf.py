@@ -262,7 +262,7 @@ class RLHF(FlowSpec):
         self.settings = given = self._given_settings()
         if self.lease:
             lease_of_run.lease_of(given, self.lease).renew(run_id())
-        settings = stages.start.prepare_inputs(given)
+        settings = stages.start.prepare_inputs(given, current.run_id)
         self.champion = stages.start.find_champion(settings)
         has_champion = self.champion is not None
         sizes = stages.check.describe_sizes(settings, has_champion=has_champion)
@@ -275,7 +275,8 @@ class RLHF(FlowSpec):
             self._tracked_steps(),
             self.champion,
         )
-        self.settings = stages.start.share_inputs(settings, self.tracked)
+        with stages.start.ended_if_it_fails(self.tracked.folder, self.tracked.tracking):
+            self.settings = stages.start.share_inputs(settings, self.tracked)
 
     def _validate(self) -> None:
         self.validation = stages.validation.validate_reward_model(

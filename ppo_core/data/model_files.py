@@ -51,7 +51,7 @@ def replaced_together(folder: Path) -> Iterator[Path]:
         TrainingError: a file cannot be written, for example because the disk is full.
     """
     unfinished = folder / UNFINISHED
-    with explained_writes(folder), _safetensors_as_os_errors():
+    with explained_writes(folder), safetensors_as_os_errors():
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         try:
@@ -81,7 +81,8 @@ def _delete_stale(folder: Path, new: Collection[Path]) -> None:
 
 
 @contextmanager
-def _safetensors_as_os_errors() -> Iterator[None]:
+def safetensors_as_os_errors() -> Iterator[None]:
+    """Raise an error of writing weights, which names no error number, as an OSError."""
     try:
         yield
     except SafetensorError as error:

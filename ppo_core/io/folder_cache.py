@@ -106,7 +106,7 @@ def make_once(
         digest = digest_of_folder(unfinished)
         made = {"name": folder.name, "digest": digest, "values": values}
         write_atomically(unfinished / MADE_FILE, json.dumps(made))
-        _publish(unfinished, folder)
+        publish_folder(unfinished, folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     for each in copies:
@@ -174,7 +174,7 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(stale, ignore_errors=True)
 
 
-def _publish(unfinished: Path, folder: Path) -> None:
+def publish_folder(unfinished: Path, folder: Path) -> None:
     """Rename the folder, unless another run has created the target folder meanwhile."""
     try:
         unfinished.rename(folder)

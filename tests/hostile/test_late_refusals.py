@@ -133,7 +133,7 @@ def test_a_judge_that_follows_the_order_is_said_to_do_so(tmp_path: Path, capsys)
     table = tiny_table(tmp_path)
     (tmp_path / "judge.py").write_text("def judge(p, q): return ['first'] * len(q)")
     check_inputs(make_settings(table, {}))
-    assert "followed the order of the answers in a held-out pair" in capsys.readouterr().out
+    assert "its preference changed with the order of the answers" in capsys.readouterr().out
 
 
 class Shy:

@@ -109,13 +109,13 @@ def test_a_time_at_the_end_of_the_calendar_is_bounded_too(time: str, lease, monk
 @pytest.mark.parametrize("time", ["tomorrow", "", "2030-01-01", "2030-13-01T00:00:00+00:00"])
 def test_a_time_that_is_none_is_refused_by_name(time: str, lease):
     store_times(lease, renewed=time)
-    with pytest.raises(ConfigError, match="is not a lease"):
+    with pytest.raises(ConfigError, match="is not a valid lease"):
         other(lease).take()
 
 
 def test_a_lease_that_names_more_is_refused(lease):
     store_times(lease, seen="x")
-    with pytest.raises(ConfigError, match="is not a lease"):
+    with pytest.raises(ConfigError, match="is not a valid lease"):
         other(lease).take()
 
 

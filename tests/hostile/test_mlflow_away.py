@@ -21,10 +21,12 @@ import registry
 from pipeline.launch.process_tree import ProcessIdentity, take_over
 from pipeline.settings.settings import Settings
 from pipeline.stages.start import prepare_inputs
+from pipeline.tracking.decided_runs import find_decided_run, outcome_of, reason_of_outcome
 from pipeline.tracking.killed_runs import end_killed_runs
 from pipeline.tracking.limits import MAX_TAG_CHARACTERS
-from pipeline.tracking.mlflow_client import check_registry
+from pipeline.tracking.mlflow_client import check_registry, explained
 from pipeline.tracking.mlflow_runs import start_runs
+from pipeline.tracking.run_list import list_runs
 from pipeline.tracking.run_log import DESCRIPTION
 from pipeline.tracking.run_record import ENDED_EARLY, PARENT, RECORD, RESUMED, was_killed
 from pipeline.tracking.tracker import Tracker
@@ -149,6 +151,11 @@ def test_a_database_without_room_is_named(tmp_path, monkeypatch, caplog):
     ):
         start_runs(NAME, "RLHF/1", {"seed": 1}, {}, STEPS)
     assert "Traceback" not in caplog.text
+
+
+def test_a_full_disk_of_this_machine_is_not_an_error_of_mlflow(tmp_path):
+    with full_disk(10), pytest.raises(OSError, match="File too large"), explained():
+        (tmp_path / "large").write_bytes(bytes(20))
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="everything is writable for root")
@@ -360,6 +367,18 @@ def test_a_resumed_run_starts_its_runs_again(runs: Runs):
     assert set(runs.statuses.values()) == {"FINISHED"}
     assert runs.why("register") == runs.why(PARENT) == RESUMED
     assert not (runs.folder / RECORD).exists()
+
+
+def test_a_refused_run_that_is_resumed_has_no_outcome_until_it_ends(runs: Runs):
+    with runs.track("load_policy") as tracker:
+        tracker.refuse("It is not fit.", [])
+    assert "refused its reward model" in find_decided_run({})
+    runs.finish("load_policy")
+    assert find_decided_run({}) is None
+    (listed,) = list_runs(runs.folder.parent)
+    assert (listed.state, listed.verdict) == ("running", None)
+    parent = runs.client.get_run(runs.ids[PARENT])
+    assert (outcome_of(parent), reason_of_outcome(parent)) == ("has not ended", "")
 
 
 def test_the_runs_of_a_killed_run_are_ended_by_the_next_run(runs: Runs, capsys):

@@ -239,9 +239,9 @@ class RunData:
                 found.pop(prompt_key(prompt), None)
             if len(found) < LEAST_TO_CHOOSE:
                 raise DataError(
-                    f"Only {len(found)} different prompts of {rows.source} are there to choose the "
-                    f"policy on beside those of the evaluation, and selection.method='judge' needs "
-                    f"{LEAST_TO_CHOOSE}. Add prompts, or set selection.method='kl'."
+                    f"{rows.source} has only {len(found)} different prompts that the evaluation "
+                    f"does not use; selection.method='judge' needs {LEAST_TO_CHOOSE}. Add prompts, "
+                    "or set selection.method='kl'."
                 )
         prompts = list(found.values())
         lots = np.random.default_rng(self.settings.seed).permutation(len(prompts))
@@ -345,9 +345,9 @@ class RunData:
         each, more = divmod(count, len(prompts))
         if count > MOST_PAIRS_PER_PROMPT * len(prompts):
             raise DataError(
-                f"fresh_pairs.count={count} needs {count / len(prompts):.1f} pairs of each of the "
-                f"{len(prompts)} different prompts of {rows.source}, and more than "
-                f"{MOST_PAIRS_PER_PROMPT} teach little. Lower the count, or add prompts."
+                f"fresh_pairs.count={count} needs {count / len(prompts):.1f} pairs for each of the "
+                f"{len(prompts)} different prompts of {rows.source}. The maximum is "
+                f"{MOST_PAIRS_PER_PROMPT}. Lower the count, or add prompts."
             )
         pairs = np.full(len(prompts), each) + (np.arange(len(prompts)) < more)
         lots = np.random.default_rng(self.settings.seed).permutation(len(prompts))
@@ -479,10 +479,10 @@ def judged_rows(rows: Rows, config: EvaluationConfig, champion: int | None = Non
     others = np.arange(fixed, len(rows))
     if len(others) < 2 * rotated:
         raise DataError(
-            f"evaluation.rotate={config.rotate:g} draws {rotated} of {judged} rows for each "
-            f"champion, and {rows.source} has only {len(others)} rows beside the fixed {fixed}, so "
-            f"most rows would be drawn again. Add {2 * rotated - len(others)} rows to "
-            "eval_prompts, lower num_examples or leave rotate out."
+            f"evaluation.rotate={config.rotate:g} draws {rotated} of {judged} judged rows anew for "
+            f"each champion, from only {len(others)} rows of {rows.source} beside the fixed "
+            f"{fixed}, so most would repeat. Add {2 * rotated - len(others)} rows to eval_prompts, "
+            "lower num_examples, or remove rotate."
         )
     drawn = np.random.default_rng(champion or 0).permutation(others)[:rotated]
     return list(rows.table.select([*range(fixed), *sorted(drawn.tolist())]))

@@ -58,4 +58,4 @@ class FlowRun:
     @property
     def folder(self) -> Path:
         """Folder of the policy, reports, samples, judgments and journal (entries for MLflow)."""
-        return self.workspace.root / "runs" / self.id.rpartition("/")[2]
+        return self.workspace.folder_of_run(self.id.rpartition("/")[2])

@@ -162,9 +162,8 @@ def split_off_judge_pairs(rows: Rows) -> tuple[Rows, Rows]:
     parts = [_part(rows, name) for name in ("reward model", "judge")]
     if not all(map(len, parts)):
         raise DataError(
-            f"{rows.source}: of {len(rows)} rows to train on, too few are different pairs: a third "
-            f"trains the judge, so there must be {JUDGE_PART}. Add more preferences, or name a "
-            "judge."
+            f"{rows.source}: {len(rows)} training rows contain fewer than {JUDGE_PART} different "
+            "pairs. Every third pair trains the judge. Add preferences, or name a judge."
         )
     return parts[0], parts[1]
 

@@ -50,14 +50,19 @@ from ppo_core.supervised.training import refuse_other_settings
 from ppo_core.training.preflight import require_stop_token
 
 QUARANTINE = "quarantine"
-"""Folder of the workspace for rows that were left out."""
+"""Folder for the rows that were left out, in the folder of the run or, without a run, in
+`output_dir`."""
 
 MIN_DISTINCT = 0.5
 """Fraction of distinct training prompts below which a warning is printed."""
 
 
-def check_inputs(settings: Settings) -> None:
+def check_inputs(settings: Settings, quarantine: Path | None = None) -> None:
     """Raise if an input would cause an error or a misleading result later in the run.
+
+    Args:
+        settings: settings with inputs on this machine.
+        quarantine: folder for the rows that were left out; by default QUARANTINE in `output_dir`.
 
     Raises:
         ConfigError: a setting is invalid.
@@ -65,8 +70,9 @@ def check_inputs(settings: Settings) -> None:
         ModelError: a model cannot be used.
     """
     check_outputs(settings.output_dir, settings.summary_json)
-    # Remove the lists of an earlier run, which would look like lists of this run.
-    shutil.rmtree(Path(settings.output_dir) / QUARANTINE, ignore_errors=True)
+    # Remove the lists of an earlier check, which would look like lists of this check.
+    quarantine = quarantine or Path(settings.output_dir) / QUARANTINE
+    shutil.rmtree(quarantine, ignore_errors=True)
     _check_trainings(settings)
     check_integrations(settings.ppo.report_to)
     data = RunData(settings)
@@ -76,11 +82,11 @@ def check_inputs(settings: Settings) -> None:
     data.voted_pairs()
     _check_fresh_pairs(data)
     # Training texts are checked first, because prompts of the evaluation are compared with them.
-    _check_pairs(data)
-    _check_feedback(data)
+    _check_pairs(data, quarantine)
+    _check_feedback(data, quarantine)
     if settings.sft_data:
-        _check_demonstrations(data)
-    _check_prompts(data)
+        _check_demonstrations(data, quarantine)
+    _check_prompts(data, quarantine)
     _check_rewards(data)
     try_guards(data)
     try_tasks(settings)
@@ -129,7 +135,7 @@ def _check_trainings(settings: Settings) -> None:
     """Raise if a setting of a training contradicts another setting, or has no effect."""
     if settings.sft_data:
         _check_training("sft", "demonstrations", settings.sft, settings)
-    if not (settings.reward_model and settings.judge):
+    if not (settings.reward_model and settings.judge) or settings.fresh_pairs.wanted:
         section = settings.reward_model_training
         _check_training("reward_model_training", "pairs", section, settings)
 
@@ -186,17 +192,17 @@ def _require_template(data: RunData, tokenizer: PreTrainedTokenizerBase, path: s
         )
 
 
-def _check_prompts(data: RunData) -> None:
+def _check_prompts(data: RunData, quarantine: Path) -> None:
     """Raise if prompts cannot be used, or if only some rows of the evaluation have a reference."""
     settings = data.settings
     stop_token(data.policy_tokenizer, settings.ppo.stop_token, settings.ppo.stop_token_id)
     require_stop_token(load_config(settings.policy), settings.ppo.stop_token_id)
     with named_data("prompts"):
         rows = data.training_prompts()
-        _report(rows, "prompts", settings)
+        _report(rows, "prompts", quarantine)
         _show("prompts", data, encode_prompt(data.policy_tokenizer, rows.table[0]["prompt"]))
     with named_data("eval_prompts" if settings.eval_prompts else "prompts"):
-        _report(data.evaluation_rows(), "eval_prompts", settings)
+        _report(data.evaluation_rows(), "eval_prompts", quarantine)
         if settings.selection.method != "last":
             data.selection_prompts()
         if references_of(data.examples()) is None:
@@ -205,12 +211,12 @@ def _check_prompts(data: RunData) -> None:
         print(warning, flush=True)
 
 
-def _check_pairs(data: RunData) -> None:
+def _check_pairs(data: RunData, quarantine: Path) -> None:
     """Raise if preferences cannot be used, or none are left for the training or the validation."""
     settings = data.settings
     with named_data("preferences_test" if settings.preferences_test else "preferences"):
         test = data.test_pairs()
-        _report(test, "preferences-test", settings)
+        _report(test, "preferences-test", quarantine)
         if all(pair.tie for pair in label_pairs(test)):
             raise DataError(
                 f"The {len(test)} held-out preferences of {test.source} are all ties, so the "
@@ -219,17 +225,17 @@ def _check_pairs(data: RunData) -> None:
     with named_data("preferences"):
         if not settings.reward_model:
             pairs = data.encoded_pairs()
-            _report(pairs, "preferences", settings)
+            _report(pairs, "preferences", quarantine)
             _show("preferences", data, pairs.table[0]["chosen"])
         if not settings.judge:
-            _report(data.encoded_judge_pairs(), "judge-preferences", settings)
+            _report(data.encoded_judge_pairs(), "judge-preferences", quarantine)
             data.judge_test_pairs()
 
 
-def _check_feedback(data: RunData) -> None:
+def _check_feedback(data: RunData, quarantine: Path) -> None:
     with named_data("feedback"):
         if rows := data.encoded_feedback():
-            _report(rows, "feedback", data.settings)
+            _report(rows, "feedback", quarantine)
             _show("feedback", data, rows.table[0]["chosen"] or rows.table[0]["rejected"])
 
 
@@ -246,20 +252,20 @@ def _check_fresh_pairs(data: RunData) -> None:
         )
 
 
-def _check_demonstrations(data: RunData) -> None:
+def _check_demonstrations(data: RunData, quarantine: Path) -> None:
     with named_data("sft_data"):
         rows = data.encoded_demonstrations()
-        _report(rows, "sft", data.settings)
+        _report(rows, "sft", quarantine)
         _show("sft", data, rows.table[0]["input_ids"])
 
 
-def _report(rows: Rows, name: str, settings: Settings) -> None:
-    """Print how the rows were read, and copy the rows that were left out to `quarantine`."""
+def _report(rows: Rows, name: str, quarantine: Path) -> None:
+    """Print how the rows were read, and copy the rows that were left out to a folder."""
     reading = original_names(describe_reading(rows))
     print(f"{name}: {reading}, digest {rows.digest}", flush=True)
     if rows.left_out:
-        path = Path(settings.output_dir) / QUARANTINE / f"{name}.jsonl"
-        path.parent.mkdir(exist_ok=True)
+        path = quarantine / f"{name}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_jsonl(path, chain.from_iterable(map(read_jsonl, rows.left_out_files)))
         print(f"{name}: the rows left out are in {path}", flush=True)
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from uuid import uuid4
 
 from huggingface_hub import snapshot_download
 
@@ -32,6 +33,7 @@ from ppo_core.data.sources.hub_data import HubData
 from ppo_core.data.sources.source import find_hub_data
 from ppo_core.errors import ModelError, library_errors
 from ppo_core.io.atomic_files import explained_writes
+from ppo_core.io.folder_cache import publish_folder
 from ppo_core.models.loading import commit_of
 
 DATA = (
@@ -175,11 +177,15 @@ def _fetch_version(address: str, workspace: Workspace) -> str:
     version = Path(model).parent
     folder = workspace.cache / "versions" / version.relative_to(workspace.cache / CHAMPIONS)
     if not folder.is_dir():
-        unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
-        unfinished.mkdir(parents=True)
-        for part in (model, tokenizer):
-            shutil.copytree(part, unfinished, dirs_exist_ok=True, copy_function=os.link)
-        unfinished.rename(folder)
+        # Runs on several machines may share the cache, and may have equal process ids.
+        unfinished = folder.with_name(f".{folder.name}.{uuid4().hex}")
+        try:
+            with explained_writes(unfinished):
+                for part in (model, tokenizer):
+                    shutil.copytree(part, unfinished, dirs_exist_ok=True, copy_function=os.link)
+            publish_folder(unfinished, folder)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
     return str(folder)
 
 

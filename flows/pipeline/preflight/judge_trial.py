@@ -81,9 +81,9 @@ def ask_judge(judge: Judge, pairs: Sequence[LabeledPair]) -> str:
 
 def _in_words(given: Sequence[str]) -> str:
     if len(given) == 1:
-        return "gave a verdict on a held-out pair in one of both orders"
+        return "gave a verdict on a held-out pair in only one of the two orders"
     if given[0] != given[1]:
-        return "followed the order of the answers in a held-out pair"
+        return "chose by position: its preference changed with the order of the answers"
     words = {"first": "the answer that people prefer", "second": "the other answer"}
     return f"preferred {words.get(given[0], 'neither answer')} in a held-out pair, in both orders"
 

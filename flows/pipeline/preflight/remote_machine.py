@@ -83,13 +83,15 @@ def refuse_proxied_artifacts(root: str, policy: str) -> None:
     """
     if not root.startswith(PROXIED):
         return
+    from pipeline.tracking.mlflow_client import EXPERIMENT
     from ppo_core.models.loading import count_parameters
 
     policy_bytes = BYTES_PER_PARAMETER * count_parameters(policy)
     if policy_bytes > MOST_PROXIED_BYTES:
         raise ConfigError(
-            f"The MLflow server passes on all artifacts ({root}), and the policy has "
-            f"{policy_bytes / 1e9:.1f} GB. The registration would take the server's memory and "
-            "fail after the training. Start the server with --no-serve-artifacts and "
-            "--default-artifact-root s3://BUCKET/PREFIX, and rename the experiment there."
+            f"Artifacts pass through the MLflow server ({root}), which cannot transfer a policy of "
+            f"{policy_bytes / 1e9:.1f} GB, so the registration would fail after the training. "
+            "Start the server with --no-serve-artifacts and --default-artifact-root "
+            f"s3://BUCKET/PREFIX, and rename the experiment '{EXPERIMENT}', because it keeps its "
+            "old artifact root."
         )

@@ -1,6 +1,6 @@
 """Register a trained policy as a version, and promote or refuse the version."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -76,6 +76,25 @@ class Candidate:
         for one in self.trained.rounds:
             named[f"reward model, round {one.number}"] = _named(one.path, one.digest)
         return named
+
+    def fetched(self) -> "Candidate":
+        """Fetch the files that the registration reads.
+
+        These are neither the weights of SFT nor those of a reward model, unless the next run may
+        start from the reward model.
+
+        Raises:
+            DataError, ConfigError, StorageError: see `Workspace.fetch`.
+        """
+        fetch, trained = self.run.workspace.fetch_files, self.trained
+        return replace(
+            self,
+            settings=fetch(self.settings),
+            reward_model=fetch(self.reward_model) if trained.critic else self.reward_model,
+            trained=replace(trained.fetched(self.run.workspace), critic=fetch(trained.critic)),
+            validation=fetch(self.validation),
+            evaluation=fetch(self.evaluation),
+        )
 
     @property
     def kl(self) -> float:

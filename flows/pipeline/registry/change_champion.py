@@ -5,14 +5,13 @@ from shlex import quote
 from uuid import uuid4
 
 from mlflow import MlflowClient
-from mlflow.exceptions import MlflowException
 
 from pipeline.registry.alias_sync import apply_decisions, sync_aliases
 from pipeline.registry.aliases import (
     CHALLENGER,
     exists,
-    raise_unless_missing,
     read_aliases,
+    require_registered,
     set_tags,
 )
 from pipeline.registry.champion_history import Champions
@@ -29,16 +28,8 @@ def read_champions(name: str) -> Champions:
     Raises:
         ModelError: there is no such registered model, or its ledger was deleted.
     """
-    client = connect()
-    try:
-        client.get_registered_model(name)
-    except MlflowException as error:
-        raise_unless_missing(error)
-        raise ModelError(
-            f"MLflow has no registered model '{name}'. Check the name, or set MLFLOW_TRACKING_URI "
-            "to the registry that has it."
-        ) from error
-    ledger = find_ledger(client, name)
+    require_registered(name)
+    ledger = find_ledger(connect(), name)
     return Champions(ledger.read().decisions if ledger else ())
 
 
@@ -147,9 +138,9 @@ def roll_back(name: str, *, reason: str, by: str, champion: int | None = None) -
             return made
         now = sync_aliases(name)
     raise ModelError(
-        f"Version {withdrawn} of '{name}' was champion when you asked, and {now.champion} is now: "
-        "somebody else decided meanwhile. Look at `python flows/registry.py history "
-        f"{quote(name)}` and ask again if it is still needed."
+        f"The champion of '{name}' changed from version {withdrawn} to version {now.champion} "
+        "after your request, so nothing was withdrawn. Read `python flows/registry.py history "
+        f"{quote(name)}`, and repeat the request if it is still needed."
     )
 
 
@@ -193,8 +184,8 @@ def _commit(
 def _require_version(client: MlflowClient, name: str, version: int) -> None:
     if not exists(client, name, version):
         raise ModelError(
-            f"MLflow has no version {version} of the registered model '{name}', or no longer: an "
-            "alias cannot name it. Choose one that MLflow lists."
+            f"The registered model '{name}' has no version {version}, or this version was deleted. "
+            "Choose a version that MLflow lists."
         )
 
 

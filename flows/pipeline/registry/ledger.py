@@ -114,9 +114,9 @@ def find_ledger(client: MlflowClient, name: str) -> Ledger | None:
     if experiment.lifecycle_stage != "active":
         raise ModelError(
             f"The MLflow experiment '{title}', which holds the history of the promotions, was "
-            f"deleted. Without it nobody knows what the champion replaced: restore it with "
-            f"`mlflow experiments restore --experiment-id {number}`, or, to begin a new history, "
-            f"rename it after that."
+            f"deleted. Without it, nobody knows which version the champion replaced. Restore it "
+            f"with `mlflow experiments restore --experiment-id {number}`. To begin a new history, "
+            f"rename the experiment after restoring it."
         )
     if RUN_TAG not in experiment.tags:
         raise ModelError(

@@ -12,7 +12,9 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
 from pipeline.inputs.lineage import FLOW_RUN
+from ppo_core.data.model_files import safetensors_as_os_errors
 from ppo_core.errors import ModelError
+from ppo_core.io.atomic_files import explained_writes
 from serving.manifest import MANIFEST_TAG
 
 LOGGED_MODEL = "policy"
@@ -54,7 +56,8 @@ class LoggedModels:
             tags={FLOW_RUN: self.flow_run},
         )
         with tempfile.TemporaryDirectory(dir=scratch) as folder:
-            digest = write(Path(folder), model.model_id)
+            with explained_writes(Path(folder)), safetensors_as_os_errors():
+                digest = write(Path(folder), model.model_id)
             with uploading(model.model_id):
                 self.client.log_model_artifacts(model.model_id, folder)
         self.client.set_logged_model_tags(model.model_id, {MANIFEST_TAG: digest})
@@ -85,8 +88,9 @@ def logged_model_id(version: ModelVersion) -> str:
     """
     if version.source is None or not version.source.startswith("models:/m-"):
         raise ModelError(
-            f"Version {version.version} of {version.name!r} comes from {version.source}, which is "
-            "no logged model: it has no model card to replace. Name a version that the flow made."
+            f"Version {version.version} of {version.name!r} was not registered by this flow "
+            f"(source: {version.source}), so it has no model card to replace. Name a version that "
+            "the flow registered."
         )
     return version.source.removeprefix("models:/")
 

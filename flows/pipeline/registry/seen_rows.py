@@ -82,7 +82,10 @@ def describe_versions_that_saw(name: str, rows: Sequence[Collection[bytes]]) -> 
     if not lines:
         lines.append(f"no version of {name} is known to have seen any of {len(rows)} rows")
     if unknown:
-        lines.append(f"versions without digests of rows, which may have: {', '.join(unknown)}")
+        lines.append(
+            "versions without row digests, which may also have seen some of the rows: "
+            + ", ".join(unknown)
+        )
     return lines
 
 

@@ -21,6 +21,7 @@ from pipeline.registry.artifact import ADAPTER
 from pipeline.registry.logged_models import uploading
 from pipeline.registry.seen_rows import ANSWER_SECONDS
 from pipeline.tracking.mlflow_client import connect, explained
+from ppo_core.io.atomic_files import explained_writes
 from ppo_core.io.folder_cache import MADE_FILE
 from serving.artifact_store import open_store_at, prepare_mlflow
 from serving.champion import fetch_verified, manifest_digest
@@ -56,10 +57,11 @@ def publish_start(run_id: str, reward_model: Path, critic: Path, rows: Path, scr
     left_out = shutil.ignore_patterns(MADE_FILE, ADAPTER)
     with tempfile.TemporaryDirectory(dir=scratch) as name:
         folder = Path(name)
-        for model, part in ((reward_model, REWARD_MODEL), (critic, CRITIC)):
-            shutil.copytree(model, folder / part, ignore=left_out, copy_function=os.link)
-        shutil.copyfile(rows, folder / ROWS_FILE)
-        digest = write_manifest(folder)
+        with explained_writes(folder):
+            for model, part in ((reward_model, REWARD_MODEL), (critic, CRITIC)):
+                shutil.copytree(model, folder / part, ignore=left_out, copy_function=os.link)
+            shutil.copyfile(rows, folder / ROWS_FILE)
+            digest = write_manifest(folder)
         with uploading(f"the models for the next run, of run {run_id}"):
             client.log_artifacts(run_id, name, START)
     client.set_tag(run_id, START_TAG, digest)

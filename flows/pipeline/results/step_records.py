@@ -7,7 +7,7 @@ Metaflow pickles these records between steps, so this module imports nothing lar
 stored as JSON files; `ValidatedReward.report` and `EvaluatedPolicy.report` read them.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -19,6 +19,7 @@ from pipeline.results.selection import Selection
 
 if TYPE_CHECKING:
     from pipeline.registry.decisions import Decision
+    from pipeline.storage.workspace import Workspace
 
 SAMPLES, JUDGEMENTS, GUARD_SCORES = "samples.jsonl", "judgements.jsonl", "guards.jsonl"
 TASK_SCORES = "tasks.jsonl"
@@ -204,6 +205,15 @@ class TrainedPolicy:
 
     critic: PreparedModel | None = None
     """The critic at the end of PPO; None without `start_from`."""
+
+    def fetched(self, workspace: "Workspace") -> "TrainedPolicy":
+        """Fetch the policies; the critic and the reward models of the rounds stay where they are.
+
+        Raises:
+            DataError, ConfigError, StorageError: see `Workspace.fetch`.
+        """
+        found = workspace.fetch_files(replace(self, critic=None, rounds=[]))
+        return replace(found, critic=self.critic, rounds=self.rounds)
 
 
 @dataclass(frozen=True, kw_only=True)

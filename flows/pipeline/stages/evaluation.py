@@ -49,7 +49,7 @@ SELECTED = "selected-policy"
 """Name of the chosen policy, and first part of the name of its folder in the cache."""
 
 
-@stage("evaluate_win_rate", "settings", "sft", "policy", "judge", patient=True)
+@stage("evaluate_win_rate", "settings", "sft", "judge", patient=True)
 def evaluate_win_rate(
     tracker: Tracker,
     settings: Settings,
@@ -68,13 +68,13 @@ def evaluate_win_rate(
     Raises:
         ModelError: the files of the policy were changed after training.
     """
-    champion = fetch_again(settings, champion)
+    champion, policy = fetch_again(settings, champion), policy.fetched(run.workspace)
     require_unchanged(policy.path, policy.digest, "The trained policy")
     made, selection = _choose(tracker, settings, sft, policy, judge, run)
     chosen = replace(policy, earlier=None)
     if made is not None:
         chosen = replace(chosen, path=made.place, digest=made.digest)
-    path = run.workspace.fetch_files(chosen).path
+    path = run.workspace.fetch(chosen.path)
     folder = run.folder / "evaluation"
     folder.mkdir(exist_ok=True)
     evaluation = evaluate_policies(

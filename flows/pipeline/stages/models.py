@@ -164,10 +164,10 @@ def _measure_given(
     tracker.parent.log_figures({f"{REWARD_MODEL}/agreement_with_judge": rate.accuracy})
     tracker.step.set_tags({"labels_would_gain_little": str(gains_little)})
     follows = (
-        "labels would gain little, and nobody is asked for any: the reward model stays. To ask all "
-        "the same, set fresh_pairs.enough_agreement=1"
+        "labels would gain little, and no pairs are labeled. To label pairs anyway, set "
+        "fresh_pairs.enough_agreement=1"
         if gains_little
-        else "labels are asked for"
+        else "pairs are labeled"
     )
     print(
         f"{FRESH_PAIRS}: {original_names(given.path)} orders {rate.accuracy:.1%} of {rate.n} "

@@ -15,9 +15,10 @@ def register_policy(candidate: Candidate) -> RegisteredPolicy:
     return _register(candidate, candidate.run)
 
 
-@stage("register", "candidate")
+@stage("register")
 def _register(tracker: Tracker, candidate: Candidate, run: FlowRun) -> RegisteredPolicy:
     tracker.require_all_sent()
+    candidate = candidate.fetched()
     registered = register(candidate)
     if registered.evaluation != candidate.evaluation:
         log_evaluation(tracker, registered.evaluation)

@@ -1,6 +1,5 @@
 """First step: read the settings, check all inputs, and create the run's records in MLflow."""
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 from pipeline.cost.gpu_table import find_gpu, processes_on_a_machine
 from pipeline.demo.task import find_demo_task
 from pipeline.inputs.data_sets import RunData
-from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
+from pipeline.inputs.flow_run import SETTINGS_FILE, ChampionStart, FlowRun
 from pipeline.inputs.lineage import Lineage, trace
 from pipeline.inputs.model_digests import digest_of_model
 from pipeline.inputs.replayed_pairs import inherited_rows, read_start_rows
@@ -26,18 +25,23 @@ from pipeline.settings.settings_file import settings_text
 from pipeline.stages.tracked import shared_journal
 from pipeline.storage.workspace import workspace_of
 from pipeline.tracking.journal import Journal
-from pipeline.tracking.killed_runs import end_killed_runs
+from pipeline.tracking.killed_runs import end_killed_runs, ended_if_it_fails
 from pipeline.tracking.mlflow_client import check_databases, check_registry
 from pipeline.tracking.mlflow_runs import artifact_root, log_data, start_runs
 from pipeline.tracking.run_log import RunLog
 from pipeline.tracking.run_record import PARENT, record_processes
 from ppo_core.io.atomic_files import require_writable
 
-__all__ = ["find_champion", "prepare_inputs", "share_inputs", "start_run"]
+__all__ = ["ended_if_it_fails", "find_champion", "prepare_inputs", "share_inputs", "start_run"]
 
 
-def prepare_inputs(given: Settings) -> Settings:
+def prepare_inputs(given: Settings, number: str = "") -> Settings:
     """Check every input; if `task` is set, first write the files of the built-in task.
+
+    Args:
+        given: settings of the user.
+        number: Metaflow's id of the run, whose folder gets the lists of the rows that were left
+            out; empty without a run.
 
     Returns:
         The settings; for a built-in task, the inputs are the files of the task.
@@ -51,10 +55,11 @@ def prepare_inputs(given: Settings) -> Settings:
     check_databases(is_written=True)
     find_gpu(given.hardware)
     processes_on_a_machine(given)
-    workspace_of(given).check_access()
+    workspace = workspace_of(given)
+    workspace.check_access()
     settings = find_inputs(given)
-    with workspace_of(given).sharing_rows():
-        check_inputs(settings)
+    with workspace.sharing_rows():
+        check_inputs(settings, workspace.folder_of_run(number) / QUARANTINE if number else None)
     check_registry(settings.registered_model)
     if settings.erase:
         _print_versions_that_saw(settings)
@@ -124,32 +129,33 @@ def start_run(
     origin = trace_run(name, given, settings)
     origin.tags.update(found.tags)
     runs = start_runs(settings.registered_model, name, as_plain_dict(given), origin.tags, steps)
-    workspace = workspace_of(settings)
-    start = found.start
     run = FlowRun(
         id=name,
-        workspace=workspace,
+        workspace=workspace_of(settings),
         tracking=runs,
         origin=origin.tags,
         data=origin.data,
-        start=workspace.publish_files(start),
     )
-    run.folder.mkdir(parents=True, exist_ok=True)
-    record_processes(run.folder)
-    end_killed_runs(run.folder.parent, flow)
-    log_data(runs[PARENT], origin.data)
-    with shared_journal(run):
-        (run.folder / SETTINGS_FILE).write_text(settings_text(given), encoding="utf-8")
-        inherited = None if start is None else inherited_rows(read_start_rows(start.path))
-        write_digests(RunData(settings).digested(), run.folder / ROWS_FILE, inherited)
-        if (workspace.root / QUARANTINE).is_dir():
-            shutil.copytree(
-                workspace.root / QUARANTINE, run.folder / QUARANTINE, dirs_exist_ok=True
-            )
-        parent = RunLog(Journal(run.folder), runs[PARENT])
-        parent.log_artifact(run.folder / SETTINGS_FILE)
-        parent.log_text(origin.packages, "packages.txt")
-    return run
+    with ended_if_it_fails(run.folder, runs):
+        run.folder.mkdir(parents=True, exist_ok=True)
+        record_processes(run.folder)
+        end_killed_runs(run.folder.parent, flow)
+        log_data(runs[PARENT], origin.data)
+        with shared_journal(run):
+            _record_inputs(run, given, settings, found.start, origin.packages)
+        return replace(run, start=run.workspace.publish_files(found.start))
+
+
+def _record_inputs(
+    run: FlowRun, given: Settings, settings: Settings, start: ChampionStart | None, packages: str
+) -> None:
+    """Write the settings and the digests of the rows to the run's folder, and log both texts."""
+    (run.folder / SETTINGS_FILE).write_text(settings_text(given), encoding="utf-8")
+    inherited = None if start is None else inherited_rows(read_start_rows(start.path))
+    write_digests(RunData(settings).digested(), run.folder / ROWS_FILE, inherited)
+    parent = RunLog(Journal(run.folder), run.tracking[PARENT])
+    parent.log_artifact(run.folder / SETTINGS_FILE)
+    parent.log_text(packages, "packages.txt")
 
 
 def _make_demo_task(settings: Settings) -> Settings:

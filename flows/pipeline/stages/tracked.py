@@ -95,8 +95,7 @@ def track(run: FlowRun, step: str, *, patient: bool = False) -> Iterator[Tracker
             # Imported here, because the module imports MLflow, which a short step does not need.
             from pipeline.tracking.mlflow_runs import remember_sent_metrics
 
-            for log in (tracker.step, tracker.parent):
-                remember_sent_metrics(tracker.journal, log.run)
+            remember_sent_metrics(tracker.journal, [tracker.step.run, tracker.parent.run])
         # `parallel` exists only in a step that runs on several machines.
         parallel = current.get("parallel")
         name = LAST_STEP if step == PARENT else step

@@ -7,6 +7,7 @@ from uuid import uuid4
 from pipeline.storage.addresses import S3Address
 from pipeline.storage.download import fetch_into, published_manifest
 from pipeline.storage.upload import publish
+from ppo_core.io.folder_cache import publish_folder
 
 
 class FolderCopies:
@@ -30,10 +31,7 @@ class FolderCopies:
         unfinished = folder.with_name(f".{folder.name}.{uuid4().hex}")
         try:
             fetch_into(unfinished, address, manifest.files)
-            unfinished.rename(folder)
-        except OSError:
-            if not folder.is_dir():
-                raise
+            publish_folder(unfinished, folder)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
 

@@ -145,10 +145,12 @@ class Lease:
             StorageError: S3 does not answer.
         """
         found = self._read()
-        if found is None or not self._has(found[0], found[0].run if run is None else run):
-            return
-        holder, version = found
-        self._write(dataclasses.replace(holder, owner="", run=""), IfMatch=version)
+        while found is not None and self._has(found[0], found[0].run if run is None else run):
+            holder, version = found
+            if self._write(dataclasses.replace(holder, owner="", run=""), IfMatch=version) is None:
+                return
+            # Another machine of the same run has just renewed the lease.
+            found = self._read()
 
     @property
     def _address(self) -> S3Address:
@@ -181,8 +183,8 @@ class Lease:
                 raise ValueError(f"renewed is '{holder.renewed}', a time without its zone")
         except (ValueError, TypeError) as error:
             raise ConfigError(
-                f"'{self._address}' is not a lease ({error}). Look who wrote it, and remove it if "
-                "no run trains."
+                f"'{self._address}' is not a valid lease ({error}). Find out which program wrote "
+                "it. If no run is training, delete the object."
             ) from error
         return holder
 

@@ -25,17 +25,8 @@ GRACE_SECONDS, LEAST_BYTES_PER_SECOND = 30.0, 20_000
 
 def read_object(address: S3Address) -> tuple[bytes, str] | None:
     """Return the bytes and the version (ETag) of a small object; None if it does not exist."""
-
-    def read() -> tuple[bytes, str]:
-        reply = get_object(Bucket=address.bucket, Key=address.key)
-        return reply["Body"].read(), reply["ETag"]
-
-    try:
-        return repeated(address, read)
-    except ClientError as error:
-        if is_missing(error):
-            return None
-        raise
+    found = read_timed_object(address)
+    return None if found.content is None else (found.content, found.version)
 
 
 def get_object(**call: str) -> dict[str, Any]:

@@ -182,8 +182,8 @@ def _write_manifest(manifest: Manifest, address: S3Address, **condition: str) ->
 
 def _overtaken(address: S3Address) -> StorageError:
     return StorageError(
-        f"'{address}' was published by another process since this process read it. Both belong to "
-        "the same run, so this process ends; let the other one continue."
+        f"Another process of this run has already published newer files at '{address}', so this "
+        "process ends. The other process continues."
     )
 
 

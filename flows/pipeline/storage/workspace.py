@@ -68,6 +68,10 @@ class Workspace:
         """Folder of models and data sets that several runs share."""
         return self.root / "cache"
 
+    def folder_of_run(self, number: str) -> Path:
+        """Return the folder of a run; `number` is Metaflow's id of the run."""
+        return self.root / "runs" / number
+
     def check_access(self) -> None:
         """Raise if the steps cannot write into the copy in S3; see `check_store`.
 

@@ -9,7 +9,7 @@ from pipeline.inputs.lineage import FLOW_RUN
 from pipeline.tracking.mlflow_client import EXPERIMENT, connect, explained
 from pipeline.tracking.mlflow_runs import STEP, experiment_of
 from pipeline.tracking.run_log import DESCRIPTION, description
-from pipeline.tracking.run_record import ENDED_EARLY, OUTCOME, PARENT
+from pipeline.tracking.run_record import ENDED_EARLY, OUTCOME, PARENT, RUNS_AGAIN
 from ppo_core.errors.redaction import mask_secrets
 
 RETRAIN = "retrain"
@@ -53,14 +53,19 @@ def outcome_of(run: Run) -> str:
         return f"{tags['promotion']} version {tags['version']}"
     if tags.get(OUTCOME) == "refused":
         return "refused its reward model"
-    return tags.get(OUTCOME, "has not ended")
+    return tags[OUTCOME] if has_ended(run) else "has not ended"
+
+
+def has_ended(run: Run) -> bool:
+    """Return whether a run of a flow has decided, or ended early and was not resumed."""
+    return "promotion" in run.data.tags or run.data.tags.get(OUTCOME, RUNS_AGAIN) != RUNS_AGAIN
 
 
 def reason_of_outcome(run: Run) -> str:
     """Return the reason for the outcome of a run; empty if the reasons are tags of the version."""
     tags = run.data.tags
-    ended_early = tags.get(ENDED_EARLY, "") if OUTCOME in tags else ""
-    return tags.get(REASON, ended_early)
+    ended_early = tags.get(OUTCOME, RUNS_AGAIN) != RUNS_AGAIN
+    return tags.get(REASON, tags.get(ENDED_EARLY, "") if ended_early else "")
 
 
 @explained()

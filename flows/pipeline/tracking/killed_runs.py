@@ -1,18 +1,20 @@
-"""End the MLflow runs that killed runs of the flow left behind."""
+"""End the MLflow runs of a failed first step, and the runs that killed runs of the flow left."""
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from mlflow.exceptions import MlflowException
 
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.mlflow_runs import find_runs
-from pipeline.tracking.run_record import end_runs, remove_record, was_killed
+from pipeline.tracking.run_record import end_runs, one_line, remove_record, was_killed
 from pipeline.tracking.sender import Sender
 from ppo_core.errors import PPOError
 from ppo_core.errors.redaction import redact
 
 SECONDS = 20.0
-"""Maximum wait in seconds until MLflow has the entries of a killed run."""
+"""Maximum wait in seconds until MLflow has the entries of a killed run or a failed first step."""
 
 REASON = "The run of the flow was killed, and ended by the next run."
 
@@ -33,17 +35,45 @@ def end_killed_runs(folder: Path, flow: str) -> None:
         print(f"Warning: An earlier run was not ended in MLflow: {redact(error)}", flush=True)
 
 
+@contextmanager
+def ended_if_it_fails(folder: Path, runs: Mapping[str, str]) -> Iterator[None]:
+    """Return a context of the first step: if it fails, end the MLflow runs, which it created.
+
+    The first step has no `Tracker`.
+
+    Args:
+        folder: folder of the run of the flow.
+        runs: ids of the MLflow runs, from `start_runs`.
+    """
+    try:
+        yield
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
+        try:
+            journal = Journal(folder)
+            end_runs(journal, runs, "failed", one_line(f"start failed: {error}"))
+            _send(journal)
+        except PPOError as also:
+            print(f"Warning: The runs in MLflow are not ended: {also}", flush=True)
+        raise
+
+
 def _end(folder: Path, flow_run: str) -> None:
     runs = find_runs(flow_run)
     if not runs:
         return  # another server tracked the run
     journal = Journal(folder)
     end_runs(journal, runs, "killed", REASON)
-    sender = Sender(journal)
-    sender.start()
-    if sender.flush(SECONDS):
-        remove_record(folder)
+    if _send(journal):
         print(
             f"{flow_run} was killed. Its runs in MLflow are ended; it can be resumed.", flush=True
         )
+
+
+def _send(journal: Journal) -> bool:
+    """Send the entries of a run that ended; return whether MLflow has them all."""
+    sender = Sender(journal)
+    sender.start()
+    if is_sent := sender.flush(SECONDS):
+        remove_record(journal.folder)
     sender.stop()
+    return is_sent

@@ -12,6 +12,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from ppo_core.errors import ConfigError, ModelError
 from ppo_core.errors.deadline import answer_within
+from ppo_core.io.atomic_files import FULL_DISK
 from serving.database import check_database
 
 EXPERIMENT = "rlhf"
@@ -104,10 +105,13 @@ def explained() -> Iterator[None]:
 
     Raises:
         ModelError: MLflow refused a request or did not answer.
+        OSError: the disk of this machine is full.
     """
     try:
         yield
     except (MlflowException, SQLAlchemyError, OSError) as error:
+        if isinstance(error, OSError) and error.errno in FULL_DISK:
+            raise  # see `explained_full_disk`
         raise ModelError(
             f"MLflow at {mlflow.get_registry_uri()} did not carry out a request: {error}. "
             "Fix the cause and try again. To continue a run of the flow, use "

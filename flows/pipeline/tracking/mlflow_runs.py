@@ -170,19 +170,26 @@ def log_data(run_id: str, data: Sequence[DataSet]) -> None:
     connect().log_inputs(run_id, [_input(one) for one in data])
 
 
-@explained()
-def remember_sent_metrics(journal: Journal, run: str) -> None:
-    """Make the journal skip the metrics of a run that MLflow already has.
+def remember_sent_metrics(journal: Journal, runs: Sequence[str]) -> None:
+    """Make the journal skip the metrics of runs that MLflow already has.
 
-    A machine that was lost with its journal has sent these metrics.
-
-    Raises:
-        ModelError: MLflow does not answer.
+    A machine that was lost with its journal has sent these metrics. If MLflow does not answer,
+    print a warning: MLflow stores equal points once, so at worst some points of the machine's load
+    have another step.
     """
-    client = connect()
-    for name in client.get_run(run).data.metrics:
-        for metric in client.get_metric_history(run, name):
-            journal.remember_metric(run, metric.step, name)
+    try:
+        client = connect()
+        for run in runs:
+            for name in client.get_run(run).data.metrics:
+                for metric in client.get_metric_history(run, name):
+                    journal.remember_metric(run, metric.step, name)
+    except (ModelError, MlflowException, SQLAlchemyError, OSError) as error:
+        print(
+            "Warning: MLflow does not say which metrics of the earlier attempt it has "
+            f"({redact(error)}). The step continues; some points of system/... may have another "
+            "step.",
+            flush=True,
+        )
 
 
 def _input(one: DataSet) -> DatasetInput:

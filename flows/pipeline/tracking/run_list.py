@@ -8,11 +8,11 @@ from pathlib import Path
 from mlflow.entities import Run
 
 from pipeline.inputs.lineage import FLOW_RUN
-from pipeline.tracking.decided_runs import MODEL, outcome_of, runs_of_step
+from pipeline.tracking.decided_runs import MODEL, has_ended, outcome_of, runs_of_step
 from pipeline.tracking.mlflow_client import connect, explained
 from pipeline.tracking.mlflow_runs import read_artifact
 from pipeline.tracking.run_log import FIGURES, LOGGED_ARTIFACTS, read_figures
-from pipeline.tracking.run_record import OUTCOME, PARENT, RECORD, was_killed
+from pipeline.tracking.run_record import PARENT, RECORD, was_killed
 from ppo_core.errors import ConfigError, ModelError
 
 FLOW = "RLHF"
@@ -128,14 +128,13 @@ def _of_mlflow(run: Run, folder: Path | None) -> ListedRun:
     tags, metrics = run.data.tags, run.data.metrics
     rivals = [one for one in ("champion", "sft") if f"win_rate/ppo_vs_{one}/rate" in metrics]
     contest = f"win_rate/ppo_vs_{rivals[0]}" if rivals else ""
-    has_ended = "promotion" in tags or OUTCOME in tags
     killed = folder is not None and was_killed(folder)
     return ListedRun(
         run=tags[FLOW_RUN],
         model=run.data.params.get(MODEL),
         started=_as_text(run.info.start_time / 1000),
         state="killed" if killed else run.info.status.lower(),
-        verdict=outcome_of(run) if has_ended else None,
+        verdict=outcome_of(run) if has_ended(run) else None,
         rival=rivals[0] if rivals else None,
         win_rate=metrics.get(f"{contest}/rate"),
         low=metrics.get(f"{contest}/low"),

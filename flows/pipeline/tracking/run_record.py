@@ -16,6 +16,7 @@ import psutil
 from pipeline.launch.process_tree import ProcessIdentity, find_process
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.run_log import RunLog
+from ppo_core.errors.redaction import redact
 from ppo_core.io.atomic_files import explained_writes, write_atomically
 from ppo_core.io.text_files import parse_json
 from ppo_core.io.validation import read_record
@@ -30,17 +31,23 @@ ENDED_EARLY = "ended_early"
 """MLflow tag of a run that ended before its work was done; the value is the reason."""
 
 OUTCOME = "outcome"
-"""MLflow tag of a parent run that ended early (failed, refused or killed), and of each run of the
-flow Retrain."""
+"""MLflow tag of a parent run that ended early (failed, refused or killed; RUNS_AGAIN after it was
+resumed), and of each run of the flow Retrain."""
 
 RESUMED = "no: it was resumed"
 """Value of the tag ENDED_EARLY of a run that ended early and was resumed."""
+
+RUNS_AGAIN = "resumed"
+"""Value of the tag OUTCOME of a parent run that ended early and was resumed."""
 
 NOT_REACHED = "not reached"
 """First words of the tag ENDED_EARLY of a run whose step never started."""
 
 RUNNING_AGAIN = "Running again, after an earlier attempt ended early"
 """Description of a parent run that was resumed and has no outcome yet."""
+
+MAX_REASON_CHARACTERS = 500
+"""Maximum length of the reason in the tag of a run that ended early."""
 
 
 def record_processes(folder: Path) -> None:
@@ -104,3 +111,8 @@ def end_runs(
         if name == PARENT:
             log.set_tags({OUTCOME: outcome})
             log.describe(outcome.capitalize(), [why, *reasons])
+
+
+def one_line(reason: str) -> str:
+    """Return a reason without credentials, in one line that is short enough for a tag."""
+    return " ".join(redact(reason).split())[:MAX_REASON_CHARACTERS]

@@ -7,20 +7,22 @@ from types import TracebackType
 from typing import Self
 
 from pipeline.tracking.journal import Journal
-from pipeline.tracking.run_log import DESCRIPTION, RunLog
+from pipeline.tracking.run_log import RunLog
 from pipeline.tracking.run_record import (
     ENDED_EARLY,
+    OUTCOME,
     PARENT,
     RESUMED,
     RUNNING_AGAIN,
+    RUNS_AGAIN,
     end_runs,
+    one_line,
     record_processes,
     remove_record,
 )
 from pipeline.tracking.sender import Sender
 from pipeline.tracking.system_metrics import SystemMetrics
 from ppo_core.errors import ModelError, PPOError
-from ppo_core.errors.redaction import redact
 
 FLUSH_SECONDS = 20.0
 """Maximum wait in seconds at the end of a step until all entries are sent."""
@@ -32,9 +34,6 @@ FLUSH_SECONDS, because perhaps no later step sends the entries."""
 SHORT_SECONDS = 30.0
 """A step that takes fewer seconds may leave its entries to the next step, because the import of
 MLflow would take most of the time."""
-
-MAX_REASON_CHARACTERS = 500
-"""Maximum length of the reason in the tag of a run that ended early."""
 
 REQUIRED_SECONDS = 180.0
 """Maximum wait in seconds if a step cannot continue without MLflow."""
@@ -83,7 +82,8 @@ class Tracker:
             log.set_status("RUNNING")
             if self.journal.tag(log.run, ENDED_EARLY) is not None:
                 log.set_tags({ENDED_EARLY: RESUMED})
-        if self.journal.tag(self.parent.run, DESCRIPTION) is not None:
+        if self.journal.tag(self.parent.run, OUTCOME) is not None:
+            self.parent.set_tags({OUTCOME: RUNS_AGAIN})
             self.parent.describe(RUNNING_AGAIN)
         self._sender.start()
         if self._system:
@@ -130,7 +130,7 @@ class Tracker:
         if error is None:
             self.step.set_status("FINISHED")
         else:
-            reason = _one_line(f"{self.name} failed: {error}")
+            reason = one_line(f"{self.name} failed: {error}")
             end_runs(self.journal, self._not_finished(), "failed", reason)
         if error is None and self._refusal is not None:
             what, reasons = self._refusal
@@ -169,8 +169,3 @@ class Tracker:
             f"MLflow has not accepted {len(self.journal.unsent())} tracked entries "
             f"({trouble}). They are stored in {self.journal.folder}."
         )
-
-
-def _one_line(reason: str) -> str:
-    """Return a reason without credentials, in one line that is short enough for a tag."""
-    return " ".join(redact(reason).split())[:MAX_REASON_CHARACTERS]

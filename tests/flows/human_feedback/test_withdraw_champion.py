@@ -130,7 +130,7 @@ def test_nothing_to_compare_stops_no_training(server: MlflowServer, name: str, c
 
 
 def test_only_the_version_that_was_compared_is_withdrawn(name: str):
-    with pytest.raises(ModelError, match=r"Version 1 of .* was champion when you asked, and 2 is"):
+    with pytest.raises(ModelError, match=r"changed from version 1 to version 2 after your"):
         roll_back(name, reason="r", by="run Retrain/1", champion=1)
 
 

@@ -9,6 +9,7 @@ import pytest
 from pipeline.inputs.data_sets import RunData, references_of
 from pipeline.preflight.check_inputs import check_inputs
 from pipeline.settings.settings import Settings, make_settings
+from pipeline.stages.start import prepare_inputs
 from pipeline.tracking.mlflow_client import check_registry
 from ppo_core.errors import ConfigError, DataError, ModelError, PPOError
 from tests.helpers.inputs.pipeline_inputs import tiny_table, write_model, write_rows
@@ -85,6 +86,16 @@ def test_labels_of_preferences_are_read_and_not_trained_on(tmp_path: Path):
     assert plain(RunData(settings).training_pairs()) == [
         {name: row[name] for name in ("prompt", "chosen", "rejected")} for row in rows[1:18]
     ]
+
+
+@pytest.mark.usefixtures("mlflow_client")
+def test_each_run_keeps_the_rows_that_it_set_aside(tmp_path: Path):
+    rows = [{"prompt": "w1"} for _ in range(200)] + [{"prompt": ""}]
+    table = tiny_table(tmp_path) | {"prompts": write_rows(tmp_path / "p.jsonl", rows)}
+    for number in ("1", "2"):
+        settings = prepare_inputs(make_settings(table, {}), number)
+    kept = Path(settings.output_dir).glob("runs/*/quarantine/prompts.jsonl")
+    assert sorted(path.parts[-3] for path in kept) == ["1", "2"]
 
 
 def test_rows_set_aside_can_be_read(tmp_path: Path):
@@ -222,7 +233,7 @@ def test_a_part_of_the_judged_prompts_is_drawn_for_each_champion(tmp_path: Path)
 def test_a_rotation_without_further_rows_is_refused(tmp_path: Path):
     table = tiny_table(tmp_path)
     table["evaluation"] = {"num_examples": 1000, "rotate": 0.5}
-    with pytest.raises(DataError, match=r"rotate=0\.5 draws .* so most rows would be drawn again"):
+    with pytest.raises(DataError, match=r"rotate=0\.5 draws .* so most would repeat"):
         RunData(make_settings(table, {})).examples()
 
 
@@ -317,6 +328,14 @@ def test_the_judge_of_a_given_reward_model_learns_from_all_pairs(tmp_path: Path)
             r"\[reward_model_training\]: learning_rate='auto' trains several models",
         ),
         (
+            {
+                "reward_model": "given",
+                "fresh_pairs": {"count": 30, "labeller": "rule"},
+                "reward_model_training": {"offload": True},
+            },
+            r"\[reward_model_training\]: offload=True has no effect",
+        ),
+        (
             {"reward_model_training": {"completion_only_loss": False}},
             r"\[reward_model_training\]: completion_only_loss=False is for SFT",
         ),
@@ -331,7 +350,8 @@ def test_settings_of_a_training_that_contradict_each_other_are_refused_at_the_st
 
 def test_too_few_pairs_for_a_judge_are_refused(tmp_path: Path):
     changes = {"judge": "", "preferences": write_rows(tmp_path / "few.jsonl", pairs_of(3))}
-    with pytest.raises(DataError, match=r"^'preferences': .*of 2 rows .* must be 3.*name a judge"):
+    message = r"^'preferences': .*2 training rows contain fewer than 3 .*name a judge"
+    with pytest.raises(DataError, match=message):
         check(tmp_path, **changes)
 
 

@@ -165,7 +165,7 @@ def test_the_challenger_never_goes_down_nor_back_to_a_version_that_was_decided_a
     judge(model, 3)
     challenge(model, 3)
     assert "challenger" not in read_aliases(model)
-    with pytest.raises(ModelError, match="no version 9 of the registered model"):
+    with pytest.raises(ModelError, match="has no version 9, or"):
         challenge(model, 9)
 
 
@@ -503,18 +503,18 @@ def test_a_rollback_withdraws_the_champion_that_was_there_when_it_was_asked(
         finish(start_process(lambda: judge(served, 3), server.url))
 
     proxy.add(Fault("model-versions/get", before=meanwhile))
-    with pytest.raises(ModelError, match=r"Version 2 of .* was champion when you asked, and 3 is"):
+    with pytest.raises(ModelError, match=r"changed from version 2 to version 3 after your"):
         roll_back(served, reason="No.", by="person ada")
     assert_aliases(served, 3, previous=2)
 
 
 def test_promotions_by_hand_of_nothing_and_of_the_champion_are_refused(model: str):
     judge(model, 1)
-    with pytest.raises(ModelError, match="no version 9 of the registered model"):
+    with pytest.raises(ModelError, match="has no version 9, or"):
         promote_by_hand(model, 9, reason="Why not.", by="person ada")
     with pytest.raises(ModelError, match=r"Version 1 of .* is the champion already"):
         promote_by_hand(model, 1, reason="Why not.", by="person ada")
-    with pytest.raises(ModelError, match="no version 9 of the registered model"):
+    with pytest.raises(ModelError, match="has no version 9, or"):
         judge(model, 9)
     assert told(model) == [("promoted", 1, 1)]
 
@@ -536,7 +536,7 @@ def test_a_deleted_history_is_an_error_and_no_decision_is_made_without_it(model:
     client = connect()
     experiment = client.get_experiment_by_name(f"promotions of {model}").experiment_id
     client.delete_experiment(experiment)
-    with pytest.raises(ModelError, match="restore it with"):
+    with pytest.raises(ModelError, match="Restore it with"):
         judge(model, 2)
     client.restore_experiment(experiment)
     judge(model, 2)

@@ -56,7 +56,7 @@ def test_the_rows_of_a_version_are_printed_as_digests(capsys):
     assert registry.main(["rows", NAME, "9"]) == 1
 
 
-UNKNOWN = "versions without digests of rows, which may have: 1\n"
+UNKNOWN = "versions without row digests, which may also have seen some of the rows: 1\n"
 
 
 @pytest.mark.parametrize(

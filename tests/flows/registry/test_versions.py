@@ -25,9 +25,10 @@ from pipeline.registry.versions import (
     write_card,
 )
 from pipeline.settings.decoding import Decoding
-from ppo_core.errors import ModelError
+from ppo_core.errors import ModelError, TrainingError
 from tests.helpers.models.tiny import make_policy, make_tokenizer
 from tests.helpers.servers.fault_proxy import Fault, fault_proxy, start_process
+from tests.helpers.servers.full_disk import full_disk
 from tests.helpers.servers.mlflow_store import tracking_to
 from tests.helpers.servers.servers import BUCKET, MlflowServer, mlflow_server, s3
 
@@ -199,6 +200,19 @@ def test_a_store_of_artifacts_that_is_away_is_an_error_and_leaves_no_version(
     assert client.search_model_versions(f"run_id = '{run_id}'") == []
     register(policy, name, run_id)
     require_one_version(client, name, run_id)
+
+
+def test_a_full_disk_is_not_an_error_of_mlflow(mlflow_client: MlflowClient, policy: Path):
+    run_id = start_run(mlflow_client)
+
+    def write(folder: Path, model_id: str) -> str:
+        with full_disk(1000):
+            return _write(policy, "full", run_id, folder, model_id)
+
+    with pytest.raises(TrainingError, match=r"cannot be written: .*Free disk space"):
+        register_version(
+            "full", run_id=run_id, flow_run="17", write=write, tags={}, description=CARD
+        )
 
 
 def test_a_card_is_written_again(client: MlflowClient, name: str, policy: Path):

@@ -1,6 +1,8 @@
 """One door for all inputs: paths, addresses in S3, registered versions."""
 
 import json
+import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -162,6 +164,12 @@ def test_a_registered_version_is_one_model(world: World, tmp_path: Path):
         settings = given(tmp_path, policy="models:/fetched@champion")
         found = fetch_inputs(settings).policy
         assert fetch_inputs(settings).policy == found
+        # On a shared disk, a killed container with the same process id left an unfinished folder.
+        shutil.rmtree(found)
+        left = Path(found).with_name(f".{Path(found).name}.{os.getpid()}")
+        left.mkdir()
+        assert fetch_inputs(settings).policy == found
+        assert {*left.parent.iterdir()} == {left, Path(found)}
         weights = (load_policy(one).state_dict() for one in (found, world.policies["good"]))
         for ours, theirs in zip(*(each.values() for each in weights), strict=True):
             assert torch.equal(ours, theirs)

@@ -177,7 +177,7 @@ def test_the_judge_is_asked_once_before_the_labels_and_not_again_by_the_validati
         sft, _ = load_policy(settings, run)
         model, _, labeled = load_reward_models(settings, sft, run)
         told = capsys.readouterr().out
-        assert labeled and "so labels are asked for" in told
+        assert labeled and "so pairs are labeled" in told
         before = len(server.requests)
         assert model.spent["openai:judge"].calls == before > 100
         validation = validate_reward_model(settings, sft, model, None, run, labeled)
@@ -319,7 +319,7 @@ def test_the_labeller_is_never_the_judge(tmp_path: Path):
 
 def test_too_few_prompts_are_found_before_any_training(tmp_path: Path):
     settings = make_settings(fresh(tmp_path, count=641), {})
-    with pytest.raises(DataError, match=r"count=641 needs 16.0 pairs of each of the 40 different"):
+    with pytest.raises(DataError, match=r"count=641 needs 16.0 pairs for each of the 40 different"):
         prepare_inputs(settings)
 
 

@@ -70,5 +70,5 @@ def test_a_large_policy_does_not_pass_through_the_server(tmp_path, monkeypatch):
     refuse_proxied_artifacts("mlflow-artifacts:/1", policy)
     monkeypatch.setattr(remote_machine, "MOST_PROXIED_BYTES", 40_000)
     refuse_proxied_artifacts("s3://bucket/1", policy)
-    with pytest.raises(ConfigError, match=r"passes on all artifacts \(mlflow-artifacts:/1\)"):
+    with pytest.raises(ConfigError, match=r"through the MLflow server \(mlflow-artifacts:/1\)"):
         refuse_proxied_artifacts("mlflow-artifacts:/1", policy)

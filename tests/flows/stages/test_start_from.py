@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pipeline.inputs.data_sets import RunData
-from pipeline.inputs.flow_run import ChampionStart, FlowRun
+from pipeline.inputs.flow_run import SETTINGS_FILE, ChampionStart, FlowRun
 from pipeline.inputs.lineage import is_origin
 from pipeline.inputs.replayed_pairs import trained_pairs
 from pipeline.inputs.row_digests import ROWS_FILE, digest_of_row
@@ -27,6 +27,8 @@ from pipeline.stages.models import load_reward_models
 from pipeline.stages.start import start_run
 from pipeline.stages.training import _decides_the_result, train_policy
 from pipeline.tracking.mlflow_client import connect
+from pipeline.tracking.mlflow_runs import find_runs
+from pipeline.tracking.run_record import ENDED_EARLY, RECORD
 from ppo_core.io.folder_cache import digest_of, digest_of_folder
 from tests.helpers.inputs.pipeline_inputs import tiny_table
 from tests.helpers.runs.start_models import add_start, write_start
@@ -193,3 +195,16 @@ def test_machines_that_share_nothing_get_the_models_through_the_store(
     reward_model, policy = train_all(elsewhere, there)
     assert reward_model.path.startswith("s3://")
     assert policy.critic is not None and policy.critic.path.startswith("s3://")
+
+
+def test_a_first_step_that_fails_ends_its_runs(settings: Settings):
+    folder = Path(settings.output_dir) / "runs" / "1"
+    (folder / SETTINGS_FILE).mkdir(parents=True)
+    with pytest.raises(IsADirectoryError):
+        begin(settings, 1)
+    ended = {name: connect().get_run(run) for name, run in find_runs("RLHF/1").items()}
+    statuses = {name: run.info.status for name, run in ended.items()}
+    assert statuses == {"parent": "FAILED"} | dict.fromkeys(STEPS, "KILLED")
+    assert ended["parent"].data.tags[ENDED_EARLY].startswith("start failed: [Errno 21]")
+    # The next run does not take the run for a killed one.
+    assert not (folder / RECORD).exists()

@@ -65,6 +65,25 @@ def test_a_released_lease_can_be_taken(lease: Lease):
     assert other(lease).take() is None
 
 
+def test_a_lease_is_released_while_another_machine_renews_it(
+    lease: Lease, monkeypatch: pytest.MonkeyPatch
+):
+    lease.take()
+    lease.renew("RLHF/7")
+    read = Lease._read
+
+    def read_before_the_renewal(self: Lease) -> object:
+        found = read(self)
+        monkeypatch.setattr(Lease, "_read", read)
+        wait(monkeypatch, timedelta(minutes=1))
+        self.renew("RLHF/7")
+        return found
+
+    monkeypatch.setattr(Lease, "_read", read_before_the_renewal)
+    lease.release("RLHF/7")
+    assert other(lease).take() is None
+
+
 @pytest.mark.parametrize("run", ["RLHF/8", "RLHF/7", None])
 def test_a_run_without_the_lease_releases_nothing(lease: Lease, run: str | None):
     lease.take()
@@ -160,5 +179,5 @@ def test_a_lease_that_is_removed_during_a_renewal_is_said(
 @pytest.mark.parametrize("content", ["", "[]", '{"owner": 1}', '{"owner": "a", "run": "b"}'])
 def test_another_object_at_the_address_is_refused_by_name(lease: Lease, content: str):
     write_object(address_of(lease), content.encode())
-    with pytest.raises(ConfigError, match=r"leases/policy.json' is not a lease"):
+    with pytest.raises(ConfigError, match=r"leases/policy.json' is not a valid lease"):
         lease.take()

@@ -325,9 +325,9 @@ def test_a_writer_that_was_overtaken_stops(faults: S3Faults, tmp_path: Path):
     file.write_text("two")
     _, newer = replace({"journal": file}, at("state"), version)
     file.write_text("three")
-    with pytest.raises(StorageError, match="published by another process"):
+    with pytest.raises(StorageError, match="has already published newer files"):
         replace({"journal": file}, at("state"), version)
-    with pytest.raises(StorageError, match="published by another process"):
+    with pytest.raises(StorageError, match="has already published newer files"):
         replace({"journal": file}, at("state"), "")
     assert newer != version
     fetched = fetch(at("state"), LocalCache(tmp_path / "cache"))
