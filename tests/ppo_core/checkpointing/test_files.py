@@ -512,6 +512,18 @@ def test_each_process_writes_its_own_files_and_one_manifest_vouches_for_all(tmp_
         assert "optimizer-2.safetensors' has changed" in str(error)
 
 
+def test_each_disk_verifies_all_files_of_its_own_copy(tmp_path):
+    folders = [tmp_path / str(disk) / "checkpoint-1" for disk in range(2)]
+    for number, name in enumerate(("config.json", "critic.safetensors", STATE)):
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+            save(folder.parent, 1)
+        damaged = folders[number % 2] / name
+        damaged.write_bytes(b"")
+        for error in in_threads(2, lambda peers: read_checkpoint(folders[peers.rank], peers)):
+            assert f"'{damaged}' has changed" in str(error)
+
+
 def test_where_one_process_cannot_write_all_processes_fail(tmp_path):
     def write(peers: ProcessGroup) -> None:
         def fill_up(folder: Path) -> None:
