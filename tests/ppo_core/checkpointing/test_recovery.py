@@ -8,6 +8,7 @@ import logging
 import random
 import shutil
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,11 +20,12 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import TrainerCallback
 
-from ppo_core.checkpointing.checkpointer import AsyncWriter
+from ppo_core.checkpointing.checkpointer import AsyncWriter, Checkpointer, SavePlan
 from ppo_core.checkpointing.contents import CheckpointContents
 from ppo_core.checkpointing.folders import STATE
 from ppo_core.checkpointing.lease import Lease
-from ppo_core.checkpointing.read_checkpoint import read_newest
+from ppo_core.checkpointing.read_checkpoint import ANY_FORM, read_newest
+from ppo_core.checkpointing.write_checkpoint import Part
 from ppo_core.errors import ConfigError, TrainingError
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.reporting.metrics_file import METRICS_FILE, read_metrics
@@ -394,6 +396,29 @@ def test_training_waits_for_the_previous_checkpoint_only():
     assert written[:1] == [0]
     saver.wait()
     assert written == [0, 1]
+
+
+def test_the_state_is_copied_after_the_previous_copy_was_written(tmp_path):
+    events = []
+
+    class Contents:
+        step = 1
+
+        def part(self) -> Part:
+            events.append("copied")
+            return Part(documents={STATE: "{}"}, write_policy=write_slowly)
+
+    def write_slowly(folder: Path) -> None:
+        time.sleep(0.05)
+        events.append("written")
+
+    plan = SavePlan(folder=tmp_path, saves=True, keep=None, in_background=True, timeout=60)
+    checkpoints = Checkpointer(Contents(), plan, ANY_FORM)
+    checkpoints.start(None)
+    checkpoints.save()
+    checkpoints.save()
+    checkpoints.finish()
+    assert events == ["copied", "written"] * 2
 
 
 def test_an_error_in_the_background_is_raised_once(tmp_path, monkeypatch):
