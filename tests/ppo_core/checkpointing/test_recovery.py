@@ -203,7 +203,7 @@ def test_each_saved_state_is_needed(left_out, runs, tmp_path):
 
 
 def as_an_earlier_version_wrote(folder: Path) -> None:
-    """Rename the critic's backbone in a checkpoint as it was named before: critic.backbone.*."""
+    """Name the critic's backbone critic.backbone.*, and leave out the digest of the texts."""
     for path in folder.glob("*.safetensors"):
         tensors = load_file(path)
         save_file(
@@ -211,7 +211,9 @@ def as_an_earlier_version_wrote(folder: Path) -> None:
         )
     state = (folder / STATE).read_text()
     assert '"critic.model.' in state
-    (folder / STATE).write_text(state.replace('"critic.model.', '"critic.backbone.'))
+    earlier = json.loads(state.replace('"critic.model.', '"critic.backbone.'))
+    del earlier["identity"]["settings"]["pretrain_dataset"]
+    (folder / STATE).write_text(json.dumps(earlier))
     vouch_for(folder)
 
 
@@ -293,6 +295,12 @@ def test_every_difference_is_named_and_can_be_overruled(runs, tmp_path, caplog):
     # Half of a linear schedule with the new rate has passed.
     assert [metrics["lr"] for metrics in history] == pytest.approx([2.5e-4, 1.25e-4])
     assert [text for text in caplog.messages if "Resuming anyway" in text and "cliprange" in text]
+
+
+def test_a_checkpoint_of_other_pretraining_texts_is_refused(runs, tmp_path):
+    shutil.copytree(runs.stopped, tmp_path, dirs_exist_ok=True)
+    with pytest.raises(TrainingError, match="written with pretrain_dataset="):
+        resume(tmp_path, pretrain_dataset=[*TEXTS[:-1], "w13 w15"])
 
 
 @pytest.mark.parametrize(
