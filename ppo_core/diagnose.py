@@ -72,15 +72,17 @@ def _metrics_file(run: Path) -> Path:
         if place.is_file():
             return place
     raise DataError(
-        f"'{run}' is not a training: there is no {places[0].name} in it, so nothing can be "
-        "diagnosed. Name the output_dir of a training with checkpoints, or a folder of a run."
+        f"There is no {METRICS_FILE} in '{run}'. Pass the output_dir of a training that saved "
+        "checkpoints, or the folder of a run of the flow."
     )
 
 
 def _settings(folder: Path) -> PPOConfig:
     """Return the settings from the training's file, or its newest checkpoint, or the defaults.
 
-    A checkpoint has only the settings that decide the result, without the limits `warn_...`.
+    A checkpoint has only the settings that decide the result, without the limits `warn_...`. The
+    settings of vLLM stay at their defaults: a checkpoint lacks some of them, and the package that
+    they need may not be installed here.
 
     Raises:
         DataError: the file is damaged.
@@ -94,8 +96,11 @@ def _settings(folder: Path) -> PPOConfig:
         values = read_json_file(file, DataError)
     else:
         return PPOConfig()
-    known = {field.name for field in fields(PPOConfig) if field.init}
-    with library_errors(DataError, f"'{file}' has no settings", "Without it, defaults are used."):
+    known = {field.name for field in fields(PPOConfig) if "vllm" not in field.name}
+    advice = (
+        f"Correct the file, or copy {METRICS_FILE} to another folder to use the default settings."
+    )
+    with library_errors(DataError, f"'{file}' has no readable settings", advice):
         values = values["identity"]["settings"] if file.name == STATE else values
         given = {name: values[name] for name in known & values.keys()}
     return PPOConfig(**given)

@@ -125,12 +125,15 @@ class Checkpointer:
     def save(self) -> None:
         """Write everything that the next step depends on to `output_dir/checkpoint-<step>`.
 
-        With `in_background`, the contents are copied now and written while training continues.
+        With `in_background`, wait for the previous checkpoint and copy the contents, which are then
+        written while training continues.
 
         Raises:
             TrainingError: the checkpoint (with `in_background`, the previous checkpoint) could not
                 be written; raised in all processes.
         """
+        # Copy only after the previous copy was written, so that memory holds one copy.
+        self._saver.wait()
         # With save_strategy="no" there is no lease yet, but a callback can request a checkpoint.
         lease = self._lease = self._lease or self._claim()
         folder = self._plan.folder / f"checkpoint-{self._contents.step}"

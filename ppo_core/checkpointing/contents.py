@@ -2,14 +2,14 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ppo_core.checkpointing.fingerprint import Fingerprint
+from ppo_core.checkpointing.fingerprint import PRETRAIN_DATASET, Fingerprint
 from ppo_core.checkpointing.folders import STATE
 from ppo_core.checkpointing.read_checkpoint import Checkpoint
 from ppo_core.checkpointing.training_state import (
@@ -60,13 +60,16 @@ class CheckpointContents(RunContext):
 
     @property
     def _training(self) -> TrainingState:
-        train_state = self.train_state
+        train_state, fingerprint = self.train_state, self.fingerprint
+        if train_state.pretraining is not None:
+            texts = {PRETRAIN_DATASET: train_state.pretraining.digest}
+            fingerprint = replace(fingerprint, settings=fingerprint.settings | texts)
         return TrainingState(
             engine=self.engine,
             module=train_state.module,
             optimizer=train_state.optimizer,
             scheduler=train_state.scheduler,
-            fingerprint=self.fingerprint,
+            fingerprint=fingerprint,
         )
 
     def _full_weights(self) -> dict[str, Mapping[str, Tensor]]:

@@ -1,7 +1,8 @@
-"""Find out which processes of a run write their checkpoints to the same disk."""
+"""Find out which processes of a run have their checkpoints on the same disk."""
 
 from dataclasses import dataclass
 from pathlib import Path
+from socket import gethostname
 from uuid import uuid4
 
 from ppo_core.distributed.process_group import ProcessGroup
@@ -9,7 +10,7 @@ from ppo_core.distributed.process_group import ProcessGroup
 
 @dataclass(frozen=True, kw_only=True)
 class Disk:
-    """The processes of a run that write to the same disk."""
+    """The processes of a run that use the same disk."""
 
     ranks: tuple[int, ...]
     """Ranks of the processes, in ascending order."""
@@ -43,3 +44,18 @@ def find_disk(folder: Path, peers: ProcessGroup) -> Disk:
     peers.together(lambda: None)
     marks[peers.rank].unlink()
     return Disk(ranks=seen)
+
+
+def find_mount(folder: Path, peers: ProcessGroup) -> Disk:
+    """Return the processes of this machine for which `folder` is the same folder; write nothing.
+
+    If several machines share a disk, they count as several disks. All processes must call this
+    function.
+    """
+    try:
+        status = folder.stat()
+        own = (gethostname(), status.st_dev, status.st_ino)
+    except OSError:
+        own = None
+    mounts = peers.exchange(own)
+    return Disk(ranks=tuple(rank for rank, mount in enumerate(mounts) if mount == own))

@@ -14,6 +14,9 @@ from ppo_core.models.adapters import is_peft
 SAMPLED = 4096
 """Maximum number of a tensor's elements in the digest; the elements are evenly spaced."""
 
+PRETRAIN_DATASET = "pretrain_dataset"
+"""Entry with the digest of the pretraining texts; checkpoints of earlier versions lack it."""
+
 Layout = dict[str, str]
 """Descriptions by name, for example of a model's parameters or a reward model's score settings."""
 
@@ -35,6 +38,7 @@ class Fingerprint:
     def differences(self, saved: Mapping[str, Any]) -> list[str]:
         """Return a phrase for each difference from a checkpoint's fingerprint `saved`."""
         old, new = _in_use(saved["settings"]), _in_use(self.settings)
+        old.setdefault(PRETRAIN_DATASET, new.get(PRETRAIN_DATASET))
         settings = [
             f"written with {name}={old.get(name)!r}, which is now {new.get(name)!r}"
             for name in _different(new, old)

@@ -25,6 +25,7 @@ from pydantic import BaseModel
 from safetensors import safe_open
 from torch import Tensor
 
+from ppo_core.checkpointing.disks import find_mount
 from ppo_core.checkpointing.folders import FOLDER_NAME, MANIFEST, STATE, finished_checkpoints
 from ppo_core.distributed.process_group import ProcessGroup
 from ppo_core.errors import TrainingError
@@ -108,8 +109,9 @@ class Checkpoint:
 def read_checkpoint(
     folder: Path, peers: ProcessGroup = ALONE, forms: Forms = ANY_FORM
 ) -> Checkpoint:
-    """Verify every file of a checkpoint against its manifest; each process verifies some files.
+    """Verify every file of a checkpoint against its manifest.
 
+    The processes of a machine divide the files among themselves.
     A JSON file must also have the form in `forms`, because somebody may have changed both the file
     and the manifest.
 
@@ -117,7 +119,8 @@ def read_checkpoint(
         TrainingError: the checkpoint is unfinished, a file is missing, truncated or changed, or a
             JSON file has another form. Raised in all processes.
     """
-    share = slice(peers.rank, None, peers.number)
+    ranks = find_mount(folder, peers).ranks
+    share = slice(ranks.index(peers.rank), None, len(ranks))
     for damage in peers.exchange(_find_damage(folder, share, forms)):
         if damage is not None:
             raise _damaged(damage)

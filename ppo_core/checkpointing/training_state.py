@@ -138,7 +138,7 @@ class TrainingState:
         if not anyway:
             raise TrainingError(
                 f"The checkpoint '{checkpoint.folder}' was {differences}. The resumed run would "
-                "match neither configuration. Resume with the settings and models of the "
+                "mix the old and the new settings. Resume with the settings and models of the "
                 "checkpoint, start a new run in another output_dir, or set --resume_anyway "
                 "(resume_anyway=True)."
             )
@@ -179,8 +179,8 @@ def explained_form(checkpoint: Checkpoint) -> Iterator[None]:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, OSError, SafetensorError) as e:
         raise TrainingError(
-            f"The checkpoint '{checkpoint.folder}' cannot be restored, because a file of it "
-            f"has another form than this version writes: {type(e).__name__}: {e}. Resume from "
+            f"The checkpoint '{checkpoint.folder}' cannot be restored, because one of its "
+            f"files is missing or has an unexpected format: {type(e).__name__}: {e}. Resume from "
             "an earlier checkpoint, or with the version that wrote this one."
         ) from e
 

@@ -6,23 +6,24 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from uuid import uuid4
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from ppo_core.checkpointing.disks import Disk
-from ppo_core.checkpointing.folders import MANIFEST
+from ppo_core.checkpointing.folders import FOLDER_NAME, MANIFEST, finished_checkpoints
 from ppo_core.checkpointing.read_checkpoint import ALONE, Tensors, manifest_entry
-from ppo_core.checkpointing.retention import (
-    remove_folder,
-    remove_old,
-    rename_superseded,
-    step_of,
-)
 from ppo_core.distributed.process_group import ProcessGroup
 from ppo_core.errors import TrainingError
 from ppo_core.io.atomic_files import sync_to_disk
+
+SUPERSEDED = ".superseded"
+"""Suffix of abandoned checkpoints.
+
+If a run is resumed from an earlier step, its next checkpoint makes all checkpoints of later steps
+abandoned."""
 
 
 def write_nothing(folder: Path) -> None:
@@ -71,7 +72,7 @@ def save_checkpoint(
             full or cannot be written, or `held` finds that another process has taken over the
             folder. Raised in all processes.
     """
-    step, disk = step_of(folder), disk or Disk(ranks=tuple(range(peers.number)))
+    step, disk = _step_of(folder), disk or Disk(ranks=tuple(range(peers.number)))
     is_leader = peers.rank == disk.leader
     partial = folder.with_name(f".{folder.name}.partial-{writer}")
     try:
@@ -110,7 +111,7 @@ def _unused(path: Path) -> Path:
     if path.exists():
         raise TrainingError(
             f"Two files of a checkpoint have the name '{path.name}', so one would overwrite the "
-            "other. Give one group of tensors another name."
+            "other. This is a bug in ppo_core; please report it."
         )
     return path
 
@@ -146,8 +147,8 @@ def _finish(
         sync_to_disk(path)
     with held():
         _move_into_place(partial, folder)
-        rename_superseded(folder)
-        remove_old(folder, keep)
+        _rename_superseded(folder)
+        _remove_old(folder, keep)
 
 
 def _move_into_place(partial: Path, folder: Path) -> None:
@@ -157,10 +158,65 @@ def _move_into_place(partial: Path, folder: Path) -> None:
     """
     aside = folder.with_name(f"{folder.name}.old")
     if (folder / MANIFEST).is_file():
-        remove_folder(aside)
+        _remove_folder(aside)
         folder.rename(aside)
     else:
-        remove_folder(folder)
+        _remove_folder(folder)
     partial.rename(folder)
     sync_to_disk(folder.parent)
-    remove_folder(aside)
+    _remove_folder(aside)
+
+
+def _rename_superseded(newest: Path) -> None:
+    """Rename checkpoints of later steps, so that no run resumes from them."""
+    for step, path in finished_checkpoints(newest.parent).items():
+        if step > _step_of(newest):
+            aside = path.with_name(f"checkpoint-{step}{SUPERSEDED}")
+            _remove_folder(aside)
+            path.rename(aside)
+
+
+def _remove_old(newest: Path, keep: int | None) -> None:
+    """Remove all but the `keep` newest checkpoints, and the leftovers of killed runs.
+
+    Leftovers are unfinished hidden folders, and `.old` folders that a newer checkpoint of the same
+    step has replaced. Folders `checkpoint-<step>` without a manifest are kept.
+    """
+    found = finished_checkpoints(newest.parent)
+    replaced = [
+        path
+        for path in newest.parent.glob("checkpoint-*.old")
+        if FOLDER_NAME.fullmatch(path.name) and path not in found.values()
+    ]
+    for leftover in replaced:
+        _remove_folder(leftover)
+    for unfinished in newest.parent.glob(".checkpoint-*.partial*"):
+        # A run that lost its lease may still write into the folder, so ignore errors.
+        shutil.rmtree(unfinished, ignore_errors=True)
+    excess = 0 if keep is None else max(0, len(found) - keep)
+    for step in sorted(found)[:excess]:
+        _remove_folder(found[step])
+
+
+def _step_of(folder: Path) -> int:
+    """Return the step in the name of a checkpoint's folder.
+
+    Raises:
+        TrainingError: the name has no step.
+    """
+    match = FOLDER_NAME.fullmatch(folder.name)
+    if match is None or match[2]:
+        raise TrainingError(
+            f"'{folder}' is not a valid name of a checkpoint, so a resumed run would not find the "
+            "folder. Name the folder checkpoint-<step>."
+        )
+    return int(match[1])
+
+
+def _remove_folder(folder: Path) -> None:
+    """Rename and remove a folder, so that a partly removed folder is never read as a checkpoint."""
+    if folder.exists():
+        removed = folder.with_name(f".{folder.name}.partial-{uuid4().hex}")
+        folder.rename(removed)
+        # On NFS, a file that a reader has open stays until `_remove_old` of a later checkpoint.
+        shutil.rmtree(removed, ignore_errors=True)

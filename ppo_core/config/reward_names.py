@@ -3,7 +3,7 @@
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
@@ -16,10 +16,6 @@ RewardKind: TypeAlias = Literal["reward-model", "python", "openai", "transformer
 
 OWN = "reward-model"
 """The reward model of the run, as an entry of `rewards`."""
-
-DISAGREEMENT = "disagreement"
-"""Name of an additional metric if a reward is the mean of several models: their standard
-deviation."""
 
 KINDS: tuple[RewardKind, ...] = get_args(RewardKind)
 
@@ -85,6 +81,27 @@ def read_rewards(specs: Sequence[str]) -> list[NamedReward]:
             "each other. Write NAME= before one of them."
         )
     return rewards
+
+
+def disagreement_names(rewards: Collection[str], means: Collection[str]) -> dict[str, str]:
+    """Return a name for the standard deviation of the models of each reward in `means`.
+
+    The rewards in `means` are means of several models. The only name is `disagreement`; several
+    names are `disagreement_REWARD`.
+
+    Raises:
+        ConfigError: one of the `rewards` has such a name.
+    """
+    several = len(means) > 1
+    names = {mean: f"disagreement_{mean}" if several else "disagreement" for mean in means}
+    for mean, name in names.items():
+        if name in rewards:
+            raise ConfigError(
+                f"A reward has the name {name!r}, which is the metric for the standard deviation "
+                f"of the models of the reward {mean!r}, so one would overwrite the other. Give "
+                "the reward another name: NAME= before the entry of rewards, or a dict of rewards."
+            )
+    return names
 
 
 def _parse(spec: str) -> NamedReward:

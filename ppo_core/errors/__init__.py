@@ -1,5 +1,6 @@
 """Exceptions of this project, and the conversion of errors from libraries and users' code."""
 
+import os
 import sysconfig
 import traceback
 from collections.abc import Iterator
@@ -13,10 +14,10 @@ MAX_REASON_CHARACTERS = 300
 """Maximum length of another error's text within an error of the project."""
 
 _NOT_THE_USERS = (
-    sysconfig.get_path("stdlib"),
-    sysconfig.get_path("purelib"),
-    str(Path(__file__).parents[1]),
-    str(Path(__file__).parents[2] / "flows"),
+    os.path.join(sysconfig.get_path("stdlib"), ""),
+    os.path.join(sysconfig.get_path("purelib"), ""),
+    os.path.join(Path(__file__).parents[1], ""),
+    os.path.join(Path(__file__).parents[2], "flows", ""),
     "<",
 )
 """Prefixes of the file paths of Python, of packages and of this project."""

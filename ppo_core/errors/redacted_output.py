@@ -127,10 +127,11 @@ class _RedactedBuffer:
     def write(self, data: bytes) -> int:
         self._text.release()
         self._text._stream.flush()
-        # Latin-1 maps every byte to one character and back.
-        clean = _redact_lines(bytes(data).decode("latin-1"))
+        # Bytes that are no UTF-8, or a part of a character, become surrogates, and bytes again.
+        clean = _redact_lines(bytes(data).decode("utf-8", "surrogateescape"))
         is_terminal = self._text._is_terminal()
-        clean_bytes = escape_bytes(clean.encode("latin-1"), is_terminal=is_terminal)
+        clean_bytes = clean.encode("utf-8", "surrogateescape")
+        clean_bytes = escape_bytes(clean_bytes, is_terminal=is_terminal)
         self._text._stream.buffer.write(clean_bytes)
         return len(data)
 

@@ -109,9 +109,8 @@ def explained_writes(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise TrainingError(
-            f"'{path}' cannot be written: {error}. Files that are not complete are ignored later. "
-            "Free disk space, or choose another folder, and start again; a run with checkpoints "
-            "can resume."
+            f"'{path}' cannot be written: {error}. Incomplete files are ignored. Free disk space "
+            "or choose another folder, then start again. A run with checkpoints can resume."
         ) from error
 
 

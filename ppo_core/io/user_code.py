@@ -69,7 +69,9 @@ def require_call(function: Callable[..., Any], call: str, form: str, /, **column
 
 def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
-        raise ConfigError(f"there is no file {path.absolute()}. Name one that is there.")
+        raise ConfigError(
+            f"the file {path.absolute()} does not exist. Pass the path of an existing file."
+        )
     # A unique name, because an imported module may already have the name of the file.
     name = f"{path.stem}_{_digest_of_file(path)}"
     spec = importlib.util.spec_from_file_location(name, path)

@@ -6,7 +6,9 @@
 over tokens, so a good ptx_coef does not depend on the length of the texts.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -41,6 +43,11 @@ class PretrainingTexts:
         self._texts = token_rows
         self._generator = torch.Generator().manual_seed(seed)
         self._start_pass()
+
+    @cached_property
+    def digest(self) -> str:
+        """A short digest of all token ids, in the texts' order."""
+        return hashlib.sha256(repr(self._texts).encode()).hexdigest()[:16]
 
     def next_texts(self, n: int) -> list[Tokens]:
         """Return the next n texts, as token ids; they may span several epochs."""
@@ -95,8 +102,9 @@ def make_pretraining_texts(
     """
     if (dataset is None) != (config.ptx_coef == 0):
         raise ConfigError(
-            f"ptx_coef={config.ptx_coef} does not fit pretrain_dataset={dataset!r:.40}: ptx_coef "
-            "is the weight of these texts. Give both settings, or neither."
+            "ptx_coef and pretrain_dataset must be set together; got "
+            f"ptx_coef={config.ptx_coef} and pretrain_dataset={dataset!r:.40}. ptx_coef is the "
+            "weight of the texts in pretrain_dataset."
         )
     if dataset is None:
         return None

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_core.algorithm.running_moments import RunningMoments
-from ppo_core.config.reward_names import DISAGREEMENT
+from ppo_core.config.reward_names import disagreement_names
 from ppo_core.data.batching import scoring_batches, token_batches
 from ppo_core.data.chat_template import is_messages
 from ppo_core.data.prompts import Prompt, prompt_text, response_texts
@@ -212,7 +212,8 @@ class RewardMix:
         A reward with weight 0 is computed and logged, but adds nothing to the sum.
 
         Raises:
-            ConfigError: the numbers of rewards and weights differ.
+            ConfigError: the numbers of rewards and weights differ, or a reward has the name of a
+                metric, see `disagreement_names`.
         """
         self.sources = dict(sources)
         self.weights = [1.0] * len(sources) if weights is None else list(weights)
@@ -222,20 +223,22 @@ class RewardMix:
                 f"{len(self.sources)} rewards ({', '.join(self.sources)}). Set reward_weights to "
                 "one number for each reward."
             )
+        means = [name for name, one in self.sources.items() if isinstance(one, EnsembleReward)]
+        self._disagreement = disagreement_names(self.sources, means)
 
     def __call__(
         self, prompts: Sequence[Prompt], rollout: Rollout, columns: Columns = NO_COLUMNS
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the weighted sum (B,), and the unweighted scores (B,) by name of the reward.
 
-        If a reward is the mean of several models, the entry `DISAGREEMENT` has the standard
-        deviation (B,) of the models' scores for each response.
+        If a reward is the mean of several models, a further entry has the standard deviation (B,)
+        of the models' scores for each response; for its name see `disagreement_names`.
         """
         parts: dict[str, Tensor] = {}
         for name, source in self.sources.items():
             if isinstance(source, EnsembleReward):
                 each = source.scores_of_members(prompts, rollout)
-                parts[name], parts[DISAGREEMENT] = each.mean(dim=0), each.std(dim=0)
+                parts[name], parts[self._disagreement[name]] = each.mean(dim=0), each.std(dim=0)
             else:
                 parts[name] = source(prompts, rollout, columns)
         return self.total(parts), parts
@@ -309,8 +312,8 @@ def make_rewards(
 
     Raises:
         ModelError: a reward is none of these.
-        ConfigError: there is no reward, two rewards have the same name, or the number of weights
-            differs from the number of rewards.
+        ConfigError: there is no reward, two rewards have the same name, a reward has the name of
+            a metric, or the number of weights differs from the number of rewards.
     """
     if isinstance(given, Mapping):
         named = dict(given)

@@ -199,7 +199,8 @@ def make_adaptive_kl(config: PPOConfig, schedule: Schedule) -> AdaptiveKL | None
         return AdaptiveKL.landing(config.kl_coef, target, episodes=episodes, batch=size)
     if (least := LARGEST_ERROR * size) >= config.kl_horizon:
         raise ConfigError(
-            f"kl_horizon={config.kl_horizon} is too short for {size} episodes per update: "
-            f"one update could make kl_coef 0 or negative. Set kl_horizon above {least:g}."
+            f"kl_horizon={config.kl_horizon} is too short for {size} episodes per update: one "
+            "update could make the KL coefficient 0 or negative. Set kl_horizon (in the classic "
+            f"loop: horizon) above {least:g}."
         )
     return AdaptiveKL(config.kl_coef, target, config.kl_horizon)

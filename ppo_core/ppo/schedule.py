@@ -56,10 +56,11 @@ def batch_sizes(config: PPOConfig, num_processes: int) -> dict[str, int]:
     batch_size = config.batch_size or product
     if config.gradient_accumulation_steps != 1 and batch_size != product:
         raise ConfigError(
-            f"batch_size={batch_size} and gradient_accumulation_steps="
-            f"{config.gradient_accumulation_steps} both set the size of a batch, which would be "
-            f"{product} with per_device_train_batch_size={config.per_device_train_batch_size} and "
-            f"{num_processes} processes. Leave one of the settings at its default."
+            f"batch_size={batch_size} contradicts gradient_accumulation_steps="
+            f"{config.gradient_accumulation_steps}: per_device_train_batch_size="
+            f"{config.per_device_train_batch_size} x {config.gradient_accumulation_steps} x "
+            f"{num_processes} processes = {product}. Leave batch_size or "
+            "gradient_accumulation_steps at its default."
         )
     if left := batch_size % config.samples_per_prompt:
         raise ConfigError(
@@ -115,8 +116,8 @@ def make_schedule(config: PPOConfig, *, num_prompts: int, num_processes: int) ->
         )
     if config.save_policies >= num_updates:
         raise ConfigError(
-            f"save_policies={config.save_policies} saves policies before the end of PPO, and a run "
-            f"of {num_updates} updates has {num_updates - 1} of them. Lower save_policies, or "
+            f"save_policies={config.save_policies} needs more updates: a run of {num_updates} "
+            f"updates has only {num_updates - 1} updates before its end. Lower save_policies, or "
             "raise total_episodes."
         )
     return Schedule(

@@ -56,7 +56,7 @@ class Guard:
     """Side of the limit on which a value is bad."""
 
     limit: Callable[[PPOConfig, float], float]
-    """Function of the settings and the metric's value in the first update; returns the limit."""
+    """Function of the settings and the metric's first finite value; returns the limit."""
 
     rule: str
     """Origin of the limit, shown in the warning."""
@@ -283,7 +283,9 @@ class HealthMonitor:
         return Finding(rule=name, evidence=evidence, advice=advice, source=guard.source)
 
     def _limit(self, guard: Guard, metrics: Mapping[str, float]) -> float:
-        first = self._first.setdefault(guard.metric, metrics[guard.metric])
+        first = self._first.get(guard.metric, math.nan)
+        if not math.isfinite(first):
+            first = self._first[guard.metric] = metrics[guard.metric]
         return guard.limit(self._config, first)
 
     def check_skipped(self, in_a_row: int) -> None:
@@ -296,10 +298,9 @@ class HealthMonitor:
             raise TrainingError(
                 f"{in_a_row} steps in a row had a score, a loss or a gradient that is not finite, "
                 "or a mean ratio above ratio_threshold "
-                f"(max_skipped_steps={self._config.max_skipped_steps}). These steps were skipped, "
-                "so the weights are those after the last good step. Check the last scores, lower "
-                "learning_rate or set bf16=False, and start a new run with the latest checkpoint "
-                "as the initial policy."
+                f"(max_skipped_steps={self._config.max_skipped_steps}). The weights are unchanged "
+                "since the last good step. Check the last scores, lower learning_rate or set "
+                "bf16=False, and start a new run with the latest checkpoint as the initial policy."
             )
 
     def state_dict(self) -> dict[str, Any]:

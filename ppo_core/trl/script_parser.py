@@ -51,9 +51,11 @@ class TrlParser(HfArgumentParser):
                 "Write a line such as `NAME: VALUE` below `env:`."
             )
         os.environ |= {str(name): str(value) for name, value in variables.items()}
-        known = {action.dest: action for action in self._actions}
-        for name in known.keys() & values.keys():
-            known[name].default, known[name].required = values[name], False
+        known = {action.dest for action in self._actions}
+        for action in self._actions:
+            # --x and --no_x have the same dest, and argparse takes the default of the first.
+            if action.dest in values:
+                action.default, action.required = values[action.dest], False
         unknown = {name: value for name, value in values.items() if name not in known}
         if fail_with_unknown_args and not return_remaining_strings:
             refuse_unsupported(unknown, known, INSTEAD, no_effect=NO_EFFECT)

@@ -50,8 +50,7 @@ def refusing_unsupported(
             raise _set_too_late(name, value)
         if _IS_COPIED in vars(self):
             logger.warning(
-                "%s=%.80r has no effect on the trainer that was made before, only on trainers that "
-                "are made of these settings from now on.",
+                "%s=%.80r does not change the existing trainer. Only new trainers use it.",
                 name,
                 value,
             )
@@ -70,8 +69,9 @@ def refusing_unsupported(
 
 def _set_too_late(name: str, value: object) -> ConfigError:
     return ConfigError(
-        f"{name}={value!r:.80} is set after the trainer was made, where it has no effect. Set it "
-        f"before, or make another trainer with dataclasses.replace(config, {name}=...)."
+        f"{name}={value!r:.80} was set after the trainer was created, so it has no effect. Set it "
+        "before you create the trainer, or create another trainer with "
+        f"dataclasses.replace(config, {name}=...)."
     )
 
 

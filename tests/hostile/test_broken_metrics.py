@@ -31,13 +31,16 @@ def test_odd_metrics_are_judged_without_an_error(line, tmp_path: Path, capsys):
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        ({}, "is not a training: there is no metrics.jsonl"),
+        ({}, "There is no metrics.jsonl in"),
         ({"metrics.jsonl": ""}, "has no metrics of PPO"),
         ({"metrics.jsonl": '{"update": 1, "loss": 2.0}\n'}, "has no metrics of PPO"),
-        ({"settings.json": "[1]"}, "has no settings"),
+        ({"settings.json": "[1]"}, "has no readable settings"),
         ({"settings.json": "{"}, "cannot be read as JSON"),
         ({"settings.json": '{"warn_ratio": -1}'}, "warn_ratio"),
-        ({f"checkpoint-1/{STATE}": "{}", f"checkpoint-1/{MANIFEST}": "{}"}, "has no settings"),
+        (
+            {f"checkpoint-1/{STATE}": "{}", f"checkpoint-1/{MANIFEST}": "{}"},
+            "has no readable settings",
+        ),
     ],
 )
 def test_the_command_explains_what_it_cannot_read(files, words: str, tmp_path: Path, capsys):

@@ -24,7 +24,13 @@ from pipeline.settings.unknown_names import describe_unknown_setting
 from ppo_core.config.checks import check_fields, check_type, refuse_secrets
 from ppo_core.config.placement import Precision
 from ppo_core.config.ppo_config import PPOConfig
-from ppo_core.config.reward_names import DISAGREEMENT, OWN, NamedReward, read_rewards, same_place
+from ppo_core.config.reward_names import (
+    OWN,
+    NamedReward,
+    disagreement_names,
+    read_rewards,
+    same_place,
+)
 from ppo_core.config.row_settings import (
     MAX_LEFT_OUT,
     Overlong,
@@ -364,7 +370,7 @@ class Settings:
                 f"({', '.join(names)}). Set one number for each entry of rewards."
             )
         self._check_language_models(rewards)
-        self._check_members(names)
+        self._check_members(rewards)
         for one in rewards:
             is_model = one.kind == "reward-model" and not one.is_own
             if is_model and same_place(one.source, self.reward_model):
@@ -393,7 +399,7 @@ class Settings:
                 "or ask the model in a function, python:FILE_OR_MODULE:FUNCTION."
             )
 
-    def _check_members(self, rewards: Sequence[str]) -> None:
+    def _check_members(self, rewards: Sequence[NamedReward]) -> None:
         members = self.reward_model_training.members
         if members > 1 and self.reward_model and not self.fresh_pairs.wanted:
             raise ConfigError(
@@ -401,11 +407,9 @@ class Settings:
                 f"model is trained beside reward_model={self.reward_model!r}. Remove either "
                 "setting."
             )
-        if members > 1 and DISAGREEMENT in rewards:
-            raise ConfigError(
-                f"A reward has the name {DISAGREEMENT!r}, the metric of reward_model_training."
-                f"members={members}. Write another NAME= before the reward."
-            )
+        if members > 1:
+            is_own = {one.name: one.is_own for one in rewards} or {OWN: True}
+            disagreement_names(is_own, [name for name, own in is_own.items() if own])
 
     def _check_fresh_pairs(self) -> None:
         fresh = self.fresh_pairs

@@ -104,7 +104,7 @@ class ClassicPPOTrainer:
         if ref_model is None:
             return create_reference_model(self.model, num_shared_layers=num_shared_layers)
         warnings.warn(
-            f"{num_shared_layers=} has no effect: ref_model is a model of its own.", stacklevel=3
+            f"{num_shared_layers=} has no effect, because you passed a ref_model.", stacklevel=3
         )
         return ref_model
 

@@ -82,7 +82,7 @@ class Generation:
 
         Raises:
             ConfigError: an argument requests a dict, or several sequences per query, or the
-                temperature is not above 0.
+                temperature of sampling is not above 0.
         """
         if (config := given.pop("generation_config", None)) is not None:
             given = {**config.to_diff_dict(), **given}
@@ -93,6 +93,9 @@ class Generation:
                     f"{name}={given[name]!r} is not supported: generate() returns one response, "
                     "as token ids, for each query. Leave the argument out."
                 )
+        if not given.get("do_sample", True):
+            # The likeliest tokens are the same at any temperature.
+            given = {name: value for name, value in given.items() if name != "temperature"}
         policy: dict[str, Any] = {"temperature": temperature, "top_k": 0, "top_p": 1.0}
         chosen = policy | {name: given[name] for name in policy if given.get(name) is not None}
         if not chosen["temperature"] > 0:

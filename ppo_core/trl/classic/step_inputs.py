@@ -1,7 +1,9 @@
 """Check the tensors that a script passes to a classic step, and make a rollout from them."""
 
 from collections.abc import Sequence
+from numbers import Real
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,10 +35,11 @@ def check_scores(scores: Sequence[Tensor | float], batch_size: int) -> Tensor:
     """
     _check_count("score", scores, batch_size)
     for number, score in enumerate(scores):
-        if isinstance(score, Tensor) and score.shape not in ((), (1,)):
+        is_number = isinstance(score, Real | Tensor | np.ndarray)
+        if not is_number or getattr(score, "shape", ()) not in ((), (1,)):
             raise DataError(
-                f"Score {number} is a tensor {tuple(score.shape)}. Give one number per response, "
-                "as a tensor () or (1,)."
+                f"Score {number} is {score!r:.80}. Pass one number per response, as a number or a "
+                "tensor () or (1,)."
             )
     return torch.tensor([float(score) for score in scores])
 
@@ -62,10 +65,11 @@ def make_rollout(
         DataError: the number of queries, responses or masks is not `batch_size`, one of them is
             not a vector, or a mask does not fit its response.
     """
-    masks = [torch.ones_like(response) for response in responses] if masks is None else masks
     for name, vectors in (("query", queries), ("response", responses), ("mask", masks)):
-        _check_count(name, vectors, batch_size)
-        check_vectors(name, vectors)
+        if vectors is not None:
+            _check_count(name, vectors, batch_size)
+            check_vectors(name, vectors)
+    masks = [torch.ones_like(response) for response in responses] if masks is None else masks
     starts = [start_token_id is not None and bool(ids[0] == start_token_id) for ids in responses]
     responses = [ids[start:] for ids, start in zip(responses, starts, strict=True)]
     masks = [mask[start:] for mask, start in zip(masks, starts, strict=True)]

@@ -218,7 +218,7 @@ def test_each_function_is_tried_on_two_rows(tmp_path: Path, capsys):
         ("python:HERE/rewards.py:few", r"shape \(1,\) for 2 responses"),
         ("python:HERE/rewards.py:of_prompts", r"but takes \(prompts\)"),
         ("python:HERE/rewards.py:gone", "has no function 'gone'"),
-        ("python:HERE/gone.py:f", "there is no file"),
+        ("python:HERE/gone.py:f", "gone.py does not exist"),
         ("reward-model:HERE/policy", "policy"),
         ("reward-model:HERE/gone", "gone"),
     ],

@@ -315,7 +315,7 @@ def test_a_question_costs_a_call_for_each_judge_on_a_server():
         ("openai:m,rule,openai:m", "names openai:m twice"),
         ("reward-model:a,reward-model:./a", r"names reward-model:\./a twice"),
         ("python:judge.py", r"judge='python:judge\.py': it names no function"),
-        ("python:/nowhere/judge.py:judge", r"there is no file /nowhere/judge\.py"),
+        ("python:/nowhere/judge.py:judge", r"the file /nowhere/judge\.py does not exist"),
         ("python:no_such_module:judge", "judge='python:no_such_module:judge': .* be imported"),
         ("python:json:judge", "json has no function 'judge'"),
         ("python:json:__name__", "json has no function '__name__'"),

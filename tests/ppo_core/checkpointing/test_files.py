@@ -348,7 +348,7 @@ def test_a_replaced_checkpoint_that_was_not_removed_yet_is_never_read_again(tmp_
 
 
 def test_a_group_named_like_the_policys_file_is_refused(tmp_path):
-    with pytest.raises(TrainingError, match=r"model\.safetensors.*another name"):
+    with pytest.raises(TrainingError, match=r"model\.safetensors.*report it"):
         save(
             tmp_path,
             1,
@@ -395,6 +395,27 @@ def test_the_oldest_checkpoints_are_removed_first(tmp_path, keep, kept):
     (tmp_path / "checkpoint-1").mkdir()
     save(tmp_path, 10, keep=keep)
     assert names(tmp_path) == sorted(f"checkpoint-{step}" for step in [1, *kept])
+
+
+def test_an_old_checkpoint_with_a_file_that_cannot_be_removed_yet_is_removed_later(
+    tmp_path, monkeypatch
+):
+    # On NFS, the file that a reader has open stays in the folder under another name.
+    unlink = os.unlink
+
+    def keep_files_of_trees(path, *, dir_fd=None):
+        if dir_fd is not None:
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        unlink(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "unlink", keep_files_of_trees)
+        for step in (1, 2, 3, 1, 4, 5):
+            save(tmp_path, step, keep=2)
+    assert read_newest(tmp_path).state["step"] == 5
+    save(tmp_path, 6, keep=2)
+    aside = ["checkpoint-2.superseded", "checkpoint-3.superseded"]
+    assert names(tmp_path) == sorted(["checkpoint-5", "checkpoint-6", *aside])
 
 
 def test_checkpoints_later_than_the_resumed_one_are_renamed_and_never_resumed_from(tmp_path):
@@ -510,6 +531,18 @@ def test_each_process_writes_its_own_files_and_one_manifest_vouches_for_all(tmp_
     (folder / "optimizer-2.safetensors").write_bytes(b"")
     for error in in_threads(2, lambda peers: read_checkpoint(folder, peers)):
         assert "optimizer-2.safetensors' has changed" in str(error)
+
+
+def test_each_disk_verifies_all_files_of_its_own_copy(tmp_path):
+    folders = [tmp_path / str(disk) / "checkpoint-1" for disk in range(2)]
+    for number, name in enumerate(("config.json", "critic.safetensors", STATE)):
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+            save(folder.parent, 1)
+        damaged = folders[number % 2] / name
+        damaged.write_bytes(b"")
+        for error in in_threads(2, lambda peers: read_checkpoint(folders[peers.rank], peers)):
+            assert f"'{damaged}' has changed" in str(error)
 
 
 def test_where_one_process_cannot_write_all_processes_fail(tmp_path):

@@ -8,6 +8,7 @@ import logging
 import random
 import shutil
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,11 +20,12 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import TrainerCallback
 
-from ppo_core.checkpointing.checkpointer import AsyncWriter
+from ppo_core.checkpointing.checkpointer import AsyncWriter, Checkpointer, SavePlan
 from ppo_core.checkpointing.contents import CheckpointContents
 from ppo_core.checkpointing.folders import STATE
 from ppo_core.checkpointing.lease import Lease
-from ppo_core.checkpointing.read_checkpoint import read_newest
+from ppo_core.checkpointing.read_checkpoint import ANY_FORM, read_newest
+from ppo_core.checkpointing.write_checkpoint import Part
 from ppo_core.errors import ConfigError, TrainingError
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.reporting.metrics_file import METRICS_FILE, read_metrics
@@ -201,7 +203,7 @@ def test_each_saved_state_is_needed(left_out, runs, tmp_path):
 
 
 def as_an_earlier_version_wrote(folder: Path) -> None:
-    """Rename the critic's backbone in a checkpoint as it was named before: critic.backbone.*."""
+    """Name the critic's backbone critic.backbone.*, and leave out the digest of the texts."""
     for path in folder.glob("*.safetensors"):
         tensors = load_file(path)
         save_file(
@@ -209,7 +211,9 @@ def as_an_earlier_version_wrote(folder: Path) -> None:
         )
     state = (folder / STATE).read_text()
     assert '"critic.model.' in state
-    (folder / STATE).write_text(state.replace('"critic.model.', '"critic.backbone.'))
+    earlier = json.loads(state.replace('"critic.model.', '"critic.backbone.'))
+    del earlier["identity"]["settings"]["pretrain_dataset"]
+    (folder / STATE).write_text(json.dumps(earlier))
     vouch_for(folder)
 
 
@@ -291,6 +295,12 @@ def test_every_difference_is_named_and_can_be_overruled(runs, tmp_path, caplog):
     # Half of a linear schedule with the new rate has passed.
     assert [metrics["lr"] for metrics in history] == pytest.approx([2.5e-4, 1.25e-4])
     assert [text for text in caplog.messages if "Resuming anyway" in text and "cliprange" in text]
+
+
+def test_a_checkpoint_of_other_pretraining_texts_is_refused(runs, tmp_path):
+    shutil.copytree(runs.stopped, tmp_path, dirs_exist_ok=True)
+    with pytest.raises(TrainingError, match="written with pretrain_dataset="):
+        resume(tmp_path, pretrain_dataset=[*TEXTS[:-1], "w13 w15"])
 
 
 @pytest.mark.parametrize(
@@ -394,6 +404,29 @@ def test_training_waits_for_the_previous_checkpoint_only():
     assert written[:1] == [0]
     saver.wait()
     assert written == [0, 1]
+
+
+def test_the_state_is_copied_after_the_previous_copy_was_written(tmp_path):
+    events = []
+
+    class Contents:
+        step = 1
+
+        def part(self) -> Part:
+            events.append("copied")
+            return Part(documents={STATE: "{}"}, write_policy=write_slowly)
+
+    def write_slowly(folder: Path) -> None:
+        time.sleep(0.05)
+        events.append("written")
+
+    plan = SavePlan(folder=tmp_path, saves=True, keep=None, in_background=True, timeout=60)
+    checkpoints = Checkpointer(Contents(), plan, ANY_FORM)
+    checkpoints.start(None)
+    checkpoints.save()
+    checkpoints.save()
+    checkpoints.finish()
+    assert events == ["copied", "written"] * 2
 
 
 def test_an_error_in_the_background_is_raised_once(tmp_path, monkeypatch):

@@ -33,6 +33,15 @@ def test_a_secret_split_between_two_writes_is_masked(cut: int):
     assert written("key ", KEY[:cut], KEY[cut:], ".\n") == "key (hidden).\n"
 
 
+def test_bytes_are_redacted_as_text_and_a_split_character_is_kept(monkeypatch):
+    monkeypatch.setenv("OTHER_API_KEY", "canärÿ/Key+0123")
+    below = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    stream = RedactedStream(below)
+    for data in ("key canärÿ/Key+0123 ".encode(), b"\xc3", b"\xa4 \xff\n"):
+        stream.buffer.write(data)
+    assert below.buffer.getvalue() == b"key (hidden) \xc3\xa4 \xff\n"
+
+
 @pytest.mark.parametrize("cut", range(4, len(KEY)))
 def test_a_secret_split_by_a_flush_is_masked(cut: int):
     assert written("key ", KEY[:cut], KEY[cut:], ".\n", flush=True) == "key (hidden).\n"

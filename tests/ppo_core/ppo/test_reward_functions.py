@@ -10,12 +10,13 @@ from torch.testing import assert_close
 
 from ppo_core.data.prompts import encode_prompt, response_texts
 from ppo_core.data.types import Rollout
-from ppo_core.errors import ConfigError, DataError, ModelError
+from ppo_core.errors import ConfigError, DataError, ModelError, user_code_errors
 from ppo_core.models.policy import LanguageModel
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.ppo.reward_functions import RewardMix, make_rewards, score_tokens
 from tests.helpers.models.chat import ENDED, OPEN, make_chat_tokenizer, say
 from tests.helpers.models.tiny import EOS, make_classifier, make_policy, make_tokenizer
+from tests.helpers.paths import ROOT
 from tests.ppo_core.rollout.test_generate import sample
 from tests.ppo_core.training.test_trainer import CONFIG, make_trainer
 
@@ -24,6 +25,18 @@ PROMPTS = ["w1 w2 w3", "w4", "w5 w6"]
 
 def count_words(prompts: list[str], responses: list[str]) -> list[float]:
     return [float(len(response.split())) for response in responses]
+
+
+def test_an_error_names_the_line_of_a_users_file_beside_the_package():
+    names: dict = {}
+    for file in ("ppo_core_rewards.py", "flows_x.py"):
+        code = "def reward(prompts, responses):\n    raise ValueError('bad')"
+        exec(compile(code, str(ROOT / file), "exec"), names)
+        with (
+            pytest.raises(ModelError, match=rf"{file}:2 \(reward\)"),
+            user_code_errors(ModelError, "The reward"),
+        ):
+            names["reward"]([], [])
 
 
 def prompt_length(prompts: list[str], responses: list[str]) -> torch.Tensor:

@@ -205,7 +205,9 @@ def test_the_command_finds_metrics_and_settings(tmp_path: Path, capsys):
     library = folder_with(tmp_path, "output", run) / "checkpoint-5"
     library.mkdir()
     (library / MANIFEST).write_text("{}")
-    (library / STATE).write_text(json.dumps({"identity": {"settings": {"stop_token": None}}}))
+    # A checkpoint lacks vllm_weights_dir, because the folder does not change the result.
+    settings = {"stop_token": None, "use_vllm": True, "vllm_importance_sampling_cap": 3.0}
+    (library / STATE).write_text(json.dumps({"identity": {"settings": settings}}))
     for place, found in ((flow.parent, 0), (flow, 0), (library.parent, 0), (run, 1)):
         assert command.main([str(place)]) == 0
         assert capsys.readouterr().out.count("No end tokens\n  Evidence: ") == found

@@ -68,8 +68,9 @@ def test_the_critic_is_warned_about_only_after_three_bad_updates_in_a_row():
 
 def test_length_is_compared_with_the_first_update():
     watched = HealthMonitor(CONFIG)
-    lengths = [5.0, 10.0, 10.1]
-    assert [len(watched.check({"val/response_length": n})) for n in lengths] == [0, 0, 1]
+    # NaN and infinity are no values to compare with.
+    lengths = [NAN, float("inf"), 5.0, 10.0, 10.1]
+    assert [len(watched.check({"val/response_length": n})) for n in lengths] == [0, 0, 0, 0, 1]
 
 
 def said(metric: str, history: list[float]) -> list[int]:

@@ -227,7 +227,7 @@ def test_a_run_that_goes_on_has_all_earlier_policies_or_says_which_are_missing(t
 
 
 def test_more_earlier_policies_than_a_run_has_are_refused(tmp_path):
-    words = r"save_policies=4 saves policies before the end of PPO, and a run of 4 updates has 3"
+    words = r"save_policies=4 needs more updates: a run of 4 updates has only 3"
     with pytest.raises(ConfigError, match=words):
         make_trainer(dataclasses.replace(LONG, output_dir=str(tmp_path), save_policies=4))
 

@@ -134,7 +134,7 @@ def test_rewards_in_another_order_are_another_run(inputs: Path, tmp_path: Path):
         ("python:HERE/rewards.py:misspelt", ConfigError, r"'levle'.*Did you mean level\?"),
         ("python:HERE/rewards.py:one", ConfigError, r"rewards='python:.*takes \(prompts\)"),
         ("python:HERE/rewards.py:gone", ConfigError, "has no function 'gone'.*prompts and resp"),
-        ("python:HERE/gone.py:f", ConfigError, "there is no file"),
+        ("python:HERE/gone.py:f", ConfigError, "gone.py does not exist"),
         ("python:no_such_module:f", ConfigError, "No module named 'no_such_module'"),
         ("python:f", ConfigError, "names no function"),
         ("reward-model:HERE/policy", ModelError, "rewards='reward-model:"),

@@ -65,6 +65,13 @@ def test_a_folder_of_reward_models_scores_with_their_mean_and_logs_how_far_they_
     assert rewards.total(parts).tolist() == [2.0, 2.0]
     assert rewards.learned_from()[0] is ensemble.members[0]
 
+    two = {"a": ensemble, "b": ensemble}
+    metrics = make_trainer(config, reward_model=two).train()[-1]
+    assert metrics["rewards/disagreement_a"] == metrics["rewards/disagreement_b"] > 0
+    for named in ({"disagreement": length, "a": ensemble}, {"disagreement_b": length, **two}):
+        with pytest.raises(ConfigError, match=rf"A reward has the name '{next(iter(named))}'"):
+            make_trainer(config, reward_model=named)
+
 
 # --- Columns ---
 

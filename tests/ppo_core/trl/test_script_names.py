@@ -134,7 +134,7 @@ def test_a_script_reads_the_sizes_that_trl_computes(given, updates, sizes):
     [
         ({"batch_size": 8, "mini_batch_size": 3}, "of mini_batch_size=3"),
         ({"batch_size": 8, "mini_batch_size": 2, "num_mini_batches": 2}, "of mini_batch_size=2"),
-        ({"batch_size": 9, "gradient_accumulation_steps": 2}, "both set the size of a batch"),
+        ({"batch_size": 9, "gradient_accumulation_steps": 2}, "batch_size=9 contradicts"),
         ({"mini_batch_size": 0}, "mini_batch_size=0 must be a whole number"),
         ({"world_size": 2}, "world_size=2 is not supported"),
     ],
@@ -197,7 +197,7 @@ def test_a_script_logs_its_settings():
 @pytest.mark.parametrize("name", ["world_size", "num_total_batches", "batch_size", "device"])
 def test_what_trl_computes_cannot_be_assigned(name: str):
     trainer = make_trainer(ONE_UPDATE)
-    with pytest.raises(ConfigError, match=f"{name}=2 is set after the trainer was made"):
+    with pytest.raises(ConfigError, match=f"{name}=2 was set after the trainer was created"):
         setattr(trainer.args, name, 2)
 
 
@@ -222,7 +222,7 @@ def test_a_learning_rate_of_0_measures_and_trains_nothing(tmp_path):
 
 def test_a_setting_that_is_changed_too_late_is_refused():
     trainer = make_trainer(replace(CONFIG))
-    with pytest.raises(ConfigError, match="kl_coef=1 is set after the trainer was made"):
+    with pytest.raises(ConfigError, match="kl_coef=1 was set after the trainer was created"):
         trainer.args.kl_coef = 1
 
 
@@ -260,7 +260,7 @@ def test_a_change_of_the_scripts_own_settings_is_refused_before_the_training(cha
     config = replace(ONE_UPDATE, reward_weights=[2.0])
     trainer = make_trainer(config)
     change(config)
-    with pytest.raises(ConfigError, match=f"{name} is set after the trainer was made"):
+    with pytest.raises(ConfigError, match=f"{name} was set after the trainer was created"):
         trainer.train()
     assert trainer.state.global_step == 0
 

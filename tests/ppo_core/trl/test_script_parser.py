@@ -12,6 +12,7 @@ RECIPE = """
 learning_rate: 1e-5
 total_episodes: 64
 fp16: false
+ds3_gather_for_generation: false
 report_to: [none]
 dataset_name: prompts.jsonl
 model_name_or_path: gpt2
@@ -35,6 +36,8 @@ def test_flags_override_the_file(tmp_path, monkeypatch):
     )
     assert (config.learning_rate, config.total_episodes) == (1e-5, 8)
     assert config.reward_weights == [1, -1e-5]
+    # Its default is True, so the flag --no_ds3_gather_for_generation sets it as well.
+    assert config.ds3_gather_for_generation is False
     assert (data.dataset_name, model.model_name_or_path) == ("prompts.jsonl", "gpt2")
     assert os.environ["OF_RECIPE"] == "5"
 

@@ -495,6 +495,14 @@ def test_arguments_that_cannot_be_honored_are_refused(arguments, words: str):
         make_trainer().generate(QUERIES[0], **arguments)
 
 
+def test_greedy_responses_ignore_the_temperature():
+    greedy, cold = (
+        make_trainer().generate(QUERIES, do_sample=False, max_new_tokens=3, **temperature)
+        for temperature in ({}, {"temperature": 0})
+    )
+    assert all(torch.equal(row, other) for row, other in zip(greedy, cold, strict=True))
+
+
 def test_arguments_that_do_not_change_the_distribution_cause_no_warning(caplog):
     usual = {"min_length": -1, "top_k": 0.0, "top_p": 1.0, "do_sample": True}
     make_trainer().generate(
@@ -839,10 +847,13 @@ def test_arguments_that_cannot_work_are_refused(changes, error, words: str):
         ((QUERIES, RESPONSES[:5], SCORES), "5 rows of response"),
         ((QUERIES, RESPONSES, SCORES[:5]), "5 rows of score"),
         ((QUERIES, RESPONSES, SCORES, [torch.ones(4)]), "1 rows of mask"),
-        ((QUERIES, RESPONSES, [torch.ones(2)] * 6), r"Score 0 is a tensor \(2,\)"),
-        ((QUERIES, RESPONSES, [torch.ones(1, 1)] * 6), r"Score 0 is a tensor \(1, 1\)"),
+        ((QUERIES, RESPONSES, [torch.ones(2)] * 6), r"Score 0 is tensor\(\[1., 1.\]\)"),
+        ((QUERIES, RESPONSES, [torch.ones(1, 1)] * 6), r"Score 0 is tensor\(\[\[1.\]\]\)"),
         ((QUERIES, RESPONSES, [float("nan")] * 6), "must be finite"),
+        ((QUERIES, RESPONSES, [1.0, None] * 3), "Score 1 is None. Pass one number"),
+        ((QUERIES, RESPONSES, ["a"] * 6), "Score 0 is 'a'"),
         ((QUERIES, [torch.tensor([])] * 6, SCORES), "response 0 must be a tensor"),
+        ((QUERIES, [[3, 4]] * 6, SCORES), "response 0 must be a tensor .* but is list"),
         ((QUERIES, RESPONSES, SCORES, [torch.zeros(len(r)) for r in RESPONSES]), "counts 0 of 4"),
         ((QUERIES, RESPONSES, SCORES, [torch.ones(9)] * 6), "for a response of 4"),
     ],
