@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 from transformers.utils import CONFIG_NAME
 from transformers.utils.hub import cached_file, extract_commit_hash
 
-from ppo_core.config.hub_ids import split_revision
+from ppo_core.config.hub_ids import MAIN, split_revision
 from ppo_core.config.placement import Placement
 from ppo_core.config.row_settings import PromptFormat
 from ppo_core.data.chat_template import set_prompt_format
@@ -274,6 +274,8 @@ def load_model(
                 "with random or unused weights would be trained. Save the model again with "
                 "save_pretrained, or correct config.json."
             )
+    # An adapter that is added to the model later names this revision of its base.
+    model.revision = None if revision == MAIN else revision
     loaded: PreTrainedModel = model
     return loaded
 

@@ -23,11 +23,14 @@ from ppo_core.models.adapters import (
     using_adapter,
 )
 from ppo_core.models.files.adapter_weights import merged_copy, save_adapter
+from ppo_core.models.loading import load_policy
+from ppo_core.models.model_with_value_head import AutoModelForCausalLMWithValueHead
 from ppo_core.models.policy import LanguageModel
 from ppo_core.models.reward_adapter import AdapterClassifier, load_reward_adapter
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.rollout.generate import sample_responses
 from ppo_core.rollout.token_sampling import SamplingSettings
+from tests.helpers.models.model_hub import model_hub
 from tests.helpers.models.tiny import CONFIGS, EOS, make_policy, make_prompts, make_tokenizer
 from tests.helpers.paths import ROOT
 
@@ -440,6 +443,18 @@ def test_merging_an_adapter_that_is_not_there_names_it(is_sharded: bool):
     model = make_adapted("lora")
     with pytest.raises(ModelError, match="'reward'"):
         merged_copy(model, "reward", weights=model.state_dict() if is_sharded else None)
+
+
+def test_an_adapter_loads_onto_the_revision_of_the_base_that_it_was_trained_on(tmp_path):
+    made = {f"org/policy@{revision}": tmp_path / revision for revision in ("main", "v1")}
+    for seed, folder in enumerate(made.values()):
+        make_policy(seed=seed).save_pretrained(folder)
+    with model_hub(made, tmp_path / "cache"):
+        policy = load_policy("org/policy@v1")
+        save_adapter(add_adapter(policy, METHODS["lora"]), tmp_path / "adapter")
+        loaded = AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path / "adapter")
+    weights = (model.get_input_embeddings().weight for model in (policy, loaded.pretrained_model))
+    assert torch.equal(*weights)
 
 
 @pytest.mark.parametrize("name", ["policy", "default"])
