@@ -79,7 +79,7 @@ class ScriptModels:
 def make_engine(config: PPOConfig) -> Engine:
     """Join the processes of the run, with the precision and sharding of the settings."""
     return choose_engine(
-        bf16=bool(config.bf16),
+        bf16=config.bf16,
         use_cpu=config.use_cpu,
         sharding=config.sharding,
         offload=config.offload,
@@ -97,10 +97,10 @@ def join_processes(config: PPOConfig, policy: nn.Module) -> tuple[PPOConfig, Eng
         TrainingError: the processes cannot be connected.
     """
     in_bf16 = trains_in_bf16(config.bf16, policy, use_cpu=config.use_cpu)
-    config = replace(config, bf16=in_bf16)
-    engine = make_engine(config)
+    # Only False in the settings contradicts a launcher that sets bf16, not an automatic False.
+    engine = make_engine(replace(config, bf16=in_bf16 or config.bf16))
     sizes: dict[str, Any] = batch_sizes(config, engine.num_processes)
-    return replace(config, **sizes), engine
+    return replace(config, bf16=engine.computes_in_bf16, **sizes), engine
 
 
 def set_up_models(
