@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -20,6 +19,7 @@ from ppo_core.checkpointing.retention import (
     rename_superseded,
     step_of,
 )
+from ppo_core.data.model_files import safetensors_as_os_errors
 from ppo_core.distributed.process_group import ProcessGroup
 from ppo_core.errors import TrainingError
 from ppo_core.io.atomic_files import sync_to_disk
@@ -79,7 +79,7 @@ def save_checkpoint(
         peers.together(
             lambda: _finish(partial, folder, written, disk, held, keep) if is_leader else None
         )
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise TrainingError(
             f"The checkpoint of step {step} could not be written to '{folder}': {error}. Earlier "
             "checkpoints are unchanged. Free some space or lower save_total_limit, and resume "
@@ -90,6 +90,7 @@ def save_checkpoint(
             shutil.rmtree(partial, ignore_errors=True)
 
 
+@safetensors_as_os_errors()
 def _write_part(folder: Path, part: Part) -> dict[str, dict[str, int | str]]:
     """Write a process's files to the disk; return their manifest entries by path in the folder."""
     shutil.rmtree(folder, ignore_errors=True)

@@ -25,7 +25,7 @@ def replaced_together(folder: Path) -> Iterator[Path]:
         TrainingError: a file cannot be written, for example because the disk is full.
     """
     unfinished = folder / UNFINISHED
-    with explained_writes(folder), _safetensors_as_os_errors():
+    with explained_writes(folder), safetensors_as_os_errors():
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         try:
@@ -42,7 +42,12 @@ def replaced_together(folder: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _safetensors_as_os_errors() -> Iterator[None]:
+def safetensors_as_os_errors() -> Iterator[None]:
+    """Turn an error of safetensors, which is no OSError, into an OSError.
+
+    Raises:
+        OSError: a file cannot be written, for example because the disk is full.
+    """
     try:
         yield
     except SafetensorError as error:

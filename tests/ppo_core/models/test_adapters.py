@@ -399,17 +399,23 @@ def test_a_reward_adapter_with_several_labels_or_no_head_is_refused(tmp_path):
     base = make_policy("qwen2")
     save_classifier(base, tmp_path, labels=3)
     model = add_adapter(base, METHODS["lora"], "policy")
-    with pytest.raises(ModelError, match="a head with 3 labels"):
-        load_reward_adapter(model, tmp_path / "reward")
+    for _ in range(2):
+        with pytest.raises(ModelError, match="a head with 3 labels"):
+            load_reward_adapter(model, tmp_path / "reward")
     save_adapter(model, tmp_path / "policy")
     with pytest.raises(ModelError, match="no head 'score'"):
         load_reward_adapter(model, tmp_path / "policy")
     with pytest.raises(ModelError, match="No reward adapter can be loaded"):
         load_reward_adapter(model, tmp_path / "nowhere")
+    weights = tmp_path / "policy" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    with pytest.raises(ModelError, match="No reward adapter can be loaded"):
+        load_reward_adapter(model, tmp_path / "policy")
 
 
-def test_a_reward_adapter_of_another_base_is_refused(tmp_path):
+def test_a_reward_adapter_of_another_base_is_refused_and_another_can_be_loaded(tmp_path):
     model = add_adapter(make_policy("qwen2"), METHODS["lora"])
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     save_classifier(make_policy("gpt2"), tmp_path / "gpt2")
     with pytest.raises(ModelError, match="cannot add the adapter 'reward'"):
         load_reward_adapter(model, tmp_path / "gpt2" / "reward")
@@ -418,6 +424,9 @@ def test_a_reward_adapter_of_another_base_is_refused(tmp_path):
     # lora_A of down_proj, in each of two layers: as it should be, and as it is.
     with pytest.raises(ModelError, match="another base than this Qwen2ForCausalLM: 4 tensors"):
         load_reward_adapter(model, tmp_path / "wider" / "reward")
+    save_classifier(make_policy("qwen2"), tmp_path / "right")
+    load_reward_adapter(model, tmp_path / "right" / "reward")
+    assert trained == [name for name, p in model.named_parameters() if p.requires_grad]
 
 
 # --- Saving ---
