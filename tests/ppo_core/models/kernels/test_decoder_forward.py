@@ -257,7 +257,7 @@ def test_captured_rows_are_the_batch_or_a_half_of_it_again_and_again(sequences, 
 
 # --- Pairs with a common start, computed once ---
 
-PAIR_LENGTHS = torch.tensor([[9, 20], [33, 33], [1, 5], [30, 2], [33, 33]])
+OF_PAIRS = torch.tensor([[9, 20], [33, 33], [1, 5], [30, 2], [33, 33]])
 
 
 def make_pairs() -> torch.Tensor:
@@ -274,16 +274,14 @@ def test_states_and_gradients_of_pairs_equal_those_of_each_sequence_alone(name):
     model, pairs = AutoModel.from_config(PLAIN[name]).eval().double(), make_pairs()
     backbone = DecoderBackbone(model)
     assert backbone.fast_layers() is not None
-    together = backbone.last_states(pairs, PAIR_LENGTHS)
+    together = backbone.last_states(pairs, OF_PAIRS)
     together.square().sum().backward()
     gradients = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
     alone = torch.stack(
         [
             model(input_ids=ids[None, :length]).last_hidden_state[0, -1]
-            for ids, length in zip(
-                pairs.flatten(0, 1), PAIR_LENGTHS.flatten().tolist(), strict=True
-            )
+            for ids, length in zip(pairs.flatten(0, 1), OF_PAIRS.flatten().tolist(), strict=True)
         ]
     )
     alone.square().sum().backward()
