@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import uuid4
 
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from ppo_core.checkpointing.disks import Disk
 from ppo_core.checkpointing.folders import FOLDER_NAME, MANIFEST, finished_checkpoints
 from ppo_core.checkpointing.read_checkpoint import ALONE, Tensors, manifest_entry
+from ppo_core.data.model_files import safetensors_as_os_errors
 from ppo_core.distributed.process_group import ProcessGroup
 from ppo_core.errors import TrainingError
 from ppo_core.io.atomic_files import sync_to_disk
@@ -80,7 +80,7 @@ def save_checkpoint(
         peers.together(
             lambda: _finish(partial, folder, written, disk, held, keep) if is_leader else None
         )
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise TrainingError(
             f"The checkpoint of step {step} could not be written to '{folder}': {error}. Earlier "
             "checkpoints are unchanged. Free some space or lower save_total_limit, and resume "
@@ -91,6 +91,7 @@ def save_checkpoint(
             shutil.rmtree(partial, ignore_errors=True)
 
 
+@safetensors_as_os_errors()
 def _write_part(folder: Path, part: Part) -> dict[str, dict[str, int | str]]:
     """Write a process's files to the disk; return their manifest entries by path in the folder."""
     shutil.rmtree(folder, ignore_errors=True)

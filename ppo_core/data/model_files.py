@@ -82,7 +82,11 @@ def _delete_stale(folder: Path, new: Collection[Path]) -> None:
 
 @contextmanager
 def safetensors_as_os_errors() -> Iterator[None]:
-    """Raise an error of writing weights, which names no error number, as an OSError."""
+    """Turn an error of safetensors, which is no OSError, into an OSError.
+
+    Raises:
+        OSError: a file cannot be written, for example because the disk is full.
+    """
     try:
         yield
     except SafetensorError as error:

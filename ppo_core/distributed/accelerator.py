@@ -14,7 +14,11 @@ from accelerate.utils import (
 
 from ppo_core.config.run_config import Sharding
 from ppo_core.distributed import deepspeed_settings
-from ppo_core.distributed.strategy import launched_by_accelerate, uses_deepspeed
+from ppo_core.distributed.strategy import (
+    launched_by_accelerate,
+    launched_processes,
+    uses_deepspeed,
+)
 from ppo_core.errors import ConfigError, TrainingError
 
 
@@ -68,12 +72,8 @@ def _forget_unconnected_state() -> None:
     Accelerate keeps the first state that is made in a process.
     """
     known = PartialState._shared_state
-    if known and "RANK" in os.environ and known.get("num_processes") != _launched_processes():
+    if known and "RANK" in os.environ and known.get("num_processes") != launched_processes():
         AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def _launched_processes() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _check_connection(accelerator: Accelerator) -> None:
@@ -83,7 +83,7 @@ def _check_connection(accelerator: Accelerator) -> None:
             f"distributed_type={kind.value} of accelerate launch is not supported: the weights "
             "would not be sharded. Use FSDP with fsdp_version 2, or DEEPSPEED."
         )
-    expected = _launched_processes()
+    expected = launched_processes()
     # Accelerate can count the processes without connecting them; its distributed_type is then NO.
     connected = expected == 1 or kind != DistributedType.NO
     if found != expected or not connected:

@@ -8,7 +8,7 @@ from typing import Any
 from accelerate.utils import DeepSpeedPlugin
 
 from ppo_core.config.run_config import Sharding
-from ppo_core.distributed.strategy import KINDS, launched_by_accelerate
+from ppo_core.distributed.strategy import KINDS, launched_by_accelerate, launched_processes
 from ppo_core.errors import ConfigError
 
 Settings = dict[str, Any]
@@ -23,7 +23,20 @@ _REFUSED = {
     "adam_beta2 and adam_epsilon",
     "scheduler": "the trainer makes the schedule. Set lr_scheduler_type and warmup_ratio",
     "gradient_clipping": "the trainer sets it. Set max_grad_norm",
+    "zero_optimization.compute_grad_norm": "the trainer needs the norm in each step. Remove it",
+    "zero_optimization.offload_optimizer.device": "checkpoints could not contain the states. Set "
+    "cpu or none",
+    "zero_optimization.offload_param.device": "checkpoints could not contain the weights. Set cpu "
+    "or none",
 }
+
+_OFFLOADS = (None, "none", "cpu")
+_ACCEPTED = {
+    "zero_optimization.compute_grad_norm": (None, True),
+    "zero_optimization.offload_optimizer.device": _OFFLOADS,
+    "zero_optimization.offload_param.device": _OFFLOADS,
+}
+"""Accepted values of settings in `_REFUSED`; of all others, False and 0 are accepted."""
 
 
 def make_plugin(
@@ -33,7 +46,7 @@ def make_plugin(
 
     The settings come from the JSON file at `path`, otherwise from `accelerate launch`, otherwise
     from `sharding` and `offload`. The trainer sets the batch sizes, so DeepSpeed's batch-size keys
-    may be "auto" or absent. For every other key, "auto" means DeepSpeed's default.
+    may be "auto" or absent. For every other key, "auto" and null mean DeepSpeed's default.
 
     Raises:
         ConfigError: the file cannot be read, `path` and the launcher both give DeepSpeed settings,
@@ -99,35 +112,43 @@ def fill_settings(settings: Settings, source: str) -> None:
     Raises:
         ConfigError: the trainer does not support a setting; the message names the setting.
     """
+    _drop_automatic(settings)
     for key, instead in _REFUSED.items():
-        if (value := _lookup(settings, key)) not in (None, False, 0, "auto"):
+        if (value := _lookup(settings, key, source)) not in _ACCEPTED.get(key, (None, False, 0)):
             raise ConfigError(f"{key}={value!r} in {source} is not supported: {instead}.")
     # The engine itself marks the last microbatch of a step, because steps differ in the number of
     # microbatches.
     ours = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "train_batch_size": int(os.environ.get("WORLD_SIZE", "1")),
+        "train_batch_size": launched_processes(),
     }
     for key, value in ours.items():
-        if (found := settings.get(key)) not in (None, value, "auto"):
+        if (found := settings.get(key)) not in (None, value):
             raise ConfigError(
                 f"{key}={found!r} in {source} is not supported: the trainer sets the batch sizes. "
                 'Write "auto" there and set per_device_train_batch_size.'
             )
-    _drop_automatic(settings)
     settings.update(ours, fp16={"enabled": False}, bf16={"enabled": False}, gradient_clipping=0.0)
     settings.setdefault("zero_optimization", {}).setdefault("stage", 0)
 
 
-def _lookup(settings: Settings, key: str) -> Any:
-    section, _, name = key.partition(".")
-    return settings.get(section, {}).get(name) if name else settings.get(section)
+def _lookup(settings: Settings, key: str, source: str) -> Any:
+    section, _, rest = key.partition(".")
+    if not rest:
+        return settings.get(section)
+    inner = settings.get(section, {})
+    if not isinstance(inner, dict):
+        raise ConfigError(
+            f"{section}={inner!r} in {source} is not a JSON object, so DeepSpeed cannot read it. "
+            "Write an object, or remove it for DeepSpeed's default."
+        )
+    return _lookup(inner, rest, source)
 
 
 def _drop_automatic(settings: Settings) -> None:
     for key, value in list(settings.items()):
-        if value == "auto":
+        if value in (None, "auto"):
             del settings[key]
         elif isinstance(value, dict):
             _drop_automatic(value)

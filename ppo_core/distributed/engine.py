@@ -29,6 +29,7 @@ from ppo_core.distributed.optimizer_shards import (
 from ppo_core.distributed.process import let_gloo_finish_at_exit
 from ppo_core.distributed.process_group import ProcessGroup
 from ppo_core.distributed.strategy import SHARD_WEIGHTS, fsdp_offloads
+from ppo_core.errors import ConfigError
 
 Model = TypeVar("Model", bound=nn.Module)
 Item = TypeVar("Item")
@@ -48,7 +49,7 @@ class Engine:
     def __init__(
         self,
         *,
-        bf16: bool = False,
+        bf16: bool | None = None,
         use_cpu: bool = False,
         sharding: Sharding | None = "none",
         offload: bool = False,
@@ -59,8 +60,8 @@ class Engine:
         """Connect this process to the other processes of the run.
 
         Args:
-            bf16: compute in bfloat16 by autocast; weights stay in fp32. `accelerate launch` with
-                mixed precision bf16 has the same effect.
+            bf16: compute in bfloat16 by autocast; weights stay in fp32. None means True under
+                `accelerate launch` with mixed precision bf16, and otherwise False.
             use_cpu: do not use a GPU.
             sharding: result of `choose_sharding`.
             offload: keep optimizer states and sharded weights on the CPU.
@@ -74,7 +75,12 @@ class Engine:
             TrainingError: the launcher started several processes, but accelerate does not connect
                 them.
         """
-        self._bf16 = bf16 or launched_precision() == "bf16"
+        self._bf16 = bool(bf16) or launched_precision() == "bf16"
+        if self._bf16 and bf16 is False:
+            raise ConfigError(
+                "bf16=False and mixed_precision: bf16 of accelerate launch contradict each other. "
+                "Remove one of the two."
+            )
         self.gathers_layers = gather_for_generation
         """Whether `gathered` gathers all layers at once."""
         self.offloads = offload or fsdp_offloads()

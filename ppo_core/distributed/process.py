@@ -181,7 +181,7 @@ def _write_report(path: Path, error: Exception) -> None:
     try:
         write_atomically(path, json.dumps(report))
     except OSError as write_error:  # a full disk may also have caused `error`
-        print(f"There is no error report: {write_error}", file=sys.stderr)
+        print(f"The error report could not be written: {write_error}", file=sys.stderr)
 
 
 def let_gloo_finish_at_exit() -> None:

@@ -6,7 +6,6 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed
-from safetensors import SafetensorError
 
 from ppo_core.errors import PPOError, TrainingError
 
@@ -72,15 +71,15 @@ class ProcessGroup:
     def together(self, work: Callable[[], Result]) -> list[Result]:
         """Run `work` in every process; return the results of all processes in rank order.
 
-        If `work` raises a PPOError, OSError, SafetensorError or ValueError in one process, all
-        processes raise an error, so no process waits for a failed one.
+        If `work` raises a PPOError, OSError or ValueError in one process, all processes raise an
+        error, so no process waits for a failed one.
 
         Raises:
             TrainingError: `work` failed in another process, and not in this one.
         """
         try:
             result, failure = work(), None
-        except (PPOError, OSError, SafetensorError, ValueError) as error:
+        except (PPOError, OSError, ValueError) as error:
             result, failure = None, error
         outcomes = self.exchange((result, failure and str(failure)))
         if failure is not None:

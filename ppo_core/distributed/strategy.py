@@ -33,7 +33,7 @@ def choose_sharding(
         ConfigError: two settings contradict each other; the message names both.
     """
     _check_number_launched()
-    processes = processes or _num_processes()
+    processes = processes or launched_processes()
     launched = launched_by_accelerate()
     if launched == "deepspeed" or deepspeed is not None:
         chosen = _with_deepspeed(sharding, deepspeed, offload)
@@ -52,6 +52,11 @@ def choose_sharding(
             "moved to the CPU. Set sharding to zero1, zero2, zero3 or fsdp2, or offload=False."
         )
     return chosen
+
+
+def launched_processes() -> int:
+    """Return the number of processes that the launcher started; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def launched_by_accelerate() -> Literal["deepspeed", "fsdp"] | None:
@@ -74,8 +79,8 @@ def _check_number_launched() -> None:
     by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ
     if by_accelerate and "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
         raise ConfigError(
-            "accelerate launch was asked for several processes and started one, as it does with "
-            "--cpu, use_cpu: true and distributed_type: MULTI_CPU. The run would have smaller "
+            "accelerate launch started one process instead of several. It does so with --cpu, "
+            "use_cpu: true or distributed_type: MULTI_CPU. The run would have smaller "
             "batches and more updates. Start the processes with torchrun --nproc-per-node N, or "
             "with distributed_type: MULTI_GPU (--multi_gpu), which works without a GPU too."
         )
@@ -138,10 +143,6 @@ def _with_fsdp(sharding: Sharding | None) -> Sharding:
                 f"{instead}. See infra/accelerate/fsdp2.yaml for an example."
             )
     return "fsdp2"
-
-
-def _num_processes() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _is_on(name: str) -> bool:

@@ -109,9 +109,10 @@ def add_adapter(model: nn.Module, peft_config: "PeftConfig", name: str = "defaul
             "again (TRL #4713). To train the existing adapter, pass no peft_config. To train a new "
             "adapter, first merge the existing adapter by model.merge_and_unload()."
         )
-    config = _trainable(peft_config)
+    config, base = _trainable(peft_config), plain_model(model)
+    revision = getattr(base, "revision", None) if base.name_or_path else None
     try:
-        adapted: PeftModel = peft.get_peft_model(plain_model(model), config, adapter_name=name)
+        adapted: PeftModel = peft.get_peft_model(base, config, name, revision=revision)
     except ValueError as error:
         _refuse(name, error)
     return adapted.train(model.training)

@@ -14,9 +14,8 @@ from ppo_core.algorithm.masking import length_mask
 from ppo_core.data.types import TokenRows
 from ppo_core.errors import ModelError
 from ppo_core.models.kernels import attention
-from ppo_core.models.kernels.branched_pairs import last_states
 from ppo_core.models.kernels.decoder_families import DecoderLayers, fast_path
-from ppo_core.models.kernels.decoder_forward import states_at
+from ppo_core.models.kernels.decoder_forward import last_states, states_at
 from ppo_core.models.kernels.matmul_backend import large_matmuls
 
 Within = Callable[[], AbstractContextManager[Any]]

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 from transformers.utils import CONFIG_NAME
 from transformers.utils.hub import cached_file, extract_commit_hash
 
-from ppo_core.config.hub_ids import split_revision
+from ppo_core.config.hub_ids import MAIN, split_revision
 from ppo_core.config.placement import Placement
 from ppo_core.config.row_settings import PromptFormat
 from ppo_core.data.chat_template import set_prompt_format
@@ -255,6 +255,10 @@ def load_model(
     Raises:
         ModelError: a file is refused, or tensors are missing or left over.
     """
+    options = dict(options)
+    if Path(path).is_dir():
+        # transformers would look for an adapter in the folder above the subfolder.
+        path = Path(path, options.pop("subfolder", ""))
     check_model_folder(path)
     source, revision = split_revision(path, options.get("revision"))
     model, found = auto_class.from_pretrained(
@@ -269,11 +273,13 @@ def load_model(
         if names:
             listed = ", ".join(sorted(names)[:NAMED_TENSORS])
             raise ModelError(
-                f"The weights of '{path}' do not fit its config.json: of the tensors of "
-                f"{type(model).__name__}, {len(names)} are {state}, for example {listed}. A model "
+                f"The weights of '{path}' do not fit config.json: {len(names)} tensors of "
+                f"{type(model).__name__} are {state}, for example {listed}. A model "
                 "with random or unused weights would be trained. Save the model again with "
                 "save_pretrained, or correct config.json."
             )
+    # An adapter that is added to the model later names this revision of its base.
+    model.revision = None if revision == MAIN else revision
     loaded: PreTrainedModel = model
     return loaded
 
@@ -290,8 +296,8 @@ def check_policy_config(path: str | Path, revision: str | None = None) -> None:
         raise ModelError(f"'{path}' has an encoder. Give a decoder-only model as the policy.")
     if any(name.endswith("ForMaskedLM") for name in names):
         raise ModelError(
-            f"'{path}' is {', '.join(names)}, an encoder, which fills gaps in a text and writes "
-            "none. Give a decoder-only model as the policy."
+            f"'{path}' is {', '.join(names)}, an encoder (masked language model), which cannot "
+            "generate text. Give a decoder-only model as the policy."
         )
     if any(name.endswith("ForSequenceClassification") for name in names):
         raise ModelError(

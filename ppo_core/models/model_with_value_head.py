@@ -16,6 +16,9 @@ from ppo_core.models.files.value_head_files import PREFIX, SavedHead, load_with_
 from ppo_core.models.reward_adapter import AdapterClassifier, load_adapter_classifier
 
 _POLICY_PREFIX = "pretrained_model."
+_NOT_OF_POLICY = (PREFIX, "_reward_adapter.")
+"""Name prefixes of the tensors that are not the policy's."""
+
 _HEAD_SETTINGS = ("summary_dropout_prob", "v_head_init_strategy", "v_head_initializer_range")
 
 
@@ -361,16 +364,18 @@ def _name_as_wrapper(
     model: nn.Module, state_dict: dict[str, Any], prefix: str, *details: object
 ) -> None:
     """Undo `_name_as_policy` in a state_dict before it is loaded."""
-    names = [name for name in state_dict if name.startswith(prefix)]
+    names = [name.removeprefix(prefix) for name in state_dict if name.startswith(prefix)]
     for name in names:
-        if not name.startswith(prefix + PREFIX):
-            state_dict[prefix + _POLICY_PREFIX + name.removeprefix(prefix)] = state_dict.pop(name)
+        if not name.startswith(_NOT_OF_POLICY):
+            state_dict[prefix + _POLICY_PREFIX + name] = state_dict.pop(prefix + name)
 
 
 def _policy_and_head(
     state_dict: dict[str, Tensor],
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    policy = {name: value for name, value in state_dict.items() if not name.startswith(PREFIX)}
+    policy = {
+        name: value for name, value in state_dict.items() if not name.startswith(_NOT_OF_POLICY)
+    }
     head = {
         name.removeprefix(PREFIX): value
         for name, value in state_dict.items()

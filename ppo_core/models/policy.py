@@ -113,10 +113,11 @@ class LanguageModel(nn.Module):
             if differences[-1] <= limit:
                 return
         raise ModelError(
-            f"{type(model).__name__} transforms its logits after the LM head in a way that is not "
-            "supported, or does not write one token after the other (difference "
-            f"{min(differences):.3g}), so log-probabilities would be wrong. Use another language "
-            "model, or add the transformation to ppo_core.models.policy._LogitRule."
+            f"{type(model).__name__} is not supported: its logits differ by "
+            f"{min(differences):.3g} from hidden states times LM head. It transforms logits in an "
+            "unknown way, or is not autoregressive, so log-probabilities would be wrong. Use "
+            "another language model, or add the transformation to "
+            "ppo_core.models.policy._LogitRule."
         )
 
     def _candidates(self) -> Iterator[tuple[Backbone, _LogitRule]]:
@@ -274,8 +275,8 @@ def require_causal_lm(model: nn.Module, part: str) -> PreTrainedModel:
     """
     if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
         raise ModelError(
-            f"The {part} is a {type(model).__name__}; it must be a causal language model of "
-            "transformers, one with a value head, or, for a policy, a PeftModel of one."
+            f"The {part} is a {type(model).__name__}. Pass a transformers causal language model, "
+            "with or without a value head. A policy may also be a PeftModel."
         )
     if model.config.model_type in UNTRAINABLE:
         raise ModelError(

@@ -31,9 +31,7 @@ def bitsandbytes_config(
         ModelError: bitsandbytes is not installed.
     """
     if load_in_4bit and load_in_8bit:
-        raise ConfigError(
-            "load_in_4bit and load_in_8bit are both True, but weights have one precision. Set one."
-        )
+        raise ConfigError("load_in_4bit and load_in_8bit are both True. Set only one.")
     if bnb_4bit_quant_type not in QUANT_TYPES:
         raise ConfigError(
             f"bnb_4bit_quant_type={bnb_4bit_quant_type!r} must be one of {', '.join(QUANT_TYPES)}."

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 from ppo_core.models.adapters import add_beside, load_peft, plain_model, using_adapter
 from ppo_core.models.backbones import DecoderBackbone
 from ppo_core.models.files.adapter_weights import fill_adapter
+from ppo_core.models.loading import reading
 
 _CLASSIFIER_HEADS = ("score", "classifier")
 
@@ -75,6 +76,7 @@ def load_reward_adapter(
     """
     classifier = load_adapter_classifier(model, path, name)
     if classifier.config.num_labels != 1:
+        model.delete_adapter(name)
         raise ModelError(
             f"The adapter '{path}' has a head with {classifier.config.num_labels} labels, but a "
             f"reward model needs a head with one score. {_HOW_TO_TRAIN}"
@@ -94,17 +96,19 @@ def load_adapter_classifier(model: "PeftModel", path: str | Path, name: str) -> 
             this base, or another adapter has this name.
     """
     peft = load_peft()
-    try:
+    with reading("reward adapter", path):
         config = peft.PeftConfig.from_pretrained(str(path))
         weights = load_file(str(cached_file(str(path), "adapter_model.safetensors")))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"No reward adapter can be loaded from '{path}': {error}") from error
     score = _take_score(weights, path)
     # PEFT would look for the classifier head in the base, which is a causal model without one.
     modules = [name for name in config.modules_to_save or [] if name not in _CLASSIFIER_HEADS]
     config.modules_to_save = modules or None
     add_beside(model, config, name)
-    fill_adapter(model, name, weights, path)
+    try:
+        fill_adapter(model, name, weights, path)
+    except ModelError:
+        model.delete_adapter(name)
+        raise
     base = plain_model(model)
     return AdapterClassifier(model, name, score.to(base.device, base.dtype)).eval()
 

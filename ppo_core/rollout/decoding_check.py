@@ -109,10 +109,9 @@ def choose_backend(policy: LanguageModel, own: OwnForward) -> DecodingCheck:
             _require_causal(policy, own, limit)
     if best is None or found[best] > limit:
         raise ModelError(
-            f"{name} (model type {policy.model.config.model_type}) cannot be sampled with the "
-            "log-probabilities of its own forward pass, so it would train on wrong numbers: "
-            f"{'; '.join(reasons.values())}. Allowed is a difference of {limit:.0e}. Use another "
-            "model."
+            f"{name} (model type {policy.model.config.model_type}) cannot be trained: no decoding "
+            "backend reproduces the log-probabilities of its forward pass. Tried: "
+            f"{'; '.join(reasons.values())}. Limit: {limit:.0e}. Use another model."
         )
     backbone.fastest = best
     backbone.is_checked = True
@@ -201,9 +200,9 @@ def check_padding(
         logger.info("The %s are off by %.2g. The next way is tried.", numbers, found[-1])
     config: Any = model.config
     raise ModelError(
-        f"The {numbers} would be wrong: in a padded batch, {type(model).__name__} (model type "
-        f"{config.model_type}) gives numbers that differ by {min(found):.2g} from those of each "
-        f"sequence alone. Allowed is {limit:.0e}. Use another model."
+        f"{type(model).__name__} (model type {config.model_type}) is not supported: in a padded "
+        f"batch, the {numbers} differ by {min(found):.2g} from the results without padding (limit "
+        f"{limit:.0e}). Use another model."
     )
 
 
@@ -237,10 +236,9 @@ def _require_causal(policy: LanguageModel, own: OwnForward, limit: float) -> Non
         if getattr(config, "is_decoder", True) is False:
             hint = " Its configuration does not set is_decoder=True."
         raise ModelError(
-            f"{type(policy.model).__name__} (model type {policy.model.config.model_type}) is not a "
-            "decoder but an encoder, or reads its prompt both ways: a later token changes the "
-            f"log-probabilities of earlier ones by {difference:.2g}.{hint} Use a decoder-only "
-            "model."
+            f"{type(policy.model).__name__} (model type {policy.model.config.model_type}) is not "
+            f"causal (difference {difference:.2g}): later tokens change the log-probabilities of "
+            f"earlier tokens.{hint} Use a decoder-only model."
         )
 
 

@@ -127,8 +127,8 @@ def empty_cache(config: PreTrainedConfig) -> DynamicCache:
     """
     if not hasattr(config, "num_hidden_layers"):
         raise ModelError(
-            f"A model of the type {config.model_type} cannot be sampled from: its configuration "
-            "does not tell the number of its layers, so transformers makes no cache for it. Use "
+            f"The configuration of the model type {config.model_type} has no num_hidden_layers, "
+            "so transformers cannot create a KV cache, and the model cannot be sampled from. Use "
             "another model."
         )
     return DynamicCache(config=config)

@@ -15,6 +15,7 @@ from transformers.utils import logging
 
 from ppo_core.algorithm.masking import length_mask
 from ppo_core.data.batching import pad_rows
+from ppo_core.data.model_files import safetensors_as_os_errors
 from ppo_core.data.prompts import Tokens
 from ppo_core.data.text_config import text_config
 from ppo_core.data.types import Rollout
@@ -85,7 +86,7 @@ class VLLMSampler:
             return name
         folder = Path(self._settings.weights_dir).resolve() / name
         try:
-            with _no_progress_bar():
+            with _no_progress_bar(), safetensors_as_os_errors():
                 save_plain(self._policy.model, self._adapted, folder, weights)
             self._server.load(folder)
         except OSError as error:

@@ -259,7 +259,8 @@ def _make_ranker(
 def connect_processes(config: SupervisedConfig, model: str | Path) -> Engine:
     """Connect this process to the other processes of a training.
 
-    If `config.bf16` is None, the machine and the hidden size of `model` determine the precision.
+    If `config.bf16` is None, the launcher, the machine and the hidden size of `model` determine the
+    precision.
 
     Raises:
         ConfigError: settings of the sharding contradict each other or the launcher's.
@@ -267,7 +268,7 @@ def connect_processes(config: SupervisedConfig, model: str | Path) -> Engine:
     in_bf16 = config.bf16
     if in_bf16 is None:
         width = getattr(text_config(load_config(model)), "hidden_size", 0)
-        in_bf16 = is_fast_in_bf16(width, use_cpu=False)
+        in_bf16 = is_fast_in_bf16(width, use_cpu=False) or None
     return choose_engine(
         bf16=in_bf16, sharding=config.sharding, offload=config.offload, timeout=TIMEOUT
     )

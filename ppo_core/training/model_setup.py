@@ -86,7 +86,8 @@ def join_processes(config: PPOConfig, policy: nn.Module) -> tuple[PPOConfig, Eng
     """
     in_bf16 = trains_in_bf16(config.bf16, policy, use_cpu=config.use_cpu)
     engine = choose_engine(
-        bf16=in_bf16,
+        # Only False in the settings contradicts a launcher that sets bf16, not an automatic False.
+        bf16=in_bf16 or config.bf16,
         use_cpu=config.use_cpu,
         sharding=config.sharding,
         offload=config.offload,
@@ -95,7 +96,7 @@ def join_processes(config: PPOConfig, policy: nn.Module) -> tuple[PPOConfig, Eng
         timeout=config.ddp_timeout,
     )
     sizes: dict[str, Any] = batch_sizes(config, engine.num_processes)
-    return replace(config, bf16=in_bf16, **sizes), engine
+    return replace(config, bf16=engine.computes_in_bf16, **sizes), engine
 
 
 def trains_in_bf16(asked: bool | None, model: nn.Module, *, use_cpu: bool) -> bool:

@@ -24,7 +24,7 @@ from ppo_core.errors import ConfigError, RunInterruptedError
 from ppo_core.errors.out_of_memory import explained_out_of_memory
 from ppo_core.io.progress_bar import PhaseLines, listening, progress
 from ppo_core.models.actor_critic import ActorCritic
-from ppo_core.models.kernels.freed_memory import release_freed_memory
+from ppo_core.models.kernels.cpu_memory import release_freed_memory
 from ppo_core.ppo.ema import WeightAverage
 from ppo_core.ppo.experience import describe_broken, divergence, make_experience, shaped_scores
 from ppo_core.ppo.model_bundle import ModelBundle

@@ -15,7 +15,7 @@ from ppo_core.models.actor_critic import Critic
 from ppo_core.models.backbones import DecoderBackbone
 from ppo_core.models.files.saved_precision import cast_weights, name_dtype
 from ppo_core.models.files.value_head_files import read_head, save_head
-from ppo_core.models.loading import load_config, load_model, reading
+from ppo_core.models.loading import empty_model, load_model, reading
 from ppo_core.models.policy import LanguageModel
 
 _HEAD = "summary."
@@ -72,7 +72,7 @@ def load_critic(path: str | Path) -> Critic:
 
 
 def check_critic(path: str | Path) -> None:
-    """Raise unless a folder has a value head that fits the hidden size of its backbone.
+    """Raise unless a folder has a value head that fits the hidden states of its backbone.
 
     The weights of the backbone are not read.
 
@@ -80,9 +80,10 @@ def check_critic(path: str | Path) -> None:
         ModelError: see `load_critic`.
     """
     with reading("critic", path):
-        config: Any = load_config(path)
+        # The LM head reads the same states as the value head.
+        lm_head: Any = empty_model(path).get_output_embeddings()
+        expected = nn.Linear(lm_head.in_features, 1, device="meta")
         tensors = _read_head(path)
-    expected = nn.Linear(config.get_text_config().hidden_size, 1, device="meta")
     _require_shapes(tensors, expected.state_dict(), path)
 
 
@@ -90,8 +91,8 @@ def _read_head(path: str | Path) -> dict[str, Tensor]:
     saved = read_head(path)
     if saved is None:
         raise ModelError(
-            f"'{path}' has no value head, so it is not a critic. Give a folder that a training "
-            "wrote into its critic_dir."
+            f"'{path}' has no value head, so it is not a critic. Give the critic_dir of an "
+            "earlier training run."
         )
     return {name.removeprefix(_HEAD): tensor for name, tensor in saved.tensors.items()}
 

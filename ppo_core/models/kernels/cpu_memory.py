@@ -1,4 +1,4 @@
-"""Memory settings of a process that computes on the CPU.
+"""Memory of a process that computes on the CPU: its settings, and the return of freed blocks.
 
 The settings affect the whole process, so only commands change them, never a constructor or an
 import. This file does not import torch, so that a command can call it before torch is loaded.
@@ -17,6 +17,21 @@ KEPT_MATMULS = 48
 layer needs about 30; with a capacity of 24, training in bfloat16 is slower."""
 
 _CAPACITIES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+
+MOST_FREE = 2**28
+"""Bytes of freed blocks that a process may keep. The system must clear returned pages before they
+are used again, which takes some hundredths of a second for this number of bytes."""
+
+
+class _Mallinfo2(ctypes.Structure):
+    """The struct of glibc's mallinfo2(3), whose `fordblks` are the bytes of freed blocks."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+        ).split()
+    )
 
 
 def prepare_cpu_process(*, shards_weights: bool = False, trains_adapter: bool = False) -> None:
@@ -53,6 +68,24 @@ def keep_freed_memory(*, below: int = _ONE_GIB) -> None:
         libc = ctypes.CDLL(None)
         if libc.mallopt(_MMAP_THRESHOLD, below):
             libc.mallopt(_TRIM_THRESHOLD, _ONE_GIB)
+
+
+def release_freed_memory() -> None:
+    """Return freed blocks to the system if together they have more than `MOST_FREE` bytes.
+
+    Call this function before a phase of work, and before a training pass if the rows differ in
+    length. Freed blocks rarely fit the tensors of the next phase. A process that keeps all freed
+    blocks needs nearly as much memory as all its phases together. Only glibc keeps so many freed
+    blocks, see `keep_freed_memory`.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallinfo2"):
+        return  # glibc before 2.33
+    libc.mallinfo2.restype = _Mallinfo2
+    if libc.mallinfo2().fordblks > MOST_FREE:
+        libc.malloc_trim(0)
 
 
 def keep_few_compiled_matmuls() -> None:

@@ -76,6 +76,12 @@ def test_a_full_state_dict_is_a_copy_in_which_tied_weights_stay_tied():
         ({"train_batch_size": 64}, "train_batch_size=64 .* per_device_train_batch_size"),
         ({"train_micro_batch_size_per_gpu": 4}, "train_micro_batch_size_per_gpu=4"),
         ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2"),
+        ({"fp16": True}, "fp16=True in 'zero.json' is not a JSON object"),
+        (
+            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}},
+            "offload_optimizer.device='nvme' .* checkpoints .* Set cpu",
+        ),
+        ({"zero_optimization": {"compute_grad_norm": False}}, "compute_grad_norm=False .* norm"),
     ],
 )
 def test_deepspeed_settings_that_the_trainer_sets_are_refused_by_name(settings, message):
@@ -86,9 +92,11 @@ def test_deepspeed_settings_that_the_trainer_sets_are_refused_by_name(settings, 
 def test_automatic_deepspeed_settings_are_filled():
     settings = {
         "fp16": {"enabled": "auto"},
+        "bf16": "auto",
+        "optimizer": None,
         "gradient_clipping": "auto",
         "train_batch_size": 1,
-        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"},
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "offload_param": None},
     }
     fill_settings(settings, "'zero.json'")
     assert settings == {

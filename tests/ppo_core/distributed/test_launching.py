@@ -74,7 +74,7 @@ def test_models_that_differ_between_processes_are_refused():
         (["--config_file", "infra/accelerate/ddp.yaml"], "2 ddp"),
         (["--config_file", "infra/accelerate/fsdp2.yaml"], "2 fsdp2"),
         (["--multi_gpu", "--num_processes", "2"], "2 ddp"),
-        (["--cpu", "--num_processes", "2"], "asked for several processes and started one"),
+        (["--cpu", "--num_processes", "2"], "started one process instead of several"),
     ],
 )
 def test_accelerate_launch_starts_as_many_processes_as_were_asked_for(

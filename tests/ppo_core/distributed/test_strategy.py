@@ -406,7 +406,7 @@ NOTHING = {"sharding": None, "deepspeed": None, "offload": False}
             "offload=True does not work with deepspeed='zero.json'",
         ),
         (FSDP | {"FSDP_SHARDING_STRATEGY": "SHARD_GRAD_OP"}, {}, "STRATEGY=SHARD_GRAD_OP"),
-        (ONE_FOR_TWO, {}, "asked for several processes and started one"),
+        (ONE_FOR_TWO, {}, "started one process instead of several"),
         (FSDP | {"FSDP_RESHARD_AFTER_FORWARD": "false"}, {}, "RESHARD_AFTER_FORWARD=false"),
         (FSDP | {"FSDP_ACTIVATION_CHECKPOINTING": "true"}, {}, "set gradient_checkpointing=True"),
         (FSDP | {"FSDP_AUTO_WRAP_POLICY": "NO_WRAP"}, {}, "AUTO_WRAP_POLICY=NO_WRAP"),

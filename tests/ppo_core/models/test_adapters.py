@@ -23,11 +23,14 @@ from ppo_core.models.adapters import (
     using_adapter,
 )
 from ppo_core.models.files.adapter_weights import merged_copy, save_adapter
+from ppo_core.models.loading import load_policy
+from ppo_core.models.model_with_value_head import AutoModelForCausalLMWithValueHead
 from ppo_core.models.policy import LanguageModel
 from ppo_core.models.reward_adapter import AdapterClassifier, load_reward_adapter
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.rollout.generate import sample_responses
 from ppo_core.rollout.token_sampling import SamplingSettings
+from tests.helpers.models.model_hub import model_hub
 from tests.helpers.models.tiny import CONFIGS, EOS, make_policy, make_prompts, make_tokenizer
 from tests.helpers.paths import ROOT
 
@@ -396,17 +399,23 @@ def test_a_reward_adapter_with_several_labels_or_no_head_is_refused(tmp_path):
     base = make_policy("qwen2")
     save_classifier(base, tmp_path, labels=3)
     model = add_adapter(base, METHODS["lora"], "policy")
-    with pytest.raises(ModelError, match="a head with 3 labels"):
-        load_reward_adapter(model, tmp_path / "reward")
+    for _ in range(2):
+        with pytest.raises(ModelError, match="a head with 3 labels"):
+            load_reward_adapter(model, tmp_path / "reward")
     save_adapter(model, tmp_path / "policy")
     with pytest.raises(ModelError, match="no head 'score'"):
         load_reward_adapter(model, tmp_path / "policy")
     with pytest.raises(ModelError, match="No reward adapter can be loaded"):
         load_reward_adapter(model, tmp_path / "nowhere")
+    weights = tmp_path / "policy" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    with pytest.raises(ModelError, match="No reward adapter can be loaded"):
+        load_reward_adapter(model, tmp_path / "policy")
 
 
-def test_a_reward_adapter_of_another_base_is_refused(tmp_path):
+def test_a_reward_adapter_of_another_base_is_refused_and_another_can_be_loaded(tmp_path):
     model = add_adapter(make_policy("qwen2"), METHODS["lora"])
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     save_classifier(make_policy("gpt2"), tmp_path / "gpt2")
     with pytest.raises(ModelError, match="cannot add the adapter 'reward'"):
         load_reward_adapter(model, tmp_path / "gpt2" / "reward")
@@ -415,6 +424,9 @@ def test_a_reward_adapter_of_another_base_is_refused(tmp_path):
     # lora_A of down_proj, in each of two layers: as it should be, and as it is.
     with pytest.raises(ModelError, match="another base than this Qwen2ForCausalLM: 4 tensors"):
         load_reward_adapter(model, tmp_path / "wider" / "reward")
+    save_classifier(make_policy("qwen2"), tmp_path / "right")
+    load_reward_adapter(model, tmp_path / "right" / "reward")
+    assert trained == [name for name, p in model.named_parameters() if p.requires_grad]
 
 
 # --- Saving ---
@@ -440,6 +452,18 @@ def test_merging_an_adapter_that_is_not_there_names_it(is_sharded: bool):
     model = make_adapted("lora")
     with pytest.raises(ModelError, match="'reward'"):
         merged_copy(model, "reward", weights=model.state_dict() if is_sharded else None)
+
+
+def test_an_adapter_loads_onto_the_revision_of_the_base_that_it_was_trained_on(tmp_path):
+    made = {f"org/policy@{revision}": tmp_path / revision for revision in ("main", "v1")}
+    for seed, folder in enumerate(made.values()):
+        make_policy(seed=seed).save_pretrained(folder)
+    with model_hub(made, tmp_path / "cache"):
+        policy = load_policy("org/policy@v1")
+        save_adapter(add_adapter(policy, METHODS["lora"]), tmp_path / "adapter")
+        loaded = AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path / "adapter")
+    weights = (model.get_input_embeddings().weight for model in (policy, loaded.pretrained_model))
+    assert torch.equal(*weights)
 
 
 @pytest.mark.parametrize("name", ["policy", "default"])

@@ -7,9 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import OPTConfig, OPTModel
 
 from ppo_core.errors import ConfigError, ModelError
 from ppo_core.models.actor_critic import Critic
+from ppo_core.models.backbones import DecoderBackbone
 from ppo_core.models.files.critic_files import (
     check_critic,
     load_critic,
@@ -57,6 +59,15 @@ def test_a_critic_that_is_read_gives_the_same_values(family: str, tmp_path: Path
         "model.safetensors",
         HEAD_FILE,
     }
+
+
+def test_the_head_fits_states_that_the_backbone_projects_to_another_size(tmp_path: Path):
+    sizes = {"hidden_size": 32, "word_embed_proj_dim": 16, "num_attention_heads": 2}
+    backbone = OPTModel(OPTConfig(vocab_size=9, ffn_dim=32, num_hidden_layers=1, **sizes))
+    critic = Critic(DecoderBackbone(backbone), nn.Linear(16, 1))
+    folder = write(critic, tmp_path)
+    check_critic(folder)
+    assert torch.equal(load_critic(folder).head.weight, critic.head.weight)
 
 
 def test_a_critic_without_a_backbone_of_its_own_is_not_saved():

@@ -283,6 +283,17 @@ def test_generation_is_the_policy_s(family: str):
     assert torch.equal(model.generate(ids, **settings), expected)
 
 
+def test_only_the_files_of_the_subfolder_that_is_loaded_are_checked(tmp_path: Path):
+    model, load = with_head("gpt2"), AutoModelForCausalLMWithValueHead.from_pretrained
+    model.save_pretrained(tmp_path / "sub")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert_same(load(tmp_path, subfolder="sub").eval(), model)
+    torn = tmp_path / "sub" / "model.safetensors"
+    torn.write_bytes(torn.read_bytes()[:1000])
+    with pytest.raises(ModelError, match="is refused: it is not a whole"):
+        load(tmp_path, subfolder="sub")
+
+
 def test_a_state_dict_holds_policy_and_head_and_can_be_loaded():
     model, other = with_head("gpt2"), class_of("gpt2")(make_model("gpt2", seed=5)).eval()
     of_policy = model.pretrained_model.state_dict().keys()

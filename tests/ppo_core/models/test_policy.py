@@ -132,7 +132,7 @@ def test_a_head_of_unknown_kind_is_refused_before_it_lies(change):
         return output
 
     model.forward = forward
-    with pytest.raises(ModelError, match="LlamaForCausalLM transforms its logits"):
+    with pytest.raises(ModelError, match="LlamaForCausalLM is not supported: its logits differ"):
         LanguageModel(model)
 
 

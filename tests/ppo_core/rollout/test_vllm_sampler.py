@@ -24,6 +24,7 @@ from ppo_core.rollout.generate import sample_responses
 from ppo_core.rollout.token_sampling import SamplingSettings, server_of
 from ppo_core.rollout.vllm_sampler import VLLMSampler, request_seeds
 from tests.helpers.models.tiny import make_policy, make_prompts
+from tests.helpers.servers.full_disk import full_disk
 from tests.helpers.servers.vllm_server import VLLMServerOfTests, vllm_server
 from tests.ppo_core.distributed.test_strategy import run_call
 from tests.ppo_core.ppo.test_update import make_config, make_experience, weights_after
@@ -122,6 +123,13 @@ def test_an_adapter_is_sent_merged(server, tmp_path):
     assert_close(theirs, own, rtol=0, atol=1e-5)
     base, _ = scored(trainer.reference, rollout)
     assert (base - own).abs().mean() > 0.01
+
+
+def test_weights_that_do_not_fit_on_the_disk_are_an_error_that_says_so(server, tmp_path):
+    sampler = make_sampler(server, tmp_path, LanguageModel(make_policy()))
+    with full_disk(20_000), pytest.raises(TrainingError, match=r"weights cannot be .* Free disk"):
+        sampler.synchronize()
+    assert list((tmp_path / "weights").iterdir()) == []
 
 
 # --- What comes back ---------------------------------------------------------------

@@ -281,7 +281,7 @@ def test_checkpointed_adapters_learn_what_plain_ones_do(tmp_path):
             "scores would change",
         ),
         (lambda: {"model": make_policy().requires_grad_(False)}, "nothing would learn"),
-        (lambda: {"model": make_classifier()}, "must be a causal language model"),
+        (lambda: {"model": make_classifier()}, "Pass a transformers causal language model"),
         (lambda: {"value_model": make_policy()}, "one value at every token"),
     ],
     ids=[

@@ -1,12 +1,16 @@
 """Which precision a training takes by itself."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ppo_core.config import placement
+from ppo_core.config.ppo_config import PPOConfig
+from ppo_core.errors import ConfigError
 from ppo_core.models.policy import LanguageModel
-from ppo_core.training.model_setup import trains_in_bf16
+from ppo_core.training.model_setup import join_processes, trains_in_bf16
 from tests.helpers.models.tiny import make_policy
 
 
@@ -39,6 +43,15 @@ def test_weights_of_another_precision_stay_as_they_are(monkeypatch):
     monkeypatch.setattr(placement, "SMALLEST_WIDTH", 8)
     assert trains_in_bf16(None, make_policy(), use_cpu=True)
     assert not trains_in_bf16(None, make_policy().double(), use_cpu=True)
+
+
+def test_bfloat16_of_the_launcher_is_recorded_and_contradicts_only_an_explicit_false(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    config = PPOConfig(total_episodes=8, batch_size=4, stop_token_id=9, use_cpu=True)
+    joined, engine = join_processes(config, make_policy())
+    assert joined.bf16 and engine.computes_in_bf16
+    with pytest.raises(ConfigError, match=r"bf16=False and mixed_precision: bf16 of accelerate"):
+        join_processes(replace(config, bf16=False), make_policy())
 
 
 def test_the_products_of_a_bfloat16_policy_are_of_log_probabilities_in_fp32():

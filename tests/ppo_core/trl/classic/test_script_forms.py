@@ -138,6 +138,8 @@ def test_a_reward_adapter_scores_each_token(tmp_path, labels: int):
     model = trainer.accelerator.unwrap_model(trainer.model)
     step(trainer)
     assert_close(model.compute_reward_score(ids), scores, rtol=0, atol=0)
+    model.load_state_dict(model.state_dict())
+    assert_close(model.compute_reward_score(ids), scores, rtol=0, atol=0)
     trainer.save_pretrained(tmp_path / "saved")
     loaded = AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path / "saved").eval()
     assert_close(loaded(ids)[0], model(ids)[0])
