@@ -38,8 +38,8 @@ if TYPE_CHECKING:  # The public names, for mypy and editors.
     from ppo_core.supervised.supervised_config import SupervisedConfig as SupervisedConfig
     from ppo_core.supervised.training import train_reward_model as train_reward_model
     from ppo_core.supervised.training import train_sft as train_sft
-    from ppo_core.training.evaluation import Answers as Answers
-    from ppo_core.training.evaluation import answer_prompts as answer_prompts
+    from ppo_core.training.answer_prompts import Answers as Answers
+    from ppo_core.training.answer_prompts import answer_prompts as answer_prompts
     from ppo_core.trl.ppo_trainer import PPOTrainer as PPOTrainer
     from ppo_core.trl.script_config import ScriptModelConfig as _ModelConfig
     from ppo_core.trl.script_config import ScriptPPOConfig as _PPOConfig
@@ -70,8 +70,8 @@ _HOMES = {
     "create_reference_model": "models.reference",
     "add_critic_adapter": "models.adapters",
     "load_reward_adapter": "models.reward_adapter",
-    "Answers": "training.evaluation",
-    "answer_prompts": "training.evaluation",
+    "Answers": "training.answer_prompts",
+    "answer_prompts": "training.answer_prompts",
     "Completions": "reporting.sample_table",
     "SupervisedConfig": "supervised.supervised_config",
     "train_reward_model": "supervised.training",

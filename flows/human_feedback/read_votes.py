@@ -6,10 +6,10 @@ from human_feedback.opinions import LeftOut, Opinion, size_fault, time_of
 from pipeline.inputs.preference_pairs import Vote
 from ppo_core.config.row_settings import VOTE_FIELDS
 from ppo_core.data.chat_template import is_messages
-from ppo_core.data.rows.forms import Form, Kind, Row, find_form
 from ppo_core.data.rows.messages import plain_messages
 from ppo_core.data.rows.reader import Rows, read_source
 from ppo_core.data.rows.row_error import RowError, attempt
+from ppo_core.data.rows.row_formats import Kind, Row, RowFormat, find_row_format
 from ppo_core.data.sources.raw_row import RawRow
 from ppo_core.data.sources.source import named_data, open_source
 
@@ -29,7 +29,7 @@ def read_votes(source: str, since: datetime | None = None) -> tuple[list[Opinion
     with named_data(source):
         columns = dict.fromkeys(name for row in rows for name in row)
         kind: Kind = "votes" if set(VOTE_FIELDS) <= set(columns) else "feedback"
-        form = find_form(kind, columns, is_chat=any(map(_has_messages, rows)))
+        form = find_row_format(kind, columns, is_chat=any(map(_has_messages, rows)))
     opinions, left_out = [], []
     for number, row in enumerate(rows):
         place = f"{source}, row {number}"
@@ -53,7 +53,7 @@ def read_pairs(source: str) -> Rows:
     return read_source(opened, "votes", is_chat=any(map(_has_messages, opened.rows())))
 
 
-def _opinion(raw: RawRow, form: Form, place: str) -> Opinion | LeftOut:
+def _opinion(raw: RawRow, form: RowFormat, place: str) -> Opinion | LeftOut:
     annotator = raw.get("annotator")
     user = "" if annotator is None else str(annotator)
     row = attempt(form.convert, raw)

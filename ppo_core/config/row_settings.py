@@ -41,7 +41,7 @@ class ReadOptions:
     """How a command reads its data sets."""
 
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """Field -> column, see `ppo_core.data.rows.forms.find_form`."""
+    """Field -> column, see `ppo_core.data.rows.row_formats.find_row_format`."""
 
     allow_urls: bool = False
     """Whether a data set may be an address."""

@@ -48,7 +48,7 @@ from ppo_core.reporting.metrics import (
 from ppo_core.reporting.metrics_file import UPDATE
 from ppo_core.reporting.sample_table import NUM_NEWEST, Completions, log_table, print_table
 from ppo_core.rollout.token_sampling import SamplingSettings, stop_token
-from ppo_core.training.evaluation import greedy_completions
+from ppo_core.training.answer_prompts import greedy_completions
 from ppo_core.training.export import PolicyExporter
 from ppo_core.training.preflight import check_models
 from ppo_core.training.self_check import SelfCheck, check_numbers

@@ -22,7 +22,7 @@ from pipeline.settings.settings import read_preset
 from ppo_core.models.loading import load_reward_model
 from ppo_core.supervised.supervised_config import SupervisedConfig
 from ppo_core.supervised.training import train_reward_model
-from ppo_core.training.answers import AnswerJob, run_answer_job
+from ppo_core.training.answer_job import AnswerJob, run_answer_job
 from tests.helpers.vader_judge import judge, people
 
 SIZES = (250, 500, 1_000, 2_000)

@@ -31,7 +31,7 @@ import registry
 from human_feedback.labeling import label_row
 from pipeline.inputs.preference_pairs import Vote
 from pipeline.registry.aliases import read_aliases
-from ppo_core.training.answers import AnswerJob, run_answer_job
+from ppo_core.training.answer_job import AnswerJob, run_answer_job
 from serving.answer_traces import record_opinion
 from serving.champion import fetch_champion
 from tests.benchmarks.year_results import Week, draw_year, print_year

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from ppo_core.reporting.metrics_file import METRICS_FILE, read_metrics
-from ppo_core.training.answers import AnswerJob, write_answer_job
+from ppo_core.training.answer_job import AnswerJob, write_answer_job
 from tests.flows.whole_flow.test_flow_processes import start
 from tests.flows.whole_flow.test_placement import PLACES, require_equal, run_places
 from tests.helpers.inputs.pipeline_inputs import tiny_table, write_model, write_rows
@@ -110,7 +110,7 @@ def test_greedy_answers_in_bf16_are_those_of_fp32(folder: Path, tmp_path: Path):
         file.parent.mkdir()
         write_answer_job(job, file)
         alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-        ended = run_python("-m", "ppo_core.training.answers", file, variables=alone | variables)
+        ended = run_python("-m", "ppo_core.training.answer_job", file, variables=alone | variables)
         assert not ended.returncode, ended.stderr[-3000:]
         texts[precision] = json.loads((file.parent / "answers-0.json").read_text())["texts"]
     assert texts["bf16"] == texts["fp32"]

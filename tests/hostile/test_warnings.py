@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipeline.reward_validation.accuracy import measure_accuracy
-from pipeline.reward_validation.gate import chance
+from pipeline.reward_validation.reward_gate import chance
 from pipeline.settings.gate_configs import RewardGateConfig
 from ppo_core.data.types import Rollout
 from ppo_core.reporting.metrics import repetition_reward

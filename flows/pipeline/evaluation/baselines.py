@@ -29,7 +29,7 @@ from ppo_core.config.reward_names import read_rewards
 from ppo_core.data.rows.dialogues import shown_prompt
 from ppo_core.errors import JudgeError, PPOError
 from ppo_core.errors.out_of_memory import free_unused
-from ppo_core.training.evaluation import Answers
+from ppo_core.training.answer_prompts import Answers
 
 SAMPLES = 4
 """Number n of samples of which the reward model chooses one."""

@@ -29,8 +29,8 @@ from pipeline.settings.settings import Settings
 from ppo_core.algorithm.repetition import repeated_ngrams
 from ppo_core.models.loading import is_same_architecture
 from ppo_core.rollout.token_sampling import server_of
-from ppo_core.training.answers import AnswerJob
-from ppo_core.training.evaluation import Answers
+from ppo_core.training.answer_job import AnswerJob
+from ppo_core.training.answer_prompts import Answers
 
 if TYPE_CHECKING:
     from pipeline.evaluation.baselines import JudgedBaselines, Score

@@ -11,8 +11,8 @@ import pyarrow
 from datasets import concatenate_datasets
 
 from ppo_core.data.chat_template import Messages
-from ppo_core.data.rows.forms import WEIGHT, Row
 from ppo_core.data.rows.reader import Rows, derive, each
+from ppo_core.data.rows.row_formats import WEIGHT, Row
 from ppo_core.errors import DataError
 from ppo_core.io.folder_cache import digest_of, digest_of_code
 

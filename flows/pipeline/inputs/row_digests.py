@@ -21,9 +21,9 @@ import pyarrow.compute as pc
 from pyarrow import parquet
 
 from ppo_core.data.chat_template import Messages, is_messages
-from ppo_core.data.rows.forms import Kind, Row, find_form
 from ppo_core.data.rows.reader import ROW, Rows, derive, each
 from ppo_core.data.rows.row_error import RowError, attempt
+from ppo_core.data.rows.row_formats import Kind, Row, find_row_format
 from ppo_core.data.sources.raw_row import RawRow
 from ppo_core.data.sources.source import open_source
 from ppo_core.errors import DataError
@@ -79,7 +79,7 @@ def digests_of_raw(row: RawRow, name: str, renamed: Mapping[str, str]) -> set[by
     converted, errors = [], []
     for is_chat, kind in product((False, True), get_args(Kind)):
         try:
-            form = find_form(kind, given, is_chat=is_chat, renamed=renamed)
+            form = find_row_format(kind, given, is_chat=is_chat, renamed=renamed)
         except DataError:
             continue
         one = attempt(form.convert, given)

@@ -9,10 +9,10 @@ from pipeline.launch.launcher import train
 from pipeline.settings.settings import Settings
 from ppo_core.data.chat_template import Messages
 from ppo_core.rollout.token_sampling import server_of
-from ppo_core.training.answers import AnswerJob, read_answers, run_answer_job, write_answer_job
-from ppo_core.training.evaluation import Answers
+from ppo_core.training.answer_job import AnswerJob, read_answers, run_answer_job, write_answer_job
+from ppo_core.training.answer_prompts import Answers
 
-PROGRAM = ("ppo_core.training.answers",)
+PROGRAM = ("ppo_core.training.answer_job",)
 
 LEAST_PROMPTS = 16
 """Minimum number of prompts for each process. Answering fewer prompts takes less time than starting

@@ -26,8 +26,8 @@ from pipeline.storage.workspace import original_names
 from ppo_core.config.reward_names import read_rewards
 from ppo_core.data.prompts import encode_prompt
 from ppo_core.data.rows.describe import describe_first, describe_reading, require_columns_read
-from ppo_core.data.rows.forms import Row
 from ppo_core.data.rows.reader import Rows
+from ppo_core.data.rows.row_formats import Row
 from ppo_core.data.sources.raw_row import ROWS_AT_ONCE
 from ppo_core.data.sources.source import named_data
 from ppo_core.distributed.strategy import choose_sharding

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pipeline.judges.judge_budget import Spent
 from pipeline.promotion.fetch_champion import fetch_version
-from pipeline.promotion.gate import reasons_to_promote, reasons_to_refuse
+from pipeline.promotion.promotion_gate import reasons_to_promote, reasons_to_refuse
 from pipeline.registry import change_champion
 from pipeline.registry.alias_sync import sync_aliases
 from pipeline.registry.alpha_spending import limits_now

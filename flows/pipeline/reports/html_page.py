@@ -5,8 +5,8 @@ from base64 import b64encode
 from jinja2 import Environment, StrictUndefined
 
 from pipeline.reports.document import Document
-from pipeline.reports.evaluation import evaluation_document
-from pipeline.reports.reward_model import reward_document
+from pipeline.reports.evaluation_report import evaluation_document
+from pipeline.reports.reward_model_report import reward_document
 from pipeline.results.evaluation import Evaluation
 from pipeline.results.reward_report import RewardReport
 

@@ -7,9 +7,9 @@ from metaflow.cards import MetaflowCardComponent
 
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.reports.card_components import card_components
-from pipeline.reports.evaluation import evaluation_document
-from pipeline.reports.promotion import promotion_document
-from pipeline.reports.reward_model import reward_document
+from pipeline.reports.evaluation_report import evaluation_document
+from pipeline.reports.promotion_report import promotion_document
+from pipeline.reports.reward_model_report import reward_document
 from pipeline.results.step_records import (
     EvaluatedPolicy,
     RegisteredPolicy,

@@ -25,7 +25,7 @@ from pipeline.results.step_records import (
 )
 from pipeline.settings.settings import Settings
 from pipeline.stages.tracked import stage
-from pipeline.storage.made_once import MadeModel, make_or_reuse
+from pipeline.storage.cached_results import MadeModel, make_or_reuse
 from pipeline.tracking.tracker import Tracker
 from ppo_core.distributed.process import large_imports
 from ppo_core.io.folder_cache import digest_of, digest_of_code

@@ -15,11 +15,11 @@ from pipeline.judges.verdict import Judge, JudgedPrompt
 from pipeline.launch.answers import answer_as_ppo
 from pipeline.results.step_records import FreshPairs, PreparedModel
 from pipeline.settings.fresh_pairs_config import LEAST_PAIRS, PEOPLE
-from pipeline.storage.made_once import MadeModel, make_or_reuse
+from pipeline.storage.cached_results import MadeModel, make_or_reuse
 from pipeline.storage.workspace import original_names
 from pipeline.tracking.tracker import Tracker
-from ppo_core.data.rows.forms import Row
 from ppo_core.data.rows.reader import Rows
+from ppo_core.data.rows.row_formats import Row
 from ppo_core.errors import DataError
 from ppo_core.io.folder_cache import digest_of, digest_of_code
 

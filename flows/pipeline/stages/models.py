@@ -23,7 +23,7 @@ from pipeline.settings.settings import Settings
 from pipeline.settings.training_sections import SupervisedSection
 from pipeline.stages.fresh_pairs import FRESH_PAIRS, label_samples
 from pipeline.stages.tracked import card_of_step, stage, with_files
-from pipeline.storage.made_once import can_be_reused, make_or_reuse, move_files
+from pipeline.storage.cached_results import can_be_reused, make_or_reuse, move_files
 from pipeline.storage.workspace import original_names
 from pipeline.tracking.tracker import Tracker
 from ppo_core.data.rows.reader import Rows

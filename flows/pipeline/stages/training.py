@@ -40,7 +40,7 @@ from pipeline.results.step_records import (
 from pipeline.settings.settings import Settings
 from pipeline.stages.rounds import Rounds, ScaledReward, decides_the_rounds
 from pipeline.stages.tracked import card_of_step, stage, with_files
-from pipeline.storage.made_once import MadeModel, can_be_reused, make_or_reuse, move_files
+from pipeline.storage.cached_results import MadeModel, can_be_reused, make_or_reuse, move_files
 from pipeline.tracking.tracker import Tracker
 from ppo_core.checkpointing.folders import POLICIES
 from ppo_core.errors import ProcessError

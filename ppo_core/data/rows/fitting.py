@@ -7,10 +7,10 @@ from transformers import PreTrainedTokenizerBase
 from ppo_core.config.row_settings import Overlong
 from ppo_core.data.prompts import dialogue_segments, prompt_segment
 from ppo_core.data.rows.encoding import Encoding, tokenizer_digest
-from ppo_core.data.rows.forms import Row
 from ppo_core.data.rows.overlong import fit_rows
 from ppo_core.data.rows.reader import ROW, Rows, derive
 from ppo_core.data.rows.row_error import RowError
+from ppo_core.data.rows.row_formats import Row
 from ppo_core.data.segments import EncodedSegment, Segment, joined
 from ppo_core.errors import ConfigError
 from ppo_core.io.folder_cache import digest_of_code

@@ -11,9 +11,9 @@ from ppo_core.data.chat_template import Messages, is_messages
 from ppo_core.data.prompts import count_characters, max_characters
 from ppo_core.data.rows.dialogues import HUMAN, is_hh
 from ppo_core.data.rows.encoding import Encoded, Encoding, encode_batch, encode_row
-from ppo_core.data.rows.forms import Row
 from ppo_core.data.rows.reader import ROW
 from ppo_core.data.rows.row_error import RowError, attempt
+from ppo_core.data.rows.row_formats import Row
 from ppo_core.errors import DataError
 
 

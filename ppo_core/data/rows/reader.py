@@ -15,9 +15,9 @@ from datasets import Dataset, config, disable_progress_bars
 from tqdm import tqdm
 
 from ppo_core.config.row_settings import DEFAULT_READING, MAX_LEFT_OUT, ReadOptions
-from ppo_core.data.rows.forms import Kind, Row, find_form, pair_schema_of
 from ppo_core.data.rows.rankings import pairing
 from ppo_core.data.rows.row_error import RowError, attempt, list_reasons
+from ppo_core.data.rows.row_formats import Kind, Row, find_row_format, pair_schema_of
 from ppo_core.data.sources.raw_row import ROWS_AT_ONCE, RawRow
 from ppo_core.data.sources.source import Source, named_data, open_source
 from ppo_core.errors import DataError
@@ -179,7 +179,7 @@ def read_source(
                 "at least one."
             )
         with named_data(source):
-            found = find_form(
+            found = find_row_format(
                 kind,
                 dict.fromkeys(name for row in first for name in row),
                 is_chat=is_chat,

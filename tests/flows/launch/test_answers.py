@@ -12,7 +12,7 @@ from ppo_core.errors import ModelError, TrainingError
 from ppo_core.io.progress_bar import PROGRESS_FILE
 from ppo_core.models.loading import is_same_architecture
 from ppo_core.rollout.token_sampling import ServerSettings
-from ppo_core.training.answers import AnswerJob, run_answer_job, write_answer_job
+from ppo_core.training.answer_job import AnswerJob, run_answer_job, write_answer_job
 from tests.helpers.inputs.pipeline_inputs import write_model
 from tests.helpers.models.tiny import make_policy
 from tests.helpers.runs.forked_python import run_python

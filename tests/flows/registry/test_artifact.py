@@ -24,7 +24,7 @@ from pipeline.registry.artifact import VersionContents, write_artifact
 from pipeline.settings.decoding import Decoding
 from pipeline.tracking.mlflow_client import connect
 from ppo_core.errors import ModelError
-from ppo_core.training.evaluation import answer_prompts
+from ppo_core.training.answer_prompts import answer_prompts
 from serving.manifest import check_folder
 from tests.helpers.models.chat import make_chat_tokenizer, say, write_parrot
 from tests.helpers.models.tiny import EOS, make_policy, make_tokenizer

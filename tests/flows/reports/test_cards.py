@@ -29,13 +29,13 @@ from pipeline.reports.document import (
     ShownProgress,
     as_evidence,
 )
-from pipeline.reports.evaluation import evaluation_document
+from pipeline.reports.evaluation_report import evaluation_document
 from pipeline.reports.figures import reward_model_figures
 from pipeline.reports.headline_metrics import evaluation_numbers
 from pipeline.reports.html_page import reward_model_page
 from pipeline.reports.live.live_card import LiveCard
-from pipeline.reports.promotion import promotion_document
-from pipeline.reports.reward_model import reward_document
+from pipeline.reports.promotion_report import promotion_document
+from pipeline.reports.reward_model_report import reward_document
 from pipeline.reports.terminal import render_places, render_summary
 from pipeline.results.evaluation import (
     AnnotatorTest,

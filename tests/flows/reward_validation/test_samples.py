@@ -11,7 +11,7 @@ import pytest
 from pipeline.reward_validation.samples import best_of, draw_samples, duplicates, measure_samples
 from pipeline.settings.decoding import Decoding
 from ppo_core.errors import DataError, ModelError
-from ppo_core.training.answers import AnswerJob, run_answer_job
+from ppo_core.training.answer_job import AnswerJob, run_answer_job
 from tests.helpers.inputs.pipeline_inputs import write_model
 
 SCORES = np.array([[0.0, 2.0], [6.0, 4.0]])

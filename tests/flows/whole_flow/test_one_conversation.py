@@ -29,7 +29,7 @@ from ppo_core.models.reward_model import RewardModel
 from ppo_core.ppo.reward_functions import make_rewards
 from ppo_core.supervised.examples.encoded_rows import encode_rows
 from ppo_core.supervised.supervised_config import SupervisedConfig
-from ppo_core.training import evaluation
+from ppo_core.training import answer_prompts
 from tests.helpers.inputs.pipeline_inputs import write_rows
 from tests.helpers.models.chat_models import (
     TEMPLATES,
@@ -186,9 +186,9 @@ def test_answers_are_sampled_from_the_prompt(case: Case, tokenizer, monkeypatch)
         asked.append((prompts, sampling.stop_token_id))
         return sample_responses(policy, prompts, uniforms, sampling, **options)
 
-    sample_responses = evaluation.sample_responses
-    monkeypatch.setattr(evaluation, "sample_responses", sample)
-    evaluation.answer_prompts(
+    sample_responses = answer_prompts.sample_responses
+    monkeypatch.setattr(answer_prompts, "sample_responses", sample)
+    answer_prompts.answer_prompts(
         load_policy(case.policy),
         tokenizer,
         [case.messages],

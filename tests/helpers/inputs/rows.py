@@ -3,14 +3,14 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ppo_core.data.rows.forms import Kind, Row, find_form
 from ppo_core.data.rows.reader import Rows, read_source
+from ppo_core.data.rows.row_formats import Kind, Row, find_row_format
 from ppo_core.data.sources.source import source_of_rows
 
 
 def read_row(kind: Kind, row: Mapping[str, Any], *, is_chat: bool = False) -> Row:
     """One row, read by the columns that it has."""
-    return find_form(kind, list(row), is_chat=is_chat).convert(dict(row))
+    return find_row_format(kind, list(row), is_chat=is_chat).convert(dict(row))
 
 
 def rows_of(kind: Kind, rows: Iterable[Mapping[str, Any]], *, is_chat: bool = False) -> Rows:

@@ -11,7 +11,7 @@ import torch
 from ppo_core.errors import TrainingError
 from ppo_core.errors.out_of_memory import BatchSize, explained_out_of_memory
 from ppo_core.models.reward_model import RewardModel
-from ppo_core.training.evaluation import answer_prompts
+from ppo_core.training.answer_prompts import answer_prompts
 from tests.helpers.models.tiny import make_classifier, make_policy, make_tokenizer
 from tests.helpers.runs.forked_python import run_python
 

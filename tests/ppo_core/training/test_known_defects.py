@@ -125,7 +125,7 @@ COVERED = {
     ),
     41: ("tests/ppo_core/checkpointing/test_recovery.py", "test_each_saved_state_is_needed"),
     42: (
-        "tests/ppo_core/training/test_evaluation.py",
+        "tests/ppo_core/training/test_answer_prompts.py",
         "test_the_same_seed_gives_the_same_texts_in_batches_of_any_size",
     ),
     43: ("tests/docs/test_docs.py", "test_the_published_python_examples_run"),

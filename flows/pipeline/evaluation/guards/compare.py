@@ -11,7 +11,7 @@ from pipeline.judges.verdict import JudgedPrompt
 from pipeline.results.evaluation import GuardResult
 from pipeline.settings.gate_configs import GuardsConfig
 from ppo_core.data.rows.dialogues import shown_prompt
-from ppo_core.training.evaluation import Answers
+from ppo_core.training.answer_prompts import Answers
 
 
 class ComparedAnswers(NamedTuple):

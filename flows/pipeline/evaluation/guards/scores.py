@@ -16,7 +16,7 @@ from pipeline.settings.gate_configs import GuardsConfig
 from pipeline.storage.workspace import original_names
 from ppo_core.data.chat_template import is_messages
 from ppo_core.data.rows.dialogues import shown_prompt
-from ppo_core.training.evaluation import Answers
+from ppo_core.training.answer_prompts import Answers
 
 Guard = Callable[[Sequence[JudgedPrompt], Answers], Array | None]
 """Function that returns the scores (N,) of answers to prompts. It returns None if it cannot score

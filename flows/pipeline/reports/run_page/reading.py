@@ -12,7 +12,7 @@ from pipeline.evaluation.comparison import POINTS
 from pipeline.inputs.json_lines import read_jsonl
 from pipeline.judges.verdict import Verdict
 from pipeline.reports.document import Answer, PieceKind, Reading, Section
-from pipeline.reports.evaluation import WHO
+from pipeline.reports.evaluation_report import WHO
 from pipeline.results.step_records import EvaluatedPolicy
 from ppo_core.data.rows.dialogues import shown_prompt
 from ppo_core.errors import DataError

@@ -8,15 +8,15 @@ from pipeline.registry.decisions import Decision, timestamp
 from pipeline.reports.baselines import BASELINE_TITLES, worth_of_ppo
 from pipeline.reports.charts import front_chart, interval_chart
 from pipeline.reports.document import Chart, Document, Section, Tone, describe_annotator_test
-from pipeline.reports.evaluation import (
+from pipeline.reports.evaluation_report import (
     better_sections,
     describe_rate,
     honesty_sections,
     judge_sections,
     without_ppo_section,
 )
-from pipeline.reports.promotion import promotion_document
-from pipeline.reports.reward_model import (
+from pipeline.reports.promotion_report import promotion_document
+from pipeline.reports.reward_model_report import (
     CALIBRATION,
     margin_title,
     reward_reasons,

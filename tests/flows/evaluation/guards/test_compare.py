@@ -6,7 +6,7 @@ import pytest
 from pipeline.evaluation.guards.compare import compare_by_guards, compare_scores
 from pipeline.evaluation.sequential.confidence_sequence import BETS
 from pipeline.settings.gate_configs import GuardsConfig
-from ppo_core.training.evaluation import Answers
+from ppo_core.training.answer_prompts import Answers
 
 QUESTION = "What is the capital of this country, and is it old?"
 ANSWER = "It is the old city on the river, and that is where the king was born."

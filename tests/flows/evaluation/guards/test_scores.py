@@ -8,7 +8,7 @@ import pytest
 from pipeline.evaluation.guards.scores import guards_of, has_text
 from pipeline.settings.gate_configs import GuardsConfig
 from ppo_core.errors import ConfigError, DataError
-from ppo_core.training.evaluation import Answers
+from ppo_core.training.answer_prompts import Answers
 
 FUNCTIONS = """
 import numpy, torch

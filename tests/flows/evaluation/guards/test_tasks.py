@@ -15,7 +15,7 @@ from pipeline.evaluation.guards.tasks import load_tasks, score_by_task
 from pipeline.inputs.json_lines import read_jsonl
 from pipeline.preflight.check_inputs import check_inputs
 from pipeline.preflight.guard_trial import try_tasks
-from pipeline.promotion.gate import reasons_to_refuse
+from pipeline.promotion.promotion_gate import reasons_to_refuse
 from pipeline.results.step_records import FetchedChampion
 from pipeline.settings.gate_configs import GuardsConfig
 from pipeline.settings.settings import Settings, make_settings

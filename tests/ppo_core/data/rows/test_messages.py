@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from ppo_core.data.rows.forms import find_form
 from ppo_core.data.rows.row_error import RowError
+from ppo_core.data.rows.row_formats import find_row_format
 from tests.helpers.inputs.rows import read_row
 
 Message = dict[str, Any]
@@ -67,7 +67,7 @@ def test_a_conversation_of_any_form_is_a_demonstration_and_a_prompt(column, form
     assert asked == {"prompt": plain(*talk[:-1]), "reference": "because"}
     unanswered = read_row("prompts", {column: form(SYSTEM, ASKED)}, is_chat=True)
     assert unanswered == {"prompt": plain(SYSTEM, ASKED), "reference": None}
-    assert find_form("prompts", [column], is_chat=True).reading["prompt"] == column
+    assert find_row_format("prompts", [column], is_chat=True).reading["prompt"] == column
 
 
 @pytest.mark.parametrize(("column", "form"), FORMS.values(), ids=FORMS)

@@ -37,7 +37,7 @@ PROMPTS = [{"prompt": f"w{number}"} for number in range(8)]
 def test_a_second_reading_takes_the_rows_from_the_cache(tmp_path, monkeypatch):
     path = write_rows(tmp_path / "rows.jsonl", PROMPTS)
     first = read_rows(path, "prompts")
-    monkeypatch.setattr(reader, "find_form", None)
+    monkeypatch.setattr(reader, "find_row_format", None)
     second = read_rows(path, "prompts")
     assert plain(first) == plain(second) == PROMPTS
     assert first.digest == second.digest
@@ -150,7 +150,7 @@ def test_the_limit_that_an_error_names_lets_the_rows_pass_and_changes_no_row(tmp
     # 2 of 67 rows are 2.985 %. The rows have been read, so another limit reads none again.
     assert str(found.value).count("max_left_out") == 2
     alone = rows_of("prompts", rows[:65])
-    monkeypatch.setattr(reader, "find_form", None)
+    monkeypatch.setattr(reader, "find_row_format", None)
     read = read_rows(path, "prompts", options=ReadOptions(max_left_out=0.03))
     assert (len(read), read.left_out) == (65, {"with an empty prompt": 2})
     assert (read.digest, plain(read)) == (alone.digest, plain(alone))

@@ -213,7 +213,7 @@ def process():
     return environment, threads, precision, collection
 
 before = process()
-import ppo_core.training.trainer, ppo_core.training.evaluation
+import ppo_core.training.trainer, ppo_core.training.answer_prompts
 import ppo_core.supervised.training, ppo_core.trl.classic.classic_trainer
 assert process() == before, (process(), before)
 """

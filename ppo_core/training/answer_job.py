@@ -1,7 +1,7 @@
 """Answer prompts with a policy from files, in one process or in several that split the prompts.
 
-Each process of `python -m ppo_core.training.answers JOB.json` writes its answers into the folder of
-the job file.
+Each process of `python -m ppo_core.training.answer_job JOB.json` writes its answers into the folder
+of the job file.
 """
 
 import json
@@ -27,7 +27,7 @@ from ppo_core.io.atomic_files import write_atomically
 from ppo_core.io.progress_bar import ProgressFile, listening
 from ppo_core.models.loading import load_policy, load_tokenizer
 from ppo_core.rollout.token_sampling import ServerSettings, own_stop_token
-from ppo_core.training.evaluation import Answers, answer_prompts
+from ppo_core.training.answer_prompts import Answers, answer_prompts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +129,7 @@ def run_answer_job(job: AnswerJob, *, rank: int = 0, processes: int = 1) -> Answ
 
 
 def write_answer_job(job: AnswerJob, file: Path) -> None:
-    """Write a job for the processes of `python -m ppo_core.training.answers`.
+    """Write a job for the processes of `python -m ppo_core.training.answer_job`.
 
     Raises:
         TrainingError: the file cannot be written.

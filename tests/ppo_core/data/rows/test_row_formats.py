@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from ppo_core.config.row_settings import FIELDS, LABEL_FIELDS
-from ppo_core.data.rows.forms import find_form
 from ppo_core.data.rows.row_error import RowError
+from ppo_core.data.rows.row_formats import find_row_format
 from ppo_core.errors import DataError
 from tests.helpers.inputs.rows import read_row
 
@@ -114,7 +114,7 @@ PREFERENCES = {
 def test_the_reference_of_preferences_is_the_preferred_answer(row):
     asked = {"prompt": [user("q")], "reference": "a"}
     assert read_row("prompts", row, is_chat=True) == asked
-    assert find_form("prompts", set(row), is_chat=True).reading["reference"] == "chosen"
+    assert find_row_format("prompts", set(row), is_chat=True).reading["reference"] == "chosen"
     # A column of references is not replaced.
     named = read_row("prompts", {**row, "reference": "c"}, is_chat=True)
     assert named["reference"] == "c"
@@ -192,7 +192,7 @@ def test_a_value_that_is_no_reference_is_none():
 
 
 def test_a_column_that_begins_late_is_read():
-    form = find_form("demonstrations", ["instruction", "output"], is_chat=False)
+    form = find_row_format("demonstrations", ["instruction", "output"], is_chat=False)
     late = {"instruction": "q", "input": "i", "output": "a"}
     assert form.convert(late)["prompt"] == "q\n\ni"
 
@@ -249,19 +249,19 @@ def test_votes_have_two_answers_and_a_label():
 def test_a_column_of_another_name_is_read_where_it_exists():
     renamed = {"prompt": "post", "chosen": "better"}
     row = {"post": "q", "prompt": "other", "better": "a", "rejected": "b"}
-    form = find_form("pairs", list(row), is_chat=False, renamed=renamed)
+    form = find_row_format("pairs", list(row), is_chat=False, renamed=renamed)
     read = form.convert(row)
     assert (read["prompt"], read["chosen"], read["rejected"]) == ("q", "a", "b")
     assert form.reading == {"prompt": "post", "chosen": "better", "rejected": "rejected"}
-    form = find_form("prompts", ["prompt"], is_chat=False, renamed=renamed)
+    form = find_row_format("prompts", ["prompt"], is_chat=False, renamed=renamed)
     assert form.convert({"prompt": "other"})["prompt"] == "other"
 
 
 def test_token_ids_are_prompts_without_their_padding():
     row = {"input_ids": [0, 5, 6], "attention_mask": [0, 1, 1], "prompt": "q"}
-    form = find_form("prompts", list(row), is_chat=True, takes_token_ids=True)
+    form = find_row_format("prompts", list(row), is_chat=True, takes_token_ids=True)
     assert form.convert(row) == {"prompt": [5, 6]}
-    assert find_form("prompts", list(row), is_chat=False).convert(row)["prompt"] == "q"
+    assert find_row_format("prompts", list(row), is_chat=False).convert(row)["prompt"] == "q"
 
 
 BROKEN: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -385,7 +385,7 @@ MISSING = [
 @pytest.mark.parametrize(("kind", "columns", "message"), MISSING)
 def test_a_missing_column_is_named_with_the_columns_that_are_there(kind, columns, message):
     with pytest.raises(DataError, match=message):
-        find_form(kind, columns, is_chat=False)
+        find_row_format(kind, columns, is_chat=False)
 
 
 def test_every_field_that_can_have_another_name_is_read():
@@ -399,6 +399,8 @@ def test_every_field_that_can_have_another_name_is_read():
         ("votes", ["prompt", "first", "second", "label"]),
     ]
     read = {
-        field for kind, columns in rows for field in find_form(kind, columns, is_chat=False).reading
+        field
+        for kind, columns in rows
+        for field in find_row_format(kind, columns, is_chat=False).reading
     }
     assert read == set(FIELDS)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.evaluation.agreement import doubts_about_judge
-from pipeline.promotion.gate import reasons_to_promote, reasons_to_refuse
+from pipeline.promotion.promotion_gate import reasons_to_promote, reasons_to_refuse
 from pipeline.results.evaluation import Evaluation, GuardResult, HumanAgreement, SequentialTest
 from pipeline.settings.evaluation_config import EvaluationConfig
 from pipeline.settings.gate_configs import PromotionConfig

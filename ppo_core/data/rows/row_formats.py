@@ -73,7 +73,7 @@ Row: TypeAlias = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Form:
+class RowFormat:
     """How the rows of a data set are read."""
 
     reading: dict[str, str]
@@ -95,14 +95,14 @@ _Field: TypeAlias = tuple[str, Callable[[RawRow], Any]]
 """Names of the columns of a field, as one text, and the function that reads the field."""
 
 
-def find_form(
+def find_row_format(
     kind: Kind,
     columns: Collection[str],
     *,
     is_chat: bool,
     takes_token_ids: bool = False,
     renamed: Mapping[str, str] | None = None,
-) -> Form:
+) -> RowFormat:
     """Return the form of rows with the given columns.
 
     Args:
@@ -137,7 +137,7 @@ def find_form(
     return replace(form, reading=reading, convert=convert)
 
 
-def _prompts(columns: Collection[str], is_chat: bool) -> Form:
+def _prompts(columns: Collection[str], is_chat: bool) -> RowFormat:
     described, read = _find_prompt(columns) or _common_prompt(columns)
     is_judged = _are_judgements(columns)
     # In single judgments, the completion may be rejected, so it cannot be the reference.
@@ -165,15 +165,15 @@ def _prompts(columns: Collection[str], is_chat: bool) -> Form:
         reading["reference"] = "chosen"
     elif described in _CONVERSATIONS:
         reading["reference"] = "the last message, if it is the assistant's"
-    return Form(reading, _schema(is_chat, "reference"), convert)
+    return RowFormat(reading, _schema(is_chat, "reference"), convert)
 
 
-def _pairs(columns: Collection[str], is_chat: bool) -> Form:
+def _pairs(columns: Collection[str], is_chat: bool) -> RowFormat:
     if {"info", "summaries", "choice"} <= set(columns) and "chosen" not in columns:
         reading = {"prompt": "info", "chosen": "summaries, choice"}
         reading |= {name: name for name in _LABELS if name in columns}
         reading |= {"annotator": "worker"} if "worker" in columns else {}
-        return Form(reading, _pair_schema(is_chat), lambda row: _tldr_pair(row, is_chat))
+        return RowFormat(reading, _pair_schema(is_chat), lambda row: _tldr_pair(row, is_chat))
     missing = [name for name in ("chosen", "rejected") if name not in columns]
     if missing:
         other = _judgements(columns, is_chat) or _ranking(columns, is_chat)
@@ -192,14 +192,14 @@ def _pairs(columns: Collection[str], is_chat: bool) -> Form:
 
     reading = {"prompt": described, "chosen": "chosen", "rejected": "rejected"}
     reading |= {name: name for name in _LABELS if name in columns}
-    return Form(reading, _pair_schema(is_chat), convert)
+    return RowFormat(reading, _pair_schema(is_chat), convert)
 
 
 def _are_judgements(columns: Collection[str]) -> bool:
     return {"completion", "label"} <= set(columns)
 
 
-def _judgements(columns: Collection[str], is_chat: bool) -> Form | None:
+def _judgements(columns: Collection[str], is_chat: bool) -> RowFormat | None:
     """Return the form of single judgments (KTO, arXiv:2402.01306); None if a column is missing."""
     found = _find_prompt(columns)
     if found is None or not _are_judgements(columns):
@@ -221,10 +221,10 @@ def _judgements(columns: Collection[str], is_chat: bool) -> Form | None:
     reading |= {name: name for name in ("category", "source") if name in columns}
     texts = _schema(is_chat, "completion", "category", "source")
     schema = texts.append(pyarrow.field("label", pyarrow.bool_()))
-    return Form(reading, schema, convert, is_judged=True)
+    return RowFormat(reading, schema, convert, is_judged=True)
 
 
-def _ranking(columns: Collection[str], is_chat: bool) -> Form | None:
+def _ranking(columns: Collection[str], is_chat: bool) -> RowFormat | None:
     """Return the form of ranked lists; None if a column is missing."""
     found = _find_prompt(columns)
     named = {
@@ -249,7 +249,7 @@ def _ranking(columns: Collection[str], is_chat: bool) -> Form | None:
 
     reading = {"prompt": described, **named}
     reading |= {name: name for name in LABEL_FIELDS[2:] if name in columns}
-    return Form(reading, _pair_schema(is_chat), convert)
+    return RowFormat(reading, _pair_schema(is_chat), convert)
 
 
 def pair_schema_of(judgements: pyarrow.Schema) -> pyarrow.Schema:
@@ -257,7 +257,7 @@ def pair_schema_of(judgements: pyarrow.Schema) -> pyarrow.Schema:
     return _pair_schema(is_chat=judgements.field("prompt").type != _TEXT)
 
 
-def _examples(columns: Collection[str], is_chat: bool) -> Form:
+def _examples(columns: Collection[str], is_chat: bool) -> RowFormat:
     answered = next((name for name in _COMPLETION_COLUMNS if name in columns), None)
     found = _find_prompt(columns)
     if found and found[0] not in _CONVERSATIONS and answered:
@@ -270,18 +270,18 @@ def _examples(columns: Collection[str], is_chat: bool) -> Form:
             }
 
         reading = {"prompt": described, "completion": answered}
-        return Form(reading, _schema(is_chat, "completion"), convert)
+        return RowFormat(reading, _schema(is_chat, "completion"), convert)
     if talk := next((name for name in _CONVERSATIONS if name in columns), None):
         schema = pyarrow.schema({"messages": _MESSAGES})
-        return Form({"messages": talk}, schema, lambda row: _conversation(row, talk, is_chat))
+        return RowFormat({"messages": talk}, schema, lambda row: _conversation(row, talk, is_chat))
     if found:
         raise _no_columns(["completion"], columns)
     if "text" in columns:
-        return Form({"text": "text"}, pyarrow.schema({"text": _TEXT}), _text)
+        return RowFormat({"text": "text"}, pyarrow.schema({"text": _TEXT}), _text)
     raise _no_columns(["prompt", "completion"], columns)
 
 
-def _votes(columns: Collection[str], is_chat: bool) -> Form:
+def _votes(columns: Collection[str], is_chat: bool) -> RowFormat:
     found = _find_prompt(columns)
     missing = [name for name in VOTE_FIELDS if name not in columns]
     if found is None or missing:
@@ -296,10 +296,10 @@ def _votes(columns: Collection[str], is_chat: bool) -> Form:
         return {"prompt": as_prompt(read(row), is_chat=is_chat), **answers, **names}
 
     reading = {"prompt": described, **{name: name for name in (*VOTE_FIELDS, *people)}}
-    return Form(reading, _schema(is_chat, *VOTE_FIELDS, *people), convert)
+    return RowFormat(reading, _schema(is_chat, *VOTE_FIELDS, *people), convert)
 
 
-def _feedback(columns: Collection[str], is_chat: bool) -> Form:
+def _feedback(columns: Collection[str], is_chat: bool) -> RowFormat:
     """Return the form of feedback: a liked response in chosen, and a disliked one in rejected.
 
     Either column may be missing. The columns of single judgments (`_judgements`) are read, too.
@@ -330,7 +330,7 @@ def _feedback(columns: Collection[str], is_chat: bool) -> Form:
     used = ("completion", "label") if is_judged else ("chosen", "rejected", WEIGHT)
     reading = {"prompt": described} | {name: name for name in used if name in columns}
     schema = _schema(is_chat, "chosen", "rejected").append(pyarrow.field(WEIGHT, pyarrow.float64()))
-    return Form(reading, schema, convert)
+    return RowFormat(reading, schema, convert)
 
 
 # --- Fields ------------------------------------------------------------------------
@@ -509,7 +509,7 @@ def _name(value: Any, column: str) -> str | None:
     raise RowError(f"without a text in {column}")
 
 
-def _token_ids(columns: Collection[str]) -> Form:
+def _token_ids(columns: Collection[str]) -> RowFormat:
     reading = {"prompt": "input_ids, attention_mask"}
     if "attention_mask" not in columns:
         reading = {"prompt": "input_ids"}
@@ -525,7 +525,7 @@ def _token_ids(columns: Collection[str]) -> Form:
             raise RowError("whose input_ids and attention_mask differ in length")
         return {"prompt": [token for token, seen in zip(ids, mask, strict=True) if seen]}
 
-    return Form(reading, pyarrow.schema({"prompt": _TOKEN_IDS}), convert)
+    return RowFormat(reading, pyarrow.schema({"prompt": _TOKEN_IDS}), convert)
 
 
 def _are_integers(values: Any) -> bool:

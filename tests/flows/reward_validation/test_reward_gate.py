@@ -21,7 +21,7 @@ from ppo_core.models.loading import load_reward_model
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.supervised.supervised_config import SupervisedConfig
 from ppo_core.supervised.training import train_reward_model
-from ppo_core.training.answers import AnswerJob, run_answer_job
+from ppo_core.training.answer_job import AnswerJob, run_answer_job
 from tests.helpers.inputs.rows import rows_of
 from tests.helpers.models.tiny import make_classifier, make_tokenizer
 from tests.helpers.models.word_models import word_reward

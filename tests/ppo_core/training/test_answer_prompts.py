@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ppo_core.models.policy import LanguageModel
-from ppo_core.training.evaluation import answer_prompts
+from ppo_core.training.answer_prompts import answer_prompts
 from tests.helpers.models.tiny import make_policy, make_tokenizer
 
 PROMPTS = ["w1 w2 w3", "w4", "w5 w6", "w7 w8 w9 w10"]
