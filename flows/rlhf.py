@@ -275,7 +275,7 @@ class RLHF(FlowSpec):
             self._tracked_steps(),
             self.champion,
         )
-        with stages.start.ended_if_it_fails(self.tracked.folder, self.tracked.tracking):
+        with stages.start.ended_if_it_fails(self.tracked):
             self.settings = stages.start.share_inputs(settings, self.tracked)
 
     def _validate(self) -> None:

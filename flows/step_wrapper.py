@@ -59,6 +59,10 @@ def phase(step_name: str, flow: Any, inputs: Any = None, attributes: Any = None)
         if settings and run and ends_run(error) and is_first_machine():
             told = alarms_of(earlier)
             alarms.alarm_budget(told.topic, told.gpu_hours, settings, run)
+            # Imported here, because a step that succeeds does not need it.
+            from pipeline.reports.run_page.write_page import write_failure
+
+            write_failure(run, settings, f"{step_name} failed: {str(error) or repr(error)}")
         if not isinstance(error, PPOError):
             raise
         message = str(error) if step_name == "start" else with_next_move(error)

@@ -193,6 +193,11 @@ def has_access_to_judge() -> bool:
     return not os.environ.get(JUDGED_ELSEWHERE)
 
 
+def can_ask(spec: str) -> bool:
+    """Return whether this step can ask a judge: the step has the key, or no key is needed."""
+    return has_access_to_judge() or not calls_per_question(spec)
+
+
 def has_access_to_rewards() -> bool:
     """Return whether this step may ask a language model that is a reward."""
     return not os.environ.get(SCORED_ELSEWHERE)

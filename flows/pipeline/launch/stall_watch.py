@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
 
@@ -120,13 +120,13 @@ class _StepWatch:
             )
             # The log also has the stacks, because the file may be lost together with this machine.
             faulthandler.dump_traceback(sys.stderr)
+            with suppress(OSError), file.open("w") as stacks:
+                faulthandler.dump_traceback(stacks)
             for child in tree(os.getpid())[1:]:
                 end_tree(child.pid)
             on_hang = threading.Thread(target=self._on_hang, name="on hang", daemon=True)
             on_hang.start()
             on_hang.join(ON_HANG_SECONDS)
-            with file.open("w") as stacks:
-                faulthandler.dump_traceback(stacks)
         finally:  # also if the disk is full
             os._exit(1)
 

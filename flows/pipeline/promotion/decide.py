@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from pipeline.judges.judge_budget import Spent
+from pipeline.judges.judge_names import can_ask
 from pipeline.promotion.fetch_champion import fetch_version
 from pipeline.promotion.promotion_gate import reasons_to_promote, reasons_to_refuse
 from pipeline.registry import change_champion
@@ -36,8 +37,7 @@ def decide_promotion(
     If the champion changes before the decision is written, the candidate is evaluated against the
     new champion, and a new decision is made. If other decisions have lowered alpha so that the
     judge stopped too early, the judge continues. Each evaluation has its own folder and runs only
-    once.
-    If a person has promoted the candidate meanwhile, the candidate stays champion.
+    once. If a person has promoted the candidate meanwhile, the candidate stays champion.
 
     Args:
         settings: settings of the run.
@@ -108,7 +108,11 @@ def _evaluated(
     """
     report, alpha = first.report(), settings.promotion.alpha
     tests = [one.test for one in report.win_rate.values() if one.test]
-    if first.champion == champion and not any(one.is_short_of(alpha) for one in tests):
+    if first.champion == champion and not (
+        any(one.may_reach(alpha) for one in tests)
+        # This step may have no key of the judge. The gate then compares the evidence with alpha.
+        and (judge is not None or can_ask(settings.judge))
+    ):
         return first
 
     def evaluate(unfinished: Path) -> None:

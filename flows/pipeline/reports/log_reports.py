@@ -46,8 +46,9 @@ def log_evaluation(tracker: Tracker, evaluated: EvaluatedPolicy) -> None:
 
 
 def _pairs(judgements: Path) -> list[dict[str, str]]:
-    """Return the first judged pairs, as rows of a table."""
-    pairs = [read_record(row, JudgedPair) for row in read_jsonl(judgements)[:NUM_SAMPLES]]
+    """Return judged pairs as rows of a table; pairs of PPO come first."""
+    rows = sorted(read_jsonl(judgements), key=lambda row: not row["contest"].startswith("ppo_vs_"))
+    pairs = [read_record(row, JudgedPair) for row in rows[:NUM_SAMPLES]]
     return [
         {
             "contest": pair.contest,

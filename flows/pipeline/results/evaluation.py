@@ -31,9 +31,10 @@ class SequentialTest:
     available: int
     """Number of pairs that the judge could have compared."""
 
-    def is_short_of(self, alpha: float) -> bool:
-        """Return whether the test ended as "better", but with too little evidence for `alpha`."""
-        return self.decided == "better" and self.evidence < 1 / alpha
+    def may_reach(self, alpha: float) -> bool:
+        """Return whether the test ended as "better" too early for `alpha`, with pairs left."""
+        is_early = self.decided == "better" and self.evidence < 1 / alpha
+        return is_early and self.asked < self.available
 
 
 @dataclass(frozen=True, kw_only=True)

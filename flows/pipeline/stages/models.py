@@ -14,6 +14,7 @@ from pipeline.inputs.model_digests import digest_of_model
 from pipeline.inputs.preference_pairs import label_pairs
 from pipeline.inputs.replayed_pairs import new_and_replayed, read_start_rows, trained_pairs
 from pipeline.judges.judge_budget import Spent
+from pipeline.judges.judge_names import can_ask
 from pipeline.launch.commands import ONE_MACHINE, Machines
 from pipeline.launch.launcher import OnMetrics
 from pipeline.launch.mirror import mirrored
@@ -134,7 +135,7 @@ def load_reward_models(
     if settings.judge:
         return reward_model, None, fresh
     judge, _ = _train_once(_judge_training(settings, sft, run), run, here, tracker)
-    _log_result(tracker, JUDGE, judge.metrics)
+    _log_result(tracker, f"{JUDGE}-training", judge.metrics)
     return reward_model, judge, fresh
 
 
@@ -149,7 +150,7 @@ def _measure_given(
     it has learned from the given pairs, so its agreement would prove nothing.
     """
     # Imported here, because most runs ask for no labels, and the import is slow.
-    from pipeline.stages.validation import can_ask, measure_given_model
+    from pipeline.stages.validation import measure_given_model
 
     fresh = settings.fresh_pairs
     is_needless = fresh.labels or fresh.rounds > 1 or fresh.enough_agreement == 1
@@ -297,9 +298,12 @@ def _train_once(
     """Return the model NAME-DIGEST, trained if it is not cached, and whether it was cached."""
     name, job = training.name, run.folder / training.name
 
+    # judge/accuracy is the accuracy of the trained judge on held-out pairs.
+    curves = f"{JUDGE}-training" if name == JUDGE else name
+
     def log_curves(step: int, metrics: Mapping[str, float]) -> None:
         tracker.parent.log_metrics(
-            {f"{name}/{metric}": value for metric, value in metrics.items()}, step=step
+            {f"{curves}/{metric}": value for metric, value in metrics.items()}, step=step
         )
 
     def train(folder: Path) -> Mapping[str, float]:

@@ -1,6 +1,7 @@
 """First step: read the settings, check all inputs, and create the run's records in MLflow."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from pipeline.settings.settings_file import settings_text
 from pipeline.stages.tracked import shared_journal
 from pipeline.storage.workspace import workspace_of
 from pipeline.tracking.journal import Journal
-from pipeline.tracking.killed_runs import end_killed_runs, ended_if_it_fails
+from pipeline.tracking.killed_runs import end_failed_start, end_killed_runs
 from pipeline.tracking.mlflow_client import check_databases, check_registry
 from pipeline.tracking.mlflow_runs import artifact_root, log_data, start_runs
 from pipeline.tracking.run_log import RunLog
@@ -136,7 +137,7 @@ def start_run(
         origin=origin.tags,
         data=origin.data,
     )
-    with ended_if_it_fails(run.folder, runs):
+    with ended_if_it_fails(run):
         run.folder.mkdir(parents=True, exist_ok=True)
         record_processes(run.folder)
         end_killed_runs(run.folder.parent, flow)
@@ -144,6 +145,17 @@ def start_run(
         with shared_journal(run):
             _record_inputs(run, given, settings, found.start, origin.packages)
         return replace(run, start=run.workspace.publish_files(found.start))
+
+
+@contextmanager
+def ended_if_it_fails(run: FlowRun) -> Iterator[None]:
+    """Return a context of the first step: if it fails, end the MLflow runs, which it created."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
+        with shared_journal(run):
+            end_failed_start(run.folder, run.tracking, error)
+        raise
 
 
 def _record_inputs(

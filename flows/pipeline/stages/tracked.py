@@ -138,15 +138,8 @@ def watched(
         step_minutes=settings.step_minutes,
         on_hang=on_hang,
     )
-    try:
-        with watch, run.workspace.sharing_rows():
-            yield
-    except (Exception, KeyboardInterrupt, SystemExit) as error:
-        # Imported here, because a step that succeeds does not need it.
-        from pipeline.reports.run_page.write_page import write_failure
-
-        write_failure(run, settings, f"{step} failed: {error or type(error).__name__}")
-        raise
+    with watch, run.workspace.sharing_rows():
+        yield
 
 
 def _small_files(folder: Path) -> dict[str, Path]:

@@ -14,7 +14,7 @@ from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
 from pipeline.inputs.preference_pairs import label_pairs
 from pipeline.judges.judge_budget import Budget, sum_spent
-from pipeline.judges.judge_names import calls_per_question, has_access_to_judge
+from pipeline.judges.judge_names import calls_per_question, can_ask
 from pipeline.judges.make_judge import make_judge_of_run
 from pipeline.launch.answers import answer_as_ppo
 from pipeline.reports.log_reports import log_reward_report
@@ -214,11 +214,6 @@ def load_scorer(data: RunData, reward_model: str) -> TextScorer:
 
 def _draw(settings: Settings, sft: PreparedModel, folder: Path) -> SampleResponses:
     return partial(draw_samples, partial(answer_as_ppo, settings, sft.path, folder))
-
-
-def can_ask(spec: str) -> bool:
-    """Return whether this step can ask a judge: the step has the key, or no key is needed."""
-    return has_access_to_judge() or not calls_per_question(spec)
 
 
 def _comparer(settings: Settings, trained: PreparedModel | None) -> Compare | None:

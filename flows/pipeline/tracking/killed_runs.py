@@ -1,7 +1,6 @@
 """End the MLflow runs of a failed first step, and the runs that killed runs of the flow left."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 from mlflow.exceptions import MlflowException
@@ -35,26 +34,22 @@ def end_killed_runs(folder: Path, flow: str) -> None:
         print(f"Warning: An earlier run was not ended in MLflow: {redact(error)}", flush=True)
 
 
-@contextmanager
-def ended_if_it_fails(folder: Path, runs: Mapping[str, str]) -> Iterator[None]:
-    """Return a context of the first step: if it fails, end the MLflow runs, which it created.
+def end_failed_start(folder: Path, runs: Mapping[str, str], error: BaseException) -> None:
+    """End the MLflow runs that the failed first step created; an error is printed.
 
     The first step has no `Tracker`.
 
     Args:
         folder: folder of the run of the flow.
         runs: ids of the MLflow runs, from `start_runs`.
+        error: the error of the step.
     """
     try:
-        yield
-    except (Exception, KeyboardInterrupt, SystemExit) as error:
-        try:
-            journal = Journal(folder)
-            end_runs(journal, runs, "failed", one_line(f"start failed: {error}"))
-            _send(journal)
-        except PPOError as also:
-            print(f"Warning: The runs in MLflow are not ended: {also}", flush=True)
-        raise
+        journal = Journal(folder)
+        end_runs(journal, runs, "failed", one_line(f"start failed: {str(error) or repr(error)}"))
+        _send(journal)
+    except PPOError as also:
+        print(f"Warning: The runs in MLflow are not ended: {also}", flush=True)
 
 
 def _end(folder: Path, flow_run: str) -> None:

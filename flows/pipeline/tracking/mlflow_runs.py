@@ -174,8 +174,8 @@ def remember_sent_metrics(journal: Journal, runs: Sequence[str]) -> None:
     """Make the journal skip the metrics of runs that MLflow already has.
 
     A machine that was lost with its journal has sent these metrics. If MLflow does not answer,
-    print a warning: MLflow stores equal points once, so at worst some points of the machine's load
-    have another step.
+    print a warning and continue: at worst, MLflow shows some points of a curve twice, with equal
+    values.
     """
     try:
         client = connect()
@@ -186,8 +186,7 @@ def remember_sent_metrics(journal: Journal, runs: Sequence[str]) -> None:
     except (ModelError, MlflowException, SQLAlchemyError, OSError) as error:
         print(
             "Warning: MLflow does not say which metrics of the earlier attempt it has "
-            f"({redact(error)}). The step continues; some points of system/... may have another "
-            "step.",
+            f"({redact(error)}). The step continues; MLflow may show some points twice.",
             flush=True,
         )
 

@@ -34,15 +34,14 @@ from pipeline.reports.run_page.reading import (
 )
 from pipeline.reports.run_page.run_document import run_document
 from pipeline.reports.run_page.training import ppo_section
-from pipeline.reports.run_page.write_page import PAGE_FILE, write_run_page
+from pipeline.reports.run_page.write_page import PAGE_FILE, write_failure, write_run_page
 from pipeline.results.step_records import RegisteredPolicy
 from pipeline.settings.settings import make_settings
-from pipeline.stages.tracked import watched
 from pipeline.storage.workspace import Workspace
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.run_log import RunLog
 from pipeline.tracking.tracker import Tracker
-from ppo_core.errors import ModelError, ProcessError
+from ppo_core.errors import ModelError
 from ppo_core.io.progress_bar import PROGRESS, progress
 from ppo_core.io.validation import read_record
 from ppo_core.reporting.metrics_file import NEWEST_SAMPLES_FILE
@@ -370,17 +369,17 @@ def test_the_page_is_written_while_ppo_trains_at_most_every_ten_seconds(
     assert "<script>" not in text
 
 
-def test_the_page_of_a_failed_run_says_so_and_how_to_continue(facts: RunFacts, tmp_path: Path):
+def test_the_page_of_a_failed_run_says_so_and_how_to_continue(
+    facts: RunFacts, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     run = replace(facts.run, workspace=Workspace(str(tmp_path)))
     page = run.folder / PAGE_FILE
 
     def fail() -> None:
-        with watched("train_policy", facts.settings, run):
-            raise ProcessError(f"Out of {HOSTILE}")
+        write_failure(run, facts.settings, f"train_policy failed: Out of {HOSTILE}")
 
     run.folder.mkdir(parents=True)
-    with pytest.raises(ProcessError):
-        fail()
+    fail()
     assert not page.exists()  # A run that has shown nothing has no page.
     tracker = Tracker(run.folder, run.tracking, "train_policy")
     training(tracker.journal, 3)
@@ -388,18 +387,20 @@ def test_the_page_of_a_failed_run_says_so_and_how_to_continue(facts: RunFacts, t
         pass
     assert "The run is not finished" in page.read_text()
     assert "<progress" not in page.read_text()
-    with pytest.raises(ProcessError):
-        fail()
+    fail()
     text = page.read_text()
     assert "The run failed" in text and "train_policy failed: Out of &lt;script&gt;" in text
     assert "Value loss" in text
     assert f"rlhf.py resume --origin-run-id {run.id.removeprefix('RLHF/')}" in text
-    assert 'http-equiv="refresh"' not in text
+    write_failure(run, facts.settings, "evaluate_win_rate failed: again")
+    assert "evaluate_win_rate failed: again" in page.read_text()
     # The outcome of a run stays.
     page.write_text("The reward model was refused")
-    with pytest.raises(ProcessError):
-        fail()
+    fail()
     assert page.read_text() == "The reward model was refused"
+    page.write_bytes(b"\xff")
+    fail()
+    assert "Warning: The page of the run does not show the failure: " in capsys.readouterr().out
 
 
 def test_the_panel_counts_down_by_the_last_run_not_by_the_phase(tmp_path: Path):

@@ -66,7 +66,12 @@ class RunFacts:
     @property
     def is_running(self) -> bool:
         """Whether the run has no outcome yet."""
-        return not (self.registered or self.is_reward_model_refused or self.failure)
+        return not self.has_outcome and not self.failure
+
+    @property
+    def has_outcome(self) -> bool:
+        """Whether the run has decided; a run that failed may still be resumed."""
+        return bool(self.registered) or self.is_reward_model_refused
 
     @property
     def settings_file(self) -> str:

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from shlex import quote
 
+from metaflow import current
+
 from pipeline.registry.decisions import Decision, timestamp
 from pipeline.reports.baselines import BASELINE_TITLES, worth_of_ppo
 from pipeline.reports.charts import front_chart, interval_chart
@@ -69,7 +71,7 @@ def run_document(facts: RunFacts) -> Document:
         tone=tone,
         reasons=reasons,
         sections=tuple(sections),
-        refresh=REFRESH_SECONDS if facts.is_running else 0,
+        refresh=0 if facts.has_outcome else REFRESH_SECONDS,
     )
 
 
@@ -324,7 +326,8 @@ def _commands(facts: RunFacts) -> Section:
             commands.append(("Write 200 pairs of its answers for people to label", ask))
     elif not facts.is_reward_model_refused or facts.settings.reward_model:
         # A refused reward model that the run trained would only be refused again.
-        number = facts.run.id.rpartition("/")[2]
+        # A resumed run has an id of its own.
+        number = current.run_id or facts.run.id.rpartition("/")[2]
         resume = f"python flows/rlhf.py resume --origin-run-id {number}"
         commands.append(("Continue this run after a correction", resume))
     if facts.is_reward_model_refused:

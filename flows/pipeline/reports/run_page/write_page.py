@@ -35,16 +35,20 @@ def write_run_page(facts: RunFacts, parent: RunLog) -> str:
 def write_failure(run: FlowRun, settings: Settings, failure: str) -> None:
     """Say on the page of a run that a step failed, unless the page has the outcome of the run.
 
-    Without a disk that all steps share, there is no such page.
+    Without a disk that all steps share, there is no such page. An error of the page is printed, so
+    that the error of the step is raised.
     """
     path = run.folder / PAGE_FILE
     if run.workspace.store or not path.is_file():
         return
-    if not RELOADS.search(path.read_text(encoding="utf-8")):
-        return
-    curves = curves_of(run, Journal(run.folder))
-    facts = RunFacts(run=run, settings=settings, curves=curves, failure=failure)
-    if error := write_page_file(run_document(facts), run.folder):
+    try:
+        if not RELOADS.search(path.read_text(encoding="utf-8")):
+            return
+        curves = curves_of(run, Journal(run.folder))
+        facts = RunFacts(run=run, settings=settings, curves=curves, failure=failure)
+        if wrong := write_page_file(run_document(facts), run.folder):
+            raise wrong
+    except (PPOError, OSError, ValueError) as error:
         print(f"Warning: The page of the run does not show the failure: {error}", flush=True)
 
 
