@@ -119,7 +119,7 @@ def pairs_to_label(choice: PairChoice) -> list[Pair]:
 
 
 def disputed_pairs(settings: Settings, folder: Path, reward_model: str, labels: int) -> list[Pair]:
-    """Return pairs with an answer of PPO on which the judge and the reward model disagree.
+    """Return pairs with an answer of PPO that judge and reward model order differently.
 
     The pairs are sorted by the difference between the reward model's scores, largest first. Each
     prompt has at most one pair.
@@ -136,7 +136,7 @@ def disputed_pairs(settings: Settings, folder: Path, reward_model: str, labels: 
     """
     judged = [one for one in read_judged_pairs(folder / JUDGEMENTS) if _decides_about_ppo(one)]
     if not judged:
-        raise DataError(f"'{folder}': the judge decided no pair of PPO. There is nothing to label.")
+        raise DataError(f"'{folder}': the judge named a winner in no pair with an answer of PPO.")
     # A verdict has the prompt as text, as the judge read it. The samples have the original prompt.
     asked = (row["prompt"] for row in read_jsonl(folder / SAMPLES) if "prompt" in row)
     as_asked = {shown_prompt(prompt): prompt for prompt in asked}

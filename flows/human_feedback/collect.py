@@ -36,7 +36,8 @@ class Collected:
     left_out: list[LeftOut]
 
     contradictions: int
-    """Number of answers, or pairs of answers, on which users disagree. All opinions are used."""
+    """Number of answers, or pairs of answers, on which users disagree. Contradicting opinions are
+    not left out."""
 
     implausible: list[ImplausibleUser]
     """Users whose judgments look implausible. Their opinions are used unless `without` names the
@@ -58,7 +59,7 @@ def collect(
     time has the weight of the oldest opinion.
     """
     gone = [
-        LeftOut(one.source, "opinions of this user are not wanted", one.user)
+        LeftOut(one.source, "the user is named in --without-user", one.user)
         for one in opinions
         if one.user in without
     ]
@@ -107,7 +108,7 @@ def write_feedback(found: Collected, folder: Path) -> Path:
 
 
 def weights_of(times: Sequence[datetime | None], half_life_days: float | None) -> list[float]:
-    """Return the weight of an opinion for each time; see `collect`."""
+    """Return the weights of opinions that were given at these times; see `collect`."""
     known = [time for time in times if time is not None]
     if half_life_days is None or not known:
         return [1.0] * len(times)

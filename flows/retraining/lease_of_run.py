@@ -78,7 +78,7 @@ class KeptLease:
             release_lease(self._owner, self._read_settings(), self._run)
 
     def end_hung_step(self) -> None:
-        """Exit as after an error, because the process of a step that hangs is about to be ended."""
+        """Stop the renewals, and release the lease as after an error, before the process ends."""
         self.__exit__(ProcessError, ProcessError("The step hangs."), None)
 
     def _renew(self, lease: "Lease") -> None:
@@ -91,7 +91,7 @@ class KeptLease:
                 print(error, file=sys.stderr, flush=True)
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
-            # For example, the credentials are missing for a moment. The lease expires only after a
+            # A renewal may fail, for example while credentials are missing. The lease expires after a
             # time much longer than RENEWAL_SECONDS, so the next renewal is still in time.
             except (ConfigError, StorageError) as error:
                 print(

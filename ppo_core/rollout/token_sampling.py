@@ -29,7 +29,8 @@ class SamplingSettings:
 
     stop_token_id: int
     temperature: float
-    """Sampling temperature. 0 chooses the most likely token, with log-probabilities as at 1."""
+    """Sampling temperature. 0 chooses the most likely token; log-probabilities are then those of
+    temperature 1."""
     top_k: int = 0
     top_p: float = 1.0
 
@@ -81,7 +82,8 @@ def stop_token(
     if tokenizer.eos_token_id is None:
         raise ModelError(
             "The policy's tokenizer has no end-of-sequence token, so no response would end before "
-            "its maximum length. Set stop_token_id, or set stop_token=None for that length."
+            "its maximum length. Set stop_token_id, or set stop_token=None if all responses should "
+            "have this length."
         )
     return int(tokenizer.eos_token_id)
 

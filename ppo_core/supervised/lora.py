@@ -1,4 +1,4 @@
-"""LoRA in supervised training: adapters for a task, on a frozen model without adapters."""
+"""LoRA in supervised training: add adapters to a model that has none, and freeze the model."""
 
 import copy
 from collections.abc import Iterator
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 def require_plain(model: PreTrainedModel, path: str | Path) -> None:
     """Raise ModelError if a model was loaded with adapters.
 
-    After training, saving such a model would lose its base or its adapter. A model with an
-    additional adapter could not be loaded again (TRL #4713).
+    After training, saving such a model would lose its base or its adapter. If training added a
+    second adapter, the saved model could not be loaded again (TRL #4713).
     """
     if getattr(model, "peft_config", None):
         raise adapter_refusal(path)
@@ -58,8 +58,8 @@ def keep_frozen_in_bf16(adapted: "PeftModel", engine: Engine) -> None:
 
     Losses and gradients stay the same, bit for bit, and the matrices need half the memory.
     `exact_weights` returns the unrounded matrices. The matrices stay in fp32 in three cases: passes
-    compute in fp32; weights are sharded, because all shards have the same precision; or the adapter
-    is not plain LoRA, because other adapters may read or copy the matrices.
+    compute in fp32; weights are sharded (all shards must have the precision of the adapters, fp32);
+    or the adapter is not plain LoRA, because other adapters may read or copy the matrices.
     """
     config: Any = adapted.peft_config[adapted.active_adapter]
     is_lora = config.peft_type == "LORA" and not (config.use_dora or config.layer_replication)

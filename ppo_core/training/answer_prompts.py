@@ -75,10 +75,10 @@ def answer_prompts(
     `stop` and `stop_token_id` are the settings `stop_token` and `stop_token_id` of PPOConfig.
     `batch_size` is halved while memory is full. With `numbers`, only the prompts with these numbers
     are answered; an answer does not depend on the other prompts. If a vLLM `server` is given, it
-    samples with the model's weights. `load_reference` is called only if the KL divergence is
-    computed, after the last use of the model. Greedy responses have the probability 1, so their
-    divergence is -log p, with their probability p under the reference at `reference_temperature`.
-    If `reference_temperature` is None, it is not computed.
+    samples with the model's weights. If the KL divergence is computed, `load_reference` is called
+    after the last use of `model`. A greedy response has probability 1 under the policy, so its
+    divergence is -log p, where p is its probability under the reference at `reference_temperature`.
+    The divergence of greedy responses is not computed if `reference_temperature` is None.
 
     Raises:
         ModelError: the tokenizer has no stop token, the model cannot be sampled from, or the
@@ -121,7 +121,7 @@ def _sample(
     batches: BatchSize,
     server: ServerSettings | None,
 ) -> Rollout:
-    """Return responses that the server samples, or else this process."""
+    """Sample responses on the server if there is one, otherwise in this process."""
     if server is not None:
         return _sample_by_server(server, policy, prompts, uniforms, settings, batches)
 

@@ -40,8 +40,8 @@ class Training:
     """Sizes with the settings of the run."""
 
     adapter: int
-    """Number of parameters of the adapters in the settings, or of adapters of rank RANK on all
-    linear layers."""
+    """Number of adapter parameters. Without adapters in the settings: the number for adapters of
+    rank RANK on all linear layers."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -138,8 +138,8 @@ def _require_json(columns: Mapping[str, list[Any]], source: str) -> None:
         for wrong in _not_json(values):
             raise DataError(
                 f"{source}: a reward function takes the column {name!r}, which has the value "
-                f"{wrong!r:.80}, and PPO gets the columns as JSON. Convert the column, or name in "
-                "the function only the columns that it needs."
+                f"{wrong!r:.80}, and PPO gets the columns as JSON. Convert the column, or "
+                "remove it from the function's parameters."
             )
 
 

@@ -33,10 +33,8 @@ def prompts_without(rows: Rows, others: Rows) -> Rows:
     if not len(kept):
         raise DataError(
             f"{rows.source}: no prompt is left to train on, because all are equal to prompts of "
-            f"the evaluation, {others.source}. Add more prompts, or name eval_prompts."
+            f"the evaluation, {others.source}. Add more prompts, or set eval_prompts to others."
         )
     if gone := len(rows) - len(kept):
-        return replace(
-            kept, source=f"{rows.source}, less {gone} equal to prompts of the evaluation"
-        )
+        return replace(kept, source=f"{rows.source}, without {gone} prompts of the evaluation")
     return kept

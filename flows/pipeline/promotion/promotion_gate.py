@@ -148,7 +148,7 @@ def _divergence(kl: float, limits: PromotionConfig) -> str:
 def _length(evaluation: Evaluation, limits: PromotionConfig) -> str:
     own, other = evaluation.length["ppo"], evaluation.length[evaluation.rival]
     most, finite = limits.max_length_ratio, isfinite(own) and isfinite(other)
-    # Infinity turns the limit off, also for answers without words.
+    # Infinity turns the limit off. It is tested first, because inf * 0 words is not a number.
     if finite and (isinf(most) or (own <= most * other and other <= most * own)):
         return ""
     return (

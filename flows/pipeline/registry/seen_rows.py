@@ -51,7 +51,7 @@ def require_rows_of(name: str, version: int) -> pyarrow.Table:
     if found is None:
         raise ModelError(
             f"Version {version} of {name!r} has no {ROWS_FILE}: it was registered by an older "
-            "release, which kept no digests of rows. Its lineage names the data sets."
+            "release, which kept no digests of rows. The tags of the version name its data sets."
         )
     return found
 

@@ -70,7 +70,7 @@ def _bar(progress: ShownProgress) -> list[MetaflowCardComponent]:
 
 
 def _readings(readings: tuple[Reading, ...]) -> Table:
-    """Return readings as a table; the answers of all readings must have the same titles."""
+    """Return prompts with their answers as a table; each `Reading` has the same answer titles."""
     rows = [
         [
             reading.title,

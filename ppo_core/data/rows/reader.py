@@ -362,6 +362,9 @@ def _check_left_out(made: Cached, source: str, limit: float, earlier: int = 0) -
 
 
 def _passing(fraction: float) -> float:
-    """Return a limit below 1 that allows this fraction of the rows, rounded up if possible."""
+    """Return a value of `max_left_out` that allows leaving out this fraction of the rows.
+
+    The value is the fraction rounded up to three decimals, or the fraction if that would be 1.
+    """
     rounded = math.ceil(fraction * 1000) / 1000
     return rounded if rounded < 1 else fraction

@@ -189,7 +189,10 @@ def test_pairs_that_judge_and_reward_model_order_differently(inputs: Path, tmp_p
     ("rows", "message"),
     [
         ([{"prompt": "a", "completion": "b"}], "is damaged"),
-        ([judgement("a", "b", "c", "tie")], "the judge decided no pair of PPO"),
+        (
+            [judgement("a", "b", "c", "tie")],
+            "the judge named a winner in no pair with an answer of PPO",
+        ),
         ([judgement("a", "b", "c", "first") | {"candidate": None}], "is damaged"),
     ],
 )

@@ -244,7 +244,7 @@ def test_ppo_trains_on_no_prompt_that_is_judged(tmp_path: Path):
     assert judged == ["w18", "w50"]
     assert trained == [f"w{i}" for i in range(18) if i not in (3, 8)]
     source = RunData(without_evaluation(tmp_path, rows)).training_prompts().source
-    assert source.endswith("(first 18), less 2 equal to prompts of the evaluation")
+    assert source.endswith("(first 18), without 2 prompts of the evaluation")
 
 
 def test_prompts_that_are_equal_after_they_are_shortened_are_not_trained_on(tmp_path: Path):

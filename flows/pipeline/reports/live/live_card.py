@@ -24,7 +24,7 @@ class LiveCard:
     """The card of the current step with the id CARD; without it, nothing is shown."""
 
     def __init__(self, card: Any) -> None:
-        """Show documents on `current.card`; None if the step has no card."""
+        """Store `card`, Metaflow's `current.card`; it is None if the step has no card."""
         self._card = card
         self._next = self._next_data = -math.inf
 
@@ -32,8 +32,8 @@ class LiveCard:
         """Write the card in the background, unless it was written less than CARD_SECONDS ago.
 
         A new list of components makes Metaflow write the whole card, which `card view` shows. A
-        later call writes the data of the card, which make Metaflow's open pages reload the card.
-        The first card needs no data.
+        later call writes the card's data; then a browser that shows the card reloads it. No data
+        are written after the first card, because no browser can show an older card.
         """
         now = time.monotonic()
         if self._card is None:
@@ -54,6 +54,9 @@ class LiveCard:
             self._card[CARD] = card_components(document)
 
     def say(self, sentence: str) -> None:
-        """Add a fixed sentence to the card, which Metaflow writes when the step ends."""
+        """Add a sentence to the card, which Metaflow writes when the step ends.
+
+        The sentence must not contain text of models or data, because Markdown is not escaped.
+        """
         if self._card is not None:
             self._card[CARD].append(Markdown(sentence))

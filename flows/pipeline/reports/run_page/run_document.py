@@ -102,7 +102,7 @@ def _decided(made: Decision, evaluation: Evaluation) -> tuple[str, Tone, tuple[s
 
 
 def _evaluated(facts: RunFacts) -> list[Section]:
-    """Return the sections on the win rates, the decision, and the baselines of SFT."""
+    """Return the sections on win rates, the decision, and what SFT reaches without PPO."""
     evaluation, registered = facts.evaluation, facts.registered
     if not (evaluation and registered):
         text = ("The run has not judged the policy, so nothing is known.",)
@@ -138,7 +138,7 @@ def _win_rates(evaluation: Evaluation) -> Section:
     }
     chart = Chart(
         title="Pairs won",
-        caption="Share of pairs won, with the 95 % interval; ties count as half, dashed: 50 %.",
+        caption="Share of pairs won, with the 95 % interval. A tie counts as half. Dashed line: 50 %.",
         svg=interval_chart(rates, "Win rates with their intervals; the table has the numbers"),
     )
     return Section(
@@ -208,7 +208,9 @@ def _trust(facts: RunFacts) -> list[Section]:
         guards = f"Guards that failed: {', '.join(failed)}." if failed else "No guard failed."
         cheated = (guards, *(facts.warnings or ["PPO gave no warning."]))
         people = evaluation.people and evaluation.people.alternative
-        doubts = evaluation.canaries.reasons or ["The judge chose no canary too often."]
+        doubts = evaluation.canaries.reasons or [
+            "The judge passed the test with planted bad answers (canaries)."
+        ]
         trusted = (*doubts, *([describe_annotator_test(people)] if people else []))
         parts = tuple(honesty_sections(evaluation))
         found += [
@@ -240,12 +242,12 @@ def _with_charts(report: RewardReport) -> list[Section]:
     }
     charts = {
         CALIBRATION: Chart(
-            title="Right by confidence",
+            title="Accuracy by confidence",
             caption="A calibrated model is right as often as it is sure.",
             svg=interval_chart(bins, "Accuracy by confidence"),
         ),
         margin_title(report.accuracy): Chart(
-            title="Right by margin",
+            title="Accuracy by margin",
             caption="A good model is right more often where the margin is larger.",
             svg=interval_chart(margins, "Accuracy by margin; the table has the numbers"),
         ),
@@ -306,7 +308,7 @@ def _commands(facts: RunFacts) -> Section:
         commands = [
             ("Load this version in Python", load),
             (
-                "Undo this promotion: production loads the champion before it again"
+                "Undo this promotion, so that production loads the previous champion again"
                 if made.is_promoted
                 else "Undo the last promotion; this run promoted nothing",
                 f"python flows/registry.py rollback {name} --reason TEXT",
@@ -325,7 +327,7 @@ def _commands(facts: RunFacts) -> Section:
             )
             commands.append(("Write 200 pairs of its answers for people to label", ask))
     elif not facts.is_reward_model_refused or facts.settings.reward_model:
-        # A refused reward model that the run trained would only be refused again.
+        # If the run trained the refused reward model, a resumed run would refuse the model again.
         # A resumed run has an id of its own.
         number = current.run_id or facts.run.id.rpartition("/")[2]
         resume = f"python flows/rlhf.py resume --origin-run-id {number}"
@@ -333,5 +335,5 @@ def _commands(facts: RunFacts) -> Section:
     if facts.is_reward_model_refused:
         accept = f"{repeat} --accept-reward-model"
         commands.append(("Train against this reward model all the same", accept))
-    title = "How do I load it, undo it, promote it, label it or repeat it?"
+    title = "How do I load this version, undo a promotion, label answers or repeat the run?"
     return Section(title=title, text=text, commands=tuple(commands))
