@@ -105,7 +105,7 @@ def _label(given: argparse.Namespace) -> None:
     from human_feedback.label_server import label_server
     from human_feedback.labeling import Labeling
     from human_feedback.read_votes import read_pairs
-    from pipeline.inputs.preference_pairs import votes_of
+    from pipeline.inputs.combine_pairs import votes_of
 
     rows = read_pairs(given.pairs)
     file = Path(given.output or Path(given.pairs).with_name("labeled.jsonl"))
@@ -173,7 +173,7 @@ def _say_what_is_next(output: Path, pairs: int, wanted: int, how: str) -> None:
 def _to_label_studio(given: argparse.Namespace) -> None:
     from human_feedback.label_studio import INTERFACE, write_tasks
     from human_feedback.read_votes import read_pairs
-    from pipeline.inputs.preference_pairs import votes_of
+    from pipeline.inputs.combine_pairs import votes_of
 
     output = _output(given.output, Path(given.pairs).with_name("label-studio.json"))
     pairs = votes_of(read_pairs(given.pairs))

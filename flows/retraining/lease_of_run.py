@@ -91,8 +91,8 @@ class KeptLease:
                 print(error, file=sys.stderr, flush=True)
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
-            # A renewal may fail, for example while credentials are missing. The lease expires after a
-            # time much longer than RENEWAL_SECONDS, so the next renewal is still in time.
+            # A renewal may fail, for example while credentials are missing. The lease expires much
+            # later than RENEWAL_SECONDS, so the next renewal is still in time.
             except (ConfigError, StorageError) as error:
                 print(
                     f"Warning: The lease could not be renewed: {error}", file=sys.stderr, flush=True

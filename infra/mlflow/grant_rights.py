@@ -26,7 +26,7 @@ DESCRIPTION = (
     "Policies registered by flows/rlhf.py. The alias champion names the one in use; who became "
     "champion, when and why is in the experiment promotions of "
 )
-"""Beginning of a registered model's description, as in flows/pipeline/registry/versions.py."""
+"""Beginning of a registered model's description, as in pipeline/registry/register_version.py."""
 
 WORKSPACE = "default"
 """MLflow's workspace of all experiments and models whose creator names none."""

@@ -20,7 +20,7 @@ from pipeline.cost.measured_cost import cost_numbers
 from pipeline.evaluation.win_rate import describe
 from pipeline.registry.artifact import VersionContents, write_artifact
 from pipeline.registry.change_champion import promote_by_hand
-from pipeline.registry.versions import register_version
+from pipeline.registry.register_version import register_version
 from pipeline.reports.headline_metrics import evaluation_numbers, reward_model_numbers
 from pipeline.reports.terminal import render_places, render_summary
 from pipeline.results.evaluation import (

@@ -15,7 +15,7 @@ import pytest
 import registry
 from pipeline.registry import change_champion
 from pipeline.registry.alias_sync import sync_aliases
-from pipeline.registry.change_champion import decide
+from pipeline.registry.change_champion import record_decision
 from pipeline.tracking.mlflow_client import connect
 from tests.helpers.paths import ROOT
 from tests.helpers.servers.mlflow_store import tracking_to, write_database
@@ -43,7 +43,7 @@ def make_model() -> str:
     for version in (1, 2, 3):
         client.create_model_version(name, "s3://bucket/policy", run_id=run)
         change_champion.challenge(name, version)
-        decide(
+        record_decision(
             name,
             version=version,
             promote=version < 3,

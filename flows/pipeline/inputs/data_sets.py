@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from pipeline.inputs.contamination import without_copies
-from pipeline.inputs.preference_pairs import (
+from pipeline.inputs.combine_pairs import (
     LabeledPair,
     decided_pairs,
     join_by_weight,
@@ -19,6 +18,7 @@ from pipeline.inputs.preference_pairs import (
     split_off_judge_pairs,
     training_pairs_of,
 )
+from pipeline.inputs.contamination import without_copies
 from pipeline.inputs.row_digests import read_digests, without_erased
 from pipeline.inputs.training_prompts import prompt_key, prompts_without
 from pipeline.settings.evaluation_config import EvaluationConfig

@@ -5,7 +5,7 @@ from pathlib import Path
 from pipeline.inputs.data_sets import RunData
 from pipeline.registry.alias_sync import sync_aliases
 from pipeline.registry.aliases import CHAMPION, read_aliases
-from pipeline.registry.versions import policy_folders
+from pipeline.registry.register_version import policy_folders
 from pipeline.results.step_records import FetchedChampion
 from pipeline.settings.settings import Settings
 from ppo_core.data.prompts import check_prompt_lengths, context_length, encode_prompt

@@ -53,7 +53,7 @@ def challenge(name: str, version: int) -> None:
 
 
 @explained()
-def decide(
+def record_decision(
     name: str,
     *,
     version: int,

@@ -11,14 +11,14 @@ from pipeline.evaluation.contests import Contestants, Contests, evaluate, judgem
 from pipeline.evaluation.sequential.sequential_test import WEEKS, StoppingRule, promoted_share
 from pipeline.evaluation.win_rate import describe, values_of_prompts
 from pipeline.inputs import data_sets
+from pipeline.inputs.combine_pairs import votes_of
 from pipeline.inputs.json_lines import write_jsonl
-from pipeline.inputs.preference_pairs import votes_of
 from pipeline.judges.make_judge import check_judge, make_judge
 from pipeline.launch.answers import answer, answer_processes
 from pipeline.launch.stall_watch import STALL_MINUTES
 from pipeline.preflight.check_inputs import check_outputs
 from pipeline.promotion.fetch_champion import CHAMPIONS
-from pipeline.registry.versions import find_policy
+from pipeline.registry.register_version import find_policy
 from pipeline.reports.document import (
     as_equal_length_rate,
     as_evidence,

@@ -1,7 +1,7 @@
 """Register the policy as a version of the registered model, and promote or refuse it."""
 
 from pipeline.inputs.flow_run import FlowRun
-from pipeline.promotion.register import Candidate, register
+from pipeline.promotion.register_and_decide import Candidate, register
 from pipeline.reports.log_reports import log_evaluation
 from pipeline.results.step_records import RegisteredPolicy
 from pipeline.stages.tracked import stage

@@ -12,7 +12,7 @@ import feedback
 from human_feedback.label_studio import ANYONE
 from human_feedback.labeling import sides_of
 from human_feedback.read_votes import read_pairs
-from pipeline.inputs.preference_pairs import votes_of
+from pipeline.inputs.combine_pairs import votes_of
 from ppo_core.models.loading import load_reward_model
 from tests.helpers.inputs.pipeline_inputs import tiny_table, write_rows
 from tests.helpers.models.tiny import make_classifier, make_policy, make_tokenizer
@@ -191,7 +191,7 @@ def test_pairs_that_judge_and_reward_model_order_differently(inputs: Path, tmp_p
         ([{"prompt": "a", "completion": "b"}], "is damaged"),
         (
             [judgement("a", "b", "c", "tie")],
-            "the judge named a winner in no pair with an answer of PPO",
+            "the judge named a winner in no pair",
         ),
         ([judgement("a", "b", "c", "first") | {"candidate": None}], "is damaged"),
     ],

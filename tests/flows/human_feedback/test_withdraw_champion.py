@@ -14,7 +14,12 @@ from human_feedback.opinions import Opinion
 from human_feedback.withdraw_champion import ALPHA, compare_feedback, evidence_of_loss, promoted_at
 from pipeline.evaluation.sequential.confidence_sequence import BETS
 from pipeline.registry.alias_sync import sync_aliases
-from pipeline.registry.change_champion import decide, promote_by_hand, read_champions, roll_back
+from pipeline.registry.change_champion import (
+    promote_by_hand,
+    read_champions,
+    record_decision,
+    roll_back,
+)
 from pipeline.registry.decisions import Decision
 from pipeline.tracking.mlflow_client import connect
 from ppo_core.errors import ModelError
@@ -72,7 +77,9 @@ def name(server: MlflowServer) -> str:
         client.create_model_version(made, "s3://bucket/policy")
         key = f"RLHF/{version}"
         after = sync_aliases(made)
-        decide(made, version=version, promote=True, reasons=["r"], by=key, key=key, after=after)
+        record_decision(
+            made, version=version, promote=True, reasons=["r"], by=key, key=key, after=after
+        )
         if version == 1:
             judge_answers(made, "1", liked=True)
             time.sleep(1.1)  # decisions have their time in seconds

@@ -20,7 +20,7 @@ from pipeline.registry import change_champion as registry
 from pipeline.registry.alias_sync import sync_aliases
 from pipeline.registry.aliases import read_aliases, read_version
 from pipeline.registry.champion_history import Champions, stack_of
-from pipeline.registry.change_champion import challenge, decide, promote_by_hand, roll_back
+from pipeline.registry.change_champion import challenge, promote_by_hand, record_decision, roll_back
 from pipeline.registry.decisions import Action, Decision
 from pipeline.registry.ledger import find_ledger
 from pipeline.tracking.mlflow_client import connect
@@ -88,7 +88,7 @@ def judge(model: str, version: int, *, promote: bool = True, key: str = "") -> D
     """What a step does: it judges anew until nobody has decided meanwhile."""
     made = None
     while made is None:
-        made = decide(
+        made = record_decision(
             model,
             version=version,
             promote=promote,
@@ -188,7 +188,7 @@ def test_a_step_that_is_retried_after_it_decided_gives_the_same_decision(model: 
     first = judge(model, 1)
     judge(model, 2)
     again = partial(
-        decide, model, version=1, promote=False, reasons=["No."], by="run", key="RLHF/1"
+        record_decision, model, version=1, promote=False, reasons=["No."], by="run", key="RLHF/1"
     )
     assert again(after=before) == again(after=sync_aliases(model)) == first
     assert told(model) == [("promoted", 1, 1), ("promoted", 2, 2)]
@@ -198,7 +198,7 @@ def test_a_step_that_is_retried_after_it_decided_gives_the_same_decision(model: 
 def test_a_judgement_against_champions_of_the_past_decides_nothing(model: str):
     before = sync_aliases(model)
     judge(model, 1)
-    late = decide(
+    late = record_decision(
         model, version=2, promote=True, reasons=["Old."], by="run", key="late", after=before
     )
     assert late is None
@@ -415,7 +415,8 @@ def test_an_alias_moved_by_hand_is_taken_over(model: str):
     connect().set_registered_model_alias(model, "champion", "3")
     judged = registry.read_champions(model)
     assert (
-        decide(model, version=4, promote=True, reasons=[], by="run", key="k", after=judged) is None
+        record_decision(model, version=4, promote=True, reasons=[], by="run", key="k", after=judged)
+        is None
     )
     assert told(model) == [("promoted", 1, 1), ("found", 3, 3)]
     assert_aliases(model, 3, previous=1)

@@ -71,7 +71,7 @@ QUESTIONS = {
     "why refused": "Why was it refused? Measured values and limits",
     "which data": "Which data, code and models?",
     "what did it cost": "What did it cost?",
-    "how do I load or undo it": "How do I load this version, undo a promotion, label answers or repeat the run?",
+    "how do I load or undo it": "How do I load the version, undo a promotion, label or repeat?",
 }
 """What a stranger asks, and the heading of the answer."""
 

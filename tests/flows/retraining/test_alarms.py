@@ -98,7 +98,7 @@ def test_only_the_second_refused_policy_in_a_row_is_told(
     for number, promote in enumerate(promoted, start=1):
         client.create_model_version("policy", "s3://bucket/policy")
         change_champion.challenge("policy", number)
-        change_champion.decide(
+        change_champion.record_decision(
             "policy",
             version=number,
             promote=promote,

@@ -8,7 +8,7 @@ import pytest
 from metaflow import current
 
 from pipeline.inputs.flow_run import FlowRun
-from pipeline.promotion.register import Candidate
+from pipeline.promotion.register_and_decide import Candidate
 from pipeline.results.step_records import (
     EvaluatedPolicy,
     PreparedModel,

@@ -11,7 +11,7 @@ from pipeline.evaluation.comparison import contests_between
 from pipeline.evaluation.contests import Contestants, evaluate
 from pipeline.evaluation.notes import notes_on
 from pipeline.evaluation.sequential.sequential_test import StoppingRule
-from pipeline.inputs.preference_pairs import LabeledPair, Vote
+from pipeline.inputs.combine_pairs import LabeledPair, Vote
 from pipeline.judges.function_judge import FunctionJudge
 from pipeline.judges.judge_budget import Spent
 from pipeline.registry.decisions import Decision

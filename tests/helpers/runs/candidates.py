@@ -14,7 +14,7 @@ from mlflow.entities import LoggedModelStatus
 
 from pipeline.evaluation.evaluate_policies import evaluate_policies
 from pipeline.inputs.flow_run import FlowRun
-from pipeline.promotion.register import Candidate
+from pipeline.promotion.register_and_decide import Candidate
 from pipeline.registry.artifact import VersionContents, write_artifact
 from pipeline.results.step_records import (
     Change,

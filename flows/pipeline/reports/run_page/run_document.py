@@ -138,7 +138,7 @@ def _win_rates(evaluation: Evaluation) -> Section:
     }
     chart = Chart(
         title="Pairs won",
-        caption="Share of pairs won, with the 95 % interval. A tie counts as half. Dashed line: 50 %.",
+        caption="Share of pairs won, with its 95 % interval. A tie is half a win. Dashed: 50 %.",
         svg=interval_chart(rates, "Win rates with their intervals; the table has the numbers"),
     )
     return Section(
@@ -208,9 +208,7 @@ def _trust(facts: RunFacts) -> list[Section]:
         guards = f"Guards that failed: {', '.join(failed)}." if failed else "No guard failed."
         cheated = (guards, *(facts.warnings or ["PPO gave no warning."]))
         people = evaluation.people and evaluation.people.alternative
-        doubts = evaluation.canaries.reasons or [
-            "The judge passed the test with planted bad answers (canaries)."
-        ]
+        doubts = evaluation.canaries.reasons or ["The judge passed the test with canaries."]
         trusted = (*doubts, *([describe_annotator_test(people)] if people else []))
         parts = tuple(honesty_sections(evaluation))
         found += [
@@ -335,5 +333,5 @@ def _commands(facts: RunFacts) -> Section:
     if facts.is_reward_model_refused:
         accept = f"{repeat} --accept-reward-model"
         commands.append(("Train against this reward model all the same", accept))
-    title = "How do I load this version, undo a promotion, label answers or repeat the run?"
+    title = "How do I load the version, undo a promotion, label or repeat?"
     return Section(title=title, text=text, commands=tuple(commands))

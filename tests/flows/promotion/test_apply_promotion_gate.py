@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pipeline.evaluation.evaluate_policies import evaluate_policies
 from pipeline.evaluation.notes import WITHOUT_REFERENCES
 from pipeline.inputs.json_lines import read_jsonl
-from pipeline.promotion.decide import decide_promotion
+from pipeline.promotion.apply_promotion_gate import apply_promotion_gate
 from pipeline.promotion.fetch_champion import find_champion
 from pipeline.registry import change_champion
 from pipeline.registry.aliases import read_aliases, read_version
@@ -79,7 +79,7 @@ def decide(
     **changes: Any,
 ) -> tuple[Decision, EvaluatedPolicy]:
     """What the step `register` does once there is a version."""
-    return decide_promotion(
+    return apply_promotion_gate(
         world.named(name, **changes),
         version,
         evaluation,

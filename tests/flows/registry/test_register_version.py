@@ -15,7 +15,7 @@ from mlflow import MlflowClient
 from transformers import AutoModelForCausalLM
 
 from pipeline.registry.artifact import VersionContents, write_artifact
-from pipeline.registry.versions import (
+from pipeline.registry.register_version import (
     CUT_DESCRIPTION,
     DESCRIPTION,
     MAX_DESCRIPTION_CHARACTERS,

@@ -3,7 +3,7 @@ from math import log
 
 import pytest
 
-from pipeline.inputs.preference_pairs import (
+from pipeline.inputs.combine_pairs import (
     LabeledPair,
     join_by_weight,
     label_pairs,

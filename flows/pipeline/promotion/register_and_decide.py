@@ -10,8 +10,8 @@ from pipeline.inputs.json_lines import read_jsonl
 from pipeline.inputs.model_digests import require_unchanged
 from pipeline.inputs.row_digests import ROWS_FILE
 from pipeline.judges.judge_budget import sum_spent
+from pipeline.promotion.apply_promotion_gate import apply_promotion_gate
 from pipeline.promotion.bill_of_materials import bill_of_materials
-from pipeline.promotion.decide import decide_promotion
 from pipeline.promotion.version_card import (
     NamedModel,
     VersionFacts,
@@ -21,8 +21,8 @@ from pipeline.promotion.version_card import (
 from pipeline.registry.artifact import VersionContents, write_artifact
 from pipeline.registry.change_champion import challenge, read_champions
 from pipeline.registry.decisions import Decision
+from pipeline.registry.register_version import decided_on, register_version, write_card
 from pipeline.registry.start_models import START_TAG, publish_start
-from pipeline.registry.versions import decided_on, register_version, write_card
 from pipeline.results.evaluation import JudgeIdentity
 from pipeline.results.step_records import (
     EvaluatedPolicy,
@@ -142,7 +142,7 @@ def register(candidate: Candidate) -> RegisteredPolicy:
     )
     number = int(model["version"])
     challenge(settings.registered_model, number)
-    decision, evaluation = decide_promotion(
+    decision, evaluation = apply_promotion_gate(
         settings,
         number,
         candidate.evaluation,

@@ -22,7 +22,7 @@ from ppo_core.distributed.process import large_imports
 from ppo_core.io.folder_cache import make_once
 
 
-def decide_promotion(
+def apply_promotion_gate(
     settings: Settings,
     version: int,
     evaluation: EvaluatedPolicy,
@@ -73,7 +73,7 @@ def decide_promotion(
             champion=state.champion,
             kl=kl,
         )
-        decision = change_champion.decide(
+        decision = change_champion.record_decision(
             name,
             version=version,
             promote=not against,

@@ -18,7 +18,7 @@ from pipeline.inputs.flow_run import FlowRun
 from pipeline.inputs.json_lines import read_jsonl
 from pipeline.inputs.lineage import is_input
 from pipeline.inputs.row_digests import ROWS_FILE, write_digests
-from pipeline.promotion import register as register_module
+from pipeline.promotion import register_and_decide as register_module
 from pipeline.registry import change_champion
 from pipeline.registry.aliases import read_version
 from pipeline.registry.start_models import fetch_start
