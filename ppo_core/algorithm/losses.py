@@ -87,7 +87,7 @@ def aggregation_weights(
     The total loss is the sum of weight * loss over the counted tokens:
 
         token:        1 / num_tokens                         mean over all tokens
-        sequence:     1 / (num_responses * lengths[b])       mean over responses of their means
+        sequence:     1 / (num_responses * lengths[b])       mean of the responses' means
         fixed_length: 1 / (num_responses * response_length)  arXiv:2503.20783
 
     lengths (B,) are the numbers of counted tokens per response. num_tokens and num_responses are

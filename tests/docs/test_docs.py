@@ -573,6 +573,6 @@ def register(policy: Path) -> None:
             model_id=model_id,
         ),
         tags={},
-        card="",
+        description="",
     )
     promote_by_hand("rlhf-policy", 1, reason="The documentation says so.", by="person reader")

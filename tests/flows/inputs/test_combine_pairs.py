@@ -150,7 +150,7 @@ def test_the_judge_gets_every_third_different_pair():
 
 def test_two_different_pairs_are_too_few_to_split():
     rows = rows_of("pairs", [vote("a", "b"), vote("b", "a"), vote("c", "d")])
-    with pytest.raises(DataError, match="of 3 rows to train on, too few are different pairs"):
+    with pytest.raises(DataError, match="3 training rows contain fewer than 3 different pairs"):
         split_off_judge_pairs(rows)
 
 

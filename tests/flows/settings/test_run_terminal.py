@@ -229,7 +229,7 @@ def test_a_terminal_has_a_panel_and_stays_sane(terminal: Callable[..., Terminal]
     shown = ran.output
     assert "Step 2 of 3, work" in shown
     assert re.search(r"\d+/200 episode +kl=0.25, score=1.50", shown)
-    assert re.search(r"[\d.]+ episodes/s, step: 0:\d\d left, run: 0:\d\d left", shown)
+    assert re.search(r"[\d.]+ episodes/s, phase: 0:\d\d left, ", shown)
     assert "the result" in shown
     # Neither details nor lines of progress.
     assert "a detail" not in shown and " %: " not in shown

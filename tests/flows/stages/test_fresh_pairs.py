@@ -281,8 +281,8 @@ def test_a_labeller_that_is_of_no_use_ends_the_step(
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"count": 8}, "pairs need a labeller"),
-        ({"labeller": "people"}, "pairs need a labeller"),
+        ({"count": 8}, "need each other"),
+        ({"labeller": "people"}, "need each other"),
         ({"count": -1, "labeller": "people"}, "count=-1 must be at least 0"),
         ({"count": 8, "labeller": "python:j.py:f", "labels": "x.jsonl"}, "would be ignored"),
         ({"count": 8, "labellor": "people"}, "labeller"),

@@ -156,7 +156,7 @@ def test_a_policy_that_won_nothing_is_registered_and_refused(
 
 def test_a_failing_step_says_what_to_mend_and_registers_nothing(journey: Journey):
     assert journey.failed.code == 1
-    assert "gave 'maybe' for pair 0; a verdict is one of" in journey.failed.log
+    assert "gave 'maybe' for pair 0. Return one of" in journey.failed.log
     assert "If you corrected something other than the settings, continue with" in journey.failed.log
     assert "If you corrected something" not in journey.refused.log
     assert "Traceback" not in journey.failed.log

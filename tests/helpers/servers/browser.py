@@ -59,10 +59,10 @@ class Browser:
         """What pages have written to the console since the last call, refused requests too."""
         return [entry["message"] for entry in self._post("se/log", type="browser")]
 
-    def accessibility_violations(self) -> list[str]:
-        """What axe-core finds wrong in the page, as rule, impact and the first element."""
+    def accessibility_violations(self, part: str = "html") -> list[str]:
+        """What axe-core finds wrong in a part of the page, as rule, impact and first element."""
         self.run(AXE.read_text(encoding="utf-8"))
-        found = self.run("return axe.run(document, {resultTypes: ['violations']})")
+        found = self.run("return axe.run(arguments[0], {resultTypes: ['violations']})", part)
         return [
             f"{one['id']} ({one['impact']}): {one['nodes'][0]['html']}"
             for one in found["violations"]

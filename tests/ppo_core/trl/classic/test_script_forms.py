@@ -287,7 +287,7 @@ def test_settings_that_are_assigned_after_the_trainer_are_for_the_next_one(caplo
     assert "mini_batch_size=3 does not change the existing trainer" in record.message
     assert trainer.config.mini_batch_size == 6
     assert make_trainer(config).config.mini_batch_size == 3
-    with pytest.raises(ConfigError, match="after the trainer was made"):
+    with pytest.raises(ConfigError, match="after the trainer was created"):
         trainer.config.mini_batch_size = 3
 
 
