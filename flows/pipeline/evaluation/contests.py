@@ -95,10 +95,9 @@ def evaluate(
 ) -> Contests:
     """Test the judge with canaries and labels, and let the judge compare answers.
 
-    A contest with a rule is judged until the rule decides. A contest without a rule uses the
-    prompts of the contest that has a rule and the same opponent. If there is no such contest, it
-    uses the prompts of the first contest with a rule. A contest without a rule decides nothing, and
-    doubts about its rate do not make the result inconclusive.
+    A contest with a rule is judged until the rule decides. A contest without a rule decides
+    nothing. It uses the prompts of the contest with a rule that has the same opponent, or of the
+    first contest with a rule. Doubts about its rate do not make the result inconclusive.
 
     Args:
         judge: the judge.
@@ -108,8 +107,7 @@ def evaluate(
         rules: stopping rules of the contests that decide; at least one. The contests are judged in
             this order. If a contest does not find the candidate better, the following contests use
             only the prompts of this contest.
-        people: labels of people; may be empty. Labels of the contests' own pairs decide together
-            with the judge, see `people_and_judge`.
+        people: labels of people; may be empty, see `people_and_judge`.
         config: limits of invalid verdicts, flipped verdicts and kappa; beyond a limit, the result
             is inconclusive.
         canaries_decide: whether the result is inconclusive if the judge fails a canary.

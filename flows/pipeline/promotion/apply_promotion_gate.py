@@ -34,10 +34,9 @@ def apply_promotion_gate(
 ) -> tuple[Decision, EvaluatedPolicy]:
     """Promote a candidate or refuse it, and write the decision to the history.
 
-    If the champion changes before the decision is written, the candidate is evaluated against the
-    new champion, and a new decision is made. If other decisions have lowered alpha so that the
-    judge stopped too early, the judge continues. Each evaluation has its own folder and runs only
-    once. If a person has promoted the candidate meanwhile, the candidate stays champion.
+    If the champion changes meanwhile, the candidate is evaluated against the new champion. If other
+    decisions have lowered alpha, the judge continues. Each evaluation has its own folder and runs
+    once. If a person has promoted the candidate, it stays champion.
 
     Args:
         settings: settings of the run.

@@ -76,8 +76,7 @@ def validate(
             references, the probes change the chosen responses of the held-out pairs.
         draw: function that samples the policy from which PPO starts.
         limits: limits of the gate.
-        compare: function that lets the judge compare scored samples; None if the judge cannot be
-            asked.
+        compare: lets the judge compare scored samples; None if the judge cannot be asked.
         training: metrics of the model's training; empty if the run did not train the model.
         seed: seed of the bootstrap intervals and the probes.
 
