@@ -35,8 +35,7 @@ def apply_promotion_gate(
     """Promote a candidate or refuse it, and write the decision to the history.
 
     If the champion changes meanwhile, the candidate is evaluated against the new champion. If other
-    decisions have lowered alpha, the judge continues. Each evaluation has its own folder and runs
-    once. If a person has promoted the candidate, it stays champion.
+    decisions have lowered alpha, the judge continues. Each evaluation runs once.
 
     Args:
         settings: settings of the run.
