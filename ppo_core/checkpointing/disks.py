@@ -7,6 +7,8 @@ from uuid import uuid4
 
 from ppo_core.distributed.process_group import ProcessGroup
 
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Disk:
@@ -54,7 +56,9 @@ def find_mount(folder: Path, peers: ProcessGroup) -> Disk:
     """
     try:
         status = folder.stat()
-        own = (gethostname(), status.st_dev, status.st_ino)
+        # Machines from one image may have equal names, but each start of a machine has its own id.
+        boot = BOOT_ID.read_text() if BOOT_ID.exists() else ""
+        own = (gethostname(), boot, status.st_dev, status.st_ino)
     except OSError:
         own = None
     mounts = peers.exchange(own)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ppo_core.config.spelling import OLD_NAMES
+from ppo_core.distributed.accelerator import launched_precision
 from ppo_core.models.adapters import is_peft
 
 SAMPLED = 4096
@@ -39,6 +40,9 @@ class Fingerprint:
         """Return a phrase for each difference from a checkpoint's fingerprint `saved`."""
         old, new = _in_use(saved["settings"]), _in_use(self.settings)
         old.setdefault(PRETRAIN_DATASET, new.get(PRETRAIN_DATASET))
+        # Earlier versions stored False although a launcher made the passes compute in bfloat16.
+        if new.get("bf16") and launched_precision() == "bf16":
+            old["bf16"] = True
         settings = [
             f"written with {name}={old.get(name)!r}, which is now {new.get(name)!r}"
             for name in _different(new, old)

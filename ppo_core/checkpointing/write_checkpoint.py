@@ -1,6 +1,7 @@
 """Write checkpoints completely or not at all; see `read_checkpoint` for their files."""
 
 import json
+import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -18,6 +19,8 @@ from ppo_core.data.model_files import safetensors_as_os_errors
 from ppo_core.distributed.process_group import ProcessGroup
 from ppo_core.errors import TrainingError
 from ppo_core.io.atomic_files import sync_to_disk
+
+logger = logging.getLogger(__name__)
 
 SUPERSEDED = ".superseded"
 """Suffix of abandoned checkpoints.
@@ -221,3 +224,5 @@ def _remove_folder(folder: Path) -> None:
         folder.rename(removed)
         # On NFS, a file that a reader has open stays until `_remove_old` of a later checkpoint.
         shutil.rmtree(removed, ignore_errors=True)
+        if removed.exists():
+            logger.warning("'%s' cannot be removed yet, and fills the disk.", removed)

@@ -22,9 +22,22 @@ _MODEL_FILES = (
     "model.safetensors",
     "model-*-of-*.safetensors",
     "model.safetensors.index.json",
+    "value_head.safetensors",
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    f"{ADAPTER}/adapter_config.json",
+    f"{ADAPTER}/adapter_model.safetensors",
+    f"{ADAPTER}/README.md",
+)
+"""Patterns of the files of a model, of its value head and of its adapter."""
+
+TOKENIZER_CONFIG = "tokenizer_config.json"
+"""File that every tokenizer has."""
+
+_TOKENIZER_FILES = (
+    TOKENIZER_CONFIG,
     "tokenizer.json",
     "tokenizer.model",
-    "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
@@ -32,11 +45,8 @@ _MODEL_FILES = (
     "merges.txt",
     "chat_template.jinja",
     "additional_chat_templates/*.jinja",
-    f"{ADAPTER}/adapter_config.json",
-    f"{ADAPTER}/adapter_model.safetensors",
-    f"{ADAPTER}/README.md",
 )
-"""Patterns of the files of a model, its tokenizer and its adapter."""
+"""Patterns of the files of a tokenizer."""
 
 
 @contextmanager
@@ -71,9 +81,11 @@ def replaced_together(folder: Path) -> Iterator[Path]:
 def _delete_stale(folder: Path, new: Collection[Path]) -> None:
     """Delete the model files in a folder that are not in `new`, and subfolders that become empty.
 
-    `new` are paths inside the folder.
+    Files of a tokenizer are deleted only if there is a new tokenizer. `new` are paths inside the
+    folder.
     """
-    for path in [path for pattern in _MODEL_FILES for path in folder.glob(pattern)]:
+    patterns = _MODEL_FILES + (_TOKENIZER_FILES if Path(TOKENIZER_CONFIG) in new else ())
+    for path in [path for pattern in patterns for path in folder.glob(pattern)]:
         if path.relative_to(folder) not in new:
             path.unlink()
             with suppress(OSError):  # the folder still has files

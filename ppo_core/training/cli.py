@@ -74,9 +74,9 @@ def train_ppo(
     """
     if config.push_to_hub and script.policy_dir is not None:
         raise ConfigError(
-            f"push_to_hub=True uploads output_dir, but policy_dir={script.policy_dir!r} writes the "
-            "policy into another folder, so it would not be uploaded. Remove policy_dir or "
-            "push_to_hub."
+            "push_to_hub=True uploads the policy that is saved in output_dir, but with "
+            f"policy_dir={script.policy_dir!r} the policy is saved without an upload. Remove "
+            "policy_dir or push_to_hub."
         )
     # Seed the global generators, because a reward function may use them.
     seed_global_generators(config.seed)

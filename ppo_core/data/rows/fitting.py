@@ -113,6 +113,8 @@ def _fit(
         "tokenizer": tokenizer_digest(tokenizer),
         "limit": limit,
         "overlong": overlong,
-        "code": digest_of_code("ppo_core.data.prompts", "ppo_core.data.segments"),
+        "code": digest_of_code(
+            "ppo_core.data.chat_template", "ppo_core.data.prompts", "ppo_core.data.segments"
+        ),
     }
     return derive(rows, name, inputs, convert)

@@ -87,6 +87,7 @@ def encode_rows(
         "end_of_text": config.end_of_text,
         "completion_only_loss": config.completion_only_loss,
         "code": digest_of_code(
+            "ppo_core.data.chat_template",
             "ppo_core.data.prompts",
             "ppo_core.data.segments",
             __name__,

@@ -95,3 +95,11 @@ def test_a_horizon_counts_only_with_a_target_so_that_its_default_may_change(
     now = Fingerprint(settings={"kl_target": target, "kl_horizon": None, "seed": 1}, models={})
     saved = {"settings": {"kl_target": target, "kl_horizon": 10_000, "seed": 1}, "models": {}}
     assert len(now.differences(saved)) == phrases
+
+
+def test_a_launcher_in_bf16_resumes_a_checkpoint_that_recorded_false(monkeypatch):
+    now = Fingerprint(settings={"bf16": True}, models={})
+    saved = {"settings": {"bf16": False}, "models": {}}
+    assert len(now.differences(saved)) == 1
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert not now.differences(saved)

@@ -240,6 +240,13 @@ def test_a_rewritten_policy_has_no_file_of_the_policy_before_it(tmp_path):
         chat.save_pretrained(folder)
         make_policy().save_pretrained(folder)
         get_peft_model(make_policy(), LoraConfig(r=2)).save_pretrained(folder / "adapter")
+        get_peft_model(make_policy(), LoraConfig(r=2)).save_pretrained(folder)
+        (folder / "README.md").unlink()
+        (folder / "value_head.safetensors").touch()
+    with replaced_together(tmp_path) as folder:
+        make_policy().save_pretrained(folder)
+    # A model that is written without a tokenizer keeps the tokenizer of the folder.
+    assert (tmp_path / "tokenizer.json").exists()
     with replaced_together(tmp_path) as folder:
         text.save_pretrained(folder)
         make_policy(seed=1).save_pretrained(folder, max_shard_size="10KB")
