@@ -184,7 +184,7 @@ def test_machines_that_share_nothing_get_the_models_through_the_store(
     settings: Settings, store: str, tmp_path: Path
 ):
     version = add_start(settings, write_start(tmp_path / "start"))
-    shared = replace(settings, store=f"{store}/rlhf")
+    shared = replace(settings, store=f"{store}/starts")
     run = begin(shared, 1, version)
     assert run.start is not None and run.start.path.startswith("s3://")
     shutil.rmtree(Path(settings.output_dir) / "cache" / "starts")
