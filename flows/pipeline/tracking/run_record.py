@@ -113,6 +113,6 @@ def end_runs(
             log.describe(outcome.capitalize(), [why, *reasons])
 
 
-def one_line(reason: str) -> str:
+def as_tag(reason: str) -> str:
     """Return a reason without credentials, in one line that is short enough for a tag."""
     return " ".join(redact(reason).split())[:MAX_REASON_CHARACTERS]

@@ -15,8 +15,8 @@ from pipeline.tracking.run_record import (
     RESUMED,
     RUNNING_AGAIN,
     RUNS_AGAIN,
+    as_tag,
     end_runs,
-    one_line,
     record_processes,
     remove_record,
 )
@@ -130,7 +130,7 @@ class Tracker:
         if error is None:
             self.step.set_status("FINISHED")
         else:
-            reason = one_line(f"{self.name} failed: {error}")
+            reason = as_tag(f"{self.name} failed: {error}")
             end_runs(self.journal, self._not_finished(), "failed", reason)
         if error is None and self._refusal is not None:
             what, reasons = self._refusal
