@@ -10,7 +10,7 @@ from ppo_core.config.row_settings import (
     PromptFormat,
 )
 from ppo_core.errors import ConfigError
-from ppo_core.io.validation import Count, ShareBelow1
+from ppo_core.io.validation import Count, Natural, ShareBelow1
 
 ALL_LINEAR = "all-linear"
 """Value of `lora_target_modules`: adapters for every linear layer except the output head."""
@@ -56,6 +56,11 @@ class ScriptArguments(DatasetArguments):
     max_left_out: ShareBelow1 = MAX_LEFT_OUT
     """Maximum fraction of the rows of a data set that may be left out, because they cannot be used
     or are too long. If more rows are left out, the command stops. 0 allows none."""
+
+    watched_prompts: Natural = 0
+    """Number of training prompts, at equal distances, whose greedy answers are kept in
+    `output_dir/completions`: before the first update and num_sample_generations times after it. 0:
+    the answers to the prompts for evaluation are kept instead."""
 
     rewards: list[str] | None = None
     """Rewards whose sum, weighted by reward_weights, trains the policy: `reward-model` (the model

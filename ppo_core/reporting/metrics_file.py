@@ -23,6 +23,9 @@ NEWEST_SAMPLES_FILE = "newest-samples.jsonl"
 """Name of the file in `output_dir` with some responses of the last PPO update; the next update
 replaces the file."""
 
+COMPLETIONS = "completions"
+"""Subfolder of `output_dir` for the tables of samples, and their name in integrations."""
+
 UPDATE = "update"
 """Key of the update's number in a line."""
 

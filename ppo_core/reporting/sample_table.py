@@ -19,11 +19,9 @@ from transformers.integrations.integration_utils import (
 from ppo_core.errors import DataError
 from ppo_core.io.atomic_files import explained_writes, write_atomically
 from ppo_core.reporting.escaping import as_table, printable
+from ppo_core.reporting.metrics_file import COMPLETIONS
 
 COLUMNS = ("query", "response", "score")
-
-COMPLETIONS = "completions"
-"""Subfolder of `output_dir` for the tables of samples, and their name in integrations."""
 
 NUM_NEWEST = 4
 """Number of responses in the file of the newest samples."""
@@ -104,7 +102,8 @@ def log_table(
     Write `output_dir/completions/step-<step>.jsonl`. Also log the table under the name
     "completions" to the MLflow run, TensorBoard log and W&B run of `callbacks`.
     """
-    write_completions(completions, Path(output_dir) / COMPLETIONS / f"step-{step:06d}.jsonl")
+    path = Path(output_dir) / COMPLETIONS / f"step-{step:06d}.jsonl"
+    write_completions(completions, path, durable=True)
     for callback in callbacks:
         if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
             table = as_table(completions.by_column(), completions.rows(), _shown)
@@ -119,14 +118,17 @@ def _shown(value: Any) -> str:
     return f"{value:z.4g}" if isinstance(value, float) else str(value)
 
 
-def write_completions(completions: Completions, path: Path) -> None:
-    """Write one JSON object per row; the keys are the names of the columns."""
+def write_completions(completions: Completions, path: Path, *, durable: bool = False) -> None:
+    """Write one JSON object per row; the keys are the names of the columns.
+
+    For `durable` see `write_atomically`.
+    """
     names = completions.by_column()
     lines = (dict(zip(names, row, strict=True)) for row in completions.rows())
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
     with explained_writes(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, text, durable=False)
+        write_atomically(path, text, durable=durable)
 
 
 def _log_to_wandb(completions: Completions, step: int, callback: WandbCallback) -> None:

@@ -205,12 +205,13 @@ def load_prompts(
 ) -> tuple[Dataset, Dataset | None]:
     """Return the training prompts, and the prompts for evaluation or samples, or None.
 
-    If `eval_strategy` is not "steps", no test split is read. The last `HELD_OUT` prompts are then
-    held out if there are more than `MANY_PROMPTS` and the settings ask for samples. `context` is
-    the policy's context length; None means no limit.
+    If `eval_strategy` is not "steps", no test split is read. The samples are then for the
+    `watched_prompts`; without these, the last `HELD_OUT` prompts are held out if there are more
+    than `MANY_PROMPTS` and the settings ask for samples. `context` is the policy's context length;
+    None means no limit.
 
     Raises:
-        ConfigError: no data set is named.
+        ConfigError: no data set is named, or two settings name the prompts for samples.
         DataError: a split cannot be read.
     """
     if script.dataset_name is None:
@@ -219,7 +220,15 @@ def load_prompts(
     def read(split: str) -> Dataset:
         return _read_prompts(split, script, tokenizer, context, config.response_length)
 
-    rows = read(script.dataset_train_split)
+    rows, watched = read(script.dataset_train_split), script.watched_prompts
+    if watched:
+        if config.eval_strategy == "steps":
+            raise ConfigError(
+                f"watched_prompts={watched} would be ignored: with eval_strategy='steps', samples "
+                f"are for the split {script.dataset_test_split!r}. Remove one of these settings."
+            )
+        count = min(watched, len(rows))
+        return rows, rows.select([number * len(rows) // count for number in range(count)])
     if config.eval_strategy == "steps":
         return rows, read(script.dataset_test_split)
     if len(rows) <= MANY_PROMPTS or config.num_sample_generations == 0:

@@ -19,8 +19,8 @@ from ppo_core.errors import ConfigError, TrainingError
 from ppo_core.io.atomic_files import explained_writes, write_atomically
 from ppo_core.reporting.escaping import as_markdown, as_table, printable
 from ppo_core.reporting.metrics import Metrics
-from ppo_core.reporting.metrics_file import NEWEST_SAMPLES_FILE
-from ppo_core.reporting.sample_table import COMPLETIONS, Completions
+from ppo_core.reporting.metrics_file import COMPLETIONS, NEWEST_SAMPLES_FILE
+from ppo_core.reporting.sample_table import Completions
 
 SAMPLES = 3
 _NOT_UPLOADED = (

@@ -292,6 +292,8 @@ class Trainer:
 
     def _run_updates(self, last: int) -> list[Metrics]:
         history = []
+        if self._run.updates == 0 and self.config.num_sample_generations > 0:
+            self.generate_completions()
         started, episodes_before = time.monotonic(), self._run.episodes
         with self._progress() as bar:
             for _ in range(self._run.updates, last):
@@ -327,9 +329,8 @@ class Trainer:
         self._reporter.step_end(metrics, epoch=self._run.episodes / len(self._prompts.training))
         if self.engine.any(self._reporter.should_evaluate) and self._prompts.evaluation is not None:
             self.evaluate()
-        # Show samples after the first update, and at most `num_sample_generations` times in all,
-        # at equal intervals.
-        due = (self._run.updates - 1) * self.config.num_sample_generations
+        # Show samples at most `num_sample_generations` times, at equal intervals up to the end.
+        due = self._run.updates * self.config.num_sample_generations
         if due % self.schedule.num_updates < self.config.num_sample_generations:
             self.generate_completions()
         # Save earlier policies first: a run that resumes from the checkpoint needs all of them.

@@ -8,6 +8,7 @@ from pathlib import Path
 from pipeline.inputs.flow_run import CRITIC
 from pipeline.inputs.run_rewards import RunRewards
 from pipeline.launch.commands import gpus
+from pipeline.results.watched_prompts import NUM_PROMPTS, NUM_TIMES
 from pipeline.settings.settings import Settings
 from pipeline.settings.training_sections import LoraConfig
 from ppo_core.config.ppo_config import PPOConfig
@@ -98,8 +99,7 @@ def write_job(
         "output_dir": str(folder),
         "sft_model_path": models.policy,
         "reward_model_path": rewards.own_path(models.reward_model),
-        # PPO samples no answers for display, because the evaluation shows answers.
-        "num_sample_generations": 0,
+        "num_sample_generations": NUM_TIMES,
     }
     script = ScriptArguments(
         dataset_name=str(folder / "prompts.jsonl"),
@@ -110,6 +110,7 @@ def write_job(
         reward_gain=models.reward_gain,
         reward_end_of_text=settings.reward_model_training.end_of_text,
         policy_dir=str(policy_dir),
+        watched_prompts=NUM_PROMPTS,
         critic_path=models.critic,
         critic_dir=str(folder / CRITIC) if settings.start_from else None,
         resume_anyway=pause is not None and pause.has_new_reward,

@@ -18,7 +18,7 @@ from ppo_core.checkpointing.folders import (
     saved_policies,
 )
 from ppo_core.errors import PPOError
-from ppo_core.reporting.metrics_file import METRICS_FILE, SELF_CHECK_FILE
+from ppo_core.reporting.metrics_file import COMPLETIONS, METRICS_FILE, SELF_CHECK_FILE
 from ppo_core.supervised.supervised_config import RATE_FILE
 
 LOOK_SECONDS = 1.0
@@ -105,8 +105,8 @@ class _Mirror:
         newest = _newest_common(names)
         if newest:
             for copy, found in zip(self._copies, names, strict=True):
-                needed = _of(newest, found) | _of(POLICIES, found) | {*BESIDE_CHECKPOINT}
-                copy.read_files(needed)
+                beside = {*BESIDE_CHECKPOINT, *_of(POLICIES, found), *_of(COMPLETIONS, found)}
+                copy.read_files(_of(newest, found) | beside)
 
     def _run(self) -> None:
         while not self._over.wait(LOOK_SECONDS):
@@ -145,6 +145,8 @@ class _Mirror:
                 for file in BESIDE_CHECKPOINT
                 if (self._folder / file).exists()
             }
+            for path in (self._folder / COMPLETIONS).glob("step-*"):
+                files[f"{COMPLETIONS}/{path.name}"] = path
             for file, path in files_of(checkpoint).items():
                 files[f"{checkpoint.name}/{file}"] = path
             for policy in self._policies_before(checkpoint):
@@ -190,5 +192,5 @@ def _newest_common(names: Sequence[Collection[str]]) -> str:
 
 
 def _of(folder: str, names: Collection[str]) -> set[str]:
-    """Return the names of the files in `folder`: the name of a checkpoint, or POLICIES."""
+    """Return the names of the files in `folder`: the name of a checkpoint, or another folder."""
     return {name for name in names if name.startswith(f"{folder}/")}

@@ -23,6 +23,9 @@ PieceKind = Literal["same", "removed", "added"]
 """Which of two answers contain a piece of text: both (`same`), only the first (`removed`), or only
 the second (`added`)."""
 
+Pieces = tuple[tuple[PieceKind, str], ...]
+"""A text, split where it differs from another text."""
+
 MOST_EVIDENCE = 1_000_000
 """Evidence above which a report does not show the exact number."""
 
@@ -76,8 +79,8 @@ class Answer:
     title: str
     """Name of the contestant that gave the answer."""
 
-    pieces: tuple[tuple[PieceKind, str], ...]
-    """The text, split where it differs from another answer; one piece if nothing is compared."""
+    pieces: Pieces
+    """The text; one piece if nothing is compared."""
 
 
 @dataclass(frozen=True, kw_only=True)

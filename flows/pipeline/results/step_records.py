@@ -155,6 +155,16 @@ class EarlierPolicies:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WatchedPrompt:
+    """A training prompt with greedy answers of the policy, from before PPO to its end."""
+
+    prompt: str
+
+    answers: dict[int, tuple[str, float]]
+    """Number of updates before an answer -> the answer and its score."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainedPolicy:
     """The policy after PPO, or the policy that was chosen instead, see `SelectionConfig`.
 
@@ -191,6 +201,9 @@ class TrainedPolicy:
     self_check: dict[str, str | float]
     """Decoding of the policy, and for each model the differences between the forward pass of
     `ppo_core` and the model's own forward pass; see `ppo_core.training.self_check`."""
+
+    watched: list[WatchedPrompt] = field(default_factory=list)
+    """Prompts that PPO answered before its first update, and several times until its end."""
 
     rounds: list[RewardRound] = field(default_factory=list)
     """Reward models of the rounds after the first; empty with one round."""

@@ -54,7 +54,7 @@ NOT_OF_THE_FLOW = {
     "logging_steps": "every update is logged",
     "max_steps": "set total_episodes, the responses of PPO",
     "mini_batch_size": "set num_mini_batches",
-    "num_sample_generations": "the flow keeps answers to the evaluation prompts, see samples.jsonl",
+    "num_sample_generations": "the flow keeps answers to eight training prompts for its page",
     "save_strategy": "a retried PPO step resumes from its checkpoints",
     "eval_strategy": "the flow judges the policy after training, see [evaluation]",
     "push_to_hub": "the policy goes to MLflow, as registered_model",

@@ -64,6 +64,7 @@ def summarize(
             evaluation=evaluation,
             registered=registered,
             cost=cost,
+            watched=policy.watched,
             since_champion=differences_section(run, settings.registered_model, evaluation.champion),
         )
         page = write_run_page(facts, tracker.parent)

@@ -36,16 +36,19 @@ from pipeline.results.step_records import (
     RewardRound,
     TrainedPolicy,
     ValidatedReward,
+    WatchedPrompt,
 )
+from pipeline.results.watched_prompts import read_watched
 from pipeline.settings.settings import Settings
 from pipeline.stages.rounds import Rounds, ScaledReward, decides_the_rounds
 from pipeline.stages.tracked import card_of_step, stage, with_files
 from pipeline.storage.cached_results import MadeModel, can_be_reused, make_or_reuse, move_files
 from pipeline.tracking.tracker import Tracker
 from ppo_core.checkpointing.folders import POLICIES
-from ppo_core.errors import ProcessError
+from ppo_core.errors import DataError, ProcessError
 from ppo_core.io.folder_cache import digest_of, digest_of_code
 from ppo_core.io.text_files import read_json_file
+from ppo_core.io.validation import read_record
 from ppo_core.reporting.diagnosis import diagnose
 from ppo_core.reporting.metrics_file import METRICS_FILE, SELF_CHECK_FILE, UPDATE, read_metrics
 from ppo_core.supervised.training_code import modules_of_training
@@ -201,8 +204,18 @@ def _move_policy(run: FlowRun, folder: Path) -> dict[str, Any]:
         "updates": read_metrics(job / METRICS_FILE),
         "self_check": read_json_file(job / SELF_CHECK_FILE, ProcessError),
         "peak_rss_bytes": _peak_rss_bytes(),
+        "watched": [asdict(one) for one in _watched(job)],
         "run": run.id,
     }
+
+
+def _watched(job: Path) -> list[WatchedPrompt]:
+    """Return the watched prompts; a damaged file causes a warning, as only the page needs them."""
+    try:
+        return read_watched(job)
+    except DataError as error:
+        print(f"Warning: The page of the run shows no answers during PPO: {error}", flush=True)
+        return []
 
 
 def _copied_once(
@@ -374,6 +387,7 @@ def _trained_policy(
         tokens_sampled=sampled,
         tokens_trained=sampled * epochs,
         self_check=made.values["self_check"],
+        watched=[read_record(one, WatchedPrompt) for one in made.values["watched"]],
         rounds=[RewardRound(**one) for one in made.values.get("rounds", [])],
         spent=_spent(made.values) if paid else {},
         earlier=(

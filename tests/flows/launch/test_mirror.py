@@ -92,7 +92,8 @@ class Machine:
             "save_steps": 5,
             "save_total_limit": 2,
             "save_policies": 2,
-            "num_sample_generations": 0,
+            "num_sample_generations": 3,
+            "watched_prompts": 2,
             "disable_tqdm": True,
             "use_cpu": True,
         }
@@ -115,13 +116,17 @@ class Machine:
     def updates(self) -> list[int]:
         return [line["update"] for line in read_metrics(self.folder / METRICS_FILE)]
 
-    def policies(self) -> list[bytes]:
-        """The weights of the last policy, and of those after a third and two thirds."""
+    def results(self) -> list[bytes]:
+        """Weights of the last policy and of those after a third and two thirds, and the samples."""
         folders = [
             self.root / "policy",
             *(self.folder / "policies" / each for each in ("10", "20")),
         ]
-        return [(folder / "model.safetensors").read_bytes() for folder in folders]
+        samples = [f"completions/step-0000{each}.jsonl" for each in ("00", "10", "20", "30")]
+        return [
+            *((folder / "model.safetensors").read_bytes() for folder in folders),
+            *((self.folder / each).read_bytes() for each in samples),
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +146,7 @@ def test_a_machine_that_is_lost_is_replaced(inputs, store, whole: Machine, tmp_p
     assert new.start(0, 1, 2, "lost").wait() == 0, new.log.read_text()
     assert re.search(r"The training continues from checkpoint-\d", new.log.read_text())
     assert new.updates() == [*range(1, UPDATES + 1)]
-    assert new.policies() == whole.policies()
+    assert new.results() == whole.results()
     # The newest alone is kept.
     assert copied(store, "lost/ppo/machine-0") == {f"checkpoint-{UPDATES}"}
 
@@ -167,7 +172,7 @@ def test_two_machines_with_a_folder_each(inputs, store, tmp_path: Path):
     for machine in machines:
         assert "The training continues from checkpoint-" in machine.log.read_text()
     assert machines[0].updates() == shared.updates() == [*range(1, UPDATES + 1)]
-    assert machines[0].policies() == shared.policies()
+    assert machines[0].results() == shared.results()
 
 
 def finish_checkpoint(folder: Path, step: int) -> None:

@@ -31,11 +31,12 @@ from pipeline.reports.run_page.reading import (
     JudgedPair,
     choose_pairs,
     differing_words,
+    watched_section,
 )
 from pipeline.reports.run_page.run_document import run_document
 from pipeline.reports.run_page.training import ppo_section
 from pipeline.reports.run_page.write_page import PAGE_FILE, write_failure, write_run_page
-from pipeline.results.step_records import RegisteredPolicy
+from pipeline.results.step_records import RegisteredPolicy, WatchedPrompt
 from pipeline.settings.settings import make_settings
 from pipeline.storage.workspace import Workspace
 from pipeline.tracking.journal import Journal
@@ -44,7 +45,7 @@ from pipeline.tracking.tracker import Tracker
 from ppo_core.errors import ModelError
 from ppo_core.io.progress_bar import PROGRESS, progress
 from ppo_core.io.validation import read_record
-from ppo_core.reporting.metrics_file import NEWEST_SAMPLES_FILE
+from ppo_core.reporting.metrics_file import COMPLETIONS, NEWEST_SAMPLES_FILE
 from tests.helpers.inputs.sample_reports import (
     HOSTILE,
     decision,
@@ -184,6 +185,9 @@ def facts_of(folder: Path, updates: int, samples: int = 30) -> RunFacts:
             earlier_decisions=4,
         ),
         cost=run_cost(),
+        watched=[
+            WatchedPrompt(prompt=f"ask {HOSTILE}", answers={0: ("a", 0.5), 9: (HOSTILE, math.inf)})
+        ],
         since_champion=Section(title="What changed?", headers=("a",), rows=((HOSTILE,),)),
     )
 
@@ -293,15 +297,30 @@ def test_pairs_to_read_are_the_best_worst_closest_and_others_each_once():
 
 def test_words_that_only_one_answer_has_are_marked():
     old, new = differing_words("the cat sat here", "the dog sat")
-    assert old.pieces == (
+    assert old == (
         ("same", "the "),
         ("removed", "cat "),
         ("same", "sat "),
         ("removed", "here"),
     )
-    assert "".join(text for _, text in old.pieces) == "the cat sat here"
-    assert "".join(text for _, text in new.pieces) == "the dog sat"
-    assert ("added", "dog ") in new.pieces
+    assert "".join(text for _, text in old) == "the cat sat here"
+    assert "".join(text for _, text in new) == "the dog sat"
+    assert ("added", "dog ") in new
+
+
+def test_answers_during_ppo_are_shown_with_what_the_first_answer_lacks_marked():
+    answers = {0: ("a b", 0.25), 3: ("a b", 0.25), 12: ("a c", -1.0)}
+    section = watched_section([WatchedPrompt(prompt="say", answers=answers)])
+    (reading,) = section.readings
+    assert [one.title for one in reading.answers] == [
+        "Before PPO",
+        "After update 3",
+        "After update 12",
+    ]
+    first, same, last = (one.pieces for one in reading.answers)
+    assert first == same == (("same", "a b"),)
+    assert last == (("same", "a "), ("added", "c"))
+    assert reading.notes == ("Scores: 0.25, 0.25, -1",)
 
 
 @pytest.mark.parametrize("content", ["{damaged", "[]", '{"prompt": "a"}', '{"prompt": 1}'])
@@ -342,8 +361,10 @@ def test_the_page_is_written_while_ppo_trains_at_most_every_ten_seconds(
     training(tracker.journal, 3)
     page, samples = run.folder / PAGE_FILE, run.folder / "ppo" / NEWEST_SAMPLES_FILE
     row = {"query": f"ask {HOSTILE}", "response": f"say {HOSTILE}", "score": 1.25}
-    samples.parent.mkdir()
+    kept = samples.parent / COMPLETIONS / "step-000000.jsonl"
+    kept.parent.mkdir(parents=True)
     write_jsonl(samples, [row])
+    write_jsonl(kept, [row])
     monkeypatch.setattr(live_view, "FIRST_SECONDS", 0.5)
     monkeypatch.setattr(live_view, "LOOK_SECONDS", 0.02)
     monkeypatch.delenv(PROGRESS, raising=False)
@@ -365,6 +386,7 @@ def test_the_page_is_written_while_ppo_trains_at_most_every_ten_seconds(
     assert re.search(r"32 of 64 episodes, .* left", text)
     assert "Value loss" in text
     assert "Score: 1.25" in text
+    assert "Before PPO" in text
     assert text.count("&lt;script&gt;") > 3
     assert "<script>" not in text
 

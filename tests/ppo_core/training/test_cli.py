@@ -289,6 +289,22 @@ def test_the_last_100_of_many_prompts_are_held_out(tmp_path):
     assert held_out["prompt"][:] == [f"w{i}" for i in range(901, 1001)]
 
 
+@pytest.mark.parametrize(("watched", "names"), [(4, ["w0", "w2", "w5", "w7"]), (99, None)])
+def test_watched_prompts_are_at_equal_distances_and_trained_on(watched, names, tmp_path):
+    file = tmp_path / "ten.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": f"w{i}"}) for i in range(10)))
+    script = ScriptArguments(dataset_name=str(file), watched_prompts=watched)
+    train, shown = load_prompts(PPOConfig(), script, make_tokenizer(), None)
+    assert len(train) == 10
+    assert shown["prompt"][:] == (names or train["prompt"][:])
+
+
+def test_watched_prompts_and_a_test_split_contradict_each_other(data):
+    script = ScriptArguments(dataset_name=str(data), watched_prompts=1)
+    with pytest.raises(ConfigError, match="watched_prompts=1 would be ignored"):
+        load_prompts(PPOConfig(eval_strategy="steps"), script, make_tokenizer(), None)
+
+
 def test_evaluation_reads_the_test_split(data):
     script = ScriptArguments(dataset_name=str(data), dataset_test_split="validation")
     _, held_out = load_prompts(PPOConfig(eval_strategy="steps"), script, make_tokenizer(), None)

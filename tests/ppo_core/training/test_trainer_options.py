@@ -340,7 +340,7 @@ def test_without_evaluation_prompts_there_are_no_completions():
 
 
 @pytest.mark.parametrize(
-    ("times", "updates"), [(0, []), (1, [1]), (3, [1, 3, 4]), (9, [1, 2, 3, 4])]
+    ("times", "updates"), [(0, []), (1, [0, 4]), (3, [0, 2, 3, 4]), (9, [0, 1, 2, 3, 4])]
 )
 def test_samples_are_shown_so_many_times_in_a_run(times, updates, tmp_path):
     make_trainer(

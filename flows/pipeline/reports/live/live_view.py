@@ -22,8 +22,10 @@ from pipeline.reports.live.live_card import LiveCard
 from pipeline.reports.run_page.facts import EPISODE, Curves, RunFacts, curves_of
 from pipeline.reports.run_page.run_document import REFRESH_SECONDS, run_document
 from pipeline.reports.run_page.write_page import write_page_file
+from pipeline.results.watched_prompts import read_watched
 from pipeline.settings.settings import Settings
 from pipeline.tracking.tracker import Tracker
+from ppo_core.errors import DataError
 from ppo_core.io.progress_bar import PROGRESS
 from ppo_core.reporting.diagnosis import diagnose
 from ppo_core.reporting.metrics_file import NEWEST_SAMPLES_FILE, UPDATE
@@ -131,12 +133,18 @@ class LiveView:
         updates = _by_update(curves)
         if self._step != "train_policy" or not updates:
             return facts
-        samples = self._run.folder / PPO / NEWEST_SAMPLES_FILE
+        folder, watched = self._run.folder / PPO, []
+        try:
+            watched = read_watched(folder)
+        except DataError as error:
+            self._warn(str(error))
+        samples = folder / NEWEST_SAMPLES_FILE
         findings = diagnose(ppo_config(self._settings), updates)
         return replace(
             facts,
             warnings=[str(one) for one in findings],
             samples=samples if samples.exists() else None,
+            watched=watched,
         )
 
 

@@ -9,7 +9,7 @@ from pipeline.reports.document import Section, ShownProgress
 from pipeline.results.evaluation import Evaluation
 from pipeline.results.reward_report import RewardReport
 from pipeline.results.run_cost import RunCost
-from pipeline.results.step_records import RegisteredPolicy
+from pipeline.results.step_records import RegisteredPolicy, WatchedPrompt
 from pipeline.settings.settings import Settings
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.run_record import PARENT
@@ -52,6 +52,9 @@ class RunFacts:
 
     samples: Path | None = None
     """File with the newest samples of a running PPO, see `ppo_core.reporting.sample_table`."""
+
+    watched: list[WatchedPrompt] = field(default_factory=list)
+    """Prompts that PPO answered again and again; empty if the run has not reached PPO."""
 
     since_champion: Section | None = None
     """Section with the changes since the run of the champion."""

@@ -5,15 +5,17 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pipeline.evaluation.comparison import POINTS
 from pipeline.inputs.json_lines import read_jsonl
 from pipeline.judges.verdict import Verdict
-from pipeline.reports.document import Answer, PieceKind, Reading, Section
+from pipeline.reports.document import Answer, PieceKind, Pieces, Reading, Section
 from pipeline.reports.evaluation_report import WHO
-from pipeline.results.step_records import EvaluatedPolicy
+from pipeline.results.step_records import EvaluatedPolicy, WatchedPrompt
+from pipeline.results.watched_prompts import read_completions
 from ppo_core.data.rows.dialogues import shown_prompt
 from ppo_core.errors import DataError
 from ppo_core.io.validation import read_record
@@ -32,6 +34,9 @@ OUTCOMES = {
 
 PAIRS, PROMPTS = "Which answers won and lost? Pairs to read", "What did it learn to say? Prompts"
 """Titles of the sections."""
+
+WATCHED = "How did its answers change during PPO?"
+"""Title of the section with the same prompts over the run."""
 
 NEWEST_SAMPLES = "What does it say now? Newest samples"
 """Title of the section while PPO trains."""
@@ -78,15 +83,6 @@ class AnsweredPrompt:
     ppo: str
     reference: str | None = None
     champion: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Completion:
-    """A row of a file that `write_completions` wrote."""
-
-    query: str
-    response: str
-    score: float
 
 
 def pairs_section(evaluated: EvaluatedPolicy, contest: str) -> Section:
@@ -138,9 +134,22 @@ def newest_section(path: Path) -> Section:
             answers=(_plain("PPO", row.response),),
             notes=(f"Score: {row.score:z.4g}",),
         )
-        for number, row in enumerate(_read_rows(path, _Completion), 1)
+        for number, row in enumerate(read_completions(path), 1)
     )
     return Section(title=NEWEST_SAMPLES, text=("Sampled in the last update.",), readings=readings)
+
+
+def watched_section(watched: Sequence[WatchedPrompt]) -> Section:
+    """Return prompts with their answers during PPO; words that SFT did not say are marked."""
+    text = (
+        "Greedy answers to training prompts that lie at equal distances. Words that the first "
+        "answer does not have at this place are underlined."
+    )
+    return Section(
+        title=WATCHED,
+        text=(text,),
+        readings=tuple(_watched(number, one) for number, one in enumerate(watched, 1)),
+    )
 
 
 def choose_pairs(rows: Sequence[JudgedPair]) -> list[tuple[str, JudgedPair]]:
@@ -161,8 +170,8 @@ def choose_pairs(rows: Sequence[JudgedPair]) -> list[tuple[str, JudgedPair]]:
     return chosen
 
 
-def differing_words(first: str, second: str) -> tuple[Answer, Answer]:
-    """Return the answers of SFT and PPO in pieces, in which the differing words are marked."""
+def differing_words(first: str, second: str) -> tuple[Pieces, Pieces]:
+    """Return two answers in pieces, in which the differing words are marked."""
     old, new = (re.findall(r"\S+\s*", text) for text in (first, second))
     # Words are compared without the spaces after them: spaces do not count as differences.
     matcher = SequenceMatcher(None, first.split(), second.split(), autojunk=False)
@@ -172,10 +181,7 @@ def differing_words(first: str, second: str) -> tuple[Answer, Answer]:
         same = kind == "equal"
         removed.append(("same" if same else "removed", "".join(old[a:b])))
         added.append(("same" if same else "added", "".join(new[c:d])))
-    return (
-        Answer(title=WHO["sft"], pieces=tuple(piece for piece in removed if piece[1])),
-        Answer(title=WHO["ppo"], pieces=tuple(piece for piece in added if piece[1])),
-    )
+    return tuple(filter(itemgetter(1), removed)), tuple(filter(itemgetter(1), added))
 
 
 def shortened_text(text: str) -> str:
@@ -232,10 +238,31 @@ def _prompt(number: int, row: AnsweredPrompt) -> Reading:
         title=f"Prompt {number}",
         prompt=shortened_text(shown_prompt(row.prompt)),
         answers=(
-            *differing_words(sft, ppo),
+            *(
+                Answer(title=WHO[who], pieces=pieces)
+                for who, pieces in zip(("sft", "ppo"), differing_words(sft, ppo), strict=True)
+            ),
             *(_plain(WHO[who], text) for who, text in others.items() if text is not None),
         ),
         notes=("Both answers are equal.",) if sft == ppo else (),
+    )
+
+
+def _watched(number: int, watched: WatchedPrompt) -> Reading:
+    texts = {update: shortened_text(text) for update, (text, _) in watched.answers.items()}
+    first = next(iter(texts.values()))
+    scores = ", ".join(f"{score:z.4g}" for _, score in watched.answers.values())
+    return Reading(
+        title=f"Training prompt {number}",
+        prompt=shortened_text(watched.prompt),
+        answers=tuple(
+            Answer(
+                title=f"After update {update}" if update else "Before PPO",
+                pieces=differing_words(first, text)[1],
+            )
+            for update, text in texts.items()
+        ),
+        notes=(f"Scores: {scores}",),
     )
 
 

@@ -32,6 +32,7 @@ from pipeline.reports.run_page.reading import (
     newest_section,
     pairs_section,
     prompts_section,
+    watched_section,
 )
 from pipeline.reports.run_page.training import ppo_section, supervised_section
 from pipeline.reports.terminal import CONTEST_TITLES, cost_in_words
@@ -181,14 +182,16 @@ def _front(evaluation: Evaluation) -> Section:
 
 def _answers(facts: RunFacts) -> list[Section]:
     evaluation, registered, samples = facts.evaluation, facts.registered, facts.samples
+    watched = [watched_section(facts.watched)] if facts.watched else []
     if samples is not None:
-        return [_or_why(NEWEST_SAMPLES, lambda: newest_section(samples))]
+        return [_or_why(NEWEST_SAMPLES, lambda: newest_section(samples)), *watched]
     if not (evaluation and registered):
         return [Section(title=PROMPTS, text=("There are no answers of a trained policy yet.",))]
     evaluated, contest = registered.evaluation, evaluation.direct_contest
     return [
         _or_why(PAIRS, lambda: pairs_section(evaluated, contest)),
         _or_why(PROMPTS, lambda: prompts_section(evaluated)),
+        *watched,
     ]
 
 

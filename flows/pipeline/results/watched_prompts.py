@@ -1,0 +1,59 @@
+"""Greedy answers to a few training prompts, from before PPO to its end."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.inputs.json_lines import read_jsonl
+from pipeline.results.step_records import WatchedPrompt
+from ppo_core.errors import DataError
+from ppo_core.io.validation import read_record
+from ppo_core.reporting.metrics_file import COMPLETIONS
+
+NUM_PROMPTS, NUM_TIMES = 8, 5
+"""Number of prompts, and number of times that PPO answers them after its start."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """A row of a file that `write_completions` wrote."""
+
+    query: str
+    response: str
+    score: float
+
+
+def read_watched(folder: Path) -> list[WatchedPrompt]:
+    """Return the prompts that a training watches, with its answers so far; [] before the first.
+
+    `folder` is the `output_dir` of the training.
+
+    Raises:
+        DataError: a file is damaged.
+    """
+    tables = {
+        int(path.stem.rpartition("-")[2]): read_completions(path)
+        for path in sorted((folder / COMPLETIONS).glob("step-*.jsonl"))
+    }
+    if len({len(rows) for rows in tables.values()}) > 1:
+        raise DataError(f"The files in '{folder / COMPLETIONS}' differ in their number of rows.")
+    return [
+        WatchedPrompt(
+            prompt=rows[0].query,
+            answers={
+                update: (row.response, row.score) for update, row in zip(tables, rows, strict=True)
+            },
+        )
+        for rows in zip(*tables.values(), strict=True)
+    ]
+
+
+def read_completions(path: Path) -> list[Completion]:
+    """Return the rows of a file that `write_completions` wrote.
+
+    Raises:
+        DataError: the file is missing or damaged.
+    """
+    try:
+        return [read_record(row, Completion) for row in read_jsonl(path)]
+    except ValueError as error:
+        raise DataError(f"'{path}' is damaged: {error}.") from error
