@@ -26,7 +26,7 @@ from deployment.actions import (
     show_deployment,
     start_deployment,
 )
-from deployment.flow_commands import DeploymentFiles, read_deployment_file
+from deployment.deploy_flow import DeploymentFiles, read_deployment_file
 from pipeline.settings.environment import prepare_environment
 from ppo_core.errors import PPOError
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.settings.environment import prepare_environment
-from ppo_core.config.checks import refuse_secrets
+from ppo_core.config.field_checks import refuse_secrets
 from ppo_core.errors import ConfigError, DataError, PPOError
 from ppo_core.io.atomic_files import explained_full_disk, require_writable
 
@@ -105,7 +105,7 @@ def _label(given: argparse.Namespace) -> None:
     from human_feedback.label_server import label_server
     from human_feedback.labeling import Labeling
     from human_feedback.read_votes import read_pairs
-    from pipeline.inputs.combine_pairs import votes_of
+    from pipeline.inputs.votes_to_pairs import votes_of
 
     rows = read_pairs(given.pairs)
     file = Path(given.output or Path(given.pairs).with_name("labeled.jsonl"))
@@ -173,7 +173,7 @@ def _say_what_is_next(output: Path, pairs: int, wanted: int, how: str) -> None:
 def _to_label_studio(given: argparse.Namespace) -> None:
     from human_feedback.label_studio import INTERFACE, write_tasks
     from human_feedback.read_votes import read_pairs
-    from pipeline.inputs.combine_pairs import votes_of
+    from pipeline.inputs.votes_to_pairs import votes_of
 
     output = _output(given.output, Path(given.pairs).with_name("label-studio.json"))
     pairs = votes_of(read_pairs(given.pairs))

@@ -20,7 +20,7 @@ from metaflow_glue.command_line import (
 from metaflow_glue.execution_parameters import COMMANDS, quote_parameters
 from metaflow_glue.metaflow_secrets import keep_secrets_from_metaflow
 from pipeline.settings.environment import prepare_environment
-from ppo_core.config.checks import refuse_secrets
+from ppo_core.config.field_checks import refuse_secrets
 from ppo_core.errors import PPOError
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from pipeline.settings.environment import prepare_environment
-from ppo_core.config.checks import refuse_secrets
+from ppo_core.config.field_checks import refuse_secrets
 from ppo_core.errors import ConfigError, DataError, PPOError
 from ppo_core.io.atomic_files import explained_full_disk
 from ppo_core.reporting.escaping import one_line

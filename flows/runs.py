@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeline.settings.environment import prepare_environment
-from ppo_core.config.checks import refuse_secrets
+from ppo_core.config.field_checks import refuse_secrets
 from ppo_core.errors import ConfigError, PPOError
 from ppo_core.errors.control_characters import escape_controls
 

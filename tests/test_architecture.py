@@ -136,9 +136,9 @@ def test_the_formulas_import_torch_and_themselves_only():
         assert siblings(path, "ppo_core") <= {"algorithm"}, path
 
 
-@pytest.mark.parametrize("phase", ["rollout/generate", "ppo/scoring", "ppo/update"])
+@pytest.mark.parametrize("phase", ["rollout/sample_responses", "ppo/scoring", "ppo/update"])
 def test_the_phases_do_not_import_each_other(phase: str):
-    others = {"rollout.generate", "ppo.scoring", "ppo.update", "training.trainer"}
+    others = {"rollout.sample_responses", "ppo.scoring", "ppo.update", "training.trainer"}
     found = imported(ROOT / "ppo_core" / f"{phase}.py")
     assert not found & {f"ppo_core.{name}" for name in others - {phase.replace("/", ".")}}
 

@@ -2,9 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from deployment.deployed import tags_of
-from deployment.deployment import JUDGING_STEP, TRAINING_STEP, Deployment
-from deployment.flow_commands import (
+from deployment.deploy_flow import (
     FILES,
     DeploymentFiles,
     compile_flow,
@@ -12,6 +10,8 @@ from deployment.flow_commands import (
     delete_flow,
     start_flow,
 )
+from deployment.deployed import tags_of
+from deployment.deployment import JUDGING_STEP, TRAINING_STEP, Deployment
 from deployment.overview import render_deployment, render_status
 from pipeline.judges.judge_names import read_judges
 from pipeline.settings.settings import Settings, make_settings
@@ -21,8 +21,8 @@ from ppo_core.errors.packages import require_package
 from ppo_core.io.text_files import read_toml_file
 
 if TYPE_CHECKING:
-    from deployment.argo_deployment import ArgoDeployment
-    from deployment.step_functions_deployment import StepFunctionsDeployment
+    from deployment.argo_scheduler import ArgoScheduler
+    from deployment.step_functions_scheduler import StepFunctionsScheduler
 
 
 def check_deployment(files: DeploymentFiles) -> None:
@@ -109,16 +109,16 @@ def show_deployment(files: DeploymentFiles) -> None:
     print(render_status(found, tags_of(files)), end="", flush=True)
 
 
-def _scheduler_of(deployment: Deployment) -> "ArgoDeployment | StepFunctionsDeployment":
+def _scheduler_of(deployment: Deployment) -> "ArgoScheduler | StepFunctionsScheduler":
     # Imported here, because each of these modules needs the client library of its scheduler.
     if deployment.scheduler == "argo":
         require_package("kubernetes", extra="deploy", needed_by="A deployment to Argo Workflows")
-        from deployment.argo_deployment import ArgoDeployment
+        from deployment.argo_scheduler import ArgoScheduler
 
-        return ArgoDeployment(deployment)
-    from deployment.step_functions_deployment import StepFunctionsDeployment
+        return ArgoScheduler(deployment)
+    from deployment.step_functions_scheduler import StepFunctionsScheduler
 
-    return StepFunctionsDeployment(deployment)
+    return StepFunctionsScheduler(deployment)
 
 
 def check_settings(files: DeploymentFiles) -> Settings:

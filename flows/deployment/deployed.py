@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deployment.flow_commands import DeploymentFiles
+from deployment.deploy_flow import DeploymentFiles
 from pipeline.inputs.lineage import git_state
 from ppo_core.errors import ConfigError
 from ppo_core.io.folder_cache import digest_of

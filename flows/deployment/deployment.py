@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from deployment.step_settings import StepResources
-from ppo_core.config.checks import check_fields, require
+from ppo_core.config.field_checks import check_fields, require
 from ppo_core.errors import ConfigError
 from ppo_core.io.validation import NotNegative
 

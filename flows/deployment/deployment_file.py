@@ -10,7 +10,7 @@ from deployment.step_settings import StepResources
 from pipeline.settings.overrides import merge_tables
 from pipeline.settings.settings import names_by_section, read_section
 from pipeline.settings.unknown_names import describe_unknown_setting
-from ppo_core.config.checks import refuse_secrets
+from ppo_core.config.field_checks import refuse_secrets
 from ppo_core.errors import ConfigError
 
 STEPS = (

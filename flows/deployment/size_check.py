@@ -10,8 +10,8 @@ from math import ceil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from deployment.deploy_flow import DeploymentFiles
 from deployment.deployment import Deployment
-from deployment.flow_commands import DeploymentFiles
 from deployment.step_settings import StepResources
 from pipeline.cost.gpu_table import Gpu, find_gpu, read_gpus
 from pipeline.cost.memory.ppo_memory import PPOSize, host_memory

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from ppo_core.config.checks import check_fields, require
+from ppo_core.config.field_checks import check_fields, require
 from ppo_core.io.validation import Natural, NotNegative, Positive
 
 TAINT = re.compile(

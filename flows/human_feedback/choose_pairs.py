@@ -10,10 +10,10 @@ import numpy as np
 
 from human_feedback.uncertain_pairs import Pair, first_unlike, random_pairs, uncertain_pairs
 from pipeline.evaluation.rates import Array
-from pipeline.inputs.combine_pairs import unlabeled_rows
 from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.json_lines import json_line, read_jsonl
 from pipeline.inputs.training_prompts import prompt_key
+from pipeline.inputs.votes_to_pairs import unlabeled_rows
 from pipeline.launch.answers import answer_as_ppo
 from pipeline.promotion.fetch_champion import CHAMPIONS
 from pipeline.registry.register_version import find_policy
@@ -22,7 +22,7 @@ from pipeline.results.step_records import JUDGEMENTS, SAMPLES
 from pipeline.reward_validation.scores import require_finite
 from pipeline.settings.settings import Settings
 from pipeline.stages.validation import load_scorer
-from ppo_core.config.checks import check_fields
+from ppo_core.config.field_checks import check_fields
 from ppo_core.data.chat_template import Messages
 from ppo_core.data.rows.dialogues import shown_prompt
 from ppo_core.errors import ConfigError, DataError

@@ -9,7 +9,7 @@ from metaflow import metaflow_git, task
 from metaflow.exception import MetaflowExceptionWrapper
 
 from pipeline.settings.overrides import read_overrides
-from ppo_core.config.checks import refuse_secrets
+from ppo_core.config.field_checks import refuse_secrets
 from ppo_core.errors.control_characters import escape_controls
 from ppo_core.errors.redaction import redact
 

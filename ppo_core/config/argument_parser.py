@@ -12,7 +12,7 @@ from typing import Any, NoReturn, get_args, get_type_hints
 
 from transformers import HfArgumentParser
 
-from ppo_core.config.checks import check_type, refuse_secrets
+from ppo_core.config.field_checks import check_type, refuse_secrets
 from ppo_core.config.trl_names import PPO_ALIASES
 from ppo_core.config.unsupported_settings import (
     INSTEAD,

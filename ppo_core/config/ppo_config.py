@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ppo_core.config.checks import check_fields, require, require_kept_checkpoints
+from ppo_core.config.field_checks import check_fields, require, require_kept_checkpoints
 from ppo_core.config.run_config import RunConfig
 from ppo_core.errors import ConfigError
 from ppo_core.errors.packages import require_package

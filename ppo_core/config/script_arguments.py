@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from ppo_core.config.checks import check_fields
+from ppo_core.config.field_checks import check_fields
 from ppo_core.config.row_settings import (
     MAX_LEFT_OUT,
     Overlong,

@@ -20,7 +20,7 @@ from ppo_core.ppo.model_bundle import ModelBundle
 from ppo_core.ppo.run_state import RunState
 from ppo_core.ppo.scoring import response_logprobs
 from ppo_core.reporting.metrics import Metrics, PhaseTimer, sampler_metrics
-from ppo_core.rollout.generate import SamplingCallbacks, sample_responses
+from ppo_core.rollout.sample_responses import SamplingCallbacks, sample_responses
 from ppo_core.rollout.token_sampling import SamplingSettings, server_of
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppo_core.config.argument_parser import DocumentedParser
-from ppo_core.config.checks import check_fields
+from ppo_core.config.field_checks import check_fields
 from ppo_core.config.row_settings import (
     MAX_LEFT_OUT,
     Overlong,

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ppo_core.config.checks import check_fields, is_finite, require, require_kept_checkpoints
+from ppo_core.config.field_checks import check_fields, is_finite, require, require_kept_checkpoints
 from ppo_core.config.run_config import Sharding
 from ppo_core.io.validation import Count, NotNegative, Seed, ShareBelow1, Steps
 

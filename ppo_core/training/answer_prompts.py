@@ -23,7 +23,7 @@ from ppo_core.ppo.scoring import response_logprobs
 from ppo_core.ppo.update import TrainState
 from ppo_core.reporting.metrics import sampler_metrics
 from ppo_core.reporting.sample_table import Completions
-from ppo_core.rollout.generate import SamplingCallbacks, sample_responses
+from ppo_core.rollout.sample_responses import SamplingCallbacks, sample_responses
 from ppo_core.rollout.token_sampling import (
     NO_STOP_TOKEN,
     SamplingSettings,

@@ -13,7 +13,7 @@ from ppo_core.data.text_config import text_config
 from ppo_core.errors import DataError, ModelError
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.ppo.model_bundle import ModelBundle
-from ppo_core.rollout.generate import decoder_of
+from ppo_core.rollout.sample_responses import decoder_of
 
 
 def check_models(

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from ppo_core.data.batching import pad_rows
 from ppo_core.models.policy import LanguageModel
-from ppo_core.rollout.generate import sample_responses
+from ppo_core.rollout.sample_responses import sample_responses
 from ppo_core.rollout.token_sampling import NO_STOP_TOKEN, SamplingSettings
 from tests.benchmarks.models import PAD, TEMPERATURE
 

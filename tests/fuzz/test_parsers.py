@@ -24,8 +24,8 @@ from pydantic import ValidationError
 
 import win_rate
 from flow_parts import RunStoppedError, parse_toml
-from pipeline.inputs.combine_pairs import label_pairs
 from pipeline.inputs.json_lines import read_jsonl
+from pipeline.inputs.labeled_pairs import label_pairs
 from pipeline.judges.function_judge import FunctionJudge
 from pipeline.judges.judge_prompt import pose, read_verdict
 from pipeline.judges.openai_client import _read as read_body
@@ -38,7 +38,7 @@ from pipeline.settings.judge_config import JudgingConfig
 from pipeline.settings.settings import Settings, as_plain_dict, make_settings
 from pipeline.settings.settings_file import settings_text
 from pipeline.tracking.journal import Journal
-from pipeline.tracking.mlflow_calls import in_calls
+from pipeline.tracking.send_to_mlflow import in_calls
 from ppo_core.checkpointing.folders import MANIFEST as CHECKPOINT_MANIFEST
 from ppo_core.checkpointing.folders import STATE
 from ppo_core.checkpointing.lease import LEASE, Lease

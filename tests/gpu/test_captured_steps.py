@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from ppo_core.data.types import Rollout
 from ppo_core.models.policy import LanguageModel
 from ppo_core.rollout import fast_decoder
-from ppo_core.rollout.generate import sample_responses
+from ppo_core.rollout.sample_responses import sample_responses
 from ppo_core.rollout.token_sampling import SamplingSettings
 from tests.helpers.models.tiny import EOS, make_policy, make_prompts
 

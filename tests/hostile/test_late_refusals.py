@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.inputs.combine_pairs import LabeledPair
+from pipeline.inputs.labeled_pairs import LabeledPair
 from pipeline.judges.verdict import Verdict
 from pipeline.preflight.check_inputs import check_inputs
 from pipeline.preflight.judge_trial import MOST_PAIRS, ask_judge

@@ -187,7 +187,7 @@ def test_equal_responses_count_once():
 
 
 def pairs(count: int):
-    from pipeline.inputs.combine_pairs import LabeledPair, label_pairs
+    from pipeline.inputs.labeled_pairs import LabeledPair, label_pairs
 
     rows = [{"prompt": "w1", "chosen": f"w2 w{n}", "rejected": "w3"} for n in range(count)]
     found: list[LabeledPair] = label_pairs(rows)

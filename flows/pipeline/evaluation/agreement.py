@@ -13,7 +13,7 @@ from statsmodels.stats.inter_rater import aggregate_raters, fleiss_kappa
 
 from pipeline.evaluation.comparison import POINTS, Comparison, compare
 from pipeline.evaluation.rates import Array
-from pipeline.inputs.combine_pairs import Vote
+from pipeline.inputs.votes_to_pairs import Vote
 from pipeline.judges.verdict import Judge
 from pipeline.results.evaluation import (
     AnnotatorTest,

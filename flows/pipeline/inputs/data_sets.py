@@ -9,18 +9,17 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from pipeline.inputs.combine_pairs import (
-    LabeledPair,
-    decided_pairs,
+from pipeline.inputs.contamination import without_copies
+from pipeline.inputs.labeled_pairs import LabeledPair, decided_pairs
+from pipeline.inputs.row_digests import read_digests, without_erased
+from pipeline.inputs.training_pairs import (
     join_by_weight,
     pairs_of_feedback,
-    pairs_of_votes,
     split_off_judge_pairs,
     training_pairs_of,
 )
-from pipeline.inputs.contamination import without_copies
-from pipeline.inputs.row_digests import read_digests, without_erased
 from pipeline.inputs.training_prompts import prompt_key, prompts_without
+from pipeline.inputs.votes_to_pairs import pairs_of_votes
 from pipeline.settings.evaluation_config import EvaluationConfig
 from pipeline.settings.settings import Settings
 from ppo_core.config.row_settings import PromptFormat, ReadOptions

@@ -19,7 +19,7 @@ from ppo_core.errors.out_of_memory import BatchSize
 from ppo_core.io.folder_cache import digest_of
 from ppo_core.models.loading import load_config, load_policy, load_tokenizer
 from ppo_core.models.policy import LanguageModel
-from ppo_core.rollout.generate import sample_responses
+from ppo_core.rollout.sample_responses import sample_responses
 from ppo_core.rollout.token_sampling import SamplingSettings, stop_token
 
 SHORTEST_QUESTION: Question = [

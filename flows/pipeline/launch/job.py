@@ -8,7 +8,6 @@ from pathlib import Path
 from pipeline.inputs.flow_run import CRITIC
 from pipeline.inputs.run_rewards import RunRewards
 from pipeline.launch.commands import gpus
-from pipeline.results.watched_prompts import NUM_PROMPTS, NUM_TIMES
 from pipeline.settings.settings import Settings
 from pipeline.settings.training_sections import LoraConfig
 from ppo_core.config.ppo_config import PPOConfig
@@ -17,6 +16,10 @@ from ppo_core.io.atomic_files import write_atomically
 from ppo_core.ppo.schedule import make_schedule
 
 JOB_FILE = "settings.json"
+
+NUM_WATCHED, NUM_SAMPLE_TABLES = 8, 5
+"""Number of training prompts that PPO answers again and again, for the page of the run, and number
+of times that it answers them after its start."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ def write_job(
         "output_dir": str(folder),
         "sft_model_path": models.policy,
         "reward_model_path": rewards.own_path(models.reward_model),
-        "num_sample_generations": NUM_TIMES,
+        "num_sample_generations": NUM_SAMPLE_TABLES,
     }
     script = ScriptArguments(
         dataset_name=str(folder / "prompts.jsonl"),
@@ -110,7 +113,7 @@ def write_job(
         reward_gain=models.reward_gain,
         reward_end_of_text=settings.reward_model_training.end_of_text,
         policy_dir=str(policy_dir),
-        watched_prompts=NUM_PROMPTS,
+        watched_prompts=NUM_WATCHED,
         critic_path=models.critic,
         critic_dir=str(folder / CRITIC) if settings.start_from else None,
         resume_anyway=pause is not None and pause.has_new_reward,

@@ -8,9 +8,9 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from pipeline.evaluation.notes import WITHOUT_REFERENCES
-from pipeline.inputs.combine_pairs import label_pairs
 from pipeline.inputs.data_sets import RunData, references_of
 from pipeline.inputs.json_lines import read_jsonl, write_jsonl
+from pipeline.inputs.labeled_pairs import label_pairs
 from pipeline.inputs.training_prompts import prompt_key
 from pipeline.judges.judge_names import read_judges
 from pipeline.judges.make_judge import check_judge

@@ -9,12 +9,9 @@ from ppo_core.errors import DataError
 from ppo_core.io.validation import read_record
 from ppo_core.reporting.metrics_file import COMPLETIONS
 
-NUM_PROMPTS, NUM_TIMES = 8, 5
-"""Number of prompts, and number of times that PPO answers them after its start."""
-
 
 @dataclass(frozen=True, kw_only=True)
-class Completion:
+class SampleRow:
     """A row of a file that `write_completions` wrote."""
 
     query: str
@@ -31,7 +28,7 @@ def read_watched(folder: Path) -> list[WatchedPrompt]:
         DataError: a file is damaged.
     """
     tables = {
-        int(path.stem.rpartition("-")[2]): read_completions(path)
+        int(path.stem.rpartition("-")[2]): read_samples(path)
         for path in sorted((folder / COMPLETIONS).glob("step-*.jsonl"))
     }
     if len({len(rows) for rows in tables.values()}) > 1:
@@ -47,13 +44,13 @@ def read_watched(folder: Path) -> list[WatchedPrompt]:
     ]
 
 
-def read_completions(path: Path) -> list[Completion]:
+def read_samples(path: Path) -> list[SampleRow]:
     """Return the rows of a file that `write_completions` wrote.
 
     Raises:
         DataError: the file is missing or damaged.
     """
     try:
-        return [read_record(row, Completion) for row in read_jsonl(path)]
+        return [read_record(row, SampleRow) for row in read_jsonl(path)]
     except ValueError as error:
         raise DataError(f"'{path}' is damaged: {error}.") from error

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pipeline.inputs.combine_pairs import LabeledPair
+from pipeline.inputs.labeled_pairs import LabeledPair
 from pipeline.results.reward_report import Contract, Difference, EndOfText
 from pipeline.reward_validation.end_of_text import CLEARLY_BETTER, compare_ends
 from pipeline.reward_validation.odd_texts import RESPONSES, odd_rows

@@ -6,7 +6,7 @@ import numpy as np
 from statsmodels.stats.weightstats import DescrStatsW
 
 from pipeline.evaluation.rates import hits
-from pipeline.inputs.combine_pairs import LabeledPair
+from pipeline.inputs.labeled_pairs import LabeledPair
 from pipeline.results.reward_report import EndOfText
 from pipeline.reward_validation.scores import TextScorer
 from ppo_core.data.prompts import context_length

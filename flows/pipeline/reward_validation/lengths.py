@@ -7,7 +7,7 @@ from numpy.typing import ArrayLike
 from scipy.stats import spearmanr
 
 from pipeline.evaluation.rates import hits, measure_rate
-from pipeline.inputs.combine_pairs import LabeledPair
+from pipeline.inputs.labeled_pairs import LabeledPair
 from pipeline.results.reward_report import Lengths
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from pipeline.evaluation.rates import Array
-from pipeline.inputs.combine_pairs import LabeledPair
+from pipeline.inputs.labeled_pairs import LabeledPair
 from pipeline.reward_validation.vocabulary import known_tokens
 from ppo_core.data.chat_template import Messages
 from ppo_core.errors import ModelError

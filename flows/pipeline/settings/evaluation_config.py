@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from ppo_core.config.checks import check_fields
+from ppo_core.config.field_checks import check_fields
 from ppo_core.io.validation import Count, Natural, NotNegative, Share, ShareAbove0, ShareBelow1
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ppo_core.config.checks import check_fields
+from ppo_core.config.field_checks import check_fields
 from ppo_core.errors import ConfigError
 from ppo_core.io.validation import Count, Natural, NotNegative, Share
 

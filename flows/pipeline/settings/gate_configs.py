@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from ppo_core.config.checks import check_fields, is_finite
+from ppo_core.config.field_checks import check_fields, is_finite
 from ppo_core.config.spelling import nearest_name
 from ppo_core.errors import ConfigError
 from ppo_core.io.validation import (

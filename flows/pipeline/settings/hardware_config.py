@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from ppo_core.config.checks import is_finite
+from ppo_core.config.field_checks import is_finite
 from ppo_core.errors import ConfigError
 
 GPU_FACTS = (

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ppo_core.config.checks import check_fields, require
+from ppo_core.config.field_checks import check_fields, require
 from ppo_core.io.validation import Count
 
 MOST_TRIES = 6

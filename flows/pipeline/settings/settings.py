@@ -21,7 +21,7 @@ from pipeline.settings.overrides import merge_tables, read_overrides
 from pipeline.settings.selection_config import SelectionConfig
 from pipeline.settings.training_sections import LoraConfig, RewardTrainingSection, SupervisedSection
 from pipeline.settings.unknown_names import describe_unknown_setting
-from ppo_core.config.checks import check_fields, check_type, refuse_secrets
+from ppo_core.config.field_checks import check_fields, check_type, refuse_secrets
 from ppo_core.config.placement import Precision
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.reward_names import (

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
-from ppo_core.config.checks import check_fields, require
+from ppo_core.config.field_checks import check_fields, require
 from ppo_core.config.script_arguments import ALL_LINEAR
 from ppo_core.errors import ConfigError
 from ppo_core.errors.packages import require_package

@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from pipeline.evaluation.comparison import compare
-from pipeline.inputs.combine_pairs import label_pairs, pairs_of_votes, unlabeled_rows
 from pipeline.inputs.data_sets import PAIRS_FILE, RunData
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.inputs.json_lines import write_jsonl
+from pipeline.inputs.labeled_pairs import label_pairs
+from pipeline.inputs.votes_to_pairs import pairs_of_votes, unlabeled_rows
 from pipeline.judges.judge_budget import Budget
 from pipeline.judges.make_judge import make_judge_of_run
 from pipeline.judges.verdict import Judge, JudgedPrompt
@@ -60,7 +61,9 @@ def label_samples(tracker: Tracker, data: RunData, sft: PreparedModel, run: Flow
     config, budget = settings.fresh_pairs, Budget.of(settings.judging)
     votes = data.fresh_labels()
     if votes is not None:
-        code = digest_of_code(__name__, "pipeline.inputs.combine_pairs")
+        code = digest_of_code(
+            __name__, "pipeline.inputs.votes_to_pairs", "pipeline.inputs.labeled_pairs"
+        )
         inputs: dict[str, Any] = {"labels": votes.digest, "code": code}
         made = make_or_reuse(
             run.workspace, FRESH_PAIRS, inputs, lambda folder: _keep_votes(votes, folder)

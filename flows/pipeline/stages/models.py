@@ -8,9 +8,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from pipeline.inputs.combine_pairs import label_pairs
 from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import REWARD_MODEL, FlowRun
+from pipeline.inputs.labeled_pairs import label_pairs
 from pipeline.inputs.model_digests import digest_of_model
 from pipeline.inputs.replayed_pairs import new_and_replayed, read_start_rows, trained_pairs
 from pipeline.judges.judge_budget import Spent

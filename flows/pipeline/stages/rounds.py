@@ -7,9 +7,9 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from pipeline.evaluation.rates import Array
-from pipeline.inputs.combine_pairs import label_pairs
 from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import PPO, FlowRun
+from pipeline.inputs.labeled_pairs import label_pairs
 from pipeline.judges.judge_budget import Spent, sum_spent
 from pipeline.launch.job import Pause
 from pipeline.results.step_records import FreshPairs, PreparedModel, RewardRound

@@ -8,7 +8,7 @@ from mlflow.exceptions import MlflowException
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.mlflow_runs import find_runs
 from pipeline.tracking.run_record import as_tag, end_runs, remove_record, was_killed
-from pipeline.tracking.sender import Sender
+from pipeline.tracking.sender_thread import Sender
 from ppo_core.errors import PPOError
 from ppo_core.errors.redaction import redact
 

@@ -20,7 +20,7 @@ from pipeline.tracking.run_record import (
     record_processes,
     remove_record,
 )
-from pipeline.tracking.sender import Sender
+from pipeline.tracking.sender_thread import Sender
 from pipeline.tracking.system_metrics import SystemMetrics
 from ppo_core.errors import ModelError, PPOError
 

@@ -7,7 +7,7 @@ from hashlib import sha256
 from itertools import combinations
 from typing import Any, TypeAlias
 
-from ppo_core.config.checks import is_finite
+from ppo_core.config.field_checks import is_finite
 from ppo_core.data.rows.dialogues import as_response
 from ppo_core.data.rows.messages import plain_messages
 from ppo_core.data.rows.row_error import RowError

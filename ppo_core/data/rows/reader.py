@@ -38,7 +38,7 @@ _ROWS_FOR_COLUMNS = 100
 _TABLE, _LEFT_OUT = "rows.arrow", "left-out.jsonl"
 
 _CODE = (
-    "ppo_core.config.checks",
+    "ppo_core.config.field_checks",
     "ppo_core.io.text_files",
     "ppo_core.data.chat_template",
     *(

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 
 import pyarrow
 
-from ppo_core.config.checks import is_finite
+from ppo_core.config.field_checks import is_finite
 from ppo_core.config.row_settings import LABEL_FIELDS, VOTE_FIELDS
 from ppo_core.data.chat_template import is_messages
 from ppo_core.data.rows.dialogues import (

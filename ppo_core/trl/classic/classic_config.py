@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from ppo_core.config.checks import check_fields, require
+from ppo_core.config.field_checks import check_fields, require
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.errors import ConfigError
 from ppo_core.io.validation import Count, NotNegative, Positive, PositiveOrInf

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from deployment.deploy_flow import DeploymentFiles, compile_flow
 from deployment.deployment_file import STEPS
-from deployment.flow_commands import DeploymentFiles, compile_flow
 from ppo_core.errors import ConfigError
 from tests.helpers.aws.state_machine import StateMachines
 from tests.helpers.kubernetes.argo_templates import (

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from deployment.actions import check_settings
+from deployment.deploy_flow import read_deployment_file
 from deployment.deployment import Deployment
 from deployment.deployment_file import (
     STEPS,
     STEPS_OF_SEVERAL_MACHINES,
     read_deployment,
 )
-from deployment.flow_commands import read_deployment_file
 from pipeline.settings.overrides import merge_tables
 from ppo_core.errors import ConfigError
 from tests.helpers.paths import ROOT

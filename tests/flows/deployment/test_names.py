@@ -9,9 +9,9 @@ from metaflow.plugins.argo.argo_workflows_cli import resolve_workflow_name_v2
 from metaflow.plugins.aws.step_functions.step_functions_cli import resolve_state_machine_name
 from metaflow.plugins.project_decorator import format_name
 
-from deployment.argo_deployment import ArgoDeployment
+from deployment.argo_scheduler import ArgoScheduler
 from deployment.deployment import Deployment
-from deployment.step_functions_deployment import StepFunctionsDeployment
+from deployment.step_functions_scheduler import StepFunctionsScheduler
 from ppo_core.errors import ConfigError
 from retraining.start_training import training_name
 
@@ -44,6 +44,6 @@ def test_every_name_that_is_not_refused_tells_the_other(
     training = names_by_metaflow("RLHF", project, branch)
     assert tuple(map(training_name, retrain)) == training
     for scheduler, name in zip(
-        (ArgoDeployment(deployment), StepFunctionsDeployment(deployment)), training, strict=True
+        (ArgoScheduler(deployment), StepFunctionsScheduler(deployment)), training, strict=True
     ):
         assert scheduler.name_of("RLHF") == name

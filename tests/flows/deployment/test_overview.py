@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deployment.argo_deployment import ArgoDeployment
+from deployment.argo_scheduler import ArgoScheduler
 from deployment.deployed import CHANGES, COMMIT, SETTINGS
 from deployment.deployment_file import read_deployment
 from deployment.overview import next_run, render_deployment
@@ -55,7 +55,7 @@ def test_the_state_on_argo_has_a_schedule_of_either_form(tmp_path: Path, monkeyp
         cluster.objects[path.format("workflowtemplates")] = template
         for spec in ({"schedule": "0 3 * * MON"}, {"schedules": ["0 3 * * MON"]}):
             cluster.objects[path.format("cronworkflows")] = {"spec": spec}
-            found = ArgoDeployment(deployment).find("Retrain")
+            found = ArgoScheduler(deployment).find("Retrain")
             assert found is not None
             assert (found.cron, found.tags) == ("0 3 * * MON", {SETTINGS: "77"})
 

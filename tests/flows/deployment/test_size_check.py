@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from deployment.flow_commands import DeploymentFiles
+from deployment.deploy_flow import DeploymentFiles
 from deployment.size_check import check_sizes
 from ppo_core.errors import ConfigError
 from tests.helpers.inputs.preset_inputs import write_published_config

@@ -12,7 +12,7 @@ import feedback
 from human_feedback.label_studio import ANYONE
 from human_feedback.labeling import sides_of
 from human_feedback.read_votes import read_pairs
-from pipeline.inputs.combine_pairs import votes_of
+from pipeline.inputs.votes_to_pairs import votes_of
 from ppo_core.models.loading import load_reward_model
 from tests.helpers.inputs.pipeline_inputs import tiny_table, write_rows
 from tests.helpers.models.tiny import make_classifier, make_policy, make_tokenizer

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pipeline.evaluation.rates import hits, measure_rate
-from pipeline.inputs.combine_pairs import LabeledPair, label_pairs
+from pipeline.inputs.labeled_pairs import LabeledPair, label_pairs
 from pipeline.results.reward_report import Accuracy
 from pipeline.reward_validation.accuracy import ANCHORS, measure_accuracy
 from pipeline.reward_validation.scores import TextScorer, score_pairs

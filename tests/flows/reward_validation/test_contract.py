@@ -9,7 +9,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification, BertConfig, BloomConfig
 
-from pipeline.inputs.combine_pairs import LabeledPair
+from pipeline.inputs.labeled_pairs import LabeledPair
 from pipeline.results.reward_report import Contract
 from pipeline.reward_validation.contract import check_contract
 from pipeline.reward_validation.odd_texts import LONGEST, odd_rows

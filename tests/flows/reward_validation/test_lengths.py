@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from pipeline.inputs.combine_pairs import LabeledPair
+from pipeline.inputs.labeled_pairs import LabeledPair
 from pipeline.results.reward_report import Lengths
 from pipeline.reward_validation.lengths import measure_lengths
 

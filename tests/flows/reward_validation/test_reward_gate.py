@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.inputs.combine_pairs import LabeledPair
+from pipeline.inputs.labeled_pairs import LabeledPair
 from pipeline.results.reward_report import OnPolicy, RewardReport
 from pipeline.reward_validation.samples import draw_samples
 from pipeline.reward_validation.scores import TextScorer

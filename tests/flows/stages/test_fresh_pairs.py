@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.inputs.combine_pairs import label_pairs
 from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import REWARD_MODEL, FlowRun
 from pipeline.inputs.json_lines import read_jsonl, write_jsonl
+from pipeline.inputs.labeled_pairs import label_pairs
 from pipeline.results.step_records import FreshPairs
 from pipeline.reward_validation.accuracy import measure_model
 from pipeline.settings.settings import Settings, make_settings

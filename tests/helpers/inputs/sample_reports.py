@@ -11,7 +11,8 @@ from pipeline.evaluation.comparison import contests_between
 from pipeline.evaluation.contests import Contestants, evaluate
 from pipeline.evaluation.notes import notes_on
 from pipeline.evaluation.sequential.sequential_test import StoppingRule
-from pipeline.inputs.combine_pairs import LabeledPair, Vote
+from pipeline.inputs.labeled_pairs import LabeledPair
+from pipeline.inputs.votes_to_pairs import Vote
 from pipeline.judges.function_judge import FunctionJudge
 from pipeline.judges.judge_budget import Spent
 from pipeline.registry.decisions import Decision

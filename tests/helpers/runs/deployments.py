@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tomli_w
 
-from deployment.flow_commands import DeploymentFiles, read_deployment_file
+from deployment.deploy_flow import DeploymentFiles, read_deployment_file
 from pipeline.settings.overrides import merge_tables
 from tests.helpers.aws.state_machine import StateMachines, state_machines
 from tests.helpers.kubernetes.kubernetes_api import Cluster, kubernetes_api

@@ -25,7 +25,7 @@ from ppo_core.models import token_logprobs
 from ppo_core.models.actor_critic import ActorCritic, Critic
 from ppo_core.models.policy import LanguageModel
 from ppo_core.ppo.scoring import critic_values, response_logprobs
-from ppo_core.rollout.generate import SamplingCallbacks, sample_responses
+from ppo_core.rollout.sample_responses import SamplingCallbacks, sample_responses
 from ppo_core.rollout.token_sampling import SamplingSettings
 from tests.helpers.models.rollouts import make_rollout
 from tests.helpers.models.tiny import EOS, VOCABULARY, make_policy

@@ -28,7 +28,7 @@ from ppo_core.models.model_with_value_head import AutoModelForCausalLMWithValueH
 from ppo_core.models.policy import LanguageModel
 from ppo_core.models.reward_adapter import AdapterClassifier, load_reward_adapter
 from ppo_core.models.reward_model import RewardModel
-from ppo_core.rollout.generate import sample_responses
+from ppo_core.rollout.sample_responses import sample_responses
 from ppo_core.rollout.token_sampling import SamplingSettings
 from tests.helpers.models.model_hub import model_hub
 from tests.helpers.models.tiny import CONFIGS, EOS, make_policy, make_prompts, make_tokenizer

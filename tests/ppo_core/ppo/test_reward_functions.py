@@ -17,7 +17,7 @@ from ppo_core.ppo.reward_functions import RewardMix, make_rewards, score_tokens
 from tests.helpers.models.chat import ENDED, OPEN, make_chat_tokenizer, say
 from tests.helpers.models.tiny import EOS, make_classifier, make_policy, make_tokenizer
 from tests.helpers.paths import ROOT
-from tests.ppo_core.rollout.test_generate import sample
+from tests.ppo_core.rollout.test_sample_responses import sample
 from tests.ppo_core.training.test_trainer import CONFIG, make_trainer
 
 PROMPTS = ["w1 w2 w3", "w4", "w5 w6"]

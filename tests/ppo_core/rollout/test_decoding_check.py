@@ -28,7 +28,7 @@ from ppo_core.rollout.decoding_check import (
     own_logprobs,
     sequences_of,
 )
-from ppo_core.rollout.generate import SamplingCallbacks, sample_responses
+from ppo_core.rollout.sample_responses import SamplingCallbacks, sample_responses
 from ppo_core.rollout.token_sampling import SamplingSettings
 from tests.architectures.zoo import small_model
 from tests.helpers.models.tiny import EOS, PAD, VOCABULARY, make_policy, make_prompts

@@ -20,7 +20,7 @@ from ppo_core.models.adapters import add_adapter, lora_config
 from ppo_core.models.policy import LanguageModel
 from ppo_core.ppo.scoring import response_logprobs
 from ppo_core.reporting.metrics import sampler_metrics
-from ppo_core.rollout.generate import sample_responses
+from ppo_core.rollout.sample_responses import sample_responses
 from ppo_core.rollout.token_sampling import SamplingSettings, server_of
 from ppo_core.rollout.vllm_sampler import VLLMSampler, request_seeds
 from tests.helpers.models.tiny import make_policy, make_prompts

@@ -55,7 +55,7 @@ from tests.ppo_core.ppo.test_update import (
     make_train_state,
     weights_after,
 )
-from tests.ppo_core.rollout.test_generate import sample
+from tests.ppo_core.rollout.test_sample_responses import sample
 from tests.ppo_core.training.test_trainer import CLOCKS, CONFIG, PROMPTS, LogRecorder, make_trainer
 
 NAN = float("nan")
@@ -67,7 +67,7 @@ COVERED = {
         "test_a_missing_stop_costs_the_penalty_and_a_present_one_nothing",
     ),
     12: (
-        "tests/ppo_core/rollout/test_generate.py",
+        "tests/ppo_core/rollout/test_sample_responses.py",
         "test_recorded_log_probabilities_are_those_of_a_training_pass",
     ),
     14: (
@@ -144,7 +144,7 @@ COVERED = {
         "test_bf16_trains_in_bf16_and_keeps_the_weights_in_fp32",
     ),
     51: (
-        "tests/ppo_core/rollout/test_generate.py",
+        "tests/ppo_core/rollout/test_sample_responses.py",
         "test_a_sampled_pad_token_counts_like_any_other",
     ),
 }

@@ -12,7 +12,7 @@ import numpy as np
 from pipeline.evaluation.comparison import POINTS, Comparison, valid_pairs
 from pipeline.evaluation.rates import Array
 from pipeline.evaluation.sequential.confidence_sequence import Values, mean_interval
-from pipeline.inputs.combine_pairs import Vote
+from pipeline.inputs.votes_to_pairs import Vote
 from pipeline.judges.verdict import JudgedPrompt
 from pipeline.results.evaluation import PeopleAndJudge
 from ppo_core.data.rows.dialogues import shown_prompt

@@ -15,7 +15,7 @@ from pipeline.judges.verdict import Verdict
 from pipeline.reports.document import Answer, PieceKind, Pieces, Reading, Section
 from pipeline.reports.evaluation_report import WHO
 from pipeline.results.step_records import EvaluatedPolicy, WatchedPrompt
-from pipeline.results.watched_prompts import read_completions
+from pipeline.results.watched_prompts import read_samples
 from ppo_core.data.rows.dialogues import shown_prompt
 from ppo_core.errors import DataError
 from ppo_core.io.validation import read_record
@@ -134,7 +134,7 @@ def newest_section(path: Path) -> Section:
             answers=(_plain("PPO", row.response),),
             notes=(f"Score: {row.score:z.4g}",),
         )
-        for number, row in enumerate(read_completions(path), 1)
+        for number, row in enumerate(read_samples(path), 1)
     )
     return Section(title=NEWEST_SAMPLES, text=("Sampled in the last update.",), readings=readings)
 

@@ -13,7 +13,7 @@ from ppo_core.models.adapters import add_adapter
 from ppo_core.models.kernels import packed_linear
 from ppo_core.models.kernels.packed_linear import packed
 from ppo_core.models.policy import LanguageModel
-from ppo_core.rollout.generate import sample_responses
+from ppo_core.rollout.sample_responses import sample_responses
 from ppo_core.rollout.token_sampling import SamplingSettings
 from tests.helpers.models.tiny import EOS, make_policy, make_prompts
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from ppo_core.config.checks import check_fields
+from ppo_core.config.field_checks import check_fields
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.errors import ConfigError
 from ppo_core.io.validation import Count, PositiveOrInf, Share

@@ -22,7 +22,7 @@ NEXT_MOVE = (
 )
 
 
-class ArgoDeployment:
+class ArgoScheduler:
     """The flows of a deployment on Argo Workflows."""
 
     def __init__(self, deployment: Deployment) -> None:

@@ -1,19 +1,10 @@
 from itertools import permutations
-from math import log
 
 import pytest
 
-from pipeline.inputs.combine_pairs import (
-    LabeledPair,
-    join_by_weight,
-    label_pairs,
-    pairs_of_feedback,
-    pairs_of_votes,
-    split_off_judge_pairs,
-    training_pairs_of,
-)
-from ppo_core.errors import DataError
-from tests.helpers.inputs.rows import plain, rows_of
+from pipeline.inputs.labeled_pairs import LabeledPair, label_pairs
+from pipeline.inputs.votes_to_pairs import pairs_of_votes
+from tests.helpers.inputs.rows import rows_of
 
 
 def vote(chosen: str, rejected: str, **labels) -> dict:
@@ -118,92 +109,11 @@ def test_other_prompts_and_other_texts_are_other_pairs():
     ]
 
 
-def test_a_reward_model_is_trained_on_texts_alone_and_on_no_ties():
-    kept = [vote("a", "b"), vote("c", "d")]
-    rows = rows_of(
-        "pairs", [{**vote("a", "b"), "margin": 2.0}, vote("x", "y", tie=True), *kept[1:]]
-    )
-    others = rows_of("pairs", [vote("e", "f")])
-    trained = training_pairs_of(rows, others)
-    assert plain(trained) == kept
-    assert trained.source == "the rows, less 1 that are ties or held out"
-    assert trained.digest == training_pairs_of(rows_of("pairs", kept), others).digest
-    assert trained.digest != rows.digest
-
-
-def test_pairs_of_the_validation_set_are_not_trained_on_in_either_order():
-    rows = rows_of("pairs", [vote("a", "b"), vote("c", "d")])
-    trained = training_pairs_of(rows, rows_of("pairs", [vote("d", "c")]))
-    assert plain(trained) == [vote("a", "b")]
-
-
-def test_the_judge_gets_every_third_different_pair():
-    # The pairs are numbered by their first rows: ab 0, cd 1, ef 2, gh 3, ij 4, kl 5.
-    votes = "ab cd ba ef gh fe ij kl ef lk".split()
-    rows = rows_of("pairs", [vote(*pair) for pair in votes])
-    trained, judged = split_off_judge_pairs(rows)
-    assert plain(trained) == [vote(*pair) for pair in "ab cd ba gh ij".split()]
-    assert plain(judged) == [vote(*pair) for pair in "ef fe kl ef lk".split()]
-    again = split_off_judge_pairs(rows)
-    assert [part.digest for part in again] == [trained.digest, judged.digest]
-
-
-def test_two_different_pairs_are_too_few_to_split():
-    rows = rows_of("pairs", [vote("a", "b"), vote("b", "a"), vote("c", "d")])
-    with pytest.raises(DataError, match="3 training rows contain fewer than 3 different pairs"):
-        split_off_judge_pairs(rows)
-
-
 def test_pairs_of_equal_messages_are_one_pair():
     asked = [{"role": "user", "content": "p"}]
     rows = [{**vote("a", "b"), "prompt": asked}, {**vote("b", "a"), "prompt": asked}]
     (pair,) = label_pairs(rows_of("pairs", rows, is_chat=True))
     assert (pair.prompt, pair.votes, pair.tie) == (asked, 2, True)
-
-
-def test_pairs_of_two_data_sets_have_the_weights_of_their_data_sets():
-    fresh = rows_of("pairs", [{"prompt": "w0", "chosen": "w1", "rejected": "w2", "margin": 2}])
-    given = rows_of("pairs", [{"prompt": "w3", "chosen": "w4", "rejected": "w5"}])
-    together = join_by_weight([(fresh, 1.0), (given, 0.25)])
-    assert plain(together) == [
-        {"prompt": "w0", "chosen": "w1", "rejected": "w2", "margin": 0.0, "weight": 1.0},
-        {"prompt": "w3", "chosen": "w4", "rejected": "w5", "margin": 0.0, "weight": 0.25},
-    ]
-    assert join_by_weight([(fresh, 1.0)]) is fresh
-    digests = {join_by_weight([(fresh, 1.0), (given, each)]).digest for each in (0.25, 0.5)}
-    assert len(digests | {fresh.digest, given.digest}) == 4
-
-
-def test_a_judgment_is_a_pair_with_a_missing_response_and_the_log_odds_of_all_judgments():
-    rows = [
-        {"prompt": "w0", "chosen": "w1", "rejected": None},
-        {"prompt": "w0", "chosen": None, "rejected": "w2", "weight": 0.5},
-        {"prompt": "w0", "chosen": "w3", "rejected": None, "weight": 2},
-        {"prompt": "w0", "chosen": "w4", "rejected": "w5"},
-        {"prompt": "w6", "chosen": "w7", "rejected": "w8"},
-    ]
-    held_out = rows_of("pairs", [{"prompt": "w6", "chosen": "w8", "rejected": "w7"}])
-    pairs = plain(pairs_of_feedback(rows_of("feedback", rows), [held_out]))
-    # Weight 3 is liked and 0.5 disliked. The pair of w6 is held out.
-    assert [pair["margin"] for pair in pairs] == [-log(6), log(6), -log(6), 0.0]
-    assert [pair["weight"] for pair in pairs] == [1.0, 0.5, 2.0, 1.0]
-    only_liked = pairs_of_feedback(rows_of("feedback", rows[:1]), [held_out])
-    assert plain(only_liked)[0]["margin"] == 0.0
-
-
-def test_feedback_keeps_its_margin_and_its_weight_beside_given_pairs():
-    held_out = rows_of("pairs", [{"prompt": "p", "chosen": "a", "rejected": "b"}])
-    given = rows_of("pairs", [{"prompt": "w0", "chosen": "w1", "rejected": "w2", "margin": 2}])
-    rows = [
-        {"prompt": "w3", "chosen": "w4", "weight": 0.5},
-        {"prompt": "w3", "rejected": "w5", "weight": 0.25},
-    ]
-    feedback = pairs_of_feedback(rows_of("feedback", rows), [held_out])
-    assert plain(join_by_weight([(given, 1.0), (feedback, 2.0)])) == [
-        {"prompt": "w0", "chosen": "w1", "rejected": "w2", "margin": 0.0, "weight": 1.0},
-        {"prompt": "w3", "chosen": "w4", "margin": -log(2), "weight": 1.0},
-        {"prompt": "w3", "rejected": "w5", "margin": log(2), "weight": 0.5},
-    ]
 
 
 def test_the_votes_of_several_people_on_a_pair_are_counted_once_per_person():

@@ -23,7 +23,7 @@ NEXT_MOVE = (
 )
 
 
-class StepFunctionsDeployment:
+class StepFunctionsScheduler:
     """The flows of a deployment on AWS Step Functions."""
 
     def __init__(self, deployment: Deployment) -> None:

@@ -26,8 +26,8 @@ from ppo_core.data.segments import encode_sequence
 from ppo_core.errors import DataError, ModelError, RunInterruptedError
 from ppo_core.models.policy import LanguageModel
 from ppo_core.rollout.decoder import can_add_prompts
-from ppo_core.rollout.generate import SamplingCallbacks, sample_responses
 from ppo_core.rollout.kv_cache import TransformersView
+from ppo_core.rollout.sample_responses import SamplingCallbacks, sample_responses
 from ppo_core.rollout.token_sampling import (
     BLOCK,
     NO_STOP_TOKEN,

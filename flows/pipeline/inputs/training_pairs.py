@@ -1,0 +1,152 @@
+"""Choose and weight the pairs that train a reward model or a judge."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pyarrow
+from datasets import concatenate_datasets
+
+from pipeline.inputs.labeled_pairs import PairKey, pair_key
+from ppo_core.data.rows.reader import Rows, derive, each
+from ppo_core.data.rows.row_formats import WEIGHT, Row
+from ppo_core.errors import DataError
+from ppo_core.io.folder_cache import digest_of, digest_of_code
+
+JUDGE_PART = 3
+"""If no judge is named, one of every `JUDGE_PART` different pairs trains the judge."""
+
+_TRAINED = ("prompt", "chosen", "rejected")
+
+_MARGIN = "margin"
+
+
+def training_pairs_of(rows: Rows, others: Rows) -> Rows:
+    """Return the pairs for training a reward model: prompt, chosen and rejected.
+
+    Pairs that are in `others` are left out. Ties are left out too: they would teach a preference
+    that nobody has. All other columns are removed, because a margin would change the training loss.
+
+    Raises:
+        DataError: no pair is left.
+    """
+
+    def convert(row: Row) -> Row | None:
+        if row.get("tie") or pair_key(row) in taken:
+            return None
+        return {name: row[name] for name in _TRAINED}
+
+    taken = {pair_key(row) for row in others}
+    types = rows.table.features.arrow_schema
+    schema = pyarrow.schema([types.field(name) for name in _TRAINED])
+    inputs = {"others": others.digest, "code": _code()}
+    kept = derive(rows, "training-pairs", inputs, each(convert), schema)
+    if not len(kept):
+        raise DataError(
+            f"{rows.source}: no pair is left to train the reward model on after ties and "
+            "validation pairs are removed. Add more preferences."
+        )
+    if gone := len(rows) - len(kept):
+        return replace(kept, source=f"{rows.source}, less {gone} that are ties or held out")
+    return kept
+
+
+def split_off_judge_pairs(rows: Rows) -> tuple[Rows, Rows]:
+    """Return the pairs that train PPO's reward model, and the pairs that train the judge.
+
+    Every third different pair trains the judge. Rows with equal prompts and equal responses, in
+    either order, are one pair, so they are in the same part.
+
+    Raises:
+        DataError: there are fewer than three different pairs.
+    """
+    parts = [_part(rows, name) for name in ("reward model", "judge")]
+    if not all(map(len, parts)):
+        raise DataError(
+            f"{rows.source}: {len(rows)} training rows contain fewer than {JUDGE_PART} different "
+            "pairs. Every third pair trains the judge. Add preferences, or name a judge."
+        )
+    return parts[0], parts[1]
+
+
+def pairs_of_feedback(feedback: Rows, others: Sequence[Rows]) -> Rows:
+    """Return feedback as training pairs; in a judgment of one response, the other one is None.
+
+    Pairs that are in `others` are left out.
+
+    A missing response has a score of 0. So the loss of a judgment is the binary cross-entropy of
+    sigmoid(score + c), where c is the log odds of a positive judgment among the weighted rows. Then
+    an answer with score 0 has the average probability of a positive judgment. c is 0 if all
+    judgments are equal.
+    """
+    liked = disliked = 0.0
+    for row in feedback:
+        liked += row[WEIGHT] * (row["rejected"] is None)
+        disliked += row[WEIGHT] * (row["chosen"] is None)
+    log_odds = math.log(liked / disliked) if liked and disliked else 0.0
+
+    taken = {pair_key(row) for rows in others for row in rows}
+
+    def convert(row: Row) -> Row | None:
+        if pair_key(row) in taken:
+            return None
+        margin = log_odds * ((row["chosen"] is None) - (row["rejected"] is None))
+        return {name: row[name] for name in (*_TRAINED, WEIGHT)} | {_MARGIN: margin}
+
+    types = feedback.table.features.arrow_schema
+    fields = [types.field(name) for name in (*_TRAINED, WEIGHT)]
+    schema = pyarrow.schema([*fields, pyarrow.field(_MARGIN, pyarrow.float64())])
+    inputs = {"others": [rows.digest for rows in others], "code": _code()}
+    return derive(feedback, "pairs-of-feedback", inputs, each(convert), schema)
+
+
+def join_by_weight(parts: Sequence[tuple[Rows, float]]) -> Rows:
+    """Return the pairs of several data sets; each pair has the weight of its data set.
+
+    A single data set is returned unchanged.
+    """
+    if len(parts) == 1:
+        return parts[0][0]
+    weighted = [_with_weight(*part) for part in parts]
+    return replace(
+        weighted[0],
+        source=" and ".join(f"{rows.source} (weight {weight:g})" for rows, weight in parts),
+        table=concatenate_datasets([rows.table for rows in weighted]),
+        digest=digest_of([rows.digest for rows in weighted]),
+        key=digest_of([rows.key for rows in weighted]),
+        left_out={},
+        left_out_files=(),
+    )
+
+
+def _with_weight(rows: Rows, weight: float) -> Rows:
+    """Multiply the weight of each row by `weight`; rows without weights get the margin 0."""
+    is_weighted = WEIGHT in rows.table.column_names
+
+    def convert(row: Row) -> Row:
+        margin, factor = (row[_MARGIN], row[WEIGHT]) if is_weighted else (0.0, 1.0)
+        return {name: row[name] for name in _TRAINED} | {_MARGIN: margin, WEIGHT: weight * factor}
+
+    types = rows.table.features.arrow_schema
+    numbers = [pyarrow.field(name, pyarrow.float64()) for name in (_MARGIN, WEIGHT)]
+    schema = pyarrow.schema([*(types.field(name) for name in _TRAINED), *numbers])
+    inputs = {"weight": weight, "code": _code()}
+    return derive(rows, "weighted-pairs", inputs, each(convert), schema)
+
+
+def _part(rows: Rows, name: str) -> Rows:
+    numbers: dict[PairKey, int] = {}
+
+    def convert(row: Row) -> Row | None:
+        number = numbers.setdefault(pair_key(row), len(numbers))
+        is_judges = number % JUDGE_PART == JUDGE_PART - 1
+        return {field: row[field] for field in _TRAINED} if is_judges == (name == "judge") else None
+
+    inputs = {"part": name, "code": _code()}
+    kept = derive(rows, "pairs-of-one-model", inputs, each(convert))
+    return replace(kept, source=f"{rows.source} (for the {name})")
+
+
+def _code() -> str:
+    """Return a digest of the code that decides which pairs are equal and which are kept."""
+    return digest_of_code(__name__, "pipeline.inputs.labeled_pairs")
