@@ -36,8 +36,8 @@ COMMANDS = {"argo": "argo-workflows", "step-functions": "step-functions"}
 def quote_parameters(names: Collection[str]) -> None:
     """Make Metaflow use the commands of this module in the jobs that it compiles.
 
-    Metaflow has no hook for this, so this function replaces the function with which Metaflow
-    completes the commands of a job.
+    Metaflow has no hook for this. Therefore `bash_capture_logs` is replaced, with which Metaflow
+    wraps the commands of a job to capture their logs.
 
     Args:
         names: the parameters of the flow. An execution of Step Functions that sets another
@@ -88,8 +88,8 @@ def read_step_functions(names: Collection[str], environment: Mapping[str, str]) 
 def read_argo(words: Sequence[str]) -> dict[str, str | None]:
     """Return the parameters of a workflow.
 
-    Each word is NAME,IS_NONE,VALUE. VALUE is in base64. IS_NONE is `t` if the default of the
-    parameter is None; Metaflow then writes `null` as the value.
+    Each word is NAME,IS_NONE,VALUE. VALUE is in base64. IS_NONE is `t` if the parameter's
+    default is None. VALUE is then `null`, unless the execution sets the parameter.
     """
     values: dict[str, str | None] = {}
     for word in words:
@@ -99,7 +99,7 @@ def read_argo(words: Sequence[str]) -> dict[str, str | None]:
             parsed = json.loads(text)
         except ValueError:
             parsed = text
-        # `trigger` sends a text as a JSON string, which is decoded. Any other text is kept.
+        # `argo-workflows trigger` sends a string as a JSON string. Other values stay as they are.
         values[name] = parsed if isinstance(parsed, str) else text
         if text == "null" and is_none == "t":
             values[name] = None

@@ -126,13 +126,13 @@ def encode_with_mask(
     if not tokenizer.is_fast:
         raise ConfigError(
             f"The chat template of '{tokenizer.name_or_path}' marks the answers by {{% generation "
-            f"%}}, but {type(tokenizer).__name__} does not locate its tokens in a text, so their "
-            "tokens are unknown. Use a fast tokenizer, with a tokenizer.json, or remove the "
-            "generation marks from the chat template."
+            f"%}}, but {type(tokenizer).__name__} cannot map tokens to positions in the "
+            "text, so the tokens of the answers are unknown. Use a fast tokenizer, with a "
+            "tokenizer.json, or remove the generation marks from the chat template."
         )
     text, spans = _render(tokenizer, messages, marks_answers=True)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    # A token may cover only a part of an answer: tokenizers drop or merge spaces.
+    # A token counts if any part of it is in an answer, because tokenizers drop or merge spaces.
     mask = [
         int(any(first < end and begin < last for begin, end in spans))
         for first, last in encoded["offset_mapping"]
@@ -167,10 +167,13 @@ def _render(
     except MemoryError as error:
         raise DataError(
             f"{template} needs too much memory for a conversation of {len(messages)} messages: "
-            f"{error or f'over {MAX_BYTES >> 30} GiB'}. Set another chat_template."
+            f"{str(error) or f'over {MAX_BYTES >> 30} GiB'}. Set another chat_template."
         ) from error
-    # The template raised an error, or its syntax is wrong.
-    except (ValueError, TemplateSyntaxError) as error:
+    except (SyntaxError, TemplateSyntaxError) as error:
+        raise DataError(
+            f"{template} cannot be used: {error}. Set another chat_template."
+        ) from error
+    except ValueError as error:  # the template raised it
         roles = ", ".join(message["role"] for message in messages)
         raise RejectedChatError(
             f"The chat template rejects messages with the roles {roles}: {error}. Reorder the "
@@ -229,4 +232,4 @@ def _refuse_powers(template: str) -> None:
     """Raise if a template has the operator `**`, which can use up the time limit in every row."""
     tokens = Environment(autoescape=False).lex(template)
     if any(kind == "operator" and value == "**" for _, kind, value in tokens):
-        raise ValueError("the operator ** is not allowed")
+        raise SyntaxError("the operator ** is not allowed")

@@ -2,6 +2,7 @@
 
 import copy
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -206,6 +207,8 @@ def load_peft() -> ModuleType:
     require_package("peft", extra="peft", needed_by="Training of adapters", kind=ModelError)
     import peft
 
+    # PEFT uses a name that transformers renames; a user can do nothing about it.
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
     return peft
 
 

@@ -263,7 +263,7 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
             )
         dtype = None if self.is_peft_model else self.saved_dtype
         if dtype is not None:
-            state_dict = cast_weights(state_dict or self.state_dict(), dtype)
+            state_dict = cast_weights(state_dict or self.state_dict(keep_vars=True), dtype)
         head = self.v_head.state_dict()
         if state_dict is not None:
             kwargs["state_dict"], head = _policy_and_head(state_dict)

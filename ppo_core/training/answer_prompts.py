@@ -44,8 +44,8 @@ class Answers:
 
     kl: float | None
     """KL divergence from the reference in nats (k1), summed over each response and averaged over
-    the prompts. None without a reference. Also None with top_k or top_p, because these responses
-    are not samples from the policy's full distribution. For greedy responses see
+    the prompts. None without a reference. Also None if responses are sampled with top_k or top_p,
+    because they are then not samples from the policy's full distribution. For greedy responses see
     `reference_temperature` of `answer_prompts`."""
 
     stopped: list[bool] | None
@@ -162,8 +162,8 @@ def _sample_by_server(
     if not kl <= FAR_SERVER:  # also if it is NaN
         raise TrainingError(
             f"The KL divergence between the vLLM server at {server.url} and the policy is {kl:.3g} "
-            f"nats per token, and rounding explains at most {FAR_SERVER:g}: the server does not "
-            "use all of the policy's weights, so another policy would have answered. See "
+            f"nats per token; rounding explains at most {FAR_SERVER:g}. The server does not use "
+            "all of the policy's weights, so its answers would not be the policy's answers. See "
             "the server's log and docs/vllm.md, or set use_vllm=False."
         )
     with progress(len(prompts), "answering", "prompt", delay=BAR_DELAY) as bar:

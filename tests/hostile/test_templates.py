@@ -81,6 +81,21 @@ def test_a_template_is_refused_within_its_limits(name, monkeypatch):
     assert peak_of_renderer() < 1.2 * MAX_BYTES
 
 
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ 2**3 }}", "cannot be used: the operator [*][*] is not allowed"),
+        ("{% if messages %}x", "cannot be used: .*end of template"),
+        ("{{ 'x }}", "cannot be used: "),
+        (BOMBS["a long text"], "needs too much memory .*: over 1 GiB. Set another"),
+        ("{{ raise_exception('no system') }}", "rejects messages with the roles user: no system"),
+    ],
+)
+def test_an_error_names_what_is_wrong_with_the_template(template: str, reason: str):
+    with pytest.raises(DataError, match=reason):
+        render_chat(make_chat_tokenizer(template), say("w1"), answer_follows=True)
+
+
 @pytest.mark.parametrize("name", ["a long text", "a formatted text", "nested loops"])
 def test_a_template_is_refused_when_the_tokenizer_is_loaded(name, monkeypatch):
     monkeypatch.setattr(chat_template, "MAX_RENDER_SECONDS", 0.5)

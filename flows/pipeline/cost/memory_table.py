@@ -55,6 +55,10 @@ class Choice:
     shares_critic: bool = False
     """Whether the critic becomes a value head on the policy's backbone."""
 
+    halves_base: bool = False
+    """Whether the frozen model under LoRA adapters is stored in bfloat16 although the settings
+    store it in fp32."""
+
     @property
     def size(self) -> TrainingSize:
         """Sizes of the training with this choice."""
@@ -64,8 +68,9 @@ class Choice:
             autocast=self.bf16,
             adapter=self.training.adapter if self.lora else 0,
         )
-        keeps_base = size.on_cpu and bool(self.training.size.adapter)
-        if isinstance(size, PPOSize) and not keeps_base:
+        as_set = size.on_cpu or self.bf16 == self.training.size.autocast
+        keeps_base = bool(self.training.size.adapter) and as_set and not self.halves_base
+        if isinstance(size, PPOSize) and not (self.lora and keeps_base):
             size = replace(size, base_bytes=BF16 if self.lora and self.bf16 else FP32)
         if isinstance(size, PPOSize) and self.shares_critic:
             return replace(size, critic=None)
@@ -98,7 +103,7 @@ class Choice:
 
 
 def memory_of(size: TrainingSize) -> Memory:
-    """Return the memory of the phase of a training that needs the most memory."""
+    """Return the memory of a training in the phase that needs the most."""
     return peak_memory(size) if isinstance(size, PPOSize) else peak_supervised_memory(size)
 
 
@@ -106,9 +111,9 @@ def choices(training: Training, *, on_gpus: bool) -> Iterator[Choice]:
     """Yield the ways to run a training, roughly the fastest first.
 
     All parameters come before LoRA, bfloat16 before fp32, and the shardings in the order ddp,
-    zero1, zero2, zero3, fsdp2. On a CPU, only the precision of the settings, or the trainer's
-    default precision, is tried. A running average needs all weights in every process, so it
-    excludes zero3 and fsdp2.
+    zero1, zero2, zero3, fsdp2. On a CPU, only one precision is tried: that of the settings,
+    or the trainer's default if they name none. An exponential moving average of the weights needs
+    all weights in every process, so it excludes zero3 and fsdp2.
     """
     several: tuple[Sharding, ...] = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
     if isinstance(training.size, PPOSize) and training.size.averages:
@@ -134,6 +139,8 @@ def recommended(training: Training, usable: int, *, on_gpus: bool) -> Choice | N
         on_gpus: whether each process has a GPU.
     """
     ways = list(choices(training, on_gpus=on_gpus))
+    if on_gpus and training.size.adapter:
+        ways = [replace(way, halves_base=True) for way in ways if way.lora and way.bf16] + ways
     if isinstance(training.size, PPOSize) and training.size.critic is not None:
         ways += [replace(way, shares_critic=True) for way in ways]
     fitting = [way for way in ways if way.memory.total <= usable]

@@ -155,7 +155,8 @@ def evaluate_again(
 def _stopped(evaluation: EvaluatedPolicy) -> dict[str, list[bool]]:
     """Return, by policy, whether each answer of an earlier evaluation ended in the stop token.
 
-    The result is empty if the guard `stops` was not applied.
+    A policy without scores of the guard `stops` is missing. Without this guard, the result is
+    empty.
     """
     rows = [row["scores"].get("stops", {}) for row in read_jsonl(evaluation.guard_scores)]
     return {who: [bool(row[who]) for row in rows] for who in rows[0]}

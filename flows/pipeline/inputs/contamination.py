@@ -2,10 +2,10 @@
 
 Texts are compared as sequences of words, without case, punctuation, Unicode variants and system
 messages. A prompt of at least LEAST_WORDS words is a copy of a training text if both have the same
-letters and digits. A prompt of at least LEAST_CHANGED words is also a copy if one training text has
-at least LEAST_SHARED of the prompt's n-grams (N words in sequence), and more than the fraction
-`max_overlap` of the prompt's n-grams. An n-gram in more than TEMPLATE different texts is part of a
-template, and is not counted.
+sequence of letters and digits. A prompt of at least LEAST_CHANGED words is also a copy if one
+training text has at least LEAST_SHARED of the prompt's n-grams (N words in sequence), and more than
+the fraction `max_overlap` of the prompt's n-grams. An n-gram in more than TEMPLATE different texts
+is part of a template, and is not counted.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -38,8 +38,8 @@ LEAST_WORDS = 8
 """Smallest number of words of a copied prompt: shorter prompts may be equal by chance."""
 
 LEAST_CHANGED = 13
-"""Smallest number of words of a prompt that can be a copy with changed words: many short sentences
-differ in one word, as in "Tom and Lily are brother and sister"."""
+"""Smallest number of words of a prompt that counts as a copy with changed words. Shorter sentences
+often differ only in one word by chance, such as a name in "Tom and Lily are brother and sister"."""
 
 LEAST_SHARED = 8
 """Smallest number of n-grams that a copy with changed words shares with a training text."""
@@ -103,7 +103,7 @@ def without_copies(rows: Rows, training: Sequence[Rows], max_overlap: float) -> 
         raise DataError(
             f"{rows.source}: the text of all {len(rows)} prompts is also in the training data "
             f"({', '.join(one.source for one in training)}), so no win rate on unseen prompts can "
-            "be measured. Name other eval_prompts, or set max_overlap=1 to use them all the same."
+            "be measured. Name other eval_prompts, or set max_overlap=1 to use them anyway."
         )
     return replace(kept, max_left_out=rows.max_left_out)
 
@@ -130,9 +130,10 @@ def find_copies(
 
 
 def text_of(value: str | Messages | None) -> str:
-    """Return the text of a prompt or conversation without system messages, which prompts share.
+    """Return the text of a prompt or conversation.
 
-    If all messages are system messages, all are kept.
+    System messages are left out, because many prompts have the same one. If all messages are system
+    messages, all are kept.
     """
     if not is_messages(value):
         return value if isinstance(value, str) else ""

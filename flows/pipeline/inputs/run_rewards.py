@@ -137,9 +137,9 @@ def _require_json(columns: Mapping[str, list[Any]], source: str) -> None:
     for name, values in columns.items():
         for wrong in _not_json(values):
             raise DataError(
-                f"{source}: a reward function takes the column {name!r}, which has the value "
-                f"{wrong!r:.80}, and PPO gets the columns as JSON. Convert the column, or "
-                "remove it from the function's parameters."
+                f"{source}: the column {name!r}, which a reward function takes, has the value "
+                f"{wrong!r:.80}. PPO gets the columns as JSON, which cannot represent this value. "
+                "Convert the column, or remove it from the function's parameters."
             )
 
 

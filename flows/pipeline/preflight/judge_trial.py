@@ -82,6 +82,8 @@ def ask_judge(judge: Judge, pairs: Sequence[LabeledPair]) -> str:
 def _in_words(given: Sequence[str]) -> str:
     if len(given) == 1:
         return "gave a verdict on a held-out pair in only one of the two orders"
+    if "tie" in given and given[0] != given[1]:
+        return "preferred an answer in one order, and called a tie in the other order"
     if given[0] != given[1]:
         return "chose by position: its preference changed with the order of the answers"
     words = {"first": "the answer that people prefer", "second": "the other answer"}

@@ -11,7 +11,7 @@ Decided = Literal["better", "not better", "undecided"]
 
 @dataclass(frozen=True, kw_only=True)
 class SequentialTest:
-    """Sequential test of a win rate, which is updated pair after pair."""
+    """Sequential test of a win rate. The test looks at the result after each batch of pairs."""
 
     least: float
     """Win rate that the candidate must exceed."""
@@ -20,8 +20,8 @@ class SequentialTest:
     """Largest probability that a candidate is found better although it is not."""
 
     evidence: float
-    """Capital of bets on the candidate, in multiples of the stake. The candidate is found better as
-    soon as the capital reaches 1 / alpha."""
+    """Capital of bets on the candidate, in multiples of the stake. The candidate is found better if
+    the capital after a batch is at least 1 / alpha."""
 
     decided: Decided
 
@@ -32,7 +32,11 @@ class SequentialTest:
     """Number of pairs that the judge could have compared."""
 
     def may_reach(self, alpha: float) -> bool:
-        """Return whether the test ended as "better" too early for `alpha`, with pairs left."""
+        """Return whether more pairs could show that the candidate is better at a smaller `alpha`.
+
+        This is so if the test ended as "better" with evidence below 1 / `alpha`, and pairs are
+        left.
+        """
         is_early = self.decided == "better" and self.evidence < 1 / alpha
         return is_early and self.asked < self.available
 
@@ -210,7 +214,7 @@ class PairedDifference:
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """Result of SFT without PPO, with another way to choose the answers."""
+    """Result of the SFT policy with another decoding than that of the ordinary samples."""
 
     win_rate: WinRate | None
     """Win rate against SFT's ordinary samples; None if it was not measured."""
@@ -272,7 +276,7 @@ class CanaryReport:
     there was no answer to compare with."""
 
     reasons: list[str]
-    """One sentence for each kind that the judge failed or was not tested with."""
+    """One sentence for each kind that the judge failed, and for each kind that was not tested."""
 
     sound: bool
     """Whether the judge passed all kinds."""
@@ -286,12 +290,12 @@ class TestedAnnotator:
     """Number of pairs that this person, at least one other person, and the judge labeled."""
 
     judge: float
-    """Fraction of these pairs in which the judge agrees with the others at least as often as this
-    person does."""
+    """Fraction of these pairs in which the judge agrees with at least as many of the other people
+    as this person does."""
 
     person: float
-    """Fraction of these pairs in which this person agrees with the others at least as often as the
-    judge does."""
+    """Fraction of these pairs in which this person agrees with at least as many of the other people
+    as the judge does."""
 
     p: float
     """p-value of the hypothesis that the judge is worse than this person by `cost` or more,
@@ -309,7 +313,7 @@ class AnnotatorTest:
     """The tested people by their id; empty if too few people labeled enough pairs."""
 
     cost: float
-    """Fraction of pairs by which the judge may be worse than a person, as a judge costs less."""
+    """Fraction of pairs by which the judge may be worse than a person, because it costs less."""
 
     winning_rate: float | None
     """Fraction of the people that the judge can replace; None if it was not measured."""
@@ -404,12 +408,13 @@ class ModelWinRate(JudgedContests):
     settings: dict[str, Any]
 
     promoted_share: float | None
-    """Fraction of simulated evaluations in which the gate promotes an equal policy. Each simulation
-    draws the prompts again with replacement. None unless the model is compared with itself."""
+    """Fraction of simulated evaluations in which the gate promotes a policy that equals its
+    opponent. Each simulation draws the prompts again with replacement. None unless the model is
+    compared with itself."""
 
 
 TASK_SOURCE = "lm_eval"
-"""Beginning of the source of a guard that is a task of lm-evaluation-harness."""
+"""Start of `GuardResult.source` if the guard is a task of lm-evaluation-harness."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -430,7 +435,7 @@ class GuardResult:
     """`policy` minus `rival`."""
 
     low: float
-    """Lower end of the 95 % interval of `difference`, a confidence sequence."""
+    """Lower end of the 95 % interval of `difference`, which is a confidence sequence's interval."""
 
     high: float
     """Upper end of this interval."""
@@ -442,12 +447,12 @@ class GuardResult:
     """Largest harmless loss against the rival, as a difference of mean scores."""
 
     passed: bool
-    """False if the policy is shown to be worse than the rival, and a loss of more than `margin` is
-    not ruled out."""
+    """Whether the policy passes. It fails if `high` is below 0, so that it is worse than the rival,
+    and `low` is below -`margin`, so that the loss may be harmful."""
 
     source: str
-    """`built-in`, the function with the digest of its file, or version, metric and task of
-    lm_eval."""
+    """`built-in`; or a user's function and the digest of its file; or lm_eval's version, metric and
+    task."""
 
     @property
     def is_task(self) -> bool:
@@ -472,13 +477,14 @@ class Evaluation(JudgedContests):
     """Win rate of PPO minus win rate of SFT against the references; None without references."""
 
     distinct: dict[str, float]
-    """Fraction of different answers, by contestant."""
+    """Number of distinct answers divided by the number of answers, by contestant."""
 
     length: dict[str, float]
     """Mean number of words of an answer, by contestant."""
 
     repetition: dict[str, float]
-    """Mean fraction of repeated 3-grams of words in an answer, by contestant."""
+    """Fraction of the 3-grams of words in an answer that repeat an earlier one, averaged over the
+    distinct answers, by contestant."""
 
     kl: dict[str, float | None]
     """KL divergence from SFT in nats per answer, by policy; None if the decoding allows no

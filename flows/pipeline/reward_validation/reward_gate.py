@@ -59,10 +59,13 @@ def _contradiction(people: Rate | None) -> str:
 
 
 def undecided_people(people: Rate | None) -> str:
-    """Return a warning if too few people voted to show that the model is not a random choice."""
+    """Return a warning if too few pairs are labeled to tell the model from a random choice."""
     if people is None or not people.low <= 0.5 <= people.high:
         return ""
-    return f"{_people(people)} This does not differ from a random choice: label more pairs."
+    return (
+        f"{_people(people)} This interval includes 50 %, the rate of a random choice. Label more "
+        "pairs."
+    )
 
 
 def _people(people: Rate) -> str:
@@ -118,9 +121,8 @@ def chance(accuracy: Accuracy, limits: RewardGateConfig, training: Mapping[str, 
 def _not_learned(training: Mapping[str, float]) -> str:
     """Return a text on why the model did not learn its training pairs, and what to do."""
     found = (
-        "the model did not learn its training pairs, because their loss was "
-        f"{training['loss']:.3f} at the end of the training, and {CHANCE_LOSS:.3f} is the loss of "
-        "a guess."
+        "the model did not learn its training pairs: their loss was "
+        f"{training['loss']:.3f} at the end of the training, and a guess has {CHANCE_LOSS:.3f}."
     )
     tried = {
         name.removeprefix(LOSS_AT): loss
@@ -156,9 +158,9 @@ def _length(lengths: Lengths, limits: RewardGateConfig) -> str:
     if correlation is None or abs(correlation) <= limits.max_length_correlation:
         return ""
     return (
-        f"Its score follows the length of a response (correlation {correlation:+.2f}, above "
-        f"max_length_correlation={limits.max_length_correlation}): PPO would learn to write "
-        f"{'long' if correlation > 0 else 'short'} answers."
+        f"Its score follows the length of a response (correlation {correlation:+.2f}; at most "
+        f"+-{limits.max_length_correlation}, max_length_correlation, is allowed): PPO would learn "
+        f"to write {'long' if correlation > 0 else 'short'} answers."
     )
 
 
@@ -178,6 +180,6 @@ def _collapse(samples: SampleScores, limits: RewardGateConfig) -> str:
         return ""
     return (
         f"The scores of the policy's samples have a standard deviation of {samples.deviation:.2g}, "
-        f"below min_sample_deviation={limits.min_sample_deviation}: it cannot tell one answer from "
-        "another, so PPO would learn only from noise."
+        f"below min_sample_deviation={limits.min_sample_deviation}: the reward model cannot tell "
+        "one answer from another, so PPO would learn only from noise."
     )

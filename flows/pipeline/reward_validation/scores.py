@@ -1,4 +1,4 @@
-"""Score each token row once, and raise an error for scores that are not finite."""
+"""Score each tokenized text once, and raise an error for scores that are not finite."""
 
 from collections.abc import Sequence
 
@@ -81,17 +81,14 @@ def score_pairs(scorer: TextScorer, pairs: Sequence[LabeledPair]) -> tuple[Array
 def require_finite(scores: Array, of: str) -> None:
     """Raise if a score is not finite; `of` names the scored texts.
 
-    `scores` has the shape (M,) or (M, K) for M prompts.
-
     Raises:
         ModelError: a score is not finite.
     """
-    broken = np.argwhere(~np.isfinite(scores))
-    if len(broken):
+    if broken := np.count_nonzero(~np.isfinite(scores)):
         raise ModelError(
-            f"The reward model's scores of {len(broken)} {of} are not finite, first for prompt "
-            f"{broken[0][0]}. PPO would learn nothing from such scores. Train the reward model "
-            "again with a lower learning rate or in fp32."
+            f"The reward model's scores of {broken} of {scores.size} {of} are not finite. PPO "
+            "would learn nothing from such scores. Train the reward model again with a lower "
+            "learning rate or in fp32."
         )
 
 

@@ -18,13 +18,15 @@ class EvaluationConfig:
     """
 
     num_examples: Count = 1_024
-    """Maximum number of rows of `eval_prompts` to answer; the first rows are used. The judge
-    compares as many of the answers as its decision takes (`promotion.alpha`)."""
+    """Maximum number of evaluation prompts to answer. The first rows are used, except for the
+    fraction `rotate`. The judge compares the answers in batches, and stops when the comparison is
+    decided at the level `promotion.alpha`."""
 
     rotate: ShareBelow1 = 0.0
-    """Fraction of these rows that is drawn anew for each champion, from all rows except the fixed
-    ones, so that successive champions are not all selected on the same prompts. The rows to draw
-    from must be at least twice as many as the rows that are drawn."""
+    """Fraction of the answered rows that is drawn at random for each champion, so that successive
+    champions are not all selected on the same prompts. The other answered rows are the first rows
+    of the data set. The random rows come from the rest of the data set, which must have at least
+    twice as many rows as are drawn."""
 
     temperature: NotNegative = 0.7
     """Temperature of the answers; 0 always takes the likeliest token."""
@@ -36,9 +38,10 @@ class EvaluationConfig:
     """Sample from the likeliest tokens with this total probability; 1 samples from all tokens."""
 
     baseline_prompts: Natural = 128
-    """Maximum number of prompts on which PPO is compared with what SFT reaches without PPO: greedy
-    answers, and the best of four samples by the reward model. The prompts are taken from the
-    prompts of the judge's decision. No decision depends on this comparison. 0 compares nothing."""
+    """Maximum number of prompts on which PPO is compared with two baselines of SFT: its greedy
+    answers, and those of its four samples that the reward model scores highest. The prompts are the
+    first that the judge compared for the promotion decision. No decision depends on this
+    comparison. 0 compares nothing."""
 
     max_invalid: ShareBelow1 = 0.05
     """Maximum fraction of pairs without a verdict; above it, the result is inconclusive."""

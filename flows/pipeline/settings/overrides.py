@@ -16,8 +16,8 @@ def read_overrides(texts: Sequence[str]) -> dict[str, Any]:
     A value is written as in TOML, but a text needs no quotes, and True and False are also booleans.
 
     Raises:
-        ConfigError: a text has no name or value, its value is not TOML, or a setting is given
-            twice.
+        ConfigError: a text has no name or no `=`; a value that starts like a TOML string, array or
+            table is not valid TOML; or a setting is given twice.
     """
     tables: dict[str, Any] = {}
     for text in texts:
@@ -35,14 +35,21 @@ def read_overrides(texts: Sequence[str]) -> dict[str, Any]:
 def merge_tables(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the table with the changes; tables that exist in both are merged.
 
-    If `changes` has a table where `table` has a plain value, the value stays.
+    Raises:
+        ConfigError: `changes` has a table where `table` has a plain value.
     """
     merged = {**table}
     for name, value in changes.items():
+        below = merged.get(name, {})
         if not isinstance(value, Mapping):
             merged[name] = value
-        elif isinstance(below := merged.get(name, {}), Mapping):
+        elif isinstance(below, Mapping):
             merged[name] = merge_tables(below, value)
+        else:
+            raise ConfigError(
+                f"{name}={below!r:.80} is a value, and {name}.{next(iter(value), '')} would be a "
+                "part of it, so one of them would be ignored. Remove one of them."
+            )
     return merged
 
 
@@ -59,11 +66,14 @@ def _insert(tables: dict[str, Any], parts: Sequence[str], value: object) -> None
 
 
 def _given_twice(parts: Sequence[str]) -> ConfigError:
-    return ConfigError(f"--set gives {'.'.join(parts)} twice. Give each setting once.")
+    return ConfigError(
+        f"--set gives {'.'.join(parts)} twice, or gives both a setting and a part of it. Give each "
+        "setting once."
+    )
 
 
 def _read_value(text: str, name: str) -> object:
-    """Return the TOML value of a text, or the text itself if it is not a TOML value."""
+    """Return the TOML value of a text; return other texts, dates and times as they are."""
     if text in _BOOLEANS:
         return _BOOLEANS[text]
     try:

@@ -27,8 +27,8 @@ def read_settings(
     For the arguments see `make_settings`.
 
     Raises:
-        ConfigError: see `check_machine`, `make_settings` and `check_names`; or num_nodes was set by
-            `--set`.
+        ConfigError: see `check_machine`, `make_settings`, `check_names`, `check_labeller_name` and
+            `check_reward_names`; or `--set` sets num_nodes.
         ModelError: the policy cannot be read, or is not a model that generates text.
     """
     check_machine()
@@ -59,7 +59,7 @@ def _parameters(policy: str) -> int:
     with large_imports():
         from ppo_core.models.files.model_folder import check_model_folder
         from ppo_core.models.loading import check_policy_config, count_parameters
-    # Check the folder first, because these errors say what is in a folder without a policy.
+    # Checked first: its error says what a folder without a policy contains instead.
     check_model_folder(policy)
     check_policy_config(policy)
     return count_parameters(policy)
@@ -68,7 +68,7 @@ def _parameters(policy: str) -> int:
 def check_names(judge: str, reward_model: str, config: JudgingConfig) -> None:
     """Raise if the judge is misspelled or has no key, or a package for evaluations is missing.
 
-    If `judge` is empty, the run trains the judge, and its name is not checked.
+    If `judge` is empty, the run trains the judge, so there is no name to check.
 
     Raises:
         ConfigError: see `check_judge_name`; or statsmodels is not installed.

@@ -19,11 +19,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jinja2 import TemplateSyntaxError
+
 MAX_BYTES = 1 << 30
 """Bytes that the process may allocate beyond its memory at the start; enforced only on Linux."""
 
 MAX_GROWTH, MAX_OWN_CHARACTERS = 8, 1_000_000
 """Maximum characters of a rendered text: 8 for each byte of the request, plus 1,000,000."""
+
+
+_ERRORS = {"memory": MemoryError, "syntax": SyntaxError, "raised": ValueError}
+"""Kind of an error in the process that renders -> the error to raise."""
 
 
 class Rendered(NamedTuple):
@@ -55,6 +61,7 @@ class TemplateProcess:
         Raises:
             TimeoutError: the template took longer.
             MemoryError: the template took more memory, or its text is too long.
+            SyntaxError: the template is not a template of jinja2.
             ValueError: the template raised an error; the ValueError has the same message.
         """
         line = json.dumps({**request, "seconds": seconds}, default=_plain).encode() + b"\n"
@@ -67,7 +74,7 @@ class TemplateProcess:
                 raise
         if "text" in reply:
             return Rendered(reply["text"], [(begin, end) for begin, end in reply["spans"]])
-        raise (MemoryError if reply["is_full"] else ValueError)(reply["error"])
+        raise _ERRORS[reply["kind"]](reply["error"])
 
     def _ask(self, line: bytes) -> dict[str, Any]:
         process = self._started()
@@ -159,10 +166,11 @@ def _reply(render: Any, request: dict[str, Any], length: int) -> bytes:
             raise MemoryError(f"its text has {len(texts[0])} characters; the maximum is {most}")
         return json.dumps({"text": texts[0], "spans": spans[0] if spans else []}).encode()
     except MemoryError as error:
-        words, is_full = str(error), True
+        words, kind = str(error), "memory"
     except Exception as error:
-        words, is_full = str(error) or type(error).__name__, False
-    return json.dumps({"error": words[:1000], "is_full": is_full}).encode()
+        kind = "syntax" if isinstance(error, TemplateSyntaxError) else "raised"
+        words = str(error) or type(error).__name__
+    return json.dumps({"error": words[:1000], "kind": kind}).encode()
 
 
 if __name__ == "__main__":

@@ -18,9 +18,12 @@ def half_precision(config: Mapping[str, Any]) -> torch.dtype | None:
 
 
 def cast_weights(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the weights, cast to `dtype` if they are floating-point; tied weights stay tied."""
+    """Return the weights, cast to `dtype` if they are floating-point.
+
+    Names with the same tensor object, such as tied weights, still share one tensor.
+    """
     cast = {
-        id(tensor): tensor.to(dtype) if tensor.is_floating_point() else tensor
+        id(tensor): tensor.detach().to(dtype) if tensor.is_floating_point() else tensor
         for tensor in weights.values()
     }
     return {name: cast[id(tensor)] for name, tensor in weights.items()}

@@ -9,6 +9,7 @@ import pytest
 from pipeline.cost.gpu_table import read_gpus
 from pipeline.cost.measured_speed import LinearCost, MeasuredSpeed
 from pipeline.cost.memory.ppo_memory import PPOSize
+from pipeline.cost.memory.sizes import BF16, FP32
 from pipeline.cost.memory_table import choices, memory_of, recommended
 from pipeline.cost.run_size import describe_memory, describe_time, measure_run
 from pipeline.cost.run_time import (
@@ -100,6 +101,15 @@ def test_what_is_set_is_one_of_the_choices():
     for training in trainings(LLAMA["1B"][0]):
         (found,) = [each for each in choices(training, on_gpus=True) if each.is_set]
         assert (found.lora, found.bf16, found.sharding) == (False, True, "fsdp2")
+
+
+@pytest.mark.parametrize("base", [FP32, BF16])
+def test_the_choice_that_is_set_has_the_precision_under_the_adapters_that_is_set(base: int):
+    ppo = trainings(LLAMA["1B"][0])[2]
+    adapted = replace(ppo, size=replace(ppo.size, adapter=ppo.adapter, base_bytes=base))
+    (found,) = [each for each in choices(adapted, on_gpus=True) if each.is_set]
+    assert (found.lora, found.bf16) == (True, True)
+    assert found.memory == memory_of(adapted.size)
 
 
 def test_the_time_of_ppo_on_a_gpu_by_hand():

@@ -135,10 +135,10 @@ def test_references_of_other_prompts_are_refused():
         measure_samples(SCORES, [1.0, 2.0, 3.0], seed=1)
 
 
-def test_scores_that_are_not_finite_are_refused_with_their_prompt():
-    with pytest.raises(ModelError, match="1 samples are not finite, first for prompt 1"):
+def test_scores_that_are_not_finite_are_refused():
+    with pytest.raises(ModelError, match="1 of 4 samples are not finite"):
         measure_samples([[0.0, 1.0], [float("nan"), 1.0]], None, seed=1)
-    with pytest.raises(ModelError, match="1 references are not finite, first for prompt 0"):
+    with pytest.raises(ModelError, match="1 of 2 references are not finite"):
         measure_samples(SCORES, [float("inf"), 1.0], seed=1)
 
 

@@ -56,8 +56,8 @@ def test_a_value_is_toml_or_a_text_without_quotes(text: str, value: object):
         (['judge="rule'], "is not a TOML value"),
         (["a=" + "[" * 5000], "is not a TOML value"),
         (["ppo.seed=1", "ppo.seed=2"], "--set gives ppo.seed twice"),
-        (["ppo=1", "ppo.seed=2"], "--set gives ppo.seed twice"),
-        (["ppo.seed=2", "ppo=1"], "--set gives ppo twice"),
+        (["ppo=1", "ppo.seed=2"], "gives both a setting and a part of it"),
+        (["ppo.seed=2", "ppo=1"], "gives both a setting and a part of it"),
     ],
 )
 def test_a_text_that_is_no_setting_is_refused(texts: list[str], message: str):
@@ -81,6 +81,11 @@ def test_several_settings_override_the_file_and_leave_the_rest():
     assert (made.ppo.learning_rate, made.ppo.kl_coef) == (3e-6, 0.2)
     assert (made.reward_model_training.num_epochs, made.registered_model) == (2, "b")
     assert file["ppo"] == {"learning_rate": 1e-5, "kl_coef": 0.2}
+
+
+def test_a_part_of_a_plain_value_is_refused():
+    with pytest.raises(ConfigError, match=r"rewards=\['reward-model'\] is a value, and rewards.a"):
+        settings("rewards.a=1", file={"rewards": ["reward-model"]})
 
 
 def test_an_optional_number_of_the_file_can_be_unset():

@@ -50,7 +50,7 @@ def test_spaces_around_an_answer_that_belong_to_no_token_do_not_move_its_mask():
 
 def test_a_mask_needs_a_tokenizer_that_locates_its_tokens():
     tokenizer = ByT5Tokenizer(chat_template=MARKED)
-    with pytest.raises(ConfigError, match=r"generation.*ByT5Tokenizer does not locate"):
+    with pytest.raises(ConfigError, match=r"generation.*ByT5Tokenizer cannot map tokens"):
         encode_with_mask(tokenizer, say("w0", "w1"))
 
 

@@ -77,7 +77,8 @@ class Memory:
 
     phase: str
     weights: int
-    """Weights of all models, with their gathered, bfloat16 and packed copies."""
+    """Weights of all models, and copies of them: gathered from shards, cast to bfloat16, or packed
+    by oneDNN for decoding."""
 
     gradients: int
     """Gradients, and the buffers in which DistributedDataParallel sends them."""
@@ -93,9 +94,9 @@ class Memory:
     """Copies of weights and optimizer states for a checkpoint."""
 
     process: int
-    """Memory of a process on a CPU in addition to its tensors, such as libraries. On a GPU it is 0;
-    leave a tenth of the GPU's memory free for CUDA's context (about 1 GiB) and for blocks that are
-    not full."""
+    """Memory of a process on a CPU in addition to its tensors, such as libraries. It is 0 on a GPU:
+    CUDA's context (about 1 GiB) and the allocator's fragmentation are not counted, so a tenth of
+    the GPU's memory should stay free."""
 
     @property
     def total(self) -> int:
@@ -192,9 +193,9 @@ def kept_activations(
 ) -> int:
     """Return the bytes of the activations that a backward pass reads.
 
-    For each token, a layer keeps: the input, the normalized input and the output of both norms;
-    queries, keys, values and the attention output; and 4 tensors inside a gated MLP, or 2 inside
-    an ungated MLP. With adapters, it also keeps the input of each adapted linear layer. If
+    For each token, a layer keeps: the input, the normalized input and the output of each of its two
+    norms; queries, keys, values and the attention output; and 4 tensors inside a gated MLP, or 2
+    inside an ungated MLP. With adapters, it also keeps the input of each adapted linear layer. If
     activations are recomputed, every layer keeps its input, and only one layer at a time keeps the
     other activations.
     """
@@ -220,8 +221,9 @@ def attention_weights(model: ModelSize, tokens: int, longest: int, texts: int = 
     """Return bytes of the attention weights that `kernels.attention` keeps in a pass of `tokens`.
 
     A row has `texts` texts of up to `longest` tokens. The kernel computes blocks of queries, each
-    with the keys of its row up to the end of the block. PyTorch computes the texts that are too
-    long for the kernel and keeps no weights for them, so a pass of the kernel has shorter texts.
+    with the keys of its row up to the end of the block. For texts that are too long for the
+    kernel, PyTorch computes the attention and keeps no weights. So the length is limited to the
+    longest text that the kernel takes.
     """
     length = texts * min(longest, isqrt(MAX_SCORES))
     keys = min(length, (length + BLOCK) // 2)
