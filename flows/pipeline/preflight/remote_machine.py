@@ -16,7 +16,6 @@ PACKAGES = (
     "httpx2",
     "huggingface_hub",
     "jinja2",
-    "matplotlib",
     "mlflow",
     "numpy",
     "psutil",

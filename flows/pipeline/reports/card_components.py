@@ -1,16 +1,16 @@
 """Render a document as components of a Metaflow card.
 
 Metaflow's Markdown component passes HTML and links to the browser, so it gets only fixed headings.
-Text from models and data sets is put into tables, value boxes, bars, titles of charts and image
-labels, which display the text literally.
+Text from models and data sets is put into tables, value boxes, bars and charts, which display the
+text literally.
 """
 
 import math
+from collections.abc import Mapping, Sequence
 from textwrap import wrap
 from typing import Any
 
 from metaflow.cards import (
-    Image,
     Markdown,
     MetaflowCardComponent,
     ProgressBar,
@@ -20,13 +20,23 @@ from metaflow.cards import (
 )
 
 from pipeline.reports.charts import thinned
-from pipeline.reports.document import Chart, Curve, Document, Reading, Section, ShownProgress
+from pipeline.reports.document import (
+    Chart,
+    Curve,
+    Document,
+    Front,
+    Interval,
+    NamedRates,
+    Reading,
+    Section,
+    ShownProgress,
+)
 from ppo_core.errors.redaction import mask_secrets
 
 CHARTS_IN_ROW, CHARACTERS_IN_LINE = 2, 60
 """Charts in a row, and characters in a line of a chart's caption."""
 
-CHART_SIZE = {"width": 390, "height": 140}
+CHART_WIDTH, CHART_HEIGHT = 390, 140
 """Size of a chart in pixels. A chart in a table is invisible unless its width is set."""
 
 MOST_IN_TITLE = 200
@@ -45,16 +55,14 @@ def card_components(document: Document) -> list[MetaflowCardComponent]:
 
 
 def _section(section: Section) -> list[MetaflowCardComponent]:
-    curves = [one for one in section.charts if one.curve is not None]
     parts = [
         Markdown(f"## {section.title}"),
         *(_bar(section.progress) if section.progress else []),
         *([Table([[sentence] for sentence in section.text])] if section.text else []),
-        *([_charts(curves)] if curves else []),
+        *([_charts(section.charts)] if section.charts else []),
     ]
     if section.rows or len(parts) == 1:
         parts.append(Table([list(row) for row in section.rows], headers=list(section.headers)))
-    parts += [Image(plot.png, plot.shows) for plot in section.plots]
     if section.commands:
         parts.append(Table([list(one) for one in section.commands], headers=["To", "Command"]))
     if section.readings:
@@ -85,47 +93,81 @@ def _readings(readings: tuple[Reading, ...]) -> Table:
     return Table(cells, headers=["", "Prompt", *titles, ""])
 
 
-def _charts(charts: list[Chart]) -> Table:
-    drawn = [VegaChart(_vega(one, one.curve)) for one in charts if one.curve is not None]
+def _charts(charts: Sequence[Chart]) -> Table:
+    drawn = [VegaChart(_vega(one)) for one in charts]
     starts = range(0, len(drawn), CHARTS_IN_ROW)
     return Table([drawn[start : start + CHARTS_IN_ROW] for start in starts])
 
 
-def _vega(chart: Chart, curve: Curve) -> dict[str, Any]:
-    """Return a line chart as a specification of Vega-Lite."""
-    points = thinned(curve.points)
-    lowest, highest = min(y for _, y in points), max(y for _, y in points)
-    # Limits far outside of the values would flatten the line, so they are clipped.
-    low, high = (min(max(end, lowest), highest) for end in curve.healthy)
-    y = {"type": "quantitative", "title": None, "scale": {"zero": False}}
-    layers: list[dict[str, Any]] = [
-        {
-            "mark": {"type": "line", "point": len(points) == 1},
-            "data": {"values": [{"x": x, "y": value} for x, value in points]},
-            "encoding": {
-                "x": {"field": "x", "type": "quantitative", "title": None},
-                "y": {**y, "field": "y"},
-            },
-        }
-    ]
-    if curve.healthy != (-math.inf, math.inf) and low < high:
-        area = {
-            "mark": {"type": "rect", "color": "#d8f0e0"},
-            "data": {"values": [{"low": low, "high": high}]},
-            "encoding": {"y": {**y, "field": "low"}, "y2": {"field": "high"}},
-        }
-        layers.insert(0, area)
-    if curve.marks:
-        warned = {
-            "mark": {"type": "rule", "color": "#991b1b", "strokeDash": [4, 4]},
-            "data": {"values": [{"x": x} for x in curve.marks]},
-            "encoding": {"x": {"field": "x", "type": "quantitative", "title": None}},
-        }
-        layers.append(warned)
+def _vega(chart: Chart) -> dict[str, Any]:
+    """Return a chart as a specification of Vega-Lite."""
+    height = CHART_HEIGHT
+    match chart.data:
+        case Curve():
+            layers = _line_layers(chart.data)
+        case NamedRates(rates=rates):
+            layers, height = _rate_layers(rates), 30 * len(rates)
+        case Front(points=points):
+            layers, height = _front_layers(points), 2 * CHART_HEIGHT
     caption = wrap(chart.caption, CHARACTERS_IN_LINE)
     return {
         "$schema": "https://vega.github.io/schema/vega-lite/v5.json",
         "title": {"text": chart.title, "subtitle": caption, "anchor": "start"},
-        **CHART_SIZE,
+        "width": CHART_WIDTH,
+        "height": height,
         "layer": layers,
     }
+
+
+def _line_layers(curve: Curve) -> list[dict[str, Any]]:
+    points = thinned(curve.points)
+    lowest, highest = min(y for _, y in points), max(y for _, y in points)
+    # Limits far outside of the values would flatten the line, so they are clipped.
+    low, high = (min(max(end, lowest), highest) for end in curve.healthy)
+    layers = []
+    if curve.healthy != (-math.inf, math.inf) and low < high:
+        area = {"type": "rect", "color": "#d8f0e0"}
+        layers.append(_layer(area, [{"low": low, "high": high}], y="low", y2="high"))
+    line = {"type": "line", "point": len(points) == 1}
+    layers.append(_layer(line, [{"x": x, "y": y} for x, y in points], x="x", y="y"))
+    if curve.marks:
+        warned = {"type": "rule", "color": "#991b1b", "strokeDash": [4, 4]}
+        layers.append(_layer(warned, [{"x": x} for x in curve.marks], x="x"))
+    return layers
+
+
+def _rate_layers(rates: Mapping[str, Interval]) -> list[dict[str, Any]]:
+    values = [
+        {"name": name, "rate": rate, "low": low, "high": high}
+        for name, (rate, low, high) in rates.items()
+    ]
+    half = {"type": "rule", "strokeDash": [4, 4]}
+    return [
+        _layer(half, [{"rate": 0.5}], x="rate"),
+        _layer({"type": "rule"}, values, x="low", x2="high", y="name"),
+        _layer({"type": "point", "filled": True}, values, x="rate", y="name"),
+    ]
+
+
+def _front_layers(points: Mapping[str, tuple[float, Interval]]) -> list[dict[str, Any]]:
+    values = [
+        {"name": name, "x": x, "rate": rate, "low": low, "high": high}
+        for name, (x, (rate, low, high)) in points.items()
+    ]
+    return [
+        _layer({"type": "rule"}, values, x="x", y="low", y2="high"),
+        _layer({"type": "point", "filled": True}, values, x="x", y="rate"),
+        _layer({"type": "text", "align": "left", "dx": 6}, values, x="x", y="rate", text="name"),
+    ]
+
+
+def _layer(mark: dict[str, Any], values: list[dict[str, Any]], **fields: str) -> dict[str, Any]:
+    """Return a layer that draws `values`; `fields` maps channels to fields of the values."""
+    axis = {"type": "quantitative", "title": None, "scale": {"zero": False}}
+    encoding: dict[str, Any] = {channel: {"field": field} for channel, field in fields.items()}
+    for channel in {"x", "y"} & set(encoding):
+        encoding[channel] |= axis
+    if fields.get("y") == "name":
+        # Without `sort`, the names would be in the order of the alphabet.
+        encoding["y"] = {"field": "name", "type": "nominal", "title": None, "sort": None}
+    return {"mark": mark, "data": {"values": values}, "encoding": encoding}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from pipeline.reports.document import as_number
+from pipeline.reports.document import Chart, Curve, Front, Interval, NamedRates, as_number
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 360, 46, 10, 14, 20
 """Width of a chart, and sizes of its margins. One unit is about one pixel on a phone."""
@@ -15,9 +15,6 @@ MOST_POINTS = 500
 """Maximum number of points of a line, see `thinned`."""
 
 Point = tuple[float, float]
-
-Interval = tuple[float, float, float]
-"""A rate, and the lower and the upper end of its interval."""
 
 
 @dataclass(frozen=True)
@@ -35,27 +32,30 @@ class ChartAxis:
         return round(self.start + share * (self.end - self.start), 1)
 
 
-def line_chart(
-    points: Sequence[Point],
-    shows: str,
-    *,
-    healthy: tuple[float, float] = (-math.inf, math.inf),
-    marks: Iterable[float] = (),
-) -> Markup:
-    """Draw a line, the range of healthy values as an area, and marks at some values of x.
+def draw_chart(chart: Chart) -> Markup:
+    """Return a chart as an SVG element; all text in it is escaped."""
+    shows = f"{chart.title}. {chart.caption}"
+    match chart.data:
+        case Curve():
+            return _line_chart(chart.data, shows)
+        case NamedRates():
+            return _interval_chart(chart.data.rates, shows)
+        case Front():
+            return _front_chart(chart.data.points, shows)
 
-    There must be at least one point, and all values must be finite.
-    """
-    points = thinned(points)
+
+def _line_chart(curve: Curve, shows: str) -> Markup:
+    """Draw a line, the range of healthy values as an area, and marks at some values of x."""
+    points = thinned(curve.points)
     height, ys = 150, [y for _, y in points]
     room = 0.06 * (max(ys) - min(ys)) or 0.06 * abs(ys[0]) or 1.0
     x = _axis([x for x, _ in points], LEFT, WIDTH - RIGHT)
     y = ChartAxis(min(ys) - room, max(ys) + room, height - BOTTOM, TOP)
     path = " ".join(f"{x(a)},{y(b)}" for a, b in points)
     parts = [
-        _area(y, healthy),
+        _area(y, curve.healthy),
         _grid(x, (points[0][0], points[-1][0]), y, (min(ys), max(ys)), height),
-        *(_mark(x(at), height) for at in marks),
+        *(_mark(x(at), height) for at in curve.marks),
         Markup('<polyline class="line" points="{}"/>').format(path),
         # A line of one point is invisible.
         Markup('<circle class="dot" cx="{}" cy="{}" r="2.5"/>').format(x(points[-1][0]), y(ys[-1])),
@@ -63,7 +63,7 @@ def line_chart(
     return _svg(parts, height, shows)
 
 
-def interval_chart(rates: Mapping[str, Interval], shows: str) -> Markup:
+def _interval_chart(rates: Mapping[str, Interval], shows: str) -> Markup:
     """Draw rates between 0 and 1 with their intervals, one below the other, and a line at 50 %."""
     height, x, parts = 20 + 40 * len(rates), ChartAxis(0, 1, 12, WIDTH - 12), []
     for number, (name, (rate, low, high)) in enumerate(rates.items()):
@@ -87,7 +87,7 @@ def interval_chart(rates: Mapping[str, Interval], shows: str) -> Markup:
     return _svg(parts, height, shows)
 
 
-def front_chart(points: Mapping[str, tuple[float, Interval]], shows: str) -> Markup:
+def _front_chart(points: Mapping[str, tuple[float, Interval]], shows: str) -> Markup:
     """Draw named rates with their intervals (y axis) by a value such as a divergence (x axis)."""
     height = 240
     x = ChartAxis(0, 1.05 * max(0.01, *(value for value, _ in points.values())), LEFT, WIDTH - 20)

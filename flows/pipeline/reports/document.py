@@ -1,10 +1,9 @@
-"""Structure of a report (text, tables and figures) before it is rendered as a card or a page."""
+"""Structure of a report (text, tables and charts) before it is rendered as a card or a page."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
-
-from markupsafe import Markup
 
 from pipeline.results.evaluation import (
     AnnotatorTest,
@@ -31,17 +30,6 @@ MOST_EVIDENCE = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plot:
-    """A figure of a report."""
-
-    png: bytes
-    """Contents of the PNG file."""
-
-    shows: str
-    """Alternative text. It is a constant of this project, so it needs no escaping."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Curve:
     """The data of a line chart."""
 
@@ -55,21 +43,37 @@ class Curve:
     """Values of x with a warning."""
 
 
+Interval = tuple[float, float, float]
+"""A rate, and the lower and the upper end of its interval."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedRates:
+    """The data of a chart of rates between 0 and 1, one below the other."""
+
+    rates: Mapping[str, Interval]
+    """Name, which may be untrusted text -> rate with its interval."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Front:
+    """The data of a chart of named rates (y axis) by a value such as a divergence (x axis)."""
+
+    points: Mapping[str, tuple[float, Interval]]
+    """Name -> value on the x axis, and rate with its interval."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """A figure that an HTML page contains as SVG."""
+    """A chart; an HTML page draws it as SVG, and a card by Vega-Lite."""
 
     title: str
     """Heading. `title` and `caption` may contain untrusted text."""
 
     caption: str
-    """What the figure shows, also for readers who cannot see it."""
+    """What the chart shows, also for readers who cannot see it."""
 
-    svg: Markup
-    """The figure; all text in it is escaped."""
-
-    curve: Curve | None = None
-    """The data of a line chart; None for other figures, which a card leaves out."""
+    data: Curve | NamedRates | Front
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +115,7 @@ class ShownProgress:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A section of a report, with a table, figures, or both."""
+    """A section of a report, with a table, charts, or both."""
 
     title: str
     """Heading, which never contains text of a model or a data set."""
@@ -122,14 +126,11 @@ class Section:
     rows: tuple[tuple[str, ...], ...] = ()
     """Table cells as plain text. Cells may contain untrusted text, so a renderer must escape it."""
 
-    plots: tuple[Plot, ...] = ()
-    """Figures below the table."""
-
     text: tuple[str, ...] = ()
     """Sentences above the table, which may contain untrusted text."""
 
     charts: tuple[Chart, ...] = ()
-    """Figures above the table."""
+    """Charts above the table."""
 
     commands: tuple[tuple[str, str], ...] = ()
     """Tasks of the reader, each with the command for it."""

@@ -1,19 +1,21 @@
 """Make the report on an evaluation."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from pipeline.evaluation.length_control import RATIO_NAMES
 from pipeline.reports.baselines import (
     BASELINE_COLUMNS,
+    BASELINE_TITLES,
     as_divergence,
     baseline_rows,
     worth_of_ppo,
 )
 from pipeline.reports.document import (
     GUARD_COLUMNS,
+    Chart,
     Document,
-    Plot,
+    Front,
+    NamedRates,
     Section,
     Tone,
     as_equal_length_rate,
@@ -26,7 +28,6 @@ from pipeline.reports.document import (
     guard_cells,
     guard_title,
 )
-from pipeline.reports.figures import baseline_plot, win_rate_plot
 from pipeline.reports.terminal import CONTEST_TITLES
 from pipeline.results.evaluation import (
     CanaryReport,
@@ -51,19 +52,10 @@ def evaluation_document(evaluation: Evaluation, warnings: Sequence[str] = ()) ->
         evaluation: the report of `evaluate_policies`.
         warnings: warnings about the training of the policy.
     """
-    win_rates = evaluation.win_rate
     verdict, tone = _verdict(evaluation)
-    png, front = win_rate_plot(win_rates), baseline_plot(evaluation)
-    plots = (Plot(png=png, shows="Win rates with their intervals"),)
-    rates, *better = better_sections(evaluation)
-    without_ppo = without_ppo_section(evaluation)
-    if front is not None:
-        shown = Plot(png=front, shows="Win rates by KL divergence")
-        without_ppo = replace(without_ppo, plots=(shown,))
     sections = (
-        replace(rates, plots=plots),
-        *better,
-        without_ppo,
+        *better_sections(evaluation),
+        without_ppo_section(evaluation),
         *honesty_sections(evaluation),
         *judge_sections(evaluation),
     )
@@ -115,9 +107,30 @@ def without_ppo_section(evaluation: Evaluation) -> Section:
     """Return the comparison of PPO with baselines of SFT; without baselines, it has no rows."""
     return Section(
         title="What SFT reaches without PPO, on the same prompts",
+        charts=_front(evaluation),
         headers=("", *BASELINE_COLUMNS),
         rows=baseline_rows(evaluation),
     )
+
+
+def _front(evaluation: Evaluation) -> tuple[Chart, ...]:
+    """Return the chart of win rates by KL divergence, if rate and divergence of PPO are known."""
+    baselines, kl = evaluation.baselines, evaluation.kl_of_ppo
+    if baselines is None or baselines.ppo is None or kl is None:
+        return ()
+    points = {
+        BASELINE_TITLES[name]: (one.kl, (one.win_rate.rate, one.win_rate.low, one.win_rate.high))
+        for name, one in baselines.found.items()
+        if one.kl is not None and one.win_rate is not None
+    }
+    points["SFT"] = (0.0, (0.5, 0.5, 0.5))
+    points["PPO"] = (kl, (baselines.ppo.rate, baselines.ppo.low, baselines.ppo.high))
+    chart = Chart(
+        title="Wins against SFT by KL from SFT",
+        caption="Higher is better; further to the right is further from SFT, in nats.",
+        data=Front(points=points),
+    )
+    return (chart,)
 
 
 def _filled(*sections: Section) -> list[Section]:
@@ -144,8 +157,19 @@ def describe_rate(rate: ContestResult, rival: str) -> str:
 
 
 def _win_rates(win_rates: Mapping[str, ContestResult]) -> Section:
+    chart = Chart(
+        title="Pairs won",
+        caption="Share of pairs won, with its 95 % interval. A tie is half a win. Dashed: 50 %.",
+        data=NamedRates(
+            rates={
+                CONTEST_TITLES[name]: (one.rate, one.low, one.high)
+                for name, one in win_rates.items()
+            }
+        ),
+    )
     return Section(
         title="Win rates",
+        charts=(chart,),
         headers=(
             "",
             "Wins",

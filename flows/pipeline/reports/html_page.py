@@ -1,9 +1,8 @@
 """Render a document as a single HTML page that loads no other file and needs no network."""
 
-from base64 import b64encode
-
 from jinja2 import Environment, StrictUndefined
 
+from pipeline.reports.charts import draw_chart
 from pipeline.reports.document import Document
 from pipeline.reports.evaluation_report import evaluation_document
 from pipeline.reports.reward_model_report import reward_document
@@ -16,7 +15,7 @@ TEMPLATE = """\
 <head>
 <meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy"
-      content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
+      content="default-src 'none'; style-src 'unsafe-inline'">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 {% if document.refresh %}
@@ -50,7 +49,6 @@ th { font-weight: 600; color: var(--quiet) }
 td { max-width: 26rem; overflow-wrap: anywhere }
 @media (max-width: 40rem) { td { min-width: 5.5rem } td:first-child { min-width: 7.5rem } }
 progress { width: 100%; accent-color: var(--line) }
-img { display: block; width: 600px; max-width: 100%; margin: 1rem 0 }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 320px), 1fr));
           gap: 1.2rem }
 figure { margin: 0; max-width: 440px } figcaption { overflow-wrap: anywhere }
@@ -125,14 +123,11 @@ ins { background: var(--ins) } del { background: var(--del) }
 <div class="charts">
 {% for chart in section.charts %}
 <figure><figcaption><strong>{{ chart.title }}</strong><br><small>{{ chart.caption }}</small>
-</figcaption>{{ chart.svg }}</figure>
+</figcaption>{{ chart | svg }}</figure>
 {% endfor %}
 </div>
 {% endif %}
 {% if section.rows %}{{ table(section.headers, section.rows, section.title) }}{% endif %}
-{% for plot in section.plots %}
-<img src="data:image/png;base64,{{ plot.png | base64 }}" alt="{{ plot.shows }}">
-{% endfor %}
 {% for purpose, command in section.commands %}
 <p>{{ purpose }}:</p>
 <pre><code>{{ command }}</code></pre>
@@ -157,12 +152,12 @@ ins { background: var(--ins) } del { background: var(--del) }
 
 
 def reward_model_page(report: RewardReport) -> str:
-    """Return the report on a reward model as HTML with embedded figures; all text is escaped."""
+    """Return the report on a reward model as HTML with charts; all text is escaped."""
     return document_page(reward_document(report))
 
 
 def evaluation_page(evaluation: Evaluation) -> str:
-    """Return the report on an evaluation as HTML with embedded figures; all text is escaped."""
+    """Return the report on an evaluation as HTML with charts; all text is escaped."""
     return document_page(evaluation_document(evaluation))
 
 
@@ -174,7 +169,7 @@ def document_page(document: Document) -> str:
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters["base64"] = lambda png: b64encode(png).decode("ascii")
+    environment.filters["svg"] = draw_chart
     return environment.from_string(TEMPLATE).render(
         document=document, contents=any(section.parts for section in document.sections)
     )

@@ -1,9 +1,8 @@
-"""Log the reports to MLflow as metrics, pages, plots and tables."""
+"""Log the reports to MLflow as metrics, pages and tables."""
 
 from pathlib import Path
 
 from pipeline.inputs.json_lines import read_jsonl
-from pipeline.reports.figures import baseline_plot, reward_model_figures, win_rate_plot
 from pipeline.reports.headline_metrics import evaluation_numbers, reward_model_numbers
 from pipeline.reports.html_page import evaluation_page, reward_model_page
 from pipeline.reports.run_page.reading import JudgedPair
@@ -25,8 +24,6 @@ def log_reward_report(tracker: Tracker, report: RewardReport) -> None:
         log.set_tags({"reward_model": reward_verdict(report)})
     tracker.step.log_json(as_json(report), "reward-model/report.json")
     tracker.step.log_text(reward_model_page(report), "reward-model/report.html")
-    for name, png in reward_model_figures(report).items():
-        tracker.step.log_figure(png, f"reward-model/{name}.png")
 
 
 def log_evaluation(tracker: Tracker, evaluated: EvaluatedPolicy) -> None:
@@ -34,9 +31,6 @@ def log_evaluation(tracker: Tracker, evaluated: EvaluatedPolicy) -> None:
     evaluation = evaluated.report()
     tracker.parent.log_figures(evaluation_numbers(evaluation))
     tracker.step.log_text(evaluation_page(evaluation), "evaluation/report.html")
-    tracker.step.log_figure(win_rate_plot(evaluation.win_rate), "evaluation/win-rates.png")
-    if png := baseline_plot(evaluation):
-        tracker.step.log_figure(png, "evaluation/kl-and-win-rates.png")
     tracker.parent.log_table(read_jsonl(evaluated.samples)[:NUM_SAMPLES], "samples.json")
     tracker.parent.log_table(_pairs(evaluated.judgements), "pairs.json")
     tracker.step.log_artifact(evaluated.judgements)

@@ -1,17 +1,19 @@
 """Make the report on a reward model."""
 
-from dataclasses import replace
+from collections.abc import Mapping
+from itertools import pairwise
 
 from pipeline.reports.document import (
+    Chart,
+    Curve,
     Document,
-    Plot,
+    NamedRates,
     Section,
     Tone,
     as_interval,
     as_number,
     as_percent,
 )
-from pipeline.reports.figures import MARGINS, reward_model_figures
 from pipeline.results.reward_report import (
     Accuracy,
     Calibration,
@@ -35,9 +37,8 @@ WHAT_FOLLOWS = {
 }
 """Usefulness of a reward model on the policy's own answers -> the consequence for PPO."""
 
-CALIBRATION = "Calibration: is it as sure as it is right?"
-SAMPLES = "Scores of the SFT policy's samples"
-"""Titles of two sections."""
+MARGINS = {"people": "people's margin", "model": "the model's own margin"}
+"""Source of the margins by which the accuracy is grouped -> title."""
 
 RATE_HEADERS = ("", "Right", "95 % interval", "Pairs")
 
@@ -49,16 +50,12 @@ def reward_document(report: RewardReport) -> Document:
         report: result of `validate`; `accepted_by_hand` says whether a person overruled a refusal.
     """
     verdict, tone = _verdict(report)
-    plots = _plots(report)
     return Document(
         subject="Is the reward model fit to train against?",
         verdict=verdict,
         tone=tone,
         reasons=reward_reasons(report),
-        sections=tuple(
-            replace(section, plots=plots.get(section.title, ()))
-            for section in reward_sections(report)
-        ),
+        sections=tuple(reward_sections(report)),
     )
 
 
@@ -72,7 +69,7 @@ def reward_reasons(report: RewardReport) -> tuple[str, ...]:
 
 
 def reward_sections(report: RewardReport) -> list[Section]:
-    """Return the sections with the measurements of a reward model, without figures."""
+    """Return the sections with the measurements of a reward model."""
     sections = (
         _on_policy(report.on_policy),
         _people(report.people),
@@ -88,19 +85,6 @@ def reward_sections(report: RewardReport) -> list[Section]:
         _scale(report),
     )
     return [section for section in sections if section.rows]
-
-
-def _plots(report: RewardReport) -> dict[str, tuple[Plot, ...]]:
-    """Return title of a section -> its figures."""
-    pngs, by_margin = reward_model_figures(report), margin_title(report.accuracy)
-    reliability = Plot(png=pngs["reliability"], shows="Share of pairs called right by confidence")
-    scores = Plot(png=pngs["sample-scores"], shows="Histogram of the samples' scores")
-    best = Plot(png=pngs["best-of-k"], shows="Expected score of the best of k samples")
-    return {
-        by_margin: (Plot(png=pngs["accuracy-by-margin"], shows=by_margin),),
-        CALIBRATION: (reliability,),
-        SAMPLES: (scores, best),
-    }
 
 
 def _verdict(report: RewardReport) -> tuple[str, Tone]:
@@ -151,16 +135,24 @@ def _accuracy(accuracy: Accuracy) -> Section:
     return Section(title="Accuracy on held-out preferences", headers=RATE_HEADERS, rows=tuple(rows))
 
 
-def margin_title(accuracy: Accuracy) -> str:
-    """Return the title of the section with the accuracy by margin."""
-    return f"Accuracy by {MARGINS[accuracy.margin_of]}"
-
-
 def _by_margin(accuracy: Accuracy) -> Section:
+    rates, title = accuracy.by_margin, f"Accuracy by {MARGINS[accuracy.margin_of]}"
+    chart = Chart(
+        title="Accuracy by margin",
+        caption="A good model is right more often where the margin is larger.",
+        data=_named({f"{name}, {one.n} pairs": one for name, one in rates.items()}),
+    )
     return Section(
-        title=margin_title(accuracy),
+        title=title,
+        charts=(chart,),
         headers=RATE_HEADERS,
-        rows=tuple(_rate(name, rate) for name, rate in accuracy.by_margin.items()),
+        rows=tuple(_rate(name, rate) for name, rate in rates.items()),
+    )
+
+
+def _named(rates: Mapping[str, Rate]) -> NamedRates:
+    return NamedRates(
+        rates={name: (one.accuracy, one.low, one.high) for name, one in rates.items()}
     )
 
 
@@ -187,8 +179,18 @@ def _ties(ties: Ties) -> Section:
 
 
 def _calibration(calibration: Calibration) -> Section:
+    bins = {
+        f"{number}. {part.confidence:.1%} sure, {part.n} pairs": part
+        for number, part in enumerate(calibration.bins, 1)
+    }
+    chart = Chart(
+        title="Accuracy by confidence",
+        caption="A calibrated model is right as often as it is sure.",
+        data=_named(bins),
+    )
     return Section(
-        title=CALIBRATION,
+        title="Calibration: is it as sure as it is right?",
+        charts=(chart,),
         headers=("", "This model", "A tossed coin"),
         rows=(
             ("Expected calibration error", as_number(calibration.error), ""),
@@ -234,9 +236,20 @@ def _samples(samples: Samples) -> Section:
             ("A reference scores above a sample, 95 % interval", above),
         ]
     return Section(
-        title=SAMPLES,
+        title="Scores of the SFT policy's samples",
+        charts=_sample_charts(samples),
         headers=(f"{samples.prompts} prompts, {samples.per_prompt} samples each", "Score"),
         rows=tuple(rows),
+    )
+
+
+def _sample_charts(samples: Samples) -> tuple[Chart, ...]:
+    middles = [(low + high) / 2 for low, high in pairwise(samples.edges)]
+    counts = Curve(points=tuple(zip(middles, samples.counts, strict=True)))
+    best = Curve(points=tuple((int(k), score) for k, score in samples.best_of.items()))
+    return (
+        Chart(title="Samples by score", caption="Number of samples in each range.", data=counts),
+        Chart(title="Best of k samples", caption="Expected score by k.", data=best),
     )
 
 

@@ -75,10 +75,6 @@ class RunLog:
         """Log text or HTML; `artifact` is the path among the artifacts."""
         self.journal.write_file(self.run, artifact, mask_secrets(text).encode())
 
-    def log_figure(self, png: bytes, artifact: str) -> None:
-        """Log a PNG image."""
-        self.journal.write_file(self.run, artifact, png)
-
     def log_json(self, value: Any, artifact: str) -> None:
         """Log a value as JSON."""
         self.log_text(json.dumps(value, indent=2), artifact)

@@ -239,7 +239,7 @@ def test_a_browser_shows_the_page_whole_and_readable(
     assert found["marks"] == 2
     assert found["healthy"] >= 6
     assert found["changed"]
-    assert found["readings"] == 20 + 8
+    assert found["readings"] == 20 + 8 + 1
     assert found["page"] == ("rgb(21, 24, 29)" if dark else "rgb(255, 255, 255)")
     assert found["worst"][0] >= 4.5, found["worst"]
     assert browser.accessibility_violations() == []

@@ -109,7 +109,7 @@ def test_the_report_on_a_refused_reward_model_is_there_to_be_read(journey: Journ
     assert not json.loads((journey.folder / report).read_text())["fit"]
     kept = artifacts_of(journey.folder, runs["validate_reward_model"], "reward-model")
     assert {"reward-model/report.json", "reward-model/report.html"} < kept
-    assert "reward-model/reliability.png" in kept
+    assert "reward-model/report.html" in kept
 
 
 def test_a_reward_model_accepted_by_hand_is_on_record(journey: Journey, summary: dict[str, Any]):
@@ -226,7 +226,7 @@ def test_ppo_is_compared_with_what_sft_reaches_without_it(
     run = client_of(journey.folder).get_run(summary["model"]["run_id"])
     evaluated = runs_of(journey.folder, run.data.tags["flow_run"])["evaluate_win_rate"]
     kept = artifacts_of(journey.folder, evaluated, "evaluation")
-    assert "evaluation/kl-and-win-rates.png" in kept
+    assert "evaluation/report.html" in kept
     address = f"{summary['model']['uri']}/README.md"
     with tracking_to(f"sqlite:///{journey.folder / 'mlflow.db'}"):
         assert "## Without PPO" in mlflow.artifacts.load_text(address)
@@ -307,6 +307,7 @@ def test_every_run_has_a_page_that_the_terminal_names(journey: Journey, summary:
     assert "The reward model was refused" in pages[journey.refused.log]
     assert "sft/loss" in pages[journey.refused.log]
     text = pages[journey.resumed.log]
+    assert text.count("Before PPO") == text.count("Training prompt ") == 8
     assert "Version 1 was refused, and there is no champion" in text
     assert "Rule that failed: " in text
     assert f"{summary['win_rate']['ppo_vs_sft']['rate']:.1%} of 16 pairs" in text

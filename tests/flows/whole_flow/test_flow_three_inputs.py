@@ -97,4 +97,4 @@ def test_the_result_is_told_without_references(bare: Bare):
     assert not any("reference" in name for name in figures)
     runs = runs_of(bare.folder, parent.data.tags["flow_run"])
     kept = artifacts_of(bare.folder, runs["evaluate_win_rate"], "evaluation")
-    assert {"evaluation/report.html", "evaluation/win-rates.png"} <= kept
+    assert "evaluation/report.html" in kept

@@ -7,9 +7,8 @@ from shlex import quote
 from metaflow import current
 
 from pipeline.registry.decisions import Decision, timestamp
-from pipeline.reports.baselines import BASELINE_TITLES, worth_of_ppo
-from pipeline.reports.charts import front_chart, interval_chart
-from pipeline.reports.document import Chart, Document, Section, Tone, describe_annotator_test
+from pipeline.reports.baselines import worth_of_ppo
+from pipeline.reports.document import Document, Section, Tone, describe_annotator_test
 from pipeline.reports.evaluation_report import (
     better_sections,
     describe_rate,
@@ -19,8 +18,6 @@ from pipeline.reports.evaluation_report import (
 )
 from pipeline.reports.promotion_report import promotion_document
 from pipeline.reports.reward_model_report import (
-    CALIBRATION,
-    margin_title,
     reward_reasons,
     reward_sections,
 )
@@ -35,9 +32,8 @@ from pipeline.reports.run_page.reading import (
     watched_section,
 )
 from pipeline.reports.run_page.training import ppo_section, supervised_section
-from pipeline.reports.terminal import CONTEST_TITLES, cost_in_words
+from pipeline.reports.terminal import cost_in_words
 from pipeline.results.evaluation import Evaluation
-from pipeline.results.reward_report import RewardReport
 from pipeline.results.run_cost import RunCost
 from ppo_core.data.rows.row_error import list_reasons
 from ppo_core.errors import DataError
@@ -122,7 +118,11 @@ def _evaluated(facts: RunFacts) -> list[Section]:
     )
     refused = not registered.promotion.is_promoted
     return [
-        _win_rates(evaluation),
+        Section(
+            title=BETTER,
+            text=tuple(evaluation.reasons),
+            parts=tuple(better_sections(evaluation)),
+        ),
         Section(
             title=f"Why was it {'refused' if refused else 'promoted'}? Measured values and limits",
             text=decision.reasons if refused else (),
@@ -132,52 +132,17 @@ def _evaluated(facts: RunFacts) -> list[Section]:
     ]
 
 
-def _win_rates(evaluation: Evaluation) -> Section:
-    rates = {
-        CONTEST_TITLES[name]: (one.rate, one.low, one.high)
-        for name, one in evaluation.win_rate.items()
-    }
-    chart = Chart(
-        title="Pairs won",
-        caption="Share of pairs won, with its 95 % interval. A tie is half a win. Dashed: 50 %.",
-        svg=interval_chart(rates, "Win rates with their intervals; the table has the numbers"),
-    )
-    return Section(
-        title=BETTER,
-        text=tuple(evaluation.reasons),
-        charts=(chart,),
-        parts=tuple(better_sections(evaluation)),
-    )
-
-
 def _front(evaluation: Evaluation) -> Section:
-    title, baselines, kl = FRONT, evaluation.baselines, evaluation.kl_of_ppo
+    baselines = evaluation.baselines
     if baselines is None:
-        return Section(title=title, text=("Not measured: evaluation.baseline_prompts is 0.",))
+        return Section(title=FRONT, text=("Not measured: evaluation.baseline_prompts is 0.",))
+    text = tuple(worth_of_ppo(baselines))
     if baselines.ppo is None:
-        return Section(title=title, text=tuple(worth_of_ppo(baselines)))
-    points = {
-        BASELINE_TITLES[name]: (one.kl, (one.win_rate.rate, one.win_rate.low, one.win_rate.high))
-        for name, one in baselines.found.items()
-        if one.kl is not None and one.win_rate is not None
-    }
-    points["SFT"] = (0.0, (0.5, 0.5, 0.5))
-    if kl is None:
+        return Section(title=FRONT, text=text)
+    if evaluation.kl_of_ppo is None:
         unknown = "The KL divergence cannot be measured with this decoding, so there is no chart."
-        text = (*worth_of_ppo(baselines), unknown)
-        return replace(without_ppo_section(evaluation), title=title, text=text)
-    points["PPO"] = (kl, (baselines.ppo.rate, baselines.ppo.low, baselines.ppo.high))
-    chart = Chart(
-        title="Wins against SFT by KL from SFT",
-        caption="Higher is better; further to the right is further from SFT, in nats.",
-        svg=front_chart(points, "Win rates by KL divergence; the table has the numbers"),
-    )
-    return replace(
-        without_ppo_section(evaluation),
-        title=title,
-        text=tuple(worth_of_ppo(baselines)),
-        charts=(chart,),
-    )
+        text = (*text, unknown)
+    return replace(without_ppo_section(evaluation), title=FRONT, text=text)
 
 
 def _answers(facts: RunFacts) -> list[Section]:
@@ -223,40 +188,9 @@ def _trust(facts: RunFacts) -> list[Section]:
             ),
         ]
     if report := facts.reward_model:
-        title, parts = "Can I trust the reward model?", tuple(_with_charts(report))
+        title, parts = "Can I trust the reward model?", tuple(reward_sections(report))
         found.append(Section(title=title, text=reward_reasons(report), parts=parts))
     return found
-
-
-def _with_charts(report: RewardReport) -> list[Section]:
-    bins = {
-        f"{number}. {part.confidence:.1%} sure, {part.n} pairs": (
-            part.accuracy,
-            part.low,
-            part.high,
-        )
-        for number, part in enumerate(report.calibration.bins, 1)
-    }
-    margins = {
-        f"{name}, {one.n} pairs": (one.accuracy, one.low, one.high)
-        for name, one in report.accuracy.by_margin.items()
-    }
-    charts = {
-        CALIBRATION: Chart(
-            title="Accuracy by confidence",
-            caption="A calibrated model is right as often as it is sure.",
-            svg=interval_chart(bins, "Accuracy by confidence"),
-        ),
-        margin_title(report.accuracy): Chart(
-            title="Accuracy by margin",
-            caption="A good model is right more often where the margin is larger.",
-            svg=interval_chart(margins, "Accuracy by margin; the table has the numbers"),
-        ),
-    }
-    return [
-        replace(one, charts=(charts[one.title],) if one.title in charts else ())
-        for one in reward_sections(report)
-    ]
 
 
 def _data(facts: RunFacts) -> Section:

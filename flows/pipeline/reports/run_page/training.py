@@ -3,7 +3,6 @@
 import math
 import re
 
-from pipeline.reports.charts import line_chart
 from pipeline.reports.document import Chart, Curve, Section, as_number
 from pipeline.reports.run_page.facts import EPISODE, Curves, RunFacts
 from ppo_core.config.ppo_config import PPOConfig
@@ -78,7 +77,7 @@ def ppo_section(facts: RunFacts) -> Section:
 def supervised_section(facts: RunFacts) -> Section:
     """Return the curves of SFT, of the reward model and of a judge that the run trained."""
     charts = tuple(
-        _line(name, _ends(points), name, Curve(points=tuple(points)))
+        Chart(title=name, caption=_ends(points), data=Curve(points=tuple(points)))
         for name, points in _drawable(facts.curves).items()
         if name.rpartition("/")[2] in SUPERVISED and not name.startswith(REWARDS)
     )
@@ -123,13 +122,7 @@ def _ppo_chart(
     if marks:
         caption += f" Warned in update {', '.join(map(str, marks))}."
     curve = Curve(points=tuple(points), healthy=(low, high), marks=tuple(marks))
-    return _line(title, f"{name}: {caption}", f"{title}: {caption}", curve)
-
-
-def _line(title: str, caption: str, shows: str, curve: Curve) -> Chart:
-    """Return a line chart; `shows` is its alternative text."""
-    svg = line_chart(curve.points, shows, healthy=curve.healthy, marks=curve.marks)
-    return Chart(title=title, caption=caption, svg=svg, curve=curve)
+    return Chart(title=title, caption=f"{name}: {caption}", data=curve)
 
 
 def _drawable(curves: Curves) -> dict[str, list[tuple[int, float]]]:
