@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from uuid import uuid4
 
 import mlflow
 from mlflow import MlflowClient
@@ -13,7 +14,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from ppo_core.errors import ConfigError, ModelError
 from ppo_core.errors.deadline import answer_within
 from ppo_core.io.atomic_files import FULL_DISK
-from serving.database import check_database
+from serving.database import check_database, sqlite_file
 
 EXPERIMENT = "rlhf"
 """Name of the MLflow experiment for the runs of the flow."""
@@ -28,6 +29,8 @@ DEFAULT_TRACKING_URI = "sqlite:///mlflow.db"
 def connect() -> MlflowClient:
     """Return a client of the tracking server and the registry, without sending a request.
 
+    If the address names a sqlite file that does not exist, the database is created first.
+
     Raises:
         ModelError: the address names a file that is not a database of MLflow.
     """
@@ -37,7 +40,32 @@ def connect() -> MlflowClient:
     logging.getLogger("mlflow.transformers").setLevel(logging.ERROR)
     # This logger prints the traceback of every database error, although the error is also raised.
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
+    for uri in {mlflow.get_tracking_uri(), mlflow.get_registry_uri()}:
+        _create_database(uri)
     return MlflowClient()
+
+
+def _create_database(uri: str) -> None:
+    """Create the sqlite file of an address, whole or not at all; keep a file that exists.
+
+    MLflow creates its tables in many transactions. After a kill between two of them, MLflow refuses
+    the file for ever.
+    """
+    path = sqlite_file(uri)
+    if path is None or path.exists():
+        return
+    unfinished = path.with_name(f".{path.name}.{uuid4().hex}")
+    address = f"sqlite:///{unfinished}"
+    try:
+        MlflowClient(address, address).search_experiments(max_results=1)
+        # A link, unlike a renamed file, never replaces the database of another process.
+        path.hardlink_to(unfinished)
+    except FileExistsError:
+        pass  # another process was faster
+    except OSError:
+        unfinished.rename(path)  # the file system has no hard links
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def check_databases(*, must_exist: bool = False, is_written: bool = False) -> None:
