@@ -124,10 +124,11 @@ def test_a_deepspeed_file_that_cannot_be_read_is_refused(tmp_path, content, mess
         choose_engine(deepspeed=str(path))
 
 
-def test_half_precision_of_the_launcher_is_refused(monkeypatch):
+@pytest.mark.parametrize("bf16", [None, True])
+def test_half_precision_of_the_launcher_is_refused(monkeypatch, bf16: bool | None):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     with pytest.raises(ConfigError, match="mixed_precision=fp16 of accelerate launch"):
-        Engine()
+        Engine(bf16=bf16)
 
 
 def test_processes_that_do_not_find_each_other_are_refused(monkeypatch):
