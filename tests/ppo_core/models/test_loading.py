@@ -9,6 +9,7 @@ from transformers import (
     MllamaForConditionalGeneration,
     T5Config,
     T5ForConditionalGeneration,
+    tokenization_utils_base,
 )
 
 from ppo_core.errors import ConfigError, ModelError
@@ -101,6 +102,16 @@ def test_what_cannot_be_a_policy_or_a_reward_model_is_refused_by_name(tmp_path):
         load_policy(tmp_path / "nowhere")
     with pytest.raises(ModelError, match="nowhere"):
         load_tokenizer(tmp_path / "nowhere")
+
+
+def test_the_trial_of_a_tokenizer_warns_of_no_long_text(tmp_path, monkeypatch):
+    tokenizer = make_tokenizer()
+    tokenizer.model_max_length = 16
+    tokenizer.save_pretrained(tmp_path)
+    warnings: list[str] = []
+    monkeypatch.setattr(tokenization_utils_base.logger, "warning", warnings.append)
+    assert load_tokenizer(tmp_path).model_max_length == 16
+    assert warnings == []
 
 
 def test_a_hub_id_names_its_revision_wherever_a_model_is_read(tmp_path):
