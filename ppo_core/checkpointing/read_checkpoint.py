@@ -182,6 +182,8 @@ def checkpoint_folders(output_dir: str | Path) -> list[Path]:
 def _find_damage(folder: Path, share: slice, forms: Forms) -> str | None:
     """Describe the damage in a slice of a checkpoint's files; None if there is no damage."""
     manifest = folder / MANIFEST
+    if not folder.is_dir():
+        return f"There is no folder '{folder}'"
     if not manifest.is_file():
         return f"'{folder}' has no {MANIFEST}, so it is not a checkpoint or was never finished"
     try:

@@ -75,7 +75,7 @@ class Engine:
             TrainingError: the launcher started several processes, but accelerate does not connect
                 them.
         """
-        self._bf16 = bool(bf16) or launched_precision() == "bf16"
+        self._bf16 = launched_precision() == "bf16" or bool(bf16)
         if self._bf16 and bf16 is False:
             raise ConfigError(
                 "bf16=False and mixed_precision: bf16 of accelerate launch contradict each other. "

@@ -109,16 +109,20 @@ def user_code_errors(kind: type[PPOError], code: str) -> Iterator[None]:
     # A user's code may raise anything, and `sys.exit` in it must not end our process as a success.
     except (Exception, SystemExit) as error:
         raise kind(
-            f"{code} raised {type(error).__name__} in {_place_of(error)}: {reason_of(error)}. "
+            f"{code} raised {type(error).__name__} in {_place_of(error)}: {_text_of(error)}. "
             "Correct it, and run again."
         ) from error
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the text of an error, or of its cause if it has one, as one line."""
-    error = error.__cause__ or error
+    """Return the text of an error, or of its cause if it has one, as one line without secrets."""
+    return _text_of(error.__cause__ or error)
+
+
+def _text_of(error: BaseException) -> str:
     try:
-        text = " ".join(str(error).split()).rstrip(".")
+        # Redact before the text is cut, because a part of a secret would not be recognized.
+        text = " ".join(redact(error).split()).rstrip(".")
     # `str` calls a method of the error's class, which may be a user's class and may fail.
     except Exception:
         text = ""

@@ -138,11 +138,9 @@ class _RedactedBuffer:
 
 def _redact_lines(text: str) -> str:
     if len(text) > MAX_LINE_CHARACTERS:
-        lines = text.splitlines(keepends=True)
-        return "".join(
-            mask_secrets(line) if len(line) > MAX_LINE_CHARACTERS else redact(line)
-            for line in lines
-        )
+        # Mask before the lines are separated, because a private key has several lines.
+        lines = mask_secrets(text).splitlines(keepends=True)
+        return "".join(line if len(line) > MAX_LINE_CHARACTERS else redact(line) for line in lines)
     return redact(text)
 
 

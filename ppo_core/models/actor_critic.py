@@ -41,8 +41,16 @@ class Critic(nn.Module):
         """Wrap a backbone, which may be the policy's, and a head; both are trained in place.
 
         `adapter` names the critic's own adapter on the policy's base, if there is one.
+
+        Raises:
+            ModelError: the head is a linear layer with several outputs.
         """
         super().__init__()
+        if (outputs := getattr(head, "out_features", 1)) != 1:
+            raise ModelError(
+                f"The value model gives {outputs} values at each token, and must give one. Make "
+                "its head with one output (num_labels=1)."
+            )
         self.backbone = backbone
         self.model = backbone.module
         self.head = head

@@ -28,6 +28,7 @@ from ppo_core.models.files.model_folder import (
     check_config_keys,
     check_model_folder,
     check_plain_files,
+    refuse_adapter,
 )
 from ppo_core.models.files.tokenizer_checks import (
     TOKENIZER,
@@ -95,10 +96,11 @@ def load_config(path: str | Path, revision: str | None = None) -> Any:
 
     Raises:
         ConfigError: both `path` and `revision` name a revision.
-        ModelError: there is no configuration, it is invalid, or it requires code outside
-            transformers.
+        ModelError: there is no configuration, it is invalid or an adapter's, or it requires code
+            outside transformers.
     """
     check_plain_files(path)
+    refuse_adapter(path)
     source, revision = split_revision(path, revision)
     with reading("model", path):
         written, _ = PreTrainedConfig.get_config_dict(source, revision=revision)
@@ -401,7 +403,7 @@ def member_folders(path: str | Path) -> list[Path]:
     """Return the subfolders member-1 to member-N of a folder with reward models; [] for one model.
 
     Raises:
-        ModelError: a member is missing.
+        ModelError: a number is missing.
     """
     is_model = (Path(path) / "config.json").exists()
     found = [] if is_model else Path(path).glob(f"{MEMBER}*")
@@ -410,8 +412,8 @@ def member_folders(path: str | Path) -> list[Path]:
     )
     if numbers != [*range(1, len(numbers) + 1)]:
         raise ModelError(
-            f"'{path}' has the members {numbers} of a reward model, and one of them is missing. "
-            "Copy the whole folder again."
+            f"'{path}' has the members {numbers} of a reward model, but others are missing: "
+            "members are numbered from 1 without a gap. Copy the whole folder again."
         )
     return [Path(path) / f"{MEMBER}{number}" for number in numbers]
 
@@ -436,7 +438,7 @@ def check_vocabulary(config: Any, tokenizer: PreTrainedTokenizerBase, path: str 
 def reading(what: str, path: str | Path) -> AbstractContextManager[None]:
     """Return a context that turns every error into a ModelError that names the folder or hub id."""
     is_local = Path(path).is_dir()
-    missing = f"There is no folder '{Path(path).absolute()!s:.300}', and so it is a hub id. "
+    missing = f"There is no folder '{Path(path).absolute()!s:.300}', so it is read as a hub id. "
     return library_errors(
         ModelError,
         f"No {what} can be loaded from '{path}'",

@@ -11,6 +11,7 @@ from transformers.utils.hub import PushToHubMixin
 from ppo_core.algorithm.logits import at_least_fp32
 from ppo_core.errors import ConfigError, ModelError
 from ppo_core.models.adapters import add_adapter, checkpoint_activations, is_peft, plain_model
+from ppo_core.models.files.adapter_weights import lift_adapter
 from ppo_core.models.files.saved_precision import cast_weights, name_dtype
 from ppo_core.models.files.value_head_files import PREFIX, SavedHead, load_with_head, save_head
 from ppo_core.models.reward_adapter import AdapterClassifier, load_adapter_classifier
@@ -267,13 +268,15 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
         head = self.v_head.state_dict()
         if state_dict is not None:
             kwargs["state_dict"], head = _policy_and_head(state_dict)
-        if is_peft(self.pretrained_model):
-            kwargs.setdefault("selected_adapters", [self.pretrained_model.active_adapter])
+        if is_adapter := self.is_peft_model and "selected_adapters" not in kwargs:
+            kwargs["selected_adapters"] = [self.pretrained_model.active_adapter]
         self.pretrained_model.save_pretrained(
             save_directory, is_main_process=is_main_process, **kwargs
         )
         if is_main_process:
             save_head(head, save_directory)
+            if is_adapter:
+                lift_adapter(save_directory, self.pretrained_model.active_adapter)
             if dtype is not None:
                 name_dtype(save_directory, dtype)
 

@@ -56,6 +56,7 @@ class RewardModel:
         self.bias = bias
         self.gain = gain
         self.end_of_text = end_of_text
+        self._batches: dict[int, BatchSize] = {}
         if end_of_text and tokenizer.eos_token_id is None:
             raise ModelError(
                 "The reward model's tokenizer has no end-of-sequence token to end a text with. "
@@ -120,7 +121,7 @@ class RewardModel:
     def score_encoded(self, rows: Sequence[list[int]], batch_size: int) -> Tensor:
         """Return scores (B,), on the CPU, of token sequences.
 
-        `batch_size` sequences are scored at a time, or fewer if memory is full.
+        `batch_size` sequences are scored at a time, or fewer if memory is or was full.
 
         Raises:
             DataError: a sequence is empty, or longer than the model's context.
@@ -130,7 +131,8 @@ class RewardModel:
                 f"Text {[len(row) for row in rows].index(0)} has no token, so the reward model "
                 "cannot score it (the first text has number 0). Remove the text."
             )
-        return BatchSize(batch_size, "scoring").run(partial(self._score_batches, rows))
+        batches = self._batches.setdefault(batch_size, BatchSize(batch_size, "scoring"))
+        return batches.run(partial(self._score_batches, rows))
 
     def _score_batches(self, rows: Sequence[list[int]], batch_size: int) -> Tensor:
         scores = torch.empty(len(rows))

@@ -18,7 +18,10 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
-from transformers.integrations.integration_utils import get_reporting_integration_callbacks
+from transformers.integrations.integration_utils import (
+    get_available_reporting_integrations,
+    get_reporting_integration_callbacks,
+)
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState
 
 from ppo_core.config.ppo_config import PPOConfig
@@ -276,6 +279,8 @@ def check_integrations(report_to: str | Sequence[str] | None) -> None:
         ConfigError: an integration is unknown, or its package is not installed.
     """
     names = [report_to] if isinstance(report_to, str) else list(report_to or ())
+    if names == ["all"]:
+        names = get_available_reporting_integrations()
     _integrations([name for name in names if name != "none"])
 
 

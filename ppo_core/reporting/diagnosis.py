@@ -127,7 +127,7 @@ def _gain(scores: Sequence[float]) -> float:
 
 
 def _never_stops(config: PPOConfig, updates: Updates) -> str:
-    if config.stop_token is None and config.stop_token_id is None:
+    if not updates or (config.stop_token is None and config.stop_token_id is None):
         return ""
     # All updates have equally many responses, and `episode` counts the responses so far.
     last_update = updates[-1]
@@ -186,7 +186,7 @@ def _value_spike(config: PPOConfig, updates: Updates) -> str:
     losses = [
         (metrics[UPDATE], metrics["loss/value_avg"])
         for metrics in updates
-        if "loss/value_avg" in metrics
+        if math.isfinite(metrics.get("loss/value_avg", math.nan))
     ]
     usual = median(loss for _, loss in losses) if losses else 0.0
     for place in range(WINDOW, len(losses)):
@@ -204,6 +204,10 @@ def _endless_warmup(config: PPOConfig, updates: Updates) -> str:
     rates = _values(updates, "lr")
     if len(rates) < WINDOW or not all(a < b for a, b in pairwise(rates)):
         return ""
+    last = updates[-1]
+    is_complete = last.get("episode", 0.0) >= (config.total_episodes or 0)
+    if not is_complete and last[UPDATE] != config.max_steps:
+        return ""  # the run has not ended
     return f"lr rises in each update, from {rates[0]:.2g} to {rates[-1]:.2g} in the last"
 
 

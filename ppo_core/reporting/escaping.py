@@ -20,11 +20,6 @@ _ADDRESS = re.compile(
 _NOT_PLAIN = re.compile(r"[^\w ,./-]|(?<=www)\.|(?<![^\W_])_|_(?![^\W_])", re.IGNORECASE)
 
 
-def printable(text: str) -> str:
-    """Return the text without control characters, some of which move a terminal's cursor."""
-    return remove_controls(text)
-
-
 def one_line(text: str) -> str:
     """Return the text as one line, in which unprintable characters became spaces."""
     return "".join(character if character.isprintable() else " " for character in text)
@@ -37,7 +32,7 @@ def as_markdown(text: str) -> str:
     turn escaped addresses into links. MLflow's pages also turn `@names` into links and `:emojis:`
     into pictures.
     """
-    parts = _ADDRESS.split(printable(text))
+    parts = _ADDRESS.split(remove_controls(text))
     return "".join(
         f"`{part}`" if number % 2 else _escaped(part) for number, part in enumerate(parts)
     )
@@ -55,7 +50,7 @@ def as_table(
 
 def as_line(text: str) -> str:
     """Return the text as Markdown that is safe at a line start, where `#` or `1.` are markup."""
-    shown = as_markdown(text)
+    shown = as_markdown(text).lstrip()
     if shown.startswith(tuple("#+-=0123456789")):
         return f"&#{ord(shown[0])};{shown[1:]}"
     return shown

@@ -17,8 +17,9 @@ from transformers.integrations.integration_utils import (
 )
 
 from ppo_core.errors import DataError
+from ppo_core.errors.control_characters import remove_controls
 from ppo_core.io.atomic_files import explained_writes, write_atomically
-from ppo_core.reporting.escaping import as_table, printable
+from ppo_core.reporting.escaping import as_table
 from ppo_core.reporting.metrics_file import COMPLETIONS
 
 COLUMNS = ("query", "response", "score")
@@ -86,7 +87,9 @@ def print_table(completions: Completions, title: str, *, limit: int) -> None:
     for name in COLUMNS:
         table.add_column(name, justify="right" if name == "score" else "left")
     for query, response, score in list(completions)[:limit]:
-        table.add_row(Text(printable(query)), Text(printable(response)), f"{score:z.4g}")
+        table.add_row(
+            Text(remove_controls(query)), Text(remove_controls(response)), f"{score:z.4g}"
+        )
     Console().print(table)
 
 

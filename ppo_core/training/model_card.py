@@ -16,8 +16,9 @@ from ppo_core.checkpointing.folders import POLICIES
 from ppo_core.checkpointing.lease import LEASE, LOCK
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.errors import ConfigError, TrainingError
+from ppo_core.errors.control_characters import remove_controls
 from ppo_core.io.atomic_files import explained_writes, write_atomically
-from ppo_core.reporting.escaping import as_markdown, as_table, printable
+from ppo_core.reporting.escaping import as_markdown, as_table
 from ppo_core.reporting.metrics import Metrics
 from ppo_core.reporting.metrics_file import COMPLETIONS, NEWEST_SAMPLES_FILE
 from ppo_core.reporting.sample_table import Completions
@@ -181,7 +182,7 @@ def _fenced(text: str) -> str:
     """Return the text in a code block whose fence is longer than all backtick runs in the text."""
     runs = [len(run) for run in re.findall("`+", text)]
     fence = "`" * max(3, *(length + 1 for length in [0, *runs]))
-    return f"{fence}text\n{printable(text)}\n{fence}"
+    return f"{fence}text\n{remove_controls(text)}\n{fence}"
 
 
 def _table(what: str, rows: Mapping[str, object]) -> str:

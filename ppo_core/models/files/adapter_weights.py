@@ -116,12 +116,20 @@ def save_adapter(
     model.save_pretrained(
         str(folder), selected_adapters=[name], save_embedding_layers=False, state_dict=weights
     )
+    lift_adapter(folder, name)
+    _sort_modules(Path(folder) / "adapter_config.json")
+
+
+def lift_adapter(folder: str | Path, name: str) -> None:
+    """Move the files of a saved adapter to `folder`, where `PeftModel.from_pretrained` looks.
+
+    PEFT saves an adapter in a subfolder, unless the name of the adapter is "default".
+    """
     own = Path(folder) / name
-    if name != "default":  # PEFT saves an adapter of any other name in a subfolder
+    if name != "default":
         for file in own.iterdir():
             file.replace(Path(folder) / file.name)
         own.rmdir()
-    _sort_modules(Path(folder) / "adapter_config.json")
 
 
 def adapter_parameters(model: "PeftModel", name: str | None = None) -> dict[str, nn.Parameter]:

@@ -62,8 +62,8 @@ def load_critic(path: str | Path) -> Critic:
             backbone.
     """
     with reading("critic", path):
-        model = load_model(AutoModel, path, {"dtype": "float32"})
         tensors = _read_head(path)
+        model = load_model(AutoModel, path, {"dtype": "float32"})
     backbone = DecoderBackbone(model)
     head = nn.Linear(backbone.width(), 1)
     _require_shapes(tensors, head.state_dict(), path)

@@ -90,9 +90,10 @@ def refuse_adapter(path: str | Path) -> None:
 def adapter_refusal(path: str | Path) -> ModelError:
     """Return the error for a PEFT model where a whole model is needed."""
     return ModelError(
-        f"'{path}' is a PEFT model, which cannot be trained further. Merge the adapter into its "
-        "base with peft.AutoPeftModelForCausalLM.from_pretrained(...).merge_and_unload()"
-        ".save_pretrained(FOLDER), and start from that folder."
+        f"'{path}' is a PEFT model, but a whole model is needed. Merge the adapter into its base "
+        "with peft.AutoPeftModelForCausalLM.from_pretrained(...).merge_and_unload()"
+        ".save_pretrained(FOLDER), and give that folder. For a reward model, the class is "
+        "AutoPeftModelForSequenceClassification, with num_labels=1."
     )
 
 

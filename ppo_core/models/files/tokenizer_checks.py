@@ -69,6 +69,8 @@ def try_tokenizer(tokenizer: PreTrainedTokenizerBase, path: str | Path) -> None:
         ModelError: the tokenizer takes longer than TRIAL_SECONDS.
         BaseException: the tokenizer fails, for example by a panic of its library.
     """
+    # Otherwise transformers warns that the trial texts are longer than the model's context.
+    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     ends = time.monotonic() + TRIAL_SECONDS
     for texts in _trial_texts():
         try:

@@ -155,6 +155,8 @@ def test_no_byte_of_the_manifest_can_change_a_checkpoint_unseen(tmp_path):
     manifest.unlink()
     with pytest.raises(TrainingError, match=r"no manifest\.json.*never finished"):
         read_checkpoint(folder)
+    with pytest.raises(TrainingError, match=r"There is no folder '.*checkpoint-2'"):
+        read_checkpoint(tmp_path / "checkpoint-2")
 
 
 KILLED_HALF_WAY = """

@@ -82,6 +82,8 @@ def test_a_full_state_dict_is_a_copy_in_which_tied_weights_stay_tied():
             "offload_optimizer.device='nvme' .* checkpoints .* Set cpu",
         ),
         ({"zero_optimization": {"compute_grad_norm": False}}, "compute_grad_norm=False .* norm"),
+        ({"zero_optimization": {"stage": 4}}, "stage=4 in 'zero.json' is no ZeRO stage"),
+        ({"zero_optimization": {"stage": "2"}}, "stage='2' in 'zero.json' is no ZeRO stage"),
     ],
 )
 def test_deepspeed_settings_that_the_trainer_sets_are_refused_by_name(settings, message):
@@ -122,10 +124,11 @@ def test_a_deepspeed_file_that_cannot_be_read_is_refused(tmp_path, content, mess
         choose_engine(deepspeed=str(path))
 
 
-def test_half_precision_of_the_launcher_is_refused(monkeypatch):
+@pytest.mark.parametrize("bf16", [None, True])
+def test_half_precision_of_the_launcher_is_refused(monkeypatch, bf16: bool | None):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     with pytest.raises(ConfigError, match="mixed_precision=fp16 of accelerate launch"):
-        Engine()
+        Engine(bf16=bf16)
 
 
 def test_processes_that_do_not_find_each_other_are_refused(monkeypatch):

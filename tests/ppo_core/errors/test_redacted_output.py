@@ -72,6 +72,11 @@ def test_a_long_line_is_data_whose_addresses_are_kept():
     assert written(f"{page}{KEY}\n") == f"{page}(hidden)\n"
 
 
+def test_a_private_key_in_a_long_text_is_masked():
+    key = "-----BEGIN PRIVATE KEY-----\nMIIcanary\n-----END PRIVATE KEY-----\n"
+    assert written("line\n" * 3000 + key) == "line\n" * 3000 + "(hidden)\n"
+
+
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("unit", ["sk-", "eyJ-", "hf_", "://", "a:b@", "authorization:", "x"])
 def test_no_line_takes_long(unit: str):

@@ -8,7 +8,7 @@ from urllib.parse import quote, quote_plus
 import pytest
 from markupsafe import escape
 
-from ppo_core.errors import ModelError
+from ppo_core.errors import MAX_REASON_CHARACTERS, ModelError, reason_of
 from ppo_core.errors.redaction import describe_secret, mask_secrets, redact
 
 KEY = "canary/Key+0123 45"
@@ -59,6 +59,12 @@ def test_a_message_of_an_error_is_clean_wherever_it_is_shown():
     error = ModelError(f"no model at http://me:it@host/x: {KEY}")
     assert str(error) == "no model at http://host/x: (hidden)"
     assert KEY not in repr(error)
+
+
+@pytest.mark.parametrize("secret", [KEY, f"redis://me:{PASSWORD}@host/0", "hf_" + "a1" * 12])
+def test_the_reason_of_an_error_is_cut_only_after_it_is_clean(secret: str):
+    reason = reason_of(ValueError("x" * (MAX_REASON_CHARACTERS - 16) + f" {secret}"))
+    assert secret[:12] not in reason and "canary" not in reason
 
 
 @pytest.mark.parametrize(

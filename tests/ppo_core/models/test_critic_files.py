@@ -98,9 +98,11 @@ def test_a_head_of_another_size_is_refused(saved: Path):
 
 def test_a_model_without_a_head_is_no_critic(saved: Path):
     (saved / HEAD_FILE).unlink()
+    make_policy().save_pretrained(saved / "policy")
     for read in (check_critic, load_critic):
-        with pytest.raises(ModelError, match="has no value head, so it is not a critic"):
-            read(saved)
+        for folder in (saved, saved / "policy"):
+            with pytest.raises(ModelError, match="has no value head, so it is not a critic"):
+                read(folder)
 
 
 def test_weights_that_do_not_fit_their_configuration_are_refused(saved: Path):

@@ -9,6 +9,7 @@ from transformers import (
     MllamaForConditionalGeneration,
     T5Config,
     T5ForConditionalGeneration,
+    tokenization_utils_base,
 )
 
 from ppo_core.errors import ConfigError, ModelError
@@ -65,7 +66,7 @@ def test_a_file_is_no_model(tmp_path):
 
 
 def test_a_name_that_may_be_a_folder_or_a_hub_id_is_called_both():
-    with pytest.raises(ModelError, match=r"There is no folder '/.*/gone', and so it is a hub id"):
+    with pytest.raises(ModelError, match=r"no folder '/.*/gone', so it is read as a hub id"):
         load_tokenizer("gone")
 
 
@@ -88,6 +89,11 @@ def test_what_cannot_be_a_policy_or_a_reward_model_is_refused_by_name(tmp_path):
         load_policy(tmp_path / "t5")
     with pytest.raises(ModelError, match="a model that scores"):
         load_policy(tmp_path / "three")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    for load in (load_policy, load_reward_model, count_parameters):
+        with pytest.raises(ModelError, match=r"adapter' is a PEFT model, .* Merge the adapter"):
+            load(tmp_path / "adapter")
     torn = tmp_path / "policy" / "model.safetensors"
     torn.write_bytes(torn.read_bytes()[:1000])
     with pytest.raises(ModelError, match=r"model\.safetensors' is refused: it is not a whole"):
@@ -96,6 +102,16 @@ def test_what_cannot_be_a_policy_or_a_reward_model_is_refused_by_name(tmp_path):
         load_policy(tmp_path / "nowhere")
     with pytest.raises(ModelError, match="nowhere"):
         load_tokenizer(tmp_path / "nowhere")
+
+
+def test_the_trial_of_a_tokenizer_warns_of_no_long_text(tmp_path, monkeypatch):
+    tokenizer = make_tokenizer()
+    tokenizer.model_max_length = 16
+    tokenizer.save_pretrained(tmp_path)
+    warnings: list[str] = []
+    monkeypatch.setattr(tokenization_utils_base.logger, "warning", warnings.append)
+    assert load_tokenizer(tmp_path).model_max_length == 16
+    assert warnings == []
 
 
 def test_a_hub_id_names_its_revision_wherever_a_model_is_read(tmp_path):

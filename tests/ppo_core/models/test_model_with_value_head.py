@@ -377,6 +377,17 @@ def test_an_adapter_is_saved_with_the_head_and_loads_with_it(tmp_path: Path):
     assert "model.safetensors" not in names
 
 
+def test_an_adapter_with_a_name_of_its_own_is_loaded_too(tmp_path: Path):
+    make_model("gpt2").save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    adapted = get_peft_model(base, LoraConfig(**LORA), adapter_name="mine")
+    model = AutoModelForCausalLMWithValueHead.from_pretrained(adapted).eval()
+    model.save_pretrained(tmp_path / "adapter")
+    again = AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path / "adapter").eval()
+    assert again.is_peft_model
+    assert_same(again, model)
+
+
 def test_an_adapter_can_be_loaded_frozen(tmp_path: Path):
     lora_model(tmp_path / "base").save_pretrained(tmp_path / "adapter")
     model = AutoModelForCausalLMWithValueHead.from_pretrained(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedModel
 
 from ppo_core.errors import ModelError
 from ppo_core.models.model_with_value_head import AutoModelForCausalLMWithValueHead
@@ -307,6 +307,19 @@ def test_a_value_model_with_an_adapter_and_no_score_for_each_token_is_refused():
     adapted = peft.get_peft_model(make_policy(), peft.LoraConfig(r=2, task_type="CAUSAL_LM"))
     with pytest.raises(ModelError, match="has no `score` for each token"):
         make_trainer(ONE_UPDATE, value_model=adapted)
+
+
+@pytest.mark.parametrize("settings", [None, {}, {"target_modules": "all-linear"}])
+def test_a_value_model_with_several_values_at_each_token_is_refused(settings):
+    critic: nn.Module = WithBackbone()
+    if settings is None:
+        critic.score = nn.Linear(32, 2)
+    else:
+        config = LlamaConfig(**make_policy().config.to_dict() | {"num_labels": 2})
+        lora = peft.LoraConfig(r=2, task_type="SEQ_CLS", **settings)
+        critic = peft.get_peft_model(LlamaForSequenceClassification(config), lora)
+    with pytest.raises(ModelError, match=r"gives 2 values at each token.*num_labels=1"):
+        make_trainer(ONE_UPDATE, value_model=critic)
 
 
 def test_a_run_with_modules_resumes(tmp_path):

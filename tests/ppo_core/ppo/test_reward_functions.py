@@ -39,6 +39,14 @@ def test_an_error_names_the_line_of_a_users_file_beside_the_package():
             names["reward"]([], [])
 
 
+def test_an_error_of_users_code_is_shown_instead_of_its_cause():
+    with (
+        pytest.raises(ModelError, match=r"raised RuntimeError in .*: no number in row 5\."),
+        user_code_errors(ModelError, "The reward"),
+    ):
+        raise RuntimeError("no number in row 5") from ValueError("could not convert")
+
+
 def prompt_length(prompts: list[str], responses: list[str]) -> torch.Tensor:
     return torch.tensor([len(prompt) for prompt in prompts])
 

@@ -13,7 +13,7 @@ from transformers.trainer_callback import ExportableState
 
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.errors import ConfigError
-from ppo_core.reporting.callbacks import Reporter, training_arguments
+from ppo_core.reporting.callbacks import Reporter, check_integrations, training_arguments
 from tests.helpers.models.tiny import make_policy, make_tokenizer
 
 TOKEN = "hf_thisIsASecret"
@@ -375,6 +375,11 @@ def test_a_saved_state_does_not_change_while_the_run_goes_on():
 def test_a_place_that_transformers_does_not_know_is_refused():
     with pytest.raises(ConfigError, match=r"report_to=\['paper'\].*mlflow"):
         make_reporter(report_to="paper")
+
+
+@pytest.mark.parametrize("names", ["all", ["all"], ["none"], None])
+def test_a_word_for_several_places_passes_the_check(names: str | list[str] | None):
+    check_integrations(names)
 
 
 @pytest.mark.skipif("wandb" not in MISSING, reason="wandb is installed")

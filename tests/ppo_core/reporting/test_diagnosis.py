@@ -132,6 +132,10 @@ RISING = [n + n % 2 for n in range(20)]
     ("rule", "good", "bad"),
     [
         ("loss spike", *({"loss/value_avg": [1.0] * 19 + [last]} for last in (5.0, 5.1))),
+        (
+            "loss spike",
+            *({"loss/value_avg": [1.0] * 9 + [math.nan] + [1.0] * 9 + [n]} for n in (5.0, 5.1)),
+        ),
         ("useless critic", *({"val/explained_variance": [ev] * 20} for ev in (0.01, 0.0))),
         ("no end tokens", *({"val/num_eos_tokens": [51] * 10 + [n] * 10} for n in (10, 9))),
         ("no end tokens", *({"val/num_eos_tokens": [n] * 20} for n in (2.0, 1.9))),
@@ -166,6 +170,19 @@ RISING = [n + n % 2 for n in range(20)]
 def test_a_trend_begins_beyond_its_limit(rule: str, good, bad):
     found = [{each.rule for each in diagnose(CONFIG, run_of(**one))} for one in (good, bad)]
     assert [rule in rules for rules in found] == [False, True]
+
+
+def test_without_an_update_nothing_is_wrong():
+    assert diagnose(CONFIG, []) == []
+
+
+@pytest.mark.parametrize(
+    ("total", "steps", "found"), [(20_000, -1, True), (20_001, -1, False), (20_001, 20, True)]
+)
+def test_a_warm_up_is_not_endless_before_the_run_has_ended(total: int, steps: int, found: bool):
+    config = PPOConfig(total_episodes=total, max_steps=steps)
+    rules = {each.rule for each in diagnose(config, run_of(lr=[*range(20)]))}
+    assert ("endless warm-up" in rules) is found
 
 
 def test_a_run_without_a_stop_token_need_not_stop():

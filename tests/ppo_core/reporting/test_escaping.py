@@ -5,13 +5,18 @@ import re
 import pytest
 import yaml
 
-from ppo_core.reporting.escaping import as_markdown, as_yaml
+from ppo_core.reporting.escaping import as_line, as_markdown, as_yaml
 
 
 def test_a_text_in_markdown_stays_on_its_line_and_in_its_cell():
     assert as_markdown("a|b\nc\x1b") == "a&#124;b<br>c"
     assert as_markdown(r"\*<b>&") == r"&#92;\*&#60;b&#62;&#38;"
     assert as_markdown("plain words, 1 + 1 = 2.") == "plain words, 1 + 1 = 2."
+
+
+@pytest.mark.parametrize("text", ["# x", "  # x", "\t1. x", "    + x", "x"])
+def test_a_line_begins_with_no_markup(text: str):
+    assert re.match("&#[0-9]+;|x", as_line(text))
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from pipeline.results.step_records import EvaluatedPolicy, WatchedPrompt
 from pipeline.results.watched_prompts import read_samples
 from ppo_core.data.rows.dialogues import shown_prompt
 from ppo_core.errors import DataError
+from ppo_core.errors.control_characters import remove_controls
 from ppo_core.io.validation import read_record
-from ppo_core.reporting.escaping import printable
 
 NUM_PROMPTS, NUM_PAIRS, PAIRS_OF_A_KIND = 8, 20, 5
 
@@ -186,7 +186,7 @@ def differing_words(first: str, second: str) -> tuple[Pieces, Pieces]:
 
 def shortened_text(text: str) -> str:
     """Return a text of a model in printable form; a long text is cut, and a note says so."""
-    text = printable(text).strip()
+    text = remove_controls(text).strip()
     more = len(text) - MOST_CHARACTERS
     return text if more <= 0 else f"{text[:MOST_CHARACTERS]} [cut: {more:,} more characters]"
 
