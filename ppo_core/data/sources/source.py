@@ -135,7 +135,7 @@ def find_hub_data(name: str) -> HubData | None:
 
 
 def source_of_rows(rows: Any) -> Source:
-    """Return rows in memory, or a `datasets.Dataset`, as a source.
+    """Return rows in memory, or a `datasets.Dataset`, as a source; a stream is read into memory.
 
     Raises:
         DataError: the rows are a single text, or several splits.
@@ -145,9 +145,9 @@ def source_of_rows(rows: Any) -> Source:
             f"The rows are {type(rows).__name__}, {rows!r:.80}, not a list of rows or a single "
             "data set. Load the data set first, or choose one of its splits."
         )
-    if hasattr(rows, "features"):
+    if isinstance(rows, datasets.Dataset):
         return _of_data_set("the rows", digest_of([rows._fingerprint]), rows)
-    digest = hashlib.sha256()
+    rows, digest = list(rows), hashlib.sha256()
     for row in rows:
         digest.update(json.dumps(row, sort_keys=True, default=repr).encode())
     return Source("the rows", digest.hexdigest(), lambda: iter(rows))
@@ -275,7 +275,8 @@ def _open_hub(data: HubData) -> Source:
 
 
 def _of_data_set(name: str, digest: str, loaded: Any) -> Source:
-    plain = without_media(loaded)
+    # Without a format: a saved data set may have the format of torch or numpy.
+    plain = without_media(loaded).with_format(None)
 
     def rows() -> Iterator[RawRow]:
         with library_errors(DataError, f"'{name}' cannot be read", "Convert the data to UTF-8."):
