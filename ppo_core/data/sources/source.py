@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.util import find_spec
 from itertools import chain, islice
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 import datasets
 
 from ppo_core.data.sources.compression import GZIP, format_of
-from ppo_core.data.sources.csv_rows import read_csv_rows, read_tsv_rows
+from ppo_core.data.sources.csv_rows import read_csv_rows
 from ppo_core.data.sources.data_addresses import download, is_data_address, require_allowed
 from ppo_core.data.sources.data_folders import files_by_split
 from ppo_core.data.sources.hub_data import HubData, absolute_path, without_media
@@ -47,7 +48,7 @@ FORMATS = {
     ".jsonl": _Format(read_json_rows, "json"),
     ".json": _Format(read_json_rows, "json"),
     ".csv": _Format(read_csv_rows, "csv"),
-    ".tsv": _Format(read_tsv_rows, "csv", {"sep": "\t"}),
+    ".tsv": _Format(partial(read_csv_rows, delimiter="\t"), "csv", {"sep": "\t"}),
     ".parquet": _Format(read_parquet_rows, "parquet"),
     ".pq": _Format(read_parquet_rows, "parquet"),
 }

@@ -74,6 +74,12 @@ def test_a_saved_folder_has_plain_values_whatever_its_format(tmp_path, form):
     assert (type(row["input_ids"]), type(row["tie"])) == (list, bool)
 
 
+def test_an_address_with_a_user_is_refused_without_its_password():
+    with pytest.raises(DataError, match=r"'https://host/rows\.jsonl' names a user") as caught:
+        open_source("https://ann:canary@host/rows.jsonl", allow_urls=True)
+    assert "canary" not in str(caught.value)
+
+
 def test_rows_in_memory_may_be_a_stream():
     for rows in (iter(ROWS), Dataset.from_list(ROWS).to_iterable_dataset()):
         assert list(source_of_rows(rows).rows()) == ROWS
@@ -205,6 +211,7 @@ def test_the_root_folder_is_refused_before_all_of_it_is_listed():
         ("rows.tsv", "prompt\tanswer\nw0\tw1\nw2,w3\n", "line 3 has 1 values for 2 columns"),
         ("rows.tsv", "prompt\tprompt\nw0\tw1\n", "several columns have the name 'prompt'"),
         ("rows.tsv", 'prompt\n"w0\n', "cannot be read as TSV.* separated by tabs"),
+        ("rows.csv", f"prompt\n{'w' * 131_073}\n", "131072.* values of at most 131,072 characters"),
         ("rows.tsv", f"prompt\n{'w' * 200_000}\n", "larger than field limit"),
         ("rows.tsv.gz", "oops", "cannot be read as TSV.*gzip"),
         ("rows.csv", "prompt,answer\nw0,w1\nw2\n", "line 3 has 1 values for 2 columns"),
