@@ -5,7 +5,7 @@ Python class `PPOConfig`.
 """
 
 from ppo_core.config.spelling import OLD_NAMES
-from ppo_core.config.unsupported_settings import Unsupported
+from ppo_core.config.unsupported_settings import INSTEAD, Unsupported
 
 PPO_ALIASES = {"torch_dtype": "dtype", "evaluation_strategy": "eval_strategy"}
 """Name in older versions of TRL and transformers -> flag of `python -m ppo_core`."""
@@ -69,10 +69,7 @@ SUPERVISED_INSTEAD: Unsupported = {
         ("main",),
         "write the revision as model_name_or_path=org/name@revision",
     ),
-    "trust_remote_code": (
-        (False,),
-        "code from a model's repository is never run; use a model that is part of transformers",
-    ),
+    "trust_remote_code": INSTEAD["trust_remote_code"],
     "dtype": (("float32",), _FP32),
     "torch_dtype": (("float32",), _FP32),
     "attn_implementation": ((None,), _ATTENTION),

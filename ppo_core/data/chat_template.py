@@ -75,9 +75,7 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
         text = render_chat(tokenizer, turns, answer_follows=False)
     except RejectedChatError:
         return None
-    _, written, tail = text.rpartition(answer)
-    if not written:
-        return None
+    tail = text.rpartition(answer)[2] if answer in text else ""
     ids: list[int] = tokenizer(tail, add_special_tokens=False)["input_ids"]
     special = {token for token, kind in tokenizer.added_tokens_decoder.items() if kind.special}
     return ids[0] if ids and ids[0] in special.union(tokenizer.all_special_ids) else None

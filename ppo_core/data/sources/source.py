@@ -180,12 +180,8 @@ def _digest_of_file(path: Path) -> str:
 
 
 def _read_file(path: Path) -> Iterator[RawRow]:
-    return _reader_of(path)(path)
-
-
-def _reader_of(path: Path) -> Callable[[Path], Iterator[RawRow]]:
     if str(path).endswith(SUFFIXES):
-        return FORMATS[format_of(path)].read
+        return FORMATS[format_of(path)].read(path)
     raise DataError(
         f"'{path}' ends in '{path.suffix}', but rows are read only from {', '.join(SUFFIXES)} "
         "files. Convert the file."

@@ -69,12 +69,7 @@ def example_encoding(
     def build(row: Row, encoded: Sequence[list[EncodedSegment]]) -> SFTExample:
         return _with_labels(encoded[0], config)
 
-    return Encoding(sequences, build, example_length)
-
-
-def example_length(example: SFTExample) -> int:
-    """Return the number of tokens."""
-    return len(example["input_ids"])
+    return Encoding(sequences, build, length=lambda example: len(example["input_ids"]))
 
 
 def collate_examples(examples: Sequence[SFTExample]) -> dict[str, Tensor]:
