@@ -126,7 +126,9 @@ class DocumentedParser(HfArgumentParser):
             kind(**{field.name: given[field.name] for field in fields(kind)})
             for kind in self._kinds
         ]
-        return _without_secrets(parsed)
+        for settings in parsed:
+            refuse_secrets(vars(settings), allowed=MAY_BE_SECRET)
+        return parsed
 
     def add_argument(self, *flags: str, **options: Any) -> Any:
         """Add a flag as argparse does, with the field's docstring as help, and with aliases."""
@@ -208,13 +210,6 @@ def _read_object(kind: type, settings: Mapping[str, Any]) -> Any:
     for name, value in values.items():
         check_type(types[name], value, name)
     return kind(**values)
-
-
-def _without_secrets(parsed: Sequence[Any]) -> list[Any]:
-    """Return the settings; raise if any setting except hub_token contains a secret."""
-    for settings in parsed:
-        refuse_secrets(vars(settings), allowed=MAY_BE_SECRET)
-    return list(parsed)
 
 
 def _flags_of_file(path: Path) -> list[str]:

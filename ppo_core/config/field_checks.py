@@ -15,7 +15,6 @@ from ppo_core.io.validation import adapter_of, describe_error, describe_fault
 NO_SECRETS = ("stop_token", "truncate_token", "eos_token", "pad_token")
 """Settings whose names look like names of secrets, but whose values are not secret."""
 
-
 SECRETS_OF_A_RUN = (
     "set it as an environment variable: HF_TOKEN for models and data of the hub, OPENAI_API_KEY "
     "for the judge, VLLM_API_KEY for vLLM, MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD "

@@ -34,7 +34,7 @@ def is_fast_in_bf16(width: int, *, use_cpu: bool) -> bool:
     import torch
 
     if torch.cuda.is_available() and not use_cpu:
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        return _computes_in_bf16()
     can = torch.cpu.get_capabilities()
     has_units = can.get("avx512_bf16", False) or can.get("amx_bf16", False)
     return has_units and width >= SMALLEST_WIDTH

@@ -162,7 +162,7 @@ class PPOConfig(RunConfig):
     kl_coef fixed."""
 
     kl_horizon: Count | None = None
-    """Episodes over which an adaptive kl_coef changes by at most about 20% (arXiv:1909.08593,
+    """With `kl_target`, episodes over which kl_coef changes by at most about 20% (arXiv:1909.08593,
     section 2.2). None: 1/24 of the run, at least one batch; kl_coef then follows the moving average
     and the trend of the divergence instead of the last batch (`AdaptiveKL.landing`)."""
 

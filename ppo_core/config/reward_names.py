@@ -86,8 +86,8 @@ def read_rewards(specs: Sequence[str]) -> list[NamedReward]:
 def disagreement_names(rewards: Collection[str], means: Collection[str]) -> dict[str, str]:
     """Return a name for the standard deviation of the models of each reward in `means`.
 
-    The rewards in `means` are means of several models. The only name is `disagreement`; several
-    names are `disagreement_REWARD`.
+    The rewards in `means` are means of several models. A single reward gets the name
+    `disagreement`; each of several rewards gets `disagreement_REWARD`.
 
     Raises:
         ConfigError: one of the `rewards` has such a name.
@@ -99,7 +99,7 @@ def disagreement_names(rewards: Collection[str], means: Collection[str]) -> dict
             raise ConfigError(
                 f"A reward has the name {name!r}, which is the metric for the standard deviation "
                 f"of the models of the reward {mean!r}, so one would overwrite the other. Give "
-                "the reward another name: NAME= before the entry of rewards, or a dict of rewards."
+                "the reward another name: write NAME= before its entry in rewards, or pass a dict."
             )
     return names
 

@@ -58,11 +58,14 @@ def parse_columns(pairs: Sequence[str] | None) -> dict[str, str]:
     """Return field -> column for flags such as `prompt=post`.
 
     Raises:
-        ConfigError: a flag has no equals sign or no column, or its field is unknown.
+        ConfigError: a flag has no equals sign or no column, or its field is unknown or given twice.
     """
     found = [pair.partition("=") for pair in pairs or ()]
     if wrong := [field for field, sign, column in found if not (sign and column)]:
         raise ConfigError(f"columns: {wrong[0]!r} has no column. Write FIELD=COLUMN.")
+    fields = [field for field, _, _ in found]
+    if twice := [field for field in fields if fields.count(field) > 1]:
+        raise ConfigError(f"columns: {twice[0]!r} is given twice. Name one column for it.")
     columns = {field: column for field, _, column in found}
     check_columns(columns)
     return columns

@@ -208,5 +208,5 @@ class ModelArguments(LoraArguments):
             raise ConfigError(
                 f"{frozen[0]}={getattr(self, frozen[0])!r} would reduce the precision of the "
                 "trained weights, and small updates would be lost by rounding. Add --use_peft to "
-                "train adapters on a frozen base model, or use --bf16 instead of that flag."
+                f"train adapters on a frozen base model, or replace --{frozen[0]} by --bf16."
             )

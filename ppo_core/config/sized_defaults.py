@@ -8,9 +8,9 @@ rates, by the size of the model:
   0.9M parameters.
 - 10M: chosen between the rates of 1M and 100M; not measured, and without a source.
 - 100M: PPO from GPT-2 124M, arXiv:1909.08593 (1.41e-5); the rates of SFT and reward model are
-  chosen between the rates of 10M and 1B. In that paper, the weight of the KL divergence starts at
-  0.15 and adapts. Smaller models use 0.15, too, because their high learning rates move them
-  far from the reference.
+  chosen between the rates of 10M and 1B. In arXiv:1909.08593, the weight of the KL divergence
+  starts at 0.15 and adapts. Smaller models use 0.15, too, because their high learning rates move
+  them far from the reference.
 - 1B: PPO from "The N+ Implementation Details of RLHF with PPO", arXiv:2403.17031 (3e-6, and 0.05
   for the KL divergence, for Pythia 1B to 6.9B); SFT and reward model from InstructGPT,
   arXiv:2203.02155, appendix C (9.65e-6, rounded here to 1e-5, and 9e-6).

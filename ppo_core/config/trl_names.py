@@ -5,7 +5,7 @@ Python class `PPOConfig`.
 """
 
 from ppo_core.config.spelling import OLD_NAMES
-from ppo_core.config.unsupported_settings import Unsupported
+from ppo_core.config.unsupported_settings import INSTEAD, Unsupported
 
 PPO_ALIASES = {"torch_dtype": "dtype", "evaluation_strategy": "eval_strategy"}
 """Name in older versions of TRL and transformers -> flag of `python -m ppo_core`."""
@@ -23,21 +23,21 @@ _SPLIT = "name the split in dataset_name, as in org/name:test"
 _CONFIG = "name the configuration in dataset_name, as in org/name:config/train"
 _ONE_DATA_SET = "write the rows into one file, and set dataset_name to the file"
 _NO_EVALUATION = "nothing is evaluated during the training: evaluate the trained model"
-_PROGRESS = "the loss is in metrics.jsonl in output_dir: leave it out"
+_PROGRESS = "the loss is in metrics.jsonl in output_dir: leave the flag out"
 _ONE_SAVE_SETTING = "set only save_steps, which writes checkpoints if it is above 0"
 _UPLOAD = "upload the trained model: hf upload ORG/NAME OUTPUT_DIR"
-_TOKENIZER = "it is read from the tokenizer: save the tokenizer with it"
+_TOKENIZER = "it is read from the files of the tokenizer: set it there"
 _ONE_ROW = "each row is a sequence of its own, and batches have rows of similar length"
 _FP32 = "weights are trained in float32: set bf16 for bfloat16 autocast"
-_OPTIMIZER = "AdamW has its usual settings here: leave it out"
+_OPTIMIZER = "AdamW has its usual settings here: leave the flag out"
 _WARMUP = "set warmup_ratio, a fraction of the optimizer steps"
-_NO_QUANTIZATION = "the base of adapters is loaded in full precision: leave it out"
-_ADAPTERS = "adapters are plain LoRA here: leave it out"
-_ATTENTION = "transformers chooses the attention of the model: leave it out"
-_LOADER = "rows are mapped from disk, and batches are made in the main process: leave it out"
-_NO_COMPILE = "models are not compiled: leave it out"
-_TOKENIZED = "rows are tokenized in the main process: leave it out"
-_ONE_LOSS = "SFT minimizes the cross entropy, and a reward model the pairwise loss: leave it out"
+_NO_QUANTIZATION = "the base of adapters is loaded in full precision: leave the flag out"
+_ADAPTERS = "adapters are plain LoRA here: leave the flag out"
+_ATTENTION = "transformers chooses the attention of the model: leave the flag out"
+_LOADER = "rows are mapped from disk, and batches are made in the main process: leave the flag out"
+_NO_COMPILE = "models are not compiled: leave the flag out"
+_TOKENIZED = "rows are tokenized in the main process: leave the flag out"
+_ONE_LOSS = "SFT minimizes cross entropy, and a reward model the pairwise loss: leave the flag out"
 _SHARDING = "set sharding to zero1, zero2, zero3 or fsdp2"
 
 SUPERVISED_INSTEAD: Unsupported = {
@@ -45,7 +45,7 @@ SUPERVISED_INSTEAD: Unsupported = {
     "dataset_train_split": (("train",), _SPLIT),
     "dataset_test_split": (("test",), _NO_EVALUATION),
     "dataset_config": ((None,), _CONFIG),
-    "dataset_streaming": ((False,), "the rows are read once and kept on disk: leave it out"),
+    "dataset_streaming": ((False,), "the rows are read once and kept on disk: leave the flag out"),
     "dataset_text_field": (("text",), "rename the column to text"),
     "dataset_num_proc": ((None, 1), _TOKENIZED),
     "dataset_batch_size": ((None,), _TOKENIZED),
@@ -69,19 +69,16 @@ SUPERVISED_INSTEAD: Unsupported = {
         ("main",),
         "write the revision as model_name_or_path=org/name@revision",
     ),
-    "trust_remote_code": (
-        (False,),
-        "code from a model's repository is never run; use a model that is part of transformers",
-    ),
+    "trust_remote_code": INSTEAD["trust_remote_code"],
     "dtype": (("float32",), _FP32),
     "torch_dtype": (("float32",), _FP32),
     "attn_implementation": ((None,), _ATTENTION),
-    "model_init_kwargs": ((None,), "the model is loaded as it was saved: leave it out"),
+    "model_init_kwargs": ((None,), "the model is loaded as it was saved: leave the flag out"),
     "load_in_4bit": ((False,), _NO_QUANTIZATION),
     "load_in_8bit": ((False,), _NO_QUANTIZATION),
     "bnb_4bit_quant_type": (("nf4",), _NO_QUANTIZATION),
     "use_bnb_nested_quant": ((False,), _NO_QUANTIZATION),
-    "lora_modules_to_save": ((None,), "the score head is always trained: leave it out"),
+    "lora_modules_to_save": ((None,), "the score head is always trained: leave the flag out"),
     "lora_target_parameters": ((None,), _ADAPTERS),
     "use_rslora": ((False,), _ADAPTERS),
     "use_dora": ((False,), _ADAPTERS),
@@ -95,15 +92,15 @@ SUPERVISED_INSTEAD: Unsupported = {
     "adam_epsilon": ((1e-8,), _OPTIMIZER),
     "max_grad_norm": ((1, 1.0), "gradients are always clipped to norm 1"),
     "fp16": ((False,), "set bf16: fp16 would need loss scaling, which is not implemented"),
-    "tf32": ((None,), "matmuls have the precision that torch is set to: leave it out"),
+    "tf32": ((None,), "matmuls have the precision that torch is set to: leave the flag out"),
     "gradient_checkpointing_kwargs": (
         (None, {"use_reentrant": False}),
         "set gradient_checkpointing",
     ),
     "activation_offloading": ((False,), "set gradient_checkpointing"),
     "torch_compile": ((False,), _NO_COMPILE),
-    "use_liger_kernel": ((False,), "the model's own layers are used: leave it out"),
-    "neftune_noise_alpha": ((None,), "no noise is added: leave it out"),
+    "use_liger_kernel": ((False,), "the model's own layers are used: leave the flag out"),
+    "neftune_noise_alpha": ((None,), "no noise is added: leave the flag out"),
     "loss_type": (("nll",), _ONE_LOSS),
     "label_smoothing_factor": ((0, 0.0), _ONE_LOSS),
     # logs, evaluation and files

@@ -18,14 +18,15 @@ _SIZES = (
 )
 _LAUNCHER = "the launcher sets it: accelerate launch --config_file FILE -m ppo_core, or torchrun"
 _SHARDING = "set sharding='fsdp2' or 'zero3', or start with accelerate launch --config_file FILE"
-_NO_LOADER = "prompts are a list of token ids in memory, there is no data loader: leave it out"
-_NO_COMPILE = "models are not compiled: leave it out"
+_NO_LOADER = "prompts are token ids in memory, and there is no data loader: leave the setting out"
+_NO_COMPILE = "models are not compiled: leave the setting out"
 _NO_LOSS = "an evaluation answers prompts and scores them, it has no labels and no loss"
 _NO_BEST = "compare the evaluations and load the checkpoint that you want"
 _OPTIMIZER = "pass your own: PPOTrainer(..., optimizers=(optimizer, scheduler))"
 _BFLOAT16 = "set bf16=True: fp16 would need loss scaling, which is not implemented"
-_TRACKIO = "metrics are sent by the transformers integrations in report_to: leave it out"
-_READ = "it is read from the model: leave it out"
+_TRACKIO = "metrics are sent by the transformers integrations in report_to: leave the setting out"
+_FREED = "memory is freed when a phase ends: leave the setting out"
+_READ = "it is read from the model: leave the setting out"
 _TRACKED = "it only labels the run: set run_name"
 _VLLM = "set it with a flag of vllm serve, and set vllm_server_base_url"
 _CHECKPOINTING = "set gradient_checkpointing=True, which is non-reentrant"
@@ -54,7 +55,7 @@ INSTEAD: Unsupported = {
     "use_cache": ((False,), "sampling always uses a cache, training never does"),
     "neftune_noise_alpha": (
         (None,),
-        "with noise, the trained policy would not be the one that sampled",
+        "with noise, the trained policy would differ from the policy that sampled",
     ),
     "torch_empty_cache_steps": (
         (None,),
@@ -62,8 +63,8 @@ INSTEAD: Unsupported = {
     ),
     "auto_find_batch_size": (
         (False,),
-        "set batch_size, and lower per_device_train_batch_size until it fits: results do not "
-        "depend on it",
+        "set batch_size, and lower per_device_train_batch_size until the memory suffices: this "
+        "changes no result",
     ),
     # logs
     "logging_strategy": (("steps",), "set logging_steps, in updates"),
@@ -164,8 +165,8 @@ INSTEAD: Unsupported = {
     "reward_model": ((), "pass it: PPOTrainer(..., reward_model=...)"),
     "is_encoder_decoder": ((None,), _READ),
     "is_peft_model": ((None,), _READ),
-    "optimize_cuda_cache": ((None, False), "memory is freed when a phase ends: leave it out"),
-    "optimize_device_cache": ((False,), "memory is freed when a phase ends: leave it out"),
+    "optimize_cuda_cache": ((None, False), _FREED),
+    "optimize_device_cache": ((False,), _FREED),
     # arguments of TRL's scripts
     "trust_remote_code": (
         (False,),
@@ -173,9 +174,9 @@ INSTEAD: Unsupported = {
     ),
     "lora_dropout": (
         (0.0,),
-        "dropout is off in PPO, as the trained policy must be the one that sampled",
+        "dropout is off in PPO, because the trained policy must equal the policy that sampled",
     ),
-    "lora_task_type": (("CAUSAL_LM",), "the adapters are the policy's, a causal language model's"),
+    "lora_task_type": (("CAUSAL_LM",), "the adapters are part of a causal language model"),
     "bnb_4bit_quant_storage": ((None,), "4-bit weights are stored in bytes, bitsandbytes' default"),
     "dataset_streaming": ((False,), "the prompts are read into memory"),
     "gradient_checkpointing_use_reentrant": ((None, False), _CHECKPOINTING),
@@ -185,7 +186,7 @@ INSTEAD: Unsupported = {
     "truncate_token": ((), "set stop_token"),
     "truncate_token_id": ((), "set stop_token_id"),
     "no_cuda": ((False,), "set use_cpu"),
-    "ignore_bias_buffers": ((False,), "buffers are not communicated: leave it out"),
+    "ignore_bias_buffers": ((False,), "buffers are not communicated: leave the setting out"),
     # TRL's settings of a vLLM server
     "vllm_mode": (("server",), _VLLM),
     "vllm_server_host": ((), "set vllm_server_base_url"),

@@ -66,7 +66,8 @@ def set_prompt_format(tokenizer: PreTrainedTokenizerBase, prompt_format: PromptF
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Return the id of the special token that the template writes directly after an answer.
 
-    Return None if there is no special token, or if the template rejects the sample conversation.
+    Return None if there is no special token, or if the template rejects the sample conversation or
+    does not write its answer.
     """
     answer = "an answer"
     turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": answer}]
@@ -74,7 +75,7 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
         text = render_chat(tokenizer, turns, answer_follows=False)
     except RejectedChatError:
         return None
-    tail = text.rpartition(answer)[2]
+    tail = text.rpartition(answer)[2] if answer in text else ""
     ids: list[int] = tokenizer(tail, add_special_tokens=False)["input_ids"]
     special = {token for token, kind in tokenizer.added_tokens_decoder.items() if kind.special}
     return ids[0] if ids and ids[0] in special.union(tokenizer.all_special_ids) else None

@@ -164,7 +164,7 @@ def encode_prompts(
         DataError: a prompt cannot be encoded, see `encode_prompt`; the message names the row,
             unless the tokenizer itself fails.
     """
-    if num_proc is None or num_proc == 1:
+    if not len(prompts) or num_proc in (None, 1):
         encoded: list[Tokens] = []
         while batch := prompts[len(encoded) : len(encoded) + ROWS_AT_ONCE]:
             encoded += _encode_batch(tokenizer, batch, len(encoded))

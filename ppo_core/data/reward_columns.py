@@ -34,7 +34,8 @@ class AskedColumns:
     """Whether the function takes all other columns too, as `**columns`."""
 
     taken: tuple[str, ...] = ()
-    """Parameters for prompts and responses; a column with one of these names is not passed."""
+    """Parameters for prompts and responses, and keywords bound by `partial`; a column with one of
+    these names is not passed."""
 
     @property
     def is_empty(self) -> bool:
@@ -94,7 +95,7 @@ def asked_columns(name: str, function: Callable[..., Any]) -> AskedColumns:
         required=tuple(one.name for one in by_name if one.default is Parameter.empty),
         optional=tuple(one.name for one in by_name if one.default is not Parameter.empty),
         others=any(one.kind is Parameter.VAR_KEYWORD for one in parameters),
-        taken=tuple(one.name for one in first if one.kind is not Parameter.POSITIONAL_ONLY),
+        taken=(*(one.name for one in first if one.kind is not Parameter.POSITIONAL_ONLY), *bound),
     )
 
 

@@ -3,7 +3,7 @@
 import errno
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from uuid import uuid4
@@ -41,7 +41,8 @@ def write_atomically(path: Path, content: str | bytes, *, durable: bool = True) 
         # The error of a full disk names no file.
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
     finally:
-        unfinished.unlink(missing_ok=True)
+        with suppress(OSError):
+            unfinished.unlink()
     if durable:
         sync_to_disk(path.parent)
 

@@ -3,10 +3,11 @@
 import hashlib
 import json
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -95,7 +96,7 @@ def make_once(
             return _cached(folder, reused=True)
         print(
             f"Warning: {name}: {folder} was changed after it was made, so it is made again",
-            flush=True,
+            file=sys.stderr,
         )
         _remove(folder)
     # Processes of several machines may share the cache, and may have equal process ids.
@@ -153,7 +154,7 @@ def digest_of_file(path: Path) -> str:
     )
 
 
-@lru_cache
+@cache
 def _digest_of_content(path: Path, state: tuple[int, ...]) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -189,7 +190,7 @@ def _cached(folder: Path, *, reused: bool) -> Cached:
 
 
 def is_made(folder: Path) -> bool:
-    """Return whether `make_once` would reuse a folder: it was made under its name, unchanged."""
+    """Return whether a folder was made under its name and is unchanged, so it can be reused."""
     try:
         made = _read_made(folder)
         is_own = "values" in made and made["name"] == folder.name

@@ -149,7 +149,7 @@ class ProgressBar(tqdm):  # type: ignore[misc]
         Args:
             desc: name of the phase.
             in_log: show lines of a log, not a bar of a terminal.
-            always_ends: show the last line of a log also of a short phase.
+            always_ends: show the last line in a log even if the phase is short.
             options: options of `tqdm`.
         """
         self._phase, self._in_log, self._shown = desc, in_log, time.monotonic()
@@ -228,7 +228,7 @@ class PhaseProgress:
 
 
 def read_progress(path: Path) -> PhaseProgress | None:
-    """Return what was last written to the file that PROGRESS names; None if nothing was."""
+    """Return the phase in the file that PROGRESS names; None if the file has none."""
     try:
         return read_record(json.loads(path.read_text(encoding="utf-8")), PhaseProgress)
     except (OSError, ValueError):

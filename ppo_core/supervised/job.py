@@ -13,7 +13,7 @@ from typing import Any
 from ppo_core.config.row_settings import Overlong, PromptFormat
 from ppo_core.distributed.process import is_main_process, large_imports
 from ppo_core.errors import ConfigError
-from ppo_core.io.atomic_files import write_atomically
+from ppo_core.io.atomic_files import explained_writes, write_atomically
 from ppo_core.io.progress_bar import ProgressFile, listening
 from ppo_core.supervised.supervised_config import SupervisedConfig
 
@@ -53,7 +53,8 @@ def write_job(job: SupervisedJob, folder: Path) -> Path:
         TrainingError: the file cannot be written.
     """
     file = folder / JOB_FILE
-    write_atomically(file, json.dumps(asdict(job), indent=2))
+    with explained_writes(file):
+        write_atomically(file, json.dumps(asdict(job), indent=2))
     return file
 
 

@@ -201,4 +201,4 @@ def _mean_loss(ranker: PairRanker, pairs: Dataset, batch_size: int) -> float:
         loss, _ = ranker(**{name: tensor.to(device) for name, tensor in batch.items()})
         total += float(loss)
         units += float(ranker.units(batch))
-    return total / units
+    return total / (units or 1.0)

@@ -51,8 +51,8 @@ class NextTokenLoss(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return the loss () summed over counted tokens, and the sums of `metrics` (0,).
 
-        input_ids, labels and attention_mask are (B, S), and weights (B,) are the weights of each
-        token of the examples.
+        input_ids, labels and attention_mask are (B, S). weights (B,) has one weight per example,
+        which counts for all tokens of the example.
         """
         row, position = _counted(labels).nonzero(as_tuple=True)
         targets, weight = labels[row, position + 1], weights[row]

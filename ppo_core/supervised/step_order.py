@@ -11,7 +11,7 @@ from ppo_core.data.batching import token_batches
 from ppo_core.supervised.supervised_config import SupervisedConfig
 
 TOKENS_ON_CPU = 1024
-"""Maximum number of tokens of a pass of a process on a CPU.
+"""Maximum number of tokens in one pass of one process on a CPU.
 
 Larger passes need more memory and are no faster, unless weights or gradients are sharded. If a row
 has more tokens, the maximum is the number of tokens of this row."""

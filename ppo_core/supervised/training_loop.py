@@ -236,7 +236,7 @@ class TrainingLoop:
             if self._trains_adapter and engine.device.type == "cpu":
                 release_freed_memory()
             # The loss is divided here: the gradients of the LM head would otherwise be copied.
-            batch["weights"] /= units
+            batch["weights"] /= units or 1.0  # 0 units: all rows of the step have the weight 0
             with (
                 engine.accumulate_only(module, number < len(batches) - 1),
                 self._matmuls(batch["input_ids"]),
@@ -289,7 +289,7 @@ class TrainingLoop:
         """
         state, total = self._progress, self._order.steps
         state.steps += 1
-        loss = sums[0] / sums[-1]
+        loss = sums[0] / (sums[-1] or 1.0)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise NotFiniteError(
                 f"The loss is {loss} at step {state.steps}, and the norm of its gradient {norm}, "
@@ -308,7 +308,9 @@ class TrainingLoop:
         self._progress.line = []
         if self._metrics_file is not None:
             names = ["loss", *self._objective.metrics]
-            metrics = {name: value / units for name, value in zip(names, sums, strict=True)}
+            metrics = {
+                name: value / (units or 1.0) for name, value in zip(names, sums, strict=True)
+            }
             metrics |= {"grad_norm": norm, "lr": float(self._scheduler.get_last_lr()[0])}
             self._metrics_file.append(self._progress.steps, metrics)
 

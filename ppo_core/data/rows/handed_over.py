@@ -34,9 +34,9 @@ def write_rows(rows: Rows, folder: Path) -> None:
             unfinished.replace(folder / _TABLE)
         finally:
             unfinished.unlink(missing_ok=True)
-    stays = {"table", "left_out_files"}
-    facts = {name: value for name, value in vars(rows).items() if name not in stays}
-    write_atomically(folder / _FACTS, json.dumps(facts))
+        stays = {"table", "left_out_files"}
+        facts = {name: value for name, value in vars(rows).items() if name not in stays}
+        write_atomically(folder / _FACTS, json.dumps(facts))
 
 
 def read_written_rows(folder: Path) -> Rows:

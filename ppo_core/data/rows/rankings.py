@@ -142,7 +142,7 @@ def pairing(
                 missing = "rejected" if of_prompt.preferred else "preferred"
                 yield RowError(
                     f"without a {missing} completion of the same prompt (label)",
-                    "Add judgements of other completions, or remove these rows.",
+                    "Add judgments of other completions, or remove these rows.",
                 )
             elif key in done:
                 yield None

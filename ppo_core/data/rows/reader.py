@@ -49,7 +49,6 @@ _CODE = (
 )
 """Modules whose code determines how a row is read."""
 
-
 Convert: TypeAlias = Callable[[Sequence[RawRow]], Iterable[Row | Sequence[Row] | RowError | None]]
 """Function that converts a batch of rows. For each row, it returns one of these: one converted row;
 several converted rows; a RowError, so that the row is left out and counted; or None, so that the

@@ -172,7 +172,8 @@ def _pairs(columns: Collection[str], is_chat: bool) -> RowFormat:
     if {"info", "summaries", "choice"} <= set(columns) and "chosen" not in columns:
         reading = {"prompt": "info", "chosen": "summaries, choice"}
         reading |= {name: name for name in _LABELS if name in columns}
-        reading |= {"annotator": "worker"} if "worker" in columns else {}
+        if "worker" in columns and "annotator" not in columns:
+            reading["annotator"] = "worker"
         return RowFormat(reading, _pair_schema(is_chat), lambda row: _tldr_pair(row, is_chat))
     missing = [name for name in ("chosen", "rejected") if name not in columns]
     if missing:
@@ -241,7 +242,8 @@ def _ranking(columns: Collection[str], is_chat: bool) -> RowFormat | None:
     def convert(row: RawRow) -> list[Row]:
         prompt = as_prompt(read(row), is_chat=is_chat)
         labels = _labels({**row, "margin": None, "tie": None})
-        values = {field: row.get(name) for field, name in named.items()}
+        # For None, `pairs_of_ranking` would look for the scores in the responses.
+        values = {field: row.get(name) or [] for field, name in named.items()}
         return [
             {**labels, "prompt": prompt, "chosen": better, "rejected": worse, "tie": tie}
             for better, worse, tie in pairs_of_ranking(**values)
@@ -321,6 +323,9 @@ def _feedback(columns: Collection[str], is_chat: bool) -> RowFormat:
         }
         if all(answer is None for answer in answers.values()):
             raise RowError("without a response in chosen or rejected")
+        if any(answers.values()):
+            # A missing value in a CSV file is an empty text.
+            answers = {name: answer or None for name, answer in answers.items()}
         weight = _number(row.get(WEIGHT), WEIGHT)
         if weight is not None and weight < 0:
             raise RowError("with a weight below 0")
@@ -444,7 +449,7 @@ def _tldr_pair(row: RawRow, is_chat: bool) -> Row:
         "prompt": as_prompt(_tldr_prompt(row), is_chat=is_chat),
         "chosen": as_response(texts[choice], "summaries"),
         "rejected": as_response(texts[1 - choice], "summaries"),
-        **_labels({**row, "annotator": row.get("worker")}),
+        **_labels({"annotator": row.get("worker"), **row}),
     }
 
 
@@ -452,6 +457,8 @@ def _conversation(row: RawRow, column: str, is_chat: bool) -> Row:
     messages = _value(row, column)
     if not is_messages(messages):
         raise RowError(f"without messages in {column}")
+    if is_chat and is_answered(messages[:1]):
+        raise RowError("with a conversation that begins with an answer of the assistant")
     as_prompt(messages[:1], is_chat=is_chat)
     if not any(turn.get("role") == "assistant" for turn in messages):
         raise RowError("without an answer of the assistant")
@@ -468,7 +475,8 @@ def _labels(row: RawRow) -> Row:
     """Return the labels of a preference; the value of a missing label is None.
 
     Raises:
-        RowError: a label has the wrong type. Texts of numbers and booleans, as in CSV, are valid.
+        RowError: a label has the wrong type. Texts of numbers and booleans, as in CSV, are valid,
+            and an empty text is a missing label.
     """
     return {
         "margin": _number(row.get("margin"), "margin"),
@@ -501,7 +509,7 @@ def _truth(value: Any, column: str) -> bool | None:
 
 def _name(value: Any, column: str) -> str | None:
     if value is None or isinstance(value, str):
-        return value
+        return value or None
     if column == "annotator" and not isinstance(value, bool) and isinstance(value, int | float):
         if is_finite(value):
             return str(value)
@@ -530,7 +538,9 @@ def _token_ids(columns: Collection[str]) -> RowFormat:
 
 def _are_integers(values: Any) -> bool:
     # bool is a subclass of int.
-    return isinstance(values, list) and all(type(value) is int for value in values)
+    return isinstance(values, list) and all(
+        type(value) is int and is_finite(value) for value in values
+    )
 
 
 # --- Types and errors --------------------------------------------------------------

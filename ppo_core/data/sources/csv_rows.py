@@ -11,38 +11,21 @@ from ppo_core.data.sources.raw_row import RawRow
 from ppo_core.errors import DataError, library_errors
 
 
-def read_csv_rows(path: Path) -> Iterator[RawRow]:
-    """Yield the rows of a CSV file in UTF-8 with a header; each value is a text.
-
-    Raises:
-        DataError: see `_read`.
-    """
-    return _read(path, ",", "CSV", "commas")
-
-
-def read_tsv_rows(path: Path) -> Iterator[RawRow]:
-    """Yield the rows of a TSV file: a CSV file with tabs instead of commas.
-
-    Raises:
-        DataError: see `_read`.
-    """
-    return _read(path, "\t", "TSV", "tabs")
-
-
-def _read(path: Path, delimiter: str, name: str, separators: str) -> Iterator[RawRow]:
-    """Yield the rows of a file whose values are separated by a delimiter.
+def read_csv_rows(path: Path, *, delimiter: str = ",") -> Iterator[RawRow]:
+    """Yield the rows of a CSV or TSV file in UTF-8 with a header; each value is a text.
 
     Raises:
         DataError: the file cannot be read or is not UTF-8, a value has more than 131,072
             characters, two columns have the same name, or a row has more or fewer values than the
             header.
     """
+    form, separators = ("TSV", "tabs") if delimiter == "\t" else ("CSV", "commas")
     move = (
         "Write the header on the first line and one row on each further line, in UTF-8, with "
-        f"values separated by {separators}."
+        f"values of at most 131,072 characters, separated by {separators}."
     )
     with (
-        library_errors(DataError, f"'{path}' cannot be read as {name}", move),
+        library_errors(DataError, f"'{path}' cannot be read as {form}", move),
         open_data_file(path) as file,
         TextIOWrapper(file, "utf-8-sig", newline="") as text,
     ):

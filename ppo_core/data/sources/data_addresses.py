@@ -31,9 +31,9 @@ def require_allowed(address: str, *, allowed: bool) -> None:
     """
     if not allowed:
         raise DataError(
-            f"'{address}' is an address, so another machine would decide what is "
-            "trained on, and could change it between two runs. Download the file and name the "
-            "copy, or set allow_data_urls to true."
+            f"'{address}' is an address, so another machine would choose the data of the training, "
+            "and could change the data between two runs. Download the file and name the copy, or "
+            "set allow_data_urls to true."
         )
 
 
@@ -41,12 +41,15 @@ def download(address: str, folder: Path) -> Path:
     """Return the downloaded file of an http or https address. Redirects are not followed.
 
     Raises:
-        DataError: the server refuses or redirects the request, or does not answer; or the file is
-            too large, or its download takes too long.
+        DataError: the address names a user; the server refuses or redirects the request, or does
+            not answer; or the file is too large, or its download takes too long.
     """
     suffixes = Path(address.partition("?")[0]).suffixes[-2:]
     path = folder / f"download{''.join(suffixes)}"
     move = "Download the file yourself, and name the copy."
+    if "@" in address.split("/")[2]:
+        # The error of urllib would show the password.
+        raise DataError(f"'{address}' names a user, but only public files are downloaded. {move}")
     with (
         library_errors(DataError, f"'{address}' cannot be downloaded", move),
         build_opener(_NoRedirects).open(address, timeout=SILENCE_SECONDS) as reply,

@@ -79,6 +79,8 @@ def _splits_of_names(folder: Path, suffixes: tuple[str, ...]) -> dict[str, list[
         for path in found
         if str(path).endswith(suffixes)
         and not any(part.startswith((".", "__")) for part in path.parts)
+        # Spark writes folders with such names.
+        and not (folder / path).is_dir()
     ]
     if not files:
         raise DataError(

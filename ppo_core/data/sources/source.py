@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.util import find_spec
 from itertools import chain, islice
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 import datasets
 
 from ppo_core.data.sources.compression import GZIP, format_of
-from ppo_core.data.sources.csv_rows import read_csv_rows, read_tsv_rows
+from ppo_core.data.sources.csv_rows import read_csv_rows
 from ppo_core.data.sources.data_addresses import download, is_data_address, require_allowed
 from ppo_core.data.sources.data_folders import files_by_split
 from ppo_core.data.sources.hub_data import HubData, absolute_path, without_media
@@ -47,7 +48,7 @@ FORMATS = {
     ".jsonl": _Format(read_json_rows, "json"),
     ".json": _Format(read_json_rows, "json"),
     ".csv": _Format(read_csv_rows, "csv"),
-    ".tsv": _Format(read_tsv_rows, "csv", {"sep": "\t"}),
+    ".tsv": _Format(partial(read_csv_rows, delimiter="\t"), "csv", {"sep": "\t"}),
     ".parquet": _Format(read_parquet_rows, "parquet"),
     ".pq": _Format(read_parquet_rows, "parquet"),
 }
@@ -135,7 +136,7 @@ def find_hub_data(name: str) -> HubData | None:
 
 
 def source_of_rows(rows: Any) -> Source:
-    """Return rows in memory, or a `datasets.Dataset`, as a source.
+    """Return rows in memory, or a `datasets.Dataset`, as a source; a stream is read into memory.
 
     Raises:
         DataError: the rows are a single text, or several splits.
@@ -145,9 +146,9 @@ def source_of_rows(rows: Any) -> Source:
             f"The rows are {type(rows).__name__}, {rows!r:.80}, not a list of rows or a single "
             "data set. Load the data set first, or choose one of its splits."
         )
-    if hasattr(rows, "features"):
+    if isinstance(rows, datasets.Dataset):
         return _of_data_set("the rows", digest_of([rows._fingerprint]), rows)
-    digest = hashlib.sha256()
+    rows, digest = list(rows), hashlib.sha256()
     for row in rows:
         digest.update(json.dumps(row, sort_keys=True, default=repr).encode())
     return Source("the rows", digest.hexdigest(), lambda: iter(rows))
@@ -179,12 +180,8 @@ def _digest_of_file(path: Path) -> str:
 
 
 def _read_file(path: Path) -> Iterator[RawRow]:
-    return _reader_of(path)(path)
-
-
-def _reader_of(path: Path) -> Callable[[Path], Iterator[RawRow]]:
     if str(path).endswith(SUFFIXES):
-        return FORMATS[format_of(path)].read
+        return FORMATS[format_of(path)].read(path)
     raise DataError(
         f"'{path}' ends in '{path.suffix}', but rows are read only from {', '.join(SUFFIXES)} "
         "files. Convert the file."
@@ -275,7 +272,8 @@ def _open_hub(data: HubData) -> Source:
 
 
 def _of_data_set(name: str, digest: str, loaded: Any) -> Source:
-    plain = without_media(loaded)
+    # Without a format: a saved data set may have the format of torch or numpy.
+    plain = without_media(loaded).with_format(None)
 
     def rows() -> Iterator[RawRow]:
         with library_errors(DataError, f"'{name}' cannot be read", "Convert the data to UTF-8."):

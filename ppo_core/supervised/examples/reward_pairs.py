@@ -63,7 +63,9 @@ def pair_encoding(
             for side in ("chosen", "rejected")
         ]
 
-    return Encoding(sequences, _pair, pair_length)
+    return Encoding(
+        sequences, _pair, length=lambda pair: max(len(pair["chosen"]), len(pair["rejected"]))
+    )
 
 
 def _pair(row: Row, sequences: Sequence[list[EncodedSegment]]) -> RewardPair:
@@ -78,11 +80,6 @@ def _pair(row: Row, sequences: Sequence[list[EncodedSegment]]) -> RewardPair:
     if WEIGHT in row:
         pair["weight"] = row[WEIGHT]
     return pair
-
-
-def pair_length(pair: RewardPair) -> int:
-    """Return the number of tokens of the longer sequence."""
-    return max(len(pair["chosen"]), len(pair["rejected"]))
 
 
 def collate_pairs(pairs: Sequence[RewardPair]) -> dict[str, Tensor]:

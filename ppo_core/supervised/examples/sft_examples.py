@@ -69,12 +69,7 @@ def example_encoding(
     def build(row: Row, encoded: Sequence[list[EncodedSegment]]) -> SFTExample:
         return _with_labels(encoded[0], config)
 
-    return Encoding(sequences, build, example_length)
-
-
-def example_length(example: SFTExample) -> int:
-    """Return the number of tokens."""
-    return len(example["input_ids"])
+    return Encoding(sequences, build, length=lambda example: len(example["input_ids"]))
 
 
 def collate_examples(examples: Sequence[SFTExample]) -> dict[str, Tensor]:
@@ -113,13 +108,27 @@ def _chat_segments(
 ) -> list[Segment]:
     """Split a conversation into segments; assistant turns from message `first` on are counted.
 
+    `end` appends a missing end-of-sequence token to a last turn of the assistant.
+    """
+    full = render_chat(tokenizer, messages, answer_follows=False)
+    if has_generation_mask(tokenizer):
+        segments = _masked_segments(tokenizer, messages, first)
+    else:
+        segments = _located_segments(tokenizer, messages, first, full)
+    if end and messages[-1]["role"] == "assistant":
+        segments.append(Segment(missing_end(tokenizer, full)))
+    return segments
+
+
+def _located_segments(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, first: int, full: str
+) -> list[Segment]:
+    """Locate the turns of the assistant in `full`, the text of the conversation.
+
     An assistant segment starts after the chat template's generation prompt. So the tokens before
     the segment are exactly the prompt that PPO would sample a response to. The segment ends with
     the token that ends a turn, as a response in PPO does.
     """
-    if has_generation_mask(tokenizer):
-        return _masked_segments(tokenizer, messages, first)
-    full = render_chat(tokenizer, messages, answer_follows=False)
     segments, done = [], 0
     for turn in range(first, len(messages)):
         if messages[turn]["role"] == "assistant":
@@ -129,10 +138,7 @@ def _chat_segments(
             counted = begin + len(answer + marker) if marker else close
             segments += [Segment(full[done:begin], counts=False), Segment(full[begin:counted])]
             done = counted
-    segments.append(Segment(full[done:], counts=False))
-    if end and messages[-1]["role"] == "assistant":
-        segments.append(Segment(missing_end(tokenizer, full)))
-    return segments
+    return [*segments, Segment(full[done:], counts=False)]
 
 
 def _masked_segments(

@@ -101,7 +101,10 @@ def test_as_text_a_tokenizer_has_no_template_and_keeps_its_end_token():
     assert (tokenizer.chat_template, tokenizer.eos_token) == (None, END_OF_TEXT)
 
 
-@pytest.mark.parametrize("template", [OPEN, STRICT])
+WITHOUT_ANSWERS = "<unk> {% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [OPEN, STRICT, WITHOUT_ANSWERS])
 def test_a_template_that_writes_no_end_keeps_the_end_of_text(template):
     tokenizer = make_chat_tokenizer(template)
     set_prompt_format(tokenizer, "auto")

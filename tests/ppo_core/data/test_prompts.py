@@ -107,6 +107,7 @@ def test_two_processes_encode_as_one_does_whatever_the_prompts_are():
     expected = [[3, 4], [USER, 5, ASSISTANT], [3, 4], [5], [6, 7]]
     assert encode_prompts(tokenizer, prompts) == expected
     assert encode_prompts(tokenizer, prompts, num_proc=2) == expected
+    assert encode_prompts(tokenizer, [], num_proc=2) == []
 
 
 @pytest.mark.parametrize("num_proc", [None, 2])

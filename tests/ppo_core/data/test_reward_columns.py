@@ -45,6 +45,7 @@ class Scorer:
         # What is bound is the caller's own.
         (functools.partial(with_default, level=9), []),
         (functools.partial(named, reference=["w9"]), []),
+        (functools.partial(everything, level=9), ["prompt", "reference"]),
         (max, []),
         (dict, []),
     ],

@@ -43,6 +43,13 @@ def test_a_file_that_need_not_outlive_a_power_cut_does_not_wait_for_the_disk(tmp
     assert (tmp_path / "file.json").read_text() == "new" and not synced
 
 
+def test_the_error_names_the_file_although_its_folder_is_none(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError) as caught:
+        write_atomically(tmp_path / "file" / "child", "new")
+    assert caught.value.filename == str(tmp_path / "file" / "child")
+
+
 def test_the_old_content_stays_where_the_new_one_cannot_be_written(tmp_path, monkeypatch):
     def fail(handle: int) -> None:
         raise OSError("The disk is full.")

@@ -38,6 +38,15 @@ def test_what_was_interrupted_is_made_again(tmp_path: Path):
     assert sorted(path.name for path in made.path.iterdir()) == ["made.json", "whole"]
 
 
+def test_the_warning_of_a_changed_folder_is_not_among_the_results(tmp_path: Path, capsys):
+    made = make_once(tmp_path, "sft", {}, lambda folder: (folder / "whole").touch())
+    (made.path / "whole").write_text("changed")
+    assert not make_once(tmp_path, "sft", {}, lambda folder: (folder / "whole").touch()).reused
+    shown = capsys.readouterr()
+    assert "was changed after it was made" in shown.err
+    assert not shown.out
+
+
 def test_another_run_may_finish_first(tmp_path: Path):
     def make_both(folder: Path) -> dict[str, float]:
         final = tmp_path / folder.name[1:].rpartition(".")[0]
@@ -72,6 +81,13 @@ def test_a_file_is_read_again_only_if_it_changed(tmp_path: Path, monkeypatch: py
     path = tmp_path / "file"
     path.write_text("one")
     first = digest_of_file(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(folder_cache.hashlib, "file_digest", pytest.fail)
+        assert digest_of_file(path) == first
+    # Other files do not displace the digest.
+    for number in range(200):
+        (tmp_path / str(number)).touch()
+        digest_of_file(tmp_path / str(number))
     with monkeypatch.context() as patch:
         patch.setattr(folder_cache.hashlib, "file_digest", pytest.fail)
         assert digest_of_file(path) == first

@@ -124,6 +124,7 @@ def test_ties_alone_are_nothing_to_train_on(base, tmp_path, capsys):
             "There is no setting --model, so 'base' would change nothing.",
         ),
         ("sft MODEL --num_train_epochs 0.5", "--num_train_epochs: invalid int value: '0.5'"),
+        ("sft MODEL --columns prompt=a prompt=b", "columns: 'prompt' is given twice"),
         ("sft MODEL --lora_r 8", "lora_r takes effect only with --use_peft"),
         ("sft MODEL --center_rewards_coefficient 0.1", "is for reward models"),
         ("reward MODEL --no_completion_only_loss", "is for SFT"),

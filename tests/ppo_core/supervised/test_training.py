@@ -29,7 +29,7 @@ from ppo_core.supervised.examples.reward_pairs import pair_encoding
 from ppo_core.supervised.supervised_config import SupervisedConfig
 from ppo_core.supervised.training import train_reward_model, train_sft
 from ppo_core.supervised.training_loop import TrainingLoop
-from tests.helpers.inputs.rows import read_row
+from tests.helpers.inputs.rows import read_row, rows_of
 
 EXAMPLES = [
     {"prompt": "i lost the ring . tl;dr :", "completion": "lost ring"},
@@ -73,6 +73,13 @@ def test_sft_learns_its_examples(base, tmp_path):
 
 def reward_weights(folder: Path) -> dict[str, torch.Tensor]:
     return AutoModelForSequenceClassification.from_pretrained(folder).state_dict()
+
+
+def test_a_step_whose_rows_all_have_the_weight_0_has_no_gradient(base, tmp_path):
+    rows = rows_of("feedback", [{"prompt": "i felt", "chosen": "sad", "weight": 0}])
+    assert train_reward_model(base, rows, settings(), tmp_path / "rm")["loss"] == 0
+    trained, start = reward_weights(tmp_path / "rm"), weights(base)
+    assert all(trained[name].equal(start[name]) for name in trained.keys() & start.keys())
 
 
 @pytest.mark.parametrize("lora", [False, True])

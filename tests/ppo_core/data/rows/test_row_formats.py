@@ -217,6 +217,7 @@ LABELS = [
     ({"margin": "1.5", "tie": "False", "source": "web"}, {"margin": 1.5, "tie": False}),
     ({"margin": "", "tie": ""}, {"margin": None, "tie": None}),
     ({"annotator": 7}, {"annotator": "7"}),
+    ({"annotator": "", "category": "", "source": ""}, dict.fromkeys(LABEL_FIELDS[2:])),
     ({"tie": True, "category": "c"}, {"tie": True, "category": "c"}),
 ]
 
@@ -225,6 +226,25 @@ LABELS = [
 def test_labels_are_read_from_json_and_from_csv(labels, read):
     row = read_row("pairs", {"chosen": "a", "rejected": "b", **labels})
     assert {name: row[name] for name in read} == read
+
+
+@pytest.mark.parametrize(
+    ("people", "annotator"),
+    [({"worker": "w"}, "w"), ({"annotator": "a"}, "a"), ({"worker": "w", "annotator": "a"}, "a")],
+)
+def test_a_comparison_of_tldr_names_its_worker_or_its_annotator(people, annotator):
+    row = {"info": TLDR, "summaries": [{"text": "a"}, {"text": "b"}], "choice": 0, **people}
+    form = find_row_format("pairs", list(row), is_chat=False)
+    assert form.convert(row)["annotator"] == row[form.reading["annotator"]] == annotator
+
+
+def test_an_empty_text_beside_a_response_of_feedback_is_a_missing_response():
+    row = {"prompt": "q", "chosen": "a", "rejected": ""}
+    assert read_row("feedback", row)["rejected"] is None
+    assert read_row("feedback", {"prompt": "q", "chosen": "", "rejected": "b"})["chosen"] is None
+    # A judgment of an empty answer stays one.
+    row = {"prompt": "q", "completion": "", "label": False}
+    assert read_row("feedback", row)["rejected"] == ""
 
 
 def test_conversations_and_texts_are_demonstrations():
@@ -261,6 +281,8 @@ def test_token_ids_are_prompts_without_their_padding():
     row = {"input_ids": [0, 5, 6], "attention_mask": [0, 1, 1], "prompt": "q"}
     form = find_row_format("prompts", list(row), is_chat=True, takes_token_ids=True)
     assert form.convert(row) == {"prompt": [5, 6]}
+    with pytest.raises(RowError, match="without token ids in input_ids"):
+        form.convert({"input_ids": [2**64]})
     assert find_row_format("prompts", list(row), is_chat=False).convert(row)["prompt"] == "q"
 
 
@@ -354,6 +376,16 @@ BROKEN: dict[str, tuple[str, dict[str, Any], str]] = {
         "pairs",
         {"prompt": "q", "chosen": "a", "rejected": "b", "annotator": ["x"]},
         "in annotator",
+    ),
+    "ranks of None": (
+        "pairs",
+        {"prompt": "q", "responses": ["a", "b"], "ranks": None},
+        "without a list in ranks",
+    ),
+    "conversation from an answer on": (
+        "demonstrations",
+        {"messages": [assistant("a"), user("q"), assistant("b")]},
+        "that begins with an answer of the assistant",
     ),
     "conversation of one": ("demonstrations", {"messages": [user("q")]}, "without an answer"),
     "messages as text": ("demonstrations", {"messages": "q"}, "without messages"),

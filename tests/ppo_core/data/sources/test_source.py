@@ -7,7 +7,7 @@ import pytest
 from datasets import Dataset, DatasetDict, load_dataset
 
 from ppo_core.data.sources import data_folders
-from ppo_core.data.sources.source import open_source
+from ppo_core.data.sources.source import open_source, source_of_rows
 from ppo_core.errors import ConfigError, DataError
 
 ROWS = [{"prompt": "w0"}, {"prompt": "w1"}]
@@ -65,11 +65,33 @@ def test_folders_that_datasets_saved_are_read_back(tmp_path):
         load(tmp_path / "one", "test")
 
 
+@pytest.mark.parametrize("form", ["torch", "numpy"])
+def test_a_saved_folder_has_plain_values_whatever_its_format(tmp_path, form):
+    rows = [{"input_ids": [1, 2], "tie": False}]
+    Dataset.from_list(rows).with_format(form).save_to_disk(tmp_path / "saved")
+    (row,) = load(tmp_path / "saved")
+    assert row == rows[0]
+    assert (type(row["input_ids"]), type(row["tie"])) == (list, bool)
+
+
+def test_an_address_with_a_user_is_refused_without_its_password():
+    with pytest.raises(DataError, match=r"'https://host/rows\.jsonl' names a user") as caught:
+        open_source("https://ann:canary@host/rows.jsonl", allow_urls=True)
+    assert "canary" not in str(caught.value)
+
+
+def test_rows_in_memory_may_be_a_stream():
+    for rows in (iter(ROWS), Dataset.from_list(ROWS).to_iterable_dataset()):
+        assert list(source_of_rows(rows).rows()) == ROWS
+
+
 def test_a_folder_of_files_has_the_splits_that_they_are_named_after(tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
     write_lines(folder / "train.jsonl")
     (folder / "test.jsonl").write_text('{"prompt": "w9"}\n')
+    # Spark names the folder of its files like a file.
+    (folder / "train.jsonl.gz").mkdir()
     assert load(folder) == ROWS
     assert load(folder, "test") == [{"prompt": "w9"}]
 
@@ -189,6 +211,7 @@ def test_the_root_folder_is_refused_before_all_of_it_is_listed():
         ("rows.tsv", "prompt\tanswer\nw0\tw1\nw2,w3\n", "line 3 has 1 values for 2 columns"),
         ("rows.tsv", "prompt\tprompt\nw0\tw1\n", "several columns have the name 'prompt'"),
         ("rows.tsv", 'prompt\n"w0\n', "cannot be read as TSV.* separated by tabs"),
+        ("rows.csv", f"prompt\n{'w' * 131_073}\n", "131072.* values of at most 131,072 characters"),
         ("rows.tsv", f"prompt\n{'w' * 200_000}\n", "larger than field limit"),
         ("rows.tsv.gz", "oops", "cannot be read as TSV.*gzip"),
         ("rows.csv", "prompt,answer\nw0,w1\nw2\n", "line 3 has 1 values for 2 columns"),

@@ -77,6 +77,17 @@ def test_messages_after_the_last_answer_do_not_count_and_get_no_end_token():
     assert labels == [_, _, _, 4, EOS, _, _]
 
 
+@pytest.mark.parametrize(("end_of_text", "ended"), [(True, [EOS]), (False, [])])
+def test_an_answer_that_the_template_marks_ends_with_the_end_token_too(end_of_text, ended):
+    content = "{{ m.content + ' ' }}"
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}<assistant> {% generation %}"
+        + f"{content}{{% endgeneration %}}{{% else %}}<user> {content}{{% endif %}}{{% endfor %}}"
+    )
+    ids, labels = example({"messages": say("w0", "w1")}, template, end_of_text=end_of_text)
+    assert (ids, labels) == ([USER, 3, ASSISTANT, 4, *ended], [_, _, _, 4, *ended])
+
+
 def test_end_of_text_false_adds_nothing_to_messages():
     ids, labels = example({"messages": say("w0", "w1")}, OPEN, end_of_text=False)
     assert (ids, labels) == ([USER, 3, ASSISTANT, 4], [_, _, _, 4])
