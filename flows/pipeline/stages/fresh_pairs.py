@@ -182,19 +182,20 @@ def _ask(
     tie; the labeler is not asked about it.
     """
     different = pairs.different()
-    judged = compare(labeller, *different)
+    judged = compare(labeller, *different) if different.prompts else None
+    outcomes = judged.outcomes if judged else ()
     rows = [
         _preference(prompt, first, second, outcome)
-        for prompt, first, second, outcome in zip(*different, judged.outcomes, strict=True)
+        for prompt, first, second, outcome in zip(*different, outcomes, strict=True)
         if outcome in ("first", "second")
     ]
-    invalid = judged.outcomes.count("invalid")
+    invalid = outcomes.count("invalid")
     _write(folder, rows, len(pairs.prompts), least)
     return {
         "asked": len(pairs.prompts),
         "pairs": len(rows),
         "ties": len(pairs.prompts) - len(rows) - invalid,
-        "flips": sum(judged.flipped),
+        "flips": sum(judged.flipped) if judged else 0,
         "invalid": invalid,
     }
 
