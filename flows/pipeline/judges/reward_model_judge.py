@@ -13,7 +13,6 @@ from ppo_core.data.rows.dialogues import shown_prompt
 from ppo_core.io.folder_cache import digest_of
 from ppo_core.models.loading import load_reward_model
 
-
 BATCH_SIZE = 64
 """Number of texts that are scored at a time."""
 

@@ -62,4 +62,3 @@ def _encode(model: RewardModel, other: RewardModel, pair: LabeledPair) -> list[l
         for way in (model, other)
         for text in (pair.chosen, pair.rejected)
     ]
-
