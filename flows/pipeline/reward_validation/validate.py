@@ -158,7 +158,7 @@ def _with_verdict(measured: RewardReport, limits: RewardGateConfig) -> RewardRep
 
 
 def _score_references(scorer: TextScorer, prompts: Rows, limit: int) -> Array | None:
-    """Return the scores of the first `limit` references; None if the model can read none of them.
+    """Return the scores of the first `limit` references; None if there is none to score.
 
     The score of a reference that the model cannot read is NaN.
 

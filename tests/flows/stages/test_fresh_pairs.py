@@ -343,5 +343,5 @@ def test_a_labeller_that_cannot_be_called_is_found_before_any_training(
 ):
     table = fresh(tmp_path)
     Path(tmp_path / "labeller.py").write_text("def prefer(prompt):\n    return 'first'\n")
-    with pytest.raises(ConfigError, match="is called with two lists"):
+    with pytest.raises(ConfigError, match=r"^fresh_pairs.labeller: .* is called with two lists"):
         prepare_inputs(make_settings(table, {}))
