@@ -288,7 +288,7 @@ class RLHF(FlowSpec):
                 topic = alarms_of(self).topic
                 alarms.alarm_refused_reward_model(topic, self.settings, run_id(), self.validation)
             stages.cards.write_card_now(current.card)
-            stages.validation.stop_run(self.validation, self.settings, self.tracked)
+            stages.validation.stop_run(self.validation, self.tracked)
 
     def _tracked_steps(self) -> list[str]:
         """Return the steps that have an MLflow run: all except the start, join and end steps."""

@@ -118,6 +118,11 @@ class RewardModel:
         """Return token ids of a prompt with its response, by the reward model's tokenizer."""
         return encode_dialogue(self.tokenizer, prompt, response, end=self.end_of_text)
 
+    def can_read(self, row: Sequence[int]) -> bool:
+        """Return whether a token sequence has a token and fits the model's context."""
+        context = context_length(self.model.config)
+        return len(row) > 0 and (context is None or len(row) <= context)
+
     def score_encoded(self, rows: Sequence[list[int]], batch_size: int) -> Tensor:
         """Return scores (B,), on the CPU, of token sequences.
 

@@ -96,8 +96,9 @@ def evaluate(
     """Test the judge with canaries and labels, and let the judge compare answers.
 
     A contest with a rule is judged until the rule decides. A contest without a rule decides
-    nothing. It uses the prompts of the contest with a rule that has the same opponent, or of the
-    first contest with a rule. Doubts about its rate do not make the result inconclusive.
+    nothing, and doubts about its rate do not make the result inconclusive. It uses the prompts of
+    the contest that has a rule and the same opponent; if there is none, it uses the prompts of the
+    first contest with a rule.
 
     Args:
         judge: the judge.

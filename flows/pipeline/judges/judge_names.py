@@ -112,10 +112,10 @@ def check_judge_name(spec: str, reward_model: str, base_url: str) -> None:
 
 
 def check_labeller_name(spec: str, judge: str, base_url: str) -> None:
-    """Raise if a labeller of the policy's samples is misspelled, or is also a judge of the run.
+    """Raise if a labeler of the policy's samples is misspelled, or is also a judge of the run.
 
     Raises:
-        ConfigError: see `check_judge_name`; or a labeller is also a judge of the run.
+        ConfigError: see `check_judge_name`; or a labeler is also a judge of the run.
     """
     try:
         check_judge_name(spec, "", base_url)

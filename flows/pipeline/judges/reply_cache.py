@@ -166,8 +166,7 @@ def _replies(
     if not missing:
         return replies
     # PPO asks few questions at a time, so the bar is shown only after a delay.
-    delay = BAR_DELAY
-    with progress(len(missing), description, "question", delay=delay) as bar:
+    with progress(len(missing), description, "question", delay=BAR_DELAY) as bar:
 
         def keep(number: int, reply: Reply) -> None:
             case = missing[number]

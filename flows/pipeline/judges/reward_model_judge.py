@@ -13,6 +13,12 @@ from ppo_core.data.rows.dialogues import shown_prompt
 from ppo_core.io.folder_cache import digest_of
 from ppo_core.models.loading import load_reward_model
 
+BATCH_SIZE = 64
+"""Number of texts that are scored at a time."""
+
+UNREADABLE = "A text has no token, or has more tokens than the context of the reward model."
+"""Reason of a verdict on a text that the reward model cannot score."""
+
 
 class RewardModelJudge:
     """Compares the scores that a sequence classifier with one label gives to two answers."""
@@ -39,23 +45,25 @@ class RewardModelJudge:
         """Return one verdict per pair; P(first is better) = sigmoid(score_first - score_second).
 
         This is the Bradley-Terry model, with which reward models are trained (arXiv:2203.02155,
-        eq. 1).
+        eq. 1). A verdict is `invalid` if the model cannot read a text, or if a score is not finite.
         """
         texts = [
             (prompt, answer) for prompt, pair in zip(prompts, pairs, strict=True) for answer in pair
         ]
-        scores = self._model.score_texts(
-            [prompt for prompt, _ in texts], [answer for _, answer in texts]
-        ).tolist()
-        # Equal texts get one score, because the last digits of a score depend on its batch.
         keys = [(shown_prompt(prompt), answer) for prompt, answer in texts]
-        score_of = dict(zip(keys, scores, strict=True))
-        sides = [score_of[key] for key in keys]
+        rows = [self._model.encode(*text) for text in texts]
+        read = [number for number, row in enumerate(rows) if self._model.can_read(row)]
+        scores = self._model.score_encoded([rows[n] for n in read], BATCH_SIZE) if read else []
+        # Equal texts get one score, because the last digits of a score depend on its batch.
+        score_of = {keys[number]: float(score) for number, score in zip(read, scores, strict=True)}
+        sides = [score_of.get(key) for key in keys]
         return [verdict_by_score(*both) for both in zip(sides[::2], sides[1::2], strict=True)]
 
 
-def verdict_by_score(first: float, second: float) -> Verdict:
-    """Return the verdict for the higher score, or `invalid` if a score is not finite."""
+def verdict_by_score(first: float | None, second: float | None) -> Verdict:
+    """Return the verdict for the higher score, or `invalid` if a score is None or not finite."""
+    if first is None or second is None:
+        return Verdict("invalid", reason=UNREADABLE)
     if not (isfinite(first) and isfinite(second)):
         return Verdict("invalid", reason=f"The scores are {first} and {second}.")
     probability = float(expit(first - second))

@@ -31,7 +31,7 @@ from ppo_core.data.rows.row_formats import Row
 from ppo_core.data.sources.raw_row import ROWS_AT_ONCE
 from ppo_core.data.sources.source import named_data
 from ppo_core.distributed.strategy import choose_sharding
-from ppo_core.errors import ConfigError, DataError, ModelError
+from ppo_core.errors import ConfigError, DataError, ModelError, PPOError
 from ppo_core.io.atomic_files import require_writable
 from ppo_core.models.files.finite_weights import require_finite_weights
 from ppo_core.models.files.model_folder import check_model_folder
@@ -105,7 +105,11 @@ def _check_judge(data: RunData, setting: str, spec: str, reward_model: str = "")
     for part in read_judges(spec):
         if part.kind == "reward-model":
             _require_template(data, load_tokenizer(part.source), part.source)
-    check_judge(spec, reward_model, data.settings.judging)
+    try:
+        check_judge(spec, reward_model, data.settings.judging)
+    except PPOError as error:
+        # The message names the setting `judge`.
+        raise error if setting == "judge" else type(error)(f"{setting}: {error}") from error
     try_judges(data, setting, spec)
 
 

@@ -214,7 +214,7 @@ class PairedDifference:
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """Result of the SFT policy with another decoding than that of the ordinary samples."""
+    """Result of the SFT policy with another decoding than its ordinary samples."""
 
     win_rate: WinRate | None
     """Win rate against SFT's ordinary samples; None if it was not measured."""

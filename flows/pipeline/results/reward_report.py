@@ -203,7 +203,8 @@ class SampleScores:
     text."""
 
     references: References | None
-    """Comparison with references; None if the prompts have no references."""
+    """Comparison with references; None if the prompts have no references, or if a reference is too
+    long for the reward model."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,6 @@ from pipeline.evaluation.rates import hits
 from pipeline.inputs.labeled_pairs import LabeledPair
 from pipeline.results.reward_report import EndOfText
 from pipeline.reward_validation.scores import TextScorer
-from ppo_core.data.prompts import context_length
 from ppo_core.models.reward_model import RewardModel
 
 MAX_PAIRS = 500
@@ -38,7 +37,7 @@ def compare_ends(scorer: TextScorer, pairs: Sequence[LabeledPair]) -> EndOfText 
     )
     decided = [pair for pair in pairs if not pair.tie][:MAX_PAIRS]
     encoded = [_encode(model, other, pair) for pair in decided]
-    rows = [four for four in encoded if _readable(model, four)]
+    rows = [four for four in encoded if all(map(model.can_read, four))]
     if len(rows) < 2:
         return None
     scores = scorer.scores([row for four in rows for row in four])
@@ -63,9 +62,3 @@ def _encode(model: RewardModel, other: RewardModel, pair: LabeledPair) -> list[l
         for way in (model, other)
         for text in (pair.chosen, pair.rejected)
     ]
-
-
-def _readable(model: RewardModel, rows: Sequence[list[int]]) -> bool:
-    context = context_length(model.model.config)
-    lengths = list(map(len, rows))
-    return min(lengths) > 0 and (context is None or max(lengths) <= context)

@@ -30,7 +30,6 @@ from pipeline.evaluation.rates import Array, hits, measure_rate
 from pipeline.results.reward_report import Probe, Probes
 from pipeline.reward_validation.scores import TextScorer
 from ppo_core.data.chat_template import Messages
-from ppo_core.data.prompts import context_length
 from ppo_core.errors import ModelError
 
 OPENING = 3
@@ -94,8 +93,7 @@ def run_probes(
         {name: model.encode(prompt, text) for name, text in versions.items()}
         for prompt, versions in changed
     ]
-    context = context_length(model.model.config) or np.inf
-    usable = [rows for rows in encoded if max(map(len, rows.values())) <= context]
+    usable = [rows for rows in encoded if all(map(model.can_read, rows.values()))]
     probes = _compare(scorer, usable) if usable else {}
     return Probes(
         probes=probes,

@@ -92,9 +92,9 @@ def validate(
     first = next(blocks)
     references = _score_references(scorer, prompts, max(MAX_REFERENCES, limits.num_prompts))
     on_policy = compare(chain([first], blocks)) if compare else None
-    sampled = measure_samples(
-        first.scores, None if references is None else references[: limits.num_prompts], seed=seed
-    )
+    own = None if references is None else references[: limits.num_prompts]
+    is_comparable = own is not None and not np.isnan(own).any()
+    sampled = measure_samples(first.scores, own if is_comparable else None, seed=seed)
     contract = _contract(scorer, labeled, tolerance=limits.tolerance)
     probes = run_probes(
         scorer, *_good_answers(prompts, labeled), seed=seed, limit=limits.max_degenerate_preferred
@@ -112,7 +112,7 @@ def validate(
         samples=Samples(**vars(sampled), duplicates=duplicates(first.texts)),
         contract=contract,
         probes=probes,
-        bias=0.0 if references is None else float(references.mean()),
+        bias=0.0 if references is None else float(np.nanmean(references)),
         gain=1 / sampled.deviation if limits.unit_deviation and sampled.deviation else 1.0,
     )
     return _with_verdict(measured, limits)
@@ -158,18 +158,30 @@ def _with_verdict(measured: RewardReport, limits: RewardGateConfig) -> RewardRep
 
 
 def _score_references(scorer: TextScorer, prompts: Rows, limit: int) -> Array | None:
-    """Return the scores of the first `limit` references; None without references.
+    """Return the scores of the first `limit` references; None if there is none to score.
+
+    The score of a reference that the model cannot read is NaN.
 
     Raises:
         ModelError: a score is not finite.
     """
+    source, model = original_names(prompts.source), scorer.model
     if not prompts.has("reference"):
-        print(f"{original_names(prompts.source)} has no column reference: the bias is 0.")
+        print(f"{source} has no column reference: the bias is 0.")
         return None
     texts, references = prompts.column("prompt", limit), prompts.column("reference", limit)
-    scores = scorer.score_texts(texts, references)
-    require_finite(scores, "references")
-    return scores
+    rows = [model.encode(*each) for each in zip(texts, references, strict=True)]
+    read = np.array([model.can_read(row) for row in rows])
+    if not read.all():
+        print(
+            f"{source}: the bias leaves out {(~read).sum()} of {len(rows)} references, which are "
+            "too long for the reward model.",
+            flush=True,
+        )
+    scores = np.full(len(rows), np.nan)
+    scores[read] = scorer.scores([rows[number] for number in np.flatnonzero(read)])
+    require_finite(scores[read], "references")
+    return scores if read.any() else None
 
 
 def _good_answers(

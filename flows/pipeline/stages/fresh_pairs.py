@@ -90,11 +90,11 @@ def label_round(
     *,
     number: int,
     pause: Callable[[], None],
-) -> FreshPairs | None:
+) -> tuple[FreshPairs, bool]:
     """Return labeled pairs of samples of the current policy, for a round after the first.
 
-    Return None if too few pairs have a preference to train on. This can happen because the samples
-    of a policy become more similar during PPO.
+    Also return whether enough pairs have a preference to train on. There may be too few, because
+    the samples of a policy become more similar during PPO.
 
     Args:
         tracker: tracker of the step.
@@ -126,7 +126,7 @@ def label_round(
 
     made = make_or_reuse(run.workspace, FRESH_PAIRS, inputs, make)
     labeled = _log_labels(tracker, made, budget, number)
-    return labeled if made.values["pairs"] >= LEAST_PAIRS else None
+    return labeled, made.values["pairs"] >= LEAST_PAIRS
 
 
 def _log_labels(
@@ -182,19 +182,20 @@ def _ask(
     tie; the labeler is not asked about it.
     """
     different = pairs.different()
-    judged = compare(labeller, *different)
+    judged = compare(labeller, *different) if different.prompts else None
+    outcomes = judged.outcomes if judged else ()
     rows = [
         _preference(prompt, first, second, outcome)
-        for prompt, first, second, outcome in zip(*different, judged.outcomes, strict=True)
+        for prompt, first, second, outcome in zip(*different, outcomes, strict=True)
         if outcome in ("first", "second")
     ]
-    invalid = judged.outcomes.count("invalid")
+    invalid = outcomes.count("invalid")
     _write(folder, rows, len(pairs.prompts), least)
     return {
         "asked": len(pairs.prompts),
         "pairs": len(rows),
         "ties": len(pairs.prompts) - len(rows) - invalid,
-        "flips": sum(judged.flipped),
+        "flips": sum(judged.flipped) if judged else 0,
         "invalid": invalid,
     }
 

@@ -93,15 +93,15 @@ class Rounds:
         reward, pairs, made = first, [fresh], []
         spent: Costs = {}
         for number in range(1, self.count):
-            labeled = self._label(reward, fresh, number)
+            labeled, are_enough = self._label(reward, fresh, number)
+            spent = sum_spent(spent, labeled.spent)
             # The labels may come from an earlier run, whose checkpoints this run does not have.
             if self._updates_done() < self._end_of(number):
                 self._train_until(reward, number)
-            if labeled is None:
+            if not are_enough:
                 print(f"round {number + 1}: the reward model stays, for lack of pairs", flush=True)
                 continue
             pairs.append(labeled)
-            spent = sum_spent(spent, labeled.spent)
             reward = self._next_reward(reward, pairs, number + 1)
             model = reward.model
             made.append(RewardRound(number=number + 1, path=model.path, digest=model.digest))
@@ -131,8 +131,10 @@ class Rounds:
         is_new = 0 < done == self._end_of(number - 1)
         self.train_part(reward, Pause(after_updates=end, has_new_reward=is_new))
 
-    def _label(self, reward: ScaledReward, fresh: FreshPairs, number: int) -> FreshPairs | None:
-        """Return labeled pairs of samples of the policy at the end of a round; None if too few."""
+    def _label(
+        self, reward: ScaledReward, fresh: FreshPairs, number: int
+    ) -> tuple[FreshPairs, bool]:
+        """Return what `label_round` returns for samples of the policy at the end of a round."""
         policy = replace(self.policy, digest=digest_of([self.policy.digest, number]))
         labeled = label_round(
             self.tracker,

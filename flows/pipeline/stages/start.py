@@ -149,7 +149,7 @@ def start_run(
 
 @contextmanager
 def ended_if_it_fails(run: FlowRun) -> Iterator[None]:
-    """Return a context of the first step: if it fails, end the MLflow runs, which it created."""
+    """Return a context of the first step that ends the MLflow runs of the run if the step fails."""
     try:
         yield
     except (Exception, KeyboardInterrupt, SystemExit) as error:

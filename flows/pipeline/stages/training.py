@@ -238,7 +238,7 @@ def _copied_once(
 
 
 def _beside_the_policy(data: RunData, inputs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the inputs of each result of PPO other than the policy; `inputs` are of the policy."""
+    """Return the inputs of each result of PPO besides the policy, whose inputs are `inputs`."""
     settings, needed = data.settings, {}
     if saved := settings.ppo.save_policies:
         needed[EARLIER] = {**inputs, "save_policies": saved}

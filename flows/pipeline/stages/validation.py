@@ -120,7 +120,7 @@ def validate_reward_model(
     return validation
 
 
-def stop_run(validation: ValidatedReward, settings: Settings, run: FlowRun) -> NoReturn:
+def stop_run(validation: ValidatedReward, run: FlowRun) -> NoReturn:
     """Raise the error that ends a run whose reward model was refused.
 
     Raises:
@@ -130,19 +130,13 @@ def stop_run(validation: ValidatedReward, settings: Settings, run: FlowRun) -> N
     same_run = f"--config settings {quote(_relative(run.folder / SETTINGS_FILE))} run"
     if run.workspace.store:
         same_run = f"--config settings {SETTINGS_FILE} run"  # a file that MLflow stores
-    change = "Do what the reasons say, or change the limits in [reward_gate], and run again"
-    if settings.reward_model:
-        change = (
-            f"If you correct '{settings.reward_model}' in place, `python flows/rlhf.py resume` "
-            "validates it again. After a change of the settings, run again"
-        )
     raise ModelError(
         f"The reward model is not fit to train against:\n{_listed(validation)}\n"
         "PPO would exploit these faults, so it was not started. The report is the card "
         "(python flows/rlhf.py card view validate_reward_model), "
         f"{_relative(validation.report_file)}, and in MLflow reward-model/report.html.\n"
-        f"{change}; models that are already trained are reused. To train against this reward model "
-        "all the same:\n"
+        "Do what the reasons say, or change the limits in [reward_gate], and run again; models "
+        "that are already trained are reused. To train against this reward model all the same:\n"
         f"python flows/rlhf.py {same_run} --accept-reward-model"
     )
 

@@ -216,6 +216,17 @@ def test_the_same_text_is_a_tie_whatever_is_judged_beside_it(tmp_path: Path):
     assert judge(["w1"] * 64, pairs)[-1] == Verdict("tie", 0.5)
 
 
+def test_a_text_that_the_model_cannot_read_costs_its_own_verdict_alone(tmp_path: Path):
+    judge = make(f"reward-model:{write_model(tmp_path / 'judge', labels=1)}")
+    # The context has 64 tokens.
+    pairs = [("w1 " * 64, "w2"), ("w2", "w3"), ("w2", "w1 " * 64)]
+    unreadable, read, other = judge(PROMPTS, pairs)
+    assert read.winner == judge(PROMPTS[:1], pairs[1:2])[0].winner != "invalid"
+    assert unreadable.winner == other.winner == "invalid"
+    assert "more tokens than the context" in unreadable.reason
+    assert [one.winner for one in judge(PROMPTS[:1], pairs[:1])] == ["invalid"]
+
+
 def test_verdicts_by_score_done_by_hand():
     # 1 / (1 + e^-ln 3) = 1 / (1 + 1/3)
     assert verdict_by_score(1.0986122886681098, 0.0) == Verdict("first", pytest.approx(0.75))

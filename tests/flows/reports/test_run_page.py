@@ -350,6 +350,10 @@ def test_a_refused_reward_model_has_a_page_of_what_is_known(facts: RunFacts):
     assert "The reward model was refused" in text
     assert "Rule that failed: It prefers repeated words." in text
     assert "--accept-reward-model" in text
+    # A resumed run would give a corrected model of the user the digest of the refused files.
+    own = dict.fromkeys(("policy", "preferences", "prompts", "reward_model"), "path")
+    given = replace(refused, settings=make_settings(own, {}))
+    assert "resume" not in document_page(run_document(given))
     assert 'http-equiv="refresh"' not in text
 
 

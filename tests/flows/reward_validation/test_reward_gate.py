@@ -194,6 +194,18 @@ def test_the_gain_is_one_unless_it_is_asked_for():
     assert report_on_words(WORDS).gain == 1.0
 
 
+@pytest.mark.parametrize("place", [0, 12])
+def test_a_reference_that_is_too_long_for_the_model_is_left_out_of_the_bias(place: int, capsys):
+    # The context has 64 tokens. The first 8 references are compared with samples.
+    prompts = [*WORDS]
+    prompts.insert(place, {"prompt": "w1", "reference": "w2 " * 64})
+    report = report_on_words(prompts)
+    assert report.bias == pytest.approx(report_on_words(WORDS).bias, abs=1e-6)
+    assert (report.samples.references is None) == (place < 8)
+    assert "the bias leaves out 1 of 21 references, which are too long" in capsys.readouterr().out
+    assert report_on_words([prompts[place]]).bias == 0
+
+
 def test_prompts_without_references_leave_the_reward_as_it_is(capsys):
     report = report_on_words([{"prompt": row["prompt"]} for row in WORDS])
     assert report.bias == 0

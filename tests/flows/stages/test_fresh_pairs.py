@@ -278,6 +278,14 @@ def test_a_labeller_that_is_of_no_use_ends_the_step(
         label(settings, start(settings))
 
 
+def test_a_labeller_is_not_called_without_pairs(tmp_path: Path, start):
+    table = fresh(tmp_path, "dies")
+    table["ppo"]["temperature"] = 1e-7  # Both samples of a prompt are equal.
+    settings = make_settings(table, {})
+    with pytest.raises(DataError, match="Only 0 of 32 pairs"):
+        label(settings, start(settings))
+
+
 @pytest.mark.parametrize(
     ("section", "message"),
     [
@@ -335,5 +343,5 @@ def test_a_labeller_that_cannot_be_called_is_found_before_any_training(
 ):
     table = fresh(tmp_path)
     Path(tmp_path / "labeller.py").write_text("def prefer(prompt):\n    return 'first'\n")
-    with pytest.raises(ConfigError, match="is called with two lists"):
+    with pytest.raises(ConfigError, match=r"^fresh_pairs.labeller: .* is called with two lists"):
         prepare_inputs(make_settings(table, {}))

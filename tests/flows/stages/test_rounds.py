@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -11,11 +11,15 @@ import pytest
 from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.inputs.model_digests import digest_of_model
+from pipeline.judges.judge_budget import Spent
 from pipeline.results.step_records import FreshPairs, PreparedModel, TrainedPolicy, ValidatedReward
 from pipeline.settings.settings import Settings, make_settings
-from pipeline.stages.rounds import ScaledReward, rescaled
+from pipeline.stages import rounds
+from pipeline.stages.rounds import Rounds, ScaledReward, rescaled
 from pipeline.stages.start import prepare_inputs, start_run
 from pipeline.stages.training import _decides_the_result, train_policy
+from pipeline.storage.workspace import Workspace
+from pipeline.tracking.tracker import Tracker
 from ppo_core.errors import ConfigError, DataError
 from ppo_core.io.folder_cache import digest_of
 from tests.helpers.inputs.pipeline_inputs import tiny_table, write_model, write_rows
@@ -102,6 +106,28 @@ def test_a_pause_without_new_pairs_changes_no_weight_and_no_metric(tmp_path: Pat
     assert {name: paused.objective[name] for name in same} == {
         name: trained.objective[name] for name in same
     }
+
+
+def test_labels_that_are_too_few_are_paid_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    spent = {"openai:m": Spent(calls=80, tokens=900)}
+    labeled = FreshPairs(path="second", spent=spent)
+    monkeypatch.setattr(rounds, "label_round", lambda *_, **__: (labeled, False))
+    settings = make_settings(table_of(tmp_path / "run"), {})
+    parts: list[Any] = []
+    begun = Rounds(
+        tracker=cast("Tracker", None),
+        data=RunData(settings),
+        run=FlowRun(
+            id="RLHF/1", workspace=Workspace(str(tmp_path)), tracking={}, origin={}, data=[]
+        ),
+        sft=MODEL,
+        policy=MODEL,
+        updates=0,
+        train_part=lambda reward, pause: parts.append(pause.after_updates),
+    )
+    first = ScaledReward(model=MODEL, bias=0.0, gain=1.0)
+    assert begun.train(first, FreshPairs(path="first", spent={})) == ([], spent)
+    assert parts == [0]
 
 
 @pytest.mark.slow

@@ -261,8 +261,7 @@ def _commands(facts: RunFacts) -> Section:
                 f"--policy {quote(uri)} --labels 200"
             )
             commands.append(("Write 200 pairs of its answers for people to label", ask))
-    elif not facts.is_reward_model_refused or facts.settings.reward_model:
-        # If the run trained the refused reward model, a resumed run would refuse the model again.
+    elif not facts.is_reward_model_refused:
         # A resumed run has an id of its own.
         number = current.run_id or facts.run.id.rpartition("/")[2]
         resume = f"python flows/rlhf.py resume --origin-run-id {number}"
