@@ -1,5 +1,6 @@
 """Check, create, start, show and delete a deployment."""
 
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from deployment.deploy_flow import (
@@ -10,7 +11,7 @@ from deployment.deploy_flow import (
     delete_flow,
     start_flow,
 )
-from deployment.deployed import tags_of
+from deployment.deployed import DEPLOYED, tags_of
 from deployment.deployment import JUDGING_STEP, TRAINING_STEP, Deployment
 from deployment.overview import render_deployment, render_status
 from pipeline.judges.judge_names import read_judges
@@ -57,7 +58,8 @@ def create_deployment(files: DeploymentFiles) -> None:
     """
     check_deployment(files)
     scheduler = _scheduler_of(files.deployment)
-    tags = [word for name, value in tags_of(files).items() for word in ("--tag", f"{name}:{value}")]
+    named = {**tags_of(files), DEPLOYED: f"{datetime.now(UTC):%Y-%m-%dT%H.%M.%SZ}"}
+    tags = [word for name, value in named.items() for word in ("--tag", f"{name}:{value}")]
     for flow in FILES:
         create_flow(files, flow, *tags)
         scheduler.forbid_overlaps(flow)

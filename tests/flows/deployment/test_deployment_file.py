@@ -196,6 +196,7 @@ NOT_OF_STEP_FUNCTIONS = [
     ("schedule.event", "new", "only Argo starts flows at events. Set schedule.cron"),
     ("schedule.cron", "0 3 * * MON", "has 5 fields, and step-functions reads 6"),
     ("schedule.cron", "0 3 1 * MON *", "EventBridge reads one of them: write ? for the other"),
+    ("schedule.cron", "0 3 ? * ? *", "must name either a day of the month or a day of the week"),
     ("schedule.cron", "0 3 ? * MON 2030", "names a year, after which nothing would start"),
     ("namespace", "rlhf", "step-functions, which has no namespaces"),
     ("steps.train_policy.gpu_type", "NVIDIA-L4", "Set queue to a queue with such machines"),
