@@ -163,7 +163,7 @@ def render_table(trainings: Sequence[Training], usable: int, *, on_gpus: bool, t
                 "bf16" if bf16 else "fp32",
                 *(_cell(choice, usable) for choice in cells),
             )
-    console = Console(file=io.StringIO(), width=WIDTH, markup=False, emoji=False)
+    console = Console(file=io.StringIO(), width=WIDTH, markup=False, emoji=False, color_system=None)
     with console.capture() as capture:
         console.print(table)
     return capture.get().rstrip()

@@ -38,13 +38,15 @@ def test_the_next_time(cron: str, timezone: str, after: str, expected: str):
 
 
 @pytest.mark.parametrize("cron", ["0 3 ? * FRIL *", "0 3 ? * L *", "0 3 LW * ? *"])
-def test_times_that_only_eventbridge_reads_are_unknown(cron: str):
+def test_times_that_only_eventbridge_reads_are_unknown(cron: str, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
     deployment = read_deployment(
         merge_tables(example("step-functions"), {"schedule": {"cron": cron}})
     )
     tags = dict.fromkeys((SETTINGS, COMMIT, CHANGES), "")
     text = render_deployment(deployment, tags, 1)
     assert f"starts: {cron} (UTC), next start unknown" in text
+    assert "\x1b" not in text
 
 
 def test_the_state_on_argo_has_a_schedule_of_either_form(tmp_path: Path, monkeypatch):

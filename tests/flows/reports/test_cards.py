@@ -609,6 +609,13 @@ def test_a_win_rate_at_equal_length_is_shown_only_where_it_was_measured(
     assert name in evaluation_numbers(evaluation) and name not in evaluation_numbers(without)
 
 
+def test_colors_are_for_terminals_only(evaluation: Evaluation, monkeypatch):
+    given = summary(win_rate=evaluation.win_rate)
+    plain = render_summary(given)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert render_summary(given) == plain
+
+
 def test_zeros_are_shown_as_0_and_differences_of_rates_in_points(evaluation: Evaluation):
     kl = {"sft": -2.7e-9, "ppo": 1.5}
     document = evaluation_document(replace(evaluation, kl=kl))
