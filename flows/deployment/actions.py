@@ -129,7 +129,8 @@ def check_settings(files: DeploymentFiles) -> Settings:
     The inputs are not checked here; the first step of a run reads and checks them.
 
     Raises:
-        ConfigError: a setting is wrong, or a step that calls a server lacks a secret for the key.
+        ConfigError: a setting is wrong, a step that calls a server lacks a secret for the key, or
+            the first step could not know the number of processes.
     """
     try:
         settings = make_settings(read_toml_file(files.settings, ConfigError), {})
@@ -148,4 +149,13 @@ def check_settings(files: DeploymentFiles) -> Settings:
                 f"{named} needs a key, and steps.{name} has no secret. Store the key as "
                 f"OPENAI_API_KEY in a secret of the scheduler, and name it in steps.{name}.secrets."
             )
+    # See `processes_on_a_machine`, which the first step of each run calls.
+    if settings.hardware.gpu and not (
+        settings.processes or files.deployment.resources_of("start").gpu
+    ):
+        raise ConfigError(
+            f"{files.settings}: hardware.gpu={settings.hardware.gpu!r} names the GPU, but the "
+            "number of GPUs is unknown in the first step, which has none. Set processes to the "
+            f"number of GPUs of steps.{TRAINING_STEP}."
+        )
     return settings

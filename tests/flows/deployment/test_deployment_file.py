@@ -271,6 +271,13 @@ def test_a_judge_with_a_key_needs_a_secret_of_the_judging_step(tmp_path: Path):
     assert check_settings(write_deployment(tmp_path, "argo", {}, rewards))
 
 
+def test_a_named_gpu_needs_a_number_of_processes(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"Set processes to the number of GPUs of steps\.train_p"):
+        check_settings(write_deployment(tmp_path, "argo", settings={"processes": 0}))
+    changes = {"steps": {"start": {"gpu": 1}}}
+    assert check_settings(write_deployment(tmp_path, "argo", changes, {"processes": 0}))
+
+
 def test_a_wrong_setting_is_refused_with_the_name_of_its_file(tmp_path: Path):
     files = write_deployment(tmp_path, "argo", settings={"ppo": {"lerning_rate": 1e-6}})
     with pytest.raises(ConfigError, match=r"qwen2.5-0.5b.toml: Unknown setting ppo.lerning_rate"):
