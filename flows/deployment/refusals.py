@@ -73,7 +73,7 @@ def _refuse_argo_only(deployment: Deployment) -> None:
     if deployment.namespace:
         raise ConfigError(
             f"namespace={deployment.namespace!r} is not possible with step-functions, which has "
-            "no namespaces. Remove it; branch tells deployments apart."
+            "no namespaces. Remove namespace: branch tells deployments apart."
         )
 
 
@@ -113,7 +113,7 @@ def _check_cron(deployment: Deployment) -> None:
         )
     if fields[5:] not in ([], ["*"]):
         raise ConfigError(
-            f"schedule.cron={cron!r} names a year, after which nothing would start. Write * for it."
+            f"schedule.cron={cron!r} names a year, after which nothing would start. Write *."
         )
     try:
         ZoneInfo(timezone or "UTC")

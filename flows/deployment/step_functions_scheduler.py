@@ -18,7 +18,7 @@ TOKEN = re.compile(r'"metaflow\.production_token": *"([^"]+)"')
 """Pattern of Metaflow's production token in the definition of a state machine."""
 
 NEXT_MOVE = (
-    "Check that your credentials and region are those of the deployment, and that you may read "
+    "Check that your credentials and region belong to the deployment, and that you may read "
     "state machines, their executions, and rules of EventBridge."
 )
 

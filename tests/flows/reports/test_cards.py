@@ -32,7 +32,7 @@ from pipeline.reports.document import (
 from pipeline.reports.evaluation_report import evaluation_document
 from pipeline.reports.figures import reward_model_figures
 from pipeline.reports.headline_metrics import evaluation_numbers
-from pipeline.reports.html_page import reward_model_page
+from pipeline.reports.html_page import document_page
 from pipeline.reports.live.live_card import LiveCard
 from pipeline.reports.promotion_report import promotion_document
 from pipeline.reports.reward_model_report import reward_document
@@ -382,7 +382,7 @@ def test_what_others_wrote_is_inert_in_a_card(name: str, cards: dict[str, Path],
 
 def quoting_page() -> str:
     report = replace(reward_report(quoted=HOSTILE), fit=False, reasons=[f"It likes {HOSTILE}"])
-    return reward_model_page(report)
+    return document_page(reward_document(report))
 
 
 def test_what_others_wrote_is_escaped_in_the_page():
@@ -400,7 +400,7 @@ def test_what_others_wrote_is_inert_in_the_page(tmp_path: Path):
 
 def test_the_page_stands_alone_and_allows_no_scripts():
     report = reward_report()
-    elements = Elements(reward_model_page(report))
+    elements = Elements(document_page(reward_document(report)))
     pictures = [address.partition("base64,")[2] for address in elements.addresses()]
     figures = reward_model_figures(report).values()
     assert [base64.b64decode(picture) for picture in pictures] == list(figures)
@@ -409,7 +409,7 @@ def test_the_page_stands_alone_and_allows_no_scripts():
 
 def test_the_page_and_the_card_say_the_same(tmp_path: Path):
     report = reward_report()
-    said = " ".join(Elements(reward_model_page(report)).texts)
+    said = " ".join(Elements(document_page(reward_document(report))).texts)
     for section in reward_document(report).sections:
         for text in (
             section.title,
@@ -505,7 +505,7 @@ def test_what_could_not_be_said_is_said_so():
         "calibration.temperature contract.batch.largest contract.batch.share"
     )
     report = changed(reward_report(), dict.fromkeys(unknown.split()))
-    page = reward_model_page(report)
+    page = document_page(reward_document(report))
     assert page.count("not measurable") == 2
     title = "Contract: the same text has the same score, and every text has one"
     assert (

@@ -53,7 +53,7 @@ def count_adapter_parameters(
 ) -> int:
     """Return the number of parameters of LoRA adapters.
 
-    Each adapted linear layer has rank x (inputs + outputs) of them. `target_modules` are names of
+    The adapter of a linear layer has rank x (inputs + outputs). `target_modules` are names of
     linear layers, or `all-linear` for all linear layers. The output head never has an adapter.
     """
     head = model.get_output_embeddings()

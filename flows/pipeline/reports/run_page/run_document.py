@@ -230,12 +230,8 @@ def _trust(facts: RunFacts) -> list[Section]:
 
 def _with_charts(report: RewardReport) -> list[Section]:
     bins = {
-        f"{number}. {part.confidence:.1%} sure, {part.n} pairs": (
-            part.accuracy,
-            part.low,
-            part.high,
-        )
-        for number, part in enumerate(report.calibration.bins, 1)
+        f"{number}. {one.confidence:.1%} sure, {one.n} pairs": (one.accuracy, one.low, one.high)
+        for number, one in enumerate(report.calibration.bins, 1)
     }
     margins = {
         f"{name}, {one.n} pairs": (one.accuracy, one.low, one.high)
