@@ -66,14 +66,12 @@ def _collect(given: argparse.Namespace) -> None:
         raise ConfigError(f"--half-life {given.half_life:g} must be above 0 days.")
     if given.only_votes:
         _refuse_options_of_traces(given)
-    found, since = FoundOpinions(), given.since
-    if since and not since.tzinfo:
-        since = since.replace(tzinfo=UTC)
+    found = FoundOpinions()
     if not given.only_votes:
         scale = Scale(liked=given.liked_from, disliked=given.disliked_to)
-        found = read_traces(given.name, scale, experiment=given.experiment, since=since)
+        found = read_traces(given.name, scale, experiment=given.experiment, since=given.since)
     for source in given.votes:
-        opinions, left_out = read_votes(source, since)
+        opinions, left_out = read_votes(source, given.since)
         found.opinions += opinions
         found.left_out += left_out
     collected = collect(
@@ -121,7 +119,7 @@ def _label(given: argparse.Namespace) -> None:
     print(f"Open {address} in a browser, and press Ctrl+C at the end.", flush=True)
     with server, suppress(KeyboardInterrupt):
         server.serve_forever()
-    print(f"\n{labeling.done} of {len(rows)} pairs are labeled, in {file}")
+    print(f"\n{labeling.done} of {len(rows)} pairs are labeled or skipped. Labels are in {file}")
 
 
 def _choose(given: argparse.Namespace) -> None:
@@ -138,7 +136,8 @@ def _choose(given: argparse.Namespace) -> None:
             "on which the reward models differ most; standard deviation of P(first is better): "
             f"{max(deviations):.2f} to {min(deviations):.2f}"
         )
-    _say_what_is_next(output, len(pairs), given.labels, how)
+    why = "have equal answers or resemble these prompts, or the data set has no more prompts"
+    _say_what_is_next(output, len(pairs), given.labels, how, why)
 
 
 def _disputed(given: argparse.Namespace) -> None:
@@ -149,7 +148,8 @@ def _disputed(given: argparse.Namespace) -> None:
     pairs = disputed_pairs(settings, folder / "evaluation", given.reward_model, given.labels)
     write_pairs(pairs, output)
     how = "that judge and reward model order differently"
-    _say_what_is_next(output, len(pairs), given.labels, how)
+    why = "resemble these prompts, or judge and reward model order their answers alike"
+    _say_what_is_next(output, len(pairs), given.labels, how, why)
 
 
 def _settings_of(run_folder: str) -> "Settings":
@@ -160,13 +160,10 @@ def _settings_of(run_folder: str) -> "Settings":
     return make_settings(read_settings_file(Path(run_folder) / SETTINGS_FILE), {})
 
 
-def _say_what_is_next(output: Path, pairs: int, wanted: int, how: str) -> None:
+def _say_what_is_next(output: Path, pairs: int, wanted: int, how: str, why: str) -> None:
     print(f"{output} has {pairs} of {wanted} pairs {how}.")
     if pairs < wanted:
-        print(
-            "There are fewer pairs than asked for: the other prompts have equal answers or "
-            "resemble these prompts, or the data set has no more prompts."
-        )
+        print(f"There are fewer pairs than asked for: the other prompts {why}.")
     print(f"Next: python flows/feedback.py label {shlex.quote(str(output))}")
 
 
@@ -255,7 +252,7 @@ def _add_collect(add: argparse.ArgumentParser) -> None:
     add.add_argument("--experiment", default="", help="MLflow experiment (default: NAME-served)")
     add.add_argument(
         "--since",
-        type=datetime.fromisoformat,
+        type=_time,
         help="use no answers and no votes from before this day or time",
     )
     add.add_argument("--liked-from", type=float, help="scores from this on are positive judgments")
@@ -302,15 +299,23 @@ def _add_choose(add: argparse.ArgumentParser) -> None:
 
 
 def _port(text: str) -> int:
-    if not 0 <= (port := int(text)) <= 65_535:
+    if not (text.isdecimal() and int(text) <= 65_535):
         raise argparse.ArgumentTypeError(f"{text} must be between 0 and 65535")
-    return port
+    return int(text)
 
 
 def _count(text: str) -> int:
-    if (count := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
-    return count
+    if not (text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text} must be a whole number, at least 1")
+    return int(text)
+
+
+def _time(text: str) -> datetime:
+    try:
+        time = datetime.fromisoformat(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text} is not a day or time in ISO 8601") from error
+    return time if time.tzinfo else time.replace(tzinfo=UTC)
 
 
 if __name__ == "__main__":

@@ -185,11 +185,7 @@ def _promote(given: argparse.Namespace) -> None:
 def _check_registry(given: argparse.Namespace) -> None:
     # Imported here: MLflow reads the prepared environment when it is imported.
     from pipeline.registry.aliases import require_registered
-    from pipeline.tracking.mlflow_client import (
-        check_databases,
-        check_model_name,
-        check_registry,
-    )
+    from pipeline.tracking.mlflow_client import check_databases, check_model_name, check_registry
 
     check_model_name(given.name)
     check_databases(must_exist=True)
@@ -222,11 +218,7 @@ def _parser() -> argparse.ArgumentParser:
         audit,
         "Print every run: what it found, what it decided, and what it was made from.",
     )
-    made_from = command(
-        "rows",
-        rows,
-        "Print the digest of each row that a version was made from.",
-    )
+    made_from = command("rows", rows, "Print the digest of each row that a version was made from.")
     made_from.add_argument("version", metavar="VERSION", type=int, help="number of the version")
     seen = command(
         "saw",
@@ -237,7 +229,7 @@ def _parser() -> argparse.ArgumentParser:
     watched = command(
         "watch",
         watch,
-        "Compare users' feedback on the champion with that on the last one.",
+        "Compare users' feedback on the champion and on the previous champion.",
     )
     watched.add_argument("--withdraw", action="store_true", help="withdraw a worse champion")
     watched.add_argument(

@@ -15,17 +15,7 @@ from the command line (`run --set ppo.learning_rate=3e-6 --set evaluation.num_ex
 import sys
 from typing import Any
 
-from metaflow import (
-    Config,
-    FlowMutator,
-    FlowSpec,
-    Parameter,
-    card,
-    current,
-    parallel,
-    retry,
-    step,
-)
+from metaflow import Config, FlowMutator, FlowSpec, Parameter, card, current, parallel, retry, step
 
 from flow_parts import (
     deployment_of_file,
@@ -36,11 +26,7 @@ from flow_parts import (
     run_command,
     run_id,
 )
-from metaflow_glue.command_line import (
-    check_instead_of_run,
-    refuse_scheduler,
-    send_to_scheduler,
-)
+from metaflow_glue.command_line import check_instead_of_run, refuse_scheduler, send_to_scheduler
 from pipeline import stages
 from ppo_core.errors import ConfigError
 from ppo_core.io.atomic_files import explained_full_disk

@@ -1,5 +1,6 @@
 """Check, create, start, show and delete a deployment."""
 
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from deployment.deploy_flow import (
@@ -10,7 +11,7 @@ from deployment.deploy_flow import (
     delete_flow,
     start_flow,
 )
-from deployment.deployed import tags_of
+from deployment.deployed import DEPLOYED, tags_of
 from deployment.deployment import JUDGING_STEP, TRAINING_STEP, Deployment
 from deployment.overview import render_deployment, render_status
 from pipeline.judges.judge_names import read_judges
@@ -57,7 +58,8 @@ def create_deployment(files: DeploymentFiles) -> None:
     """
     check_deployment(files)
     scheduler = _scheduler_of(files.deployment)
-    tags = [word for name, value in tags_of(files).items() for word in ("--tag", f"{name}:{value}")]
+    named = {**tags_of(files), DEPLOYED: f"{datetime.now(UTC):%Y-%m-%dT%H.%M.%SZ}"}
+    tags = [word for name, value in named.items() for word in ("--tag", f"{name}:{value}")]
     for flow in FILES:
         create_flow(files, flow, *tags)
         scheduler.forbid_overlaps(flow)
@@ -127,7 +129,8 @@ def check_settings(files: DeploymentFiles) -> Settings:
     The inputs are not checked here; the first step of a run reads and checks them.
 
     Raises:
-        ConfigError: a setting is wrong, or a step that calls a server lacks a secret for the key.
+        ConfigError: a setting is wrong, a step that calls a server lacks a secret for the key, or
+            the first step could not know the number of processes.
     """
     try:
         settings = make_settings(read_toml_file(files.settings, ConfigError), {})
@@ -146,4 +149,13 @@ def check_settings(files: DeploymentFiles) -> Settings:
                 f"{named} needs a key, and steps.{name} has no secret. Store the key as "
                 f"OPENAI_API_KEY in a secret of the scheduler, and name it in steps.{name}.secrets."
             )
+    # See `processes_on_a_machine`, which the first step of each run calls.
+    if settings.hardware.gpu and not (
+        settings.processes or files.deployment.resources_of("start").gpu
+    ):
+        raise ConfigError(
+            f"{files.settings}: hardware.gpu={settings.hardware.gpu!r} names the GPU, but the "
+            "number of GPUs is unknown in the first step, which has none. Set processes to the "
+            f"number of GPUs of steps.{TRAINING_STEP}."
+        )
     return settings

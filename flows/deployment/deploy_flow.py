@@ -145,7 +145,7 @@ def run_flow_command(files: DeploymentFiles, flow: str, *words: str) -> str:
                 "--status` prints its token: repeat your command with --authorize TOKEN."
             )
         raise ProcessError(
-            f"`python flows/{' '.join(command)}` failed. Correct what it says:\n"
+            f"`python flows/{' '.join(command)}` failed. Correct the error that it names:\n"
             + "\n".join(messages)
         )
     return ran.stdout

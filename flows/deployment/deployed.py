@@ -11,6 +11,7 @@ from ppo_core.io.text_files import read_toml_file
 
 COMMIT, CHANGES = "git_commit", "git_changes"
 SETTINGS, DEPLOYMENT = "settings_file", "deployment_file"
+DEPLOYED = "deployed_at"
 """Names of the Metaflow tags that a deployed flow and its runs get."""
 
 
@@ -25,7 +26,7 @@ class DeployedFlow:
     """Time of the deployment."""
 
     tags: dict[str, str] = field(default_factory=dict)
-    """The result of `tags_of` when the flow was deployed."""
+    """The result of `tags_of` when the flow was deployed, and the tag DEPLOYED."""
 
     token: str = ""
     """Metaflow's production token, with which other users may change the deployment."""

@@ -16,7 +16,6 @@ MAX_NAME_CHARACTERS = 45
 """Maximum length of the name of a deployed flow. Metaflow replaces the end of a longer name with a
 digest, and then Retrain cannot derive the name of the flow RLHF from its own name."""
 
-
 JUDGING_STEP = "evaluate_win_rate"
 """The step whose secrets include the judge's key."""
 

@@ -136,7 +136,7 @@ def _settings(deployed: Mapping[str, str], now: Mapping[str, str]) -> str:
 
 def _render(table: Table, lines: list[str]) -> str:
     # Markup is off, because names may contain brackets.
-    console = Console(file=io.StringIO(), width=WIDTH, markup=False, emoji=False, highlight=False)
+    console = Console(file=io.StringIO(), width=WIDTH, markup=False, emoji=False, color_system=None)
     with console.capture() as capture:
         console.print(table)
         for line in lines:

@@ -73,7 +73,7 @@ def _refuse_argo_only(deployment: Deployment) -> None:
     if deployment.namespace:
         raise ConfigError(
             f"namespace={deployment.namespace!r} is not possible with step-functions, which has "
-            "no namespaces. Remove it; branch tells deployments apart."
+            "no namespaces. Remove namespace: branch tells deployments apart."
         )
 
 
@@ -106,14 +106,14 @@ def _check_cron(deployment: Deployment) -> None:
             f"schedule.cron={cron!r} has a number as the day of the week. 1 is Monday for Argo, "
             "and Sunday for EventBridge. Write the name: MON."
         )
-    if deployment.scheduler == "step-functions" and "?" not in (fields[2], fields[4]):
+    if deployment.scheduler == "step-functions" and [fields[2], fields[4]].count("?") != 1:
         raise ConfigError(
-            f"schedule.cron={cron!r} names a day of the month and a day of the week. EventBridge "
-            "reads one of them: write ? for the other."
+            f"schedule.cron={cron!r} must name either a day of the month or a day of the week. "
+            "EventBridge reads one of them: write ? for the other."
         )
     if fields[5:] not in ([], ["*"]):
         raise ConfigError(
-            f"schedule.cron={cron!r} names a year, after which nothing would start. Write * for it."
+            f"schedule.cron={cron!r} names a year, after which nothing would start. Write *."
         )
     try:
         ZoneInfo(timezone or "UTC")

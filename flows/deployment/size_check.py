@@ -232,7 +232,7 @@ def _check_main_memory(planned: PlannedTraining, size: PPOSize) -> list[str]:
         raise ConfigError(
             f"{planned.place}.memory_gib={given:g}, and PPO needs about {needed:.0f} GiB of main "
             "memory per machine, because its processes load all models there before they move them "
-            f"to the GPUs. The step would be killed. Set it to at least {ceil(needed)}."
+            f"to the GPUs. The step would be killed. Set memory_gib to at least {ceil(needed)}."
         )
     return []
 

@@ -7,7 +7,7 @@ from metaflow.metaflow_config import SFN_STATE_MACHINE_PREFIX
 from metaflow.plugins.aws.aws_client import get_aws_client
 from metaflow.plugins.aws.step_functions.event_bridge_client import EventBridgeClient
 
-from deployment.deployed import DeployedFlow
+from deployment.deployed import DEPLOYED, DeployedFlow
 from deployment.deployment import Deployment, deployed_name
 from ppo_core.errors import StorageError, library_errors
 
@@ -18,7 +18,7 @@ TOKEN = re.compile(r'"metaflow\.production_token": *"([^"]+)"')
 """Pattern of Metaflow's production token in the definition of a state machine."""
 
 NEXT_MOVE = (
-    "Check that your credentials and region are those of the deployment, and that you may read "
+    "Check that your credentials and region belong to the deployment, and that you may read "
     "state machines, their executions, and rules of EventBridge."
 )
 
@@ -62,10 +62,12 @@ class StepFunctionsScheduler:
             runs = client.list_executions(stateMachineArn=arns[name], maxResults=1)["executions"]
             cron = _cron_of(name)
         last = runs[0] if runs else None
+        tags = dict(TAG.findall(machine["definition"]))
         return DeployedFlow(
             name=name,
-            deployed_at=str(machine.get("updateDate") or machine["creationDate"]),
-            tags=dict(TAG.findall(machine["definition"])),
+            # AWS does not say when a state machine was updated. A tag cannot contain a colon.
+            deployed_at=tags.get(DEPLOYED, "").replace(".", ":") or str(machine["creationDate"]),
+            tags=tags,
             token=token[1] if (token := TOKEN.search(machine["definition"])) else "",
             cron=cron,
             last_run=last["name"] if last else "",

@@ -14,7 +14,6 @@ TAINT = re.compile(
 )
 """Pattern of a taint of a Kubernetes node."""
 
-
 MAX_RETRIES = 4
 """Maximum number of retries of a step that Metaflow allows."""
 

@@ -77,8 +77,9 @@ class PairChoice:
                 "a second policy."
             )
         if self.reward_model and len(self.members) < 2:
+            has = "has only one member" if Path(self.reward_model).is_dir() else "is not a folder"
             raise ConfigError(
-                f"reward_model='{self.reward_model}' has only one member. Uncertainty is the "
+                f"reward_model='{self.reward_model}' {has}. Uncertainty is the "
                 "disagreement between members: train several (reward_model_training.members=3) "
                 "and name the folder that contains member-1, or name no reward model to draw "
                 "pairs at random."

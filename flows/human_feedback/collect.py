@@ -28,7 +28,7 @@ class Collected:
     """Collected feedback."""
 
     opinions: list[Opinion]
-    """The opinions that are used, oldest first."""
+    """The opinions that are used."""
 
     weights: list[float]
     """The weight of each of these opinions."""

@@ -74,7 +74,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _is_ours(self) -> bool:
         # Refuse other host names: a foreign name may resolve to 127.0.0.1 (DNS rebinding).
-        return self.headers.get("Host") == f"127.0.0.1:{self.server.server_port}"
+        # Browsers leave out port 80.
+        host = f"127.0.0.1:{self.server.server_port}".removesuffix(":80")
+        return self.headers.get("Host") == host
 
     def _reply(self, status: int, kind: str, text: str) -> None:
         content = text.encode()

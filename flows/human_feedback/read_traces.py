@@ -71,7 +71,8 @@ def read_traces(
         if found is None:
             raise DataError(
                 f"MLflow has no experiment '{title}', so no served answers are recorded there. "
-                "Start the service with --record, or name the experiment with --experiment."
+                "Start the service with --record, or name another experiment with `feedback.py "
+                "collect --experiment`."
             )
         versions = {str(one.version) for one in client.search_model_versions(f"name='{name}'")}
         result = FoundOpinions()

@@ -96,10 +96,11 @@ def _answers(row: Row) -> tuple[str | None, str | None] | None:
 def _time(value: object) -> datetime | None:
     if value is None or value == "":
         return None
-    if isinstance(value, datetime):
-        found = value
-    elif isinstance(value, int | float):
+    if isinstance(value, int | float):
         return time_of(int(value * 1000))
-    else:
-        found = datetime.fromisoformat(str(value))
+    try:
+        found = value if isinstance(value, datetime) else datetime.fromisoformat(str(value))
+    except ValueError:
+        # In a CSV file, seconds are text.
+        return time_of(int(float(str(value)) * 1000))
     return found if found.tzinfo else found.replace(tzinfo=UTC)

@@ -19,8 +19,9 @@ ALPHA = 0.01
 """Maximum probability of withdrawing a champion that users like as much as the previous one."""
 
 PLANNED = 250
-"""Number of comparisons, one for each user of the champion, for which the previous champion's users
-must suffice. It limits the number of the previous champion's users in one comparison."""
+"""Number of comparisons for which the previous champion's users must suffice. Each
+comparison takes one user of the champion, and at most 1 / PLANNED (but at least one) of the
+previous champion's users."""
 
 MOST_COMPARED = 5
 """Maximum number of the previous champion's users in one comparison."""

@@ -28,7 +28,6 @@ STEP_FUNCTIONS = re.compile(
 )
 """Patterns of Metaflow's commands that write the file; the group matches the name of the file."""
 
-
 COMMANDS = {"argo": "argo-workflows", "step-functions": "step-functions"}
 """Scheduler -> Metaflow's command group that deploys a flow to this scheduler."""
 

@@ -216,7 +216,6 @@ class _Watch:
 
     def __init__(self, bar: ProgressBar, seconds: float) -> None:
         self._bar = bar
-        self._seconds = seconds
         self._ends = time.monotonic() + seconds
 
     def advance(self, number: int, metrics: Mapping[str, float]) -> None:

@@ -111,9 +111,9 @@ def choices(training: Training, *, on_gpus: bool) -> Iterator[Choice]:
     """Yield the ways to run a training, roughly the fastest first.
 
     All parameters come before LoRA, bfloat16 before fp32, and the shardings in the order ddp,
-    zero1, zero2, zero3, fsdp2. On a CPU, only one precision is tried: that of the settings,
-    or the trainer's default if they name none. An exponential moving average of the weights needs
-    all weights in every process, so it excludes zero3 and fsdp2.
+    zero1, zero2, zero3, fsdp2. On a CPU, only one precision is tried: the precision in the
+    settings, or the trainer's default if the settings name none. An exponential moving average of
+    the weights needs all weights in every process, so it excludes zero3 and fsdp2.
     """
     several: tuple[Sharding, ...] = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
     if isinstance(training.size, PPOSize) and training.size.averages:
@@ -163,7 +163,7 @@ def render_table(trainings: Sequence[Training], usable: int, *, on_gpus: bool, t
                 "bf16" if bf16 else "fp32",
                 *(_cell(choice, usable) for choice in cells),
             )
-    console = Console(file=io.StringIO(), width=WIDTH, markup=False, emoji=False)
+    console = Console(file=io.StringIO(), width=WIDTH, markup=False, emoji=False, color_system=None)
     with console.capture() as capture:
         console.print(table)
     return capture.get().rstrip()

@@ -203,12 +203,7 @@ def _improvement(improvement: PairedDifference | None) -> Section:
     return Section(
         title=title,
         headers=("Difference", "95 % interval, points", "Pairs"),
-        rows=(
-            (
-                *as_points(improvement),
-                str(improvement.n),
-            ),
-        ),
+        rows=((*as_points(improvement), str(improvement.n)),),
     )
 
 
@@ -338,13 +333,7 @@ def _judges(contest: str, agreement: EnsembleAgreement) -> list[tuple[str, ...]]
     return [
         *((contest, judge, as_percent(rate), "", "") for judge, rate in agreement.rates.items()),
         *(
-            (
-                contest,
-                " and ".join(pair.judges),
-                "",
-                as_percent(pair.share),
-                as_number(pair.kappa),
-            )
+            (contest, " and ".join(pair.judges), "", as_percent(pair.share), as_number(pair.kappa))
             for pair in agreement.pairs
         ),
         (contest, "all (Fleiss)", "", "", as_number(agreement.fleiss_kappa)),

@@ -4,10 +4,6 @@ from jinja2 import Environment, StrictUndefined
 
 from pipeline.reports.charts import draw_chart
 from pipeline.reports.document import Document
-from pipeline.reports.evaluation_report import evaluation_document
-from pipeline.reports.reward_model_report import reward_document
-from pipeline.results.evaluation import Evaluation
-from pipeline.results.reward_report import RewardReport
 
 TEMPLATE = """\
 <!doctype html>
@@ -151,18 +147,8 @@ ins { background: var(--ins) } del { background: var(--del) }
 """
 
 
-def reward_model_page(report: RewardReport) -> str:
-    """Return the report on a reward model as HTML with charts; all text is escaped."""
-    return document_page(reward_document(report))
-
-
-def evaluation_page(evaluation: Evaluation) -> str:
-    """Return the report on an evaluation as HTML with charts; all text is escaped."""
-    return document_page(evaluation_document(evaluation))
-
-
 def document_page(document: Document) -> str:
-    """Return a document as HTML; all text is escaped.
+    """Return a document as HTML with charts; all text is escaped.
 
     The page has a table of contents if a section has parts.
     """

@@ -3,8 +3,10 @@
 from pathlib import Path
 
 from pipeline.inputs.json_lines import read_jsonl
+from pipeline.reports.evaluation_report import evaluation_document
 from pipeline.reports.headline_metrics import evaluation_numbers, reward_model_numbers
-from pipeline.reports.html_page import evaluation_page, reward_model_page
+from pipeline.reports.html_page import document_page
+from pipeline.reports.reward_model_report import reward_document
 from pipeline.reports.run_page.reading import JudgedPair
 from pipeline.reports.terminal import reward_verdict
 from pipeline.results.report_files import as_json
@@ -23,14 +25,15 @@ def log_reward_report(tracker: Tracker, report: RewardReport) -> None:
     for log in (tracker.step, tracker.parent):
         log.set_tags({"reward_model": reward_verdict(report)})
     tracker.step.log_json(as_json(report), "reward-model/report.json")
-    tracker.step.log_text(reward_model_page(report), "reward-model/report.html")
+    tracker.step.log_text(document_page(reward_document(report)), "reward-model/report.html")
 
 
 def log_evaluation(tracker: Tracker, evaluated: EvaluatedPolicy) -> None:
     """Log the report on an evaluation, with samples and all judgements."""
     evaluation = evaluated.report()
     tracker.parent.log_figures(evaluation_numbers(evaluation))
-    tracker.step.log_text(evaluation_page(evaluation), "evaluation/report.html")
+    page = document_page(evaluation_document(evaluation))
+    tracker.step.log_text(page, "evaluation/report.html")
     tracker.parent.log_table(read_jsonl(evaluated.samples)[:NUM_SAMPLES], "samples.json")
     tracker.parent.log_table(_pairs(evaluated.judgements), "pairs.json")
     tracker.step.log_artifact(evaluated.judgements)

@@ -42,7 +42,7 @@ def render_summary(summary: Summary) -> str:
     The HTML page of the run has all tables. Metaflow would remove leading spaces.
     """
     # Markup is off, because names of judges and data sets may contain brackets.
-    console = Console(file=io.StringIO(), width=WIDTH, markup=False, emoji=False)
+    console = Console(file=io.StringIO(), width=WIDTH, markup=False, emoji=False, color_system=None)
     with console.capture() as capture:
         console.print(f"Win rates, judged by {summary.win_rate['ppo_vs_sft'].judge}")
         console.print(_win_rates(summary.win_rate))

@@ -36,8 +36,9 @@ H100 = read_gpus(HardwareConfig())["h100-80gb"]
 
 
 @pytest.mark.parametrize("name", LLAMA)
-def test_the_page_has_the_table_that_is_computed(name: str):
+def test_the_page_has_the_table_that_is_computed(name: str, monkeypatch):
     """Print the tables by `python -m tests.helpers.models.published_sizes`."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
     page = (ROOT / "docs" / "cost.md").read_text()
     for line in table(name).splitlines():
         assert line.strip() in page

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     LlamaConfig,
@@ -289,6 +290,24 @@ def test_sizes_of_any_family(family, is_gated):
         p.numel() for name, p in policy.named_parameters() if ".0." in name or ".1." in name
     )
     assert size.parameters - size.outside_layers == inside == 2 * size.of_a_layer
+
+
+@pytest.mark.parametrize(
+    ("name", "heads", "key_width", "mlp_width"),
+    [
+        ("gemma4_text", 8, 4 * 512, 9_216),  # every sixth layer has heads of 512, others of 256
+        ("gemma3n_text", 8, 2 * 256, 16_384),  # one MLP width for each layer
+        ("mamba", 0, 0, 2 * 2_048),
+        ("xlstm", 0, 0, 4 * 2_048),
+    ],
+)
+def test_sizes_of_layers_that_differ_or_have_no_attention(name, heads, key_width, mlp_width):
+    config = AutoConfig.for_model(
+        name, hidden_size=2_048, num_hidden_layers=6, num_kv_shared_layers=0
+    )
+    size = model_size(without_weights(config))
+    assert (size.heads, size.key_width, size.mlp_width) == (heads, key_width, mlp_width)
+    assert size.of_a_layer > 0
 
 
 # --- Published shapes, by arithmetic that a reader can redo ------------------------

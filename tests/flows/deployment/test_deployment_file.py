@@ -196,6 +196,7 @@ NOT_OF_STEP_FUNCTIONS = [
     ("schedule.event", "new", "only Argo starts flows at events. Set schedule.cron"),
     ("schedule.cron", "0 3 * * MON", "has 5 fields, and step-functions reads 6"),
     ("schedule.cron", "0 3 1 * MON *", "EventBridge reads one of them: write ? for the other"),
+    ("schedule.cron", "0 3 ? * ? *", "must name either a day of the month or a day of the week"),
     ("schedule.cron", "0 3 ? * MON 2030", "names a year, after which nothing would start"),
     ("namespace", "rlhf", "step-functions, which has no namespaces"),
     ("steps.train_policy.gpu_type", "NVIDIA-L4", "Set queue to a queue with such machines"),
@@ -268,6 +269,13 @@ def test_a_judge_with_a_key_needs_a_secret_of_the_judging_step(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"name it in steps\.train_policy\.secrets"):
         check_settings(write_deployment(tmp_path, "argo", changes, rewards))
     assert check_settings(write_deployment(tmp_path, "argo", {}, rewards))
+
+
+def test_a_named_gpu_needs_a_number_of_processes(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"Set processes to the number of GPUs of steps\.train_p"):
+        check_settings(write_deployment(tmp_path, "argo", settings={"processes": 0}))
+    changes = {"steps": {"start": {"gpu": 1}}}
+    assert check_settings(write_deployment(tmp_path, "argo", changes, {"processes": 0}))
 
 
 def test_a_wrong_setting_is_refused_with_the_name_of_its_file(tmp_path: Path):

@@ -3,13 +3,16 @@
 import json
 from datetime import UTC, datetime
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
+from deployment import step_functions_scheduler
 from deployment.argo_scheduler import ArgoScheduler
-from deployment.deployed import CHANGES, COMMIT, SETTINGS
+from deployment.deployed import CHANGES, COMMIT, DEPLOYED, SETTINGS
 from deployment.deployment_file import read_deployment
 from deployment.overview import next_run, render_deployment
+from deployment.step_functions_scheduler import StepFunctionsScheduler
 from pipeline.settings.overrides import merge_tables
 from ppo_core.errors import ConfigError
 from tests.helpers.kubernetes.kubernetes_api import kubernetes_api
@@ -35,13 +38,15 @@ def test_the_next_time(cron: str, timezone: str, after: str, expected: str):
 
 
 @pytest.mark.parametrize("cron", ["0 3 ? * FRIL *", "0 3 ? * L *", "0 3 LW * ? *"])
-def test_times_that_only_eventbridge_reads_are_unknown(cron: str):
+def test_times_that_only_eventbridge_reads_are_unknown(cron: str, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
     deployment = read_deployment(
         merge_tables(example("step-functions"), {"schedule": {"cron": cron}})
     )
     tags = dict.fromkeys((SETTINGS, COMMIT, CHANGES), "")
     text = render_deployment(deployment, tags, 1)
     assert f"starts: {cron} (UTC), next start unknown" in text
+    assert "\x1b" not in text
 
 
 def test_the_state_on_argo_has_a_schedule_of_either_form(tmp_path: Path, monkeypatch):
@@ -58,6 +63,26 @@ def test_the_state_on_argo_has_a_schedule_of_either_form(tmp_path: Path, monkeyp
             found = ArgoScheduler(deployment).find("Retrain")
             assert found is not None
             assert (found.cron, found.tags) == ("0 3 * * MON", {SETTINGS: "77"})
+
+
+def test_a_state_machine_was_deployed_when_its_definition_was_written(monkeypatch):
+    machine = {
+        "name": "rlhf.prod.Retrain",
+        "stateMachineArn": "arn",
+        "creationDate": datetime(2026, 1, 1, tzinfo=UTC),
+        "definition": f"step --tag {DEPLOYED}:2026-11-27T18.15.00Z --tag {SETTINGS}:77",
+    }
+    client = MagicMock()
+    client.get_paginator().paginate.return_value = [{"stateMachines": [machine]}]
+    client.describe_state_machine.return_value = machine
+    client.list_executions.return_value = {"executions": []}
+    monkeypatch.setattr(step_functions_scheduler, "get_aws_client", lambda name: client)
+    monkeypatch.setattr(step_functions_scheduler, "_cron_of", lambda name: "")
+    scheduler = StepFunctionsScheduler(read_deployment(example("step-functions")))
+    for deployed_at in ("2026-11-27T18:15:00Z", "2026-01-01 00:00:00+00:00"):
+        found = scheduler.find("Retrain")
+        assert found is not None and found.deployed_at == deployed_at
+        machine["definition"] = "a definition of an earlier version of this project"
 
 
 @pytest.mark.parametrize(

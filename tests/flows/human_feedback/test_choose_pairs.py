@@ -119,6 +119,7 @@ def test_without_a_reward_model_pairs_are_random(inputs: Path, tmp_path: Path, c
     ("changes", "message"),
     [
         (("--reward-model", "members/member-1"), "has only one member"),
+        (("--reward-model", "membres"), "membres' is not a folder"),
         (("--samples", "1"), "samples=1 of one policy is one answer"),
         (("--seed", "-1"), "seed=-1"),
         (("--prompts", "nothing.jsonl"), "nothing.jsonl"),
@@ -182,7 +183,9 @@ def test_pairs_that_judge_and_reward_model_order_differently(inputs: Path, tmp_p
     assert disputed(inputs, rows, model, *output) == 0
     found = [row["prompt"] for row in read(tmp_path / "disputed.jsonl")]
     assert found == sorted(expected, key=lambda prompt: -abs(margins[prompt]))
-    assert f"has {len(expected)} of 50 pairs that judge" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert f"has {len(expected)} of 50 pairs that judge" in told
+    assert "or judge and reward model order their answers alike" in told
 
 
 @pytest.mark.parametrize(

@@ -145,13 +145,19 @@ def test_files_of_votes_are_read(tmp_path: Path, capsys):
         "a,x,false,bob,2026-11-02T10:00:00,3\n"
         "c,z,maybe,bob,,\n"
         "d,z,true,bob,yesterday,\n"
+        "e,z,true,bob,1793523600.5,\n"
     )
     files = [str(tmp_path / name) for name in ("votes.jsonl", "thumbs.csv")]
     given = ("--only-votes", "--votes", files[0], "--votes", files[1])
     assert collect(tmp_path / "made", "policy", *given) == 0
     rows = read(tmp_path / "made" / "feedback.jsonl")
-    assert [*map(opinion_of, rows)] == [("a", "y", "x", "ann"), ("a", None, "x", "bob")]
+    assert [*map(opinion_of, rows)] == [
+        ("a", "y", "x", "ann"),
+        ("a", None, "x", "bob"),
+        ("e", "z", None, "bob"),
+    ]
     assert (rows[1]["version"], rows[1]["time"]) == ("3", "2026-11-02T10:00:00+00:00")
+    assert rows[2]["time"] == "2026-11-01T09:00:00.500000+00:00"
     left_out = {row["source"]: row["reason"] for row in read(tmp_path / "made" / "left-out.jsonl")}
     assert left_out == {
         f"{files[0]}, row 1": "a tie, or a label that is not first, second or tie",
@@ -200,3 +206,9 @@ def test_old_votes_are_left_out_by_date_or_by_weight(tmp_path: Path, capsys):
 def test_a_wrong_argument_is_refused(given: tuple[str, ...], fault: str, tmp_path: Path, capsys):
     assert collect(tmp_path, "policy", *given) == 1
     assert fault in capsys.readouterr().err
+
+
+def test_a_since_that_is_no_time_is_refused(tmp_path: Path, capsys):
+    with pytest.raises(SystemExit):
+        collect(tmp_path, "policy", "--since", "yesterday")
+    assert "--since: yesterday is not a day or time in ISO 8601" in capsys.readouterr().err

@@ -157,6 +157,15 @@ def test_only_the_page_of_this_machine_can_send_labels(tmp_path: Path):
     assert not file.exists()
 
 
+def test_browsers_leave_out_the_port_80(tmp_path: Path):
+    labeling = Labeling(votes_of(read_pairs(write_pairs(tmp_path, 2))), "ann", tmp_path / "l.jsonl")
+    server, address = label_server(labeling, 0)
+    server.server_port = 80  # only this number is compared with the header
+    with server:
+        threading.Thread(target=server.handle_request).start()
+        assert requests.get(address, headers={"Host": "127.0.0.1"}, timeout=10).status_code == 200
+
+
 def test_labels_are_not_written_over_the_pairs(tmp_path: Path, capsys):
     pairs = write_pairs(tmp_path)
     assert feedback.main(["label", pairs, "--output", pairs]) == 1

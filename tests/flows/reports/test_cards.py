@@ -30,7 +30,7 @@ from pipeline.reports.document import (
 )
 from pipeline.reports.evaluation_report import evaluation_document
 from pipeline.reports.headline_metrics import evaluation_numbers
-from pipeline.reports.html_page import reward_model_page
+from pipeline.reports.html_page import document_page
 from pipeline.reports.live.live_card import LiveCard
 from pipeline.reports.promotion_report import promotion_document
 from pipeline.reports.reward_model_report import reward_document
@@ -387,7 +387,7 @@ def test_what_others_wrote_is_inert_in_a_card(name: str, cards: dict[str, Path],
 
 def quoting_page() -> str:
     report = replace(reward_report(quoted=HOSTILE), fit=False, reasons=[f"It likes {HOSTILE}"])
-    return reward_model_page(report)
+    return document_page(reward_document(report))
 
 
 def test_what_others_wrote_is_escaped_in_the_page():
@@ -405,7 +405,7 @@ def test_what_others_wrote_is_inert_in_the_page(tmp_path: Path):
 
 def test_the_page_stands_alone_and_allows_no_scripts():
     report = reward_report()
-    elements = Elements(reward_model_page(report))
+    elements = Elements(document_page(reward_document(report)))
     assert not [*elements.addresses()]
     assert elements.tags.count("svg") == 4
     assert any(value.startswith("default-src 'none'; ") for _, value in elements.attributes)
@@ -413,7 +413,7 @@ def test_the_page_stands_alone_and_allows_no_scripts():
 
 def test_the_page_and_the_card_say_the_same(tmp_path: Path):
     report = reward_report()
-    said = " ".join(Elements(reward_model_page(report)).texts)
+    said = " ".join(Elements(document_page(reward_document(report))).texts)
     for section in reward_document(report).sections:
         for text in (
             section.title,
@@ -510,7 +510,7 @@ def test_what_could_not_be_said_is_said_so():
         "calibration.temperature contract.batch.largest contract.batch.share"
     )
     report = changed(reward_report(), dict.fromkeys(unknown.split()))
-    page = reward_model_page(report)
+    page = document_page(reward_document(report))
     assert page.count("not measurable") == 2
     title = "Contract: the same text has the same score, and every text has one"
     assert (
@@ -612,6 +612,13 @@ def test_a_win_rate_at_equal_length_is_shown_only_where_it_was_measured(
     assert shown in render_summary(summary(win_rate=evaluation.win_rate))
     name = "win_rate/ppo_vs_sft/length_controlled"
     assert name in evaluation_numbers(evaluation) and name not in evaluation_numbers(without)
+
+
+def test_colors_are_for_terminals_only(evaluation: Evaluation, monkeypatch):
+    given = summary(win_rate=evaluation.win_rate)
+    plain = render_summary(given)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert render_summary(given) == plain
 
 
 def test_zeros_are_shown_as_0_and_differences_of_rates_in_points(evaluation: Evaluation):

@@ -1,6 +1,7 @@
 """Read the sizes of a model, for `pipeline.cost.memory`, from a model without weights."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -11,21 +12,39 @@ from ppo_core.data.text_config import text_config
 
 
 def model_size(model: PreTrainedModel) -> ModelSize:
-    """Return the sizes of a decoder-only or encoder-only model."""
+    """Return the sizes of a decoder-only or encoder-only model.
+
+    If the layers differ, the heads, keys and MLP are those of the widest layers.
+    """
     config = text_config(model.config)
-    heads = config.num_attention_heads
-    of_a_head = getattr(config, "head_dim", None) or config.hidden_size // heads
+    heads, key_widths, mlp_widths = zip(*map(_widths, config.per_layer_config), strict=True)
     names = [name for name, _ in _linear_layers(model)]
     return ModelSize(
         parameters=model.num_parameters(),
         outside_layers=_outside_layers(model),
         layers=config.num_hidden_layers,
         width=config.hidden_size,
-        mlp_width=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        mlp_width=max(mlp_widths),
         is_gated=any("gate" in name.rpartition(".")[2] for name in names),
-        heads=heads,
-        key_width=(getattr(config, "num_key_value_heads", None) or heads) * of_a_head,
+        heads=max(heads),
+        key_width=max(key_widths),
         vocabulary=config.vocab_size,
+    )
+
+
+def _widths(layer: Any) -> tuple[int, int, int]:
+    """Return the query heads, the width of a token's keys, and the width of the MLP of a layer.
+
+    A model without attention, such as Mamba, has no heads and no keys.
+    """
+    heads = getattr(layer, "num_attention_heads", None) or 0
+    of_a_head = getattr(layer, "head_dim", None) or layer.hidden_size // max(heads, 1)
+    inside = getattr(layer, "intermediate_size", None) or 4 * layer.hidden_size
+    return (
+        heads,
+        (getattr(layer, "num_key_value_heads", None) or heads) * of_a_head,
+        # The configuration of Gemma 3n has a list with the width of each layer.
+        max(inside) if isinstance(inside, list) else inside,
     )
 
 
@@ -34,7 +53,7 @@ def count_adapter_parameters(
 ) -> int:
     """Return the number of parameters of LoRA adapters.
 
-    Each adapted linear layer has rank x (inputs + outputs) of them. `target_modules` are names of
+    The adapter of a linear layer has rank x (inputs + outputs). `target_modules` are names of
     linear layers, or `all-linear` for all linear layers. The output head never has an adapter.
     """
     head = model.get_output_embeddings()

@@ -56,7 +56,7 @@ def differences_section(run: FlowRun, name: str, champion: int | None) -> Sectio
     # ValueError: a settings file is not TOML.
     except (PPOError, ValueError) as error:
         return Section(title=TITLE, text=(f"Not compared with version {champion}: {error}",))
-    same = f"Settings, code, data and packages are those of version {champion}."
+    same = f"This run and version {champion} have equal settings, code, data and packages."
     return Section(
         title=TITLE,
         text=() if rows else (same,),

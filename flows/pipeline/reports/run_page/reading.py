@@ -142,8 +142,8 @@ def newest_section(path: Path) -> Section:
 def watched_section(watched: Sequence[WatchedPrompt]) -> Section:
     """Return prompts with their answers during PPO; words that SFT did not say are marked."""
     text = (
-        "Greedy answers to training prompts that lie at equal distances. Words that the first "
-        "answer does not have at this place are underlined."
+        "Greedy answers to training prompts, taken at equal distances. The page underlines words "
+        "that the first answer does not have at the same place."
     )
     return Section(
         title=WATCHED,
