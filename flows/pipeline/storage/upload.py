@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 from base64 import b64encode
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,8 @@ def replace(
 ) -> tuple[Manifest, str]:
     """Replace the published files of a folder; return the new manifest and its version.
 
-    Objects that no file of the new manifest needs are removed.
+    Objects that no file of the new manifest needs are removed; if S3 does not answer, the next call
+    removes them.
 
     Args:
         files: the files by name.
@@ -85,9 +87,11 @@ def replace(
         if current is None or current[0] != manifest.encoded():
             raise _overtaken(address) from error
         written = current[1]
-    stored = {each["Key"] for each in list_objects(address)}
     needed = {key_of(address, name, file) for name, file in manifest.files.items()}
-    remove_objects(address, stored - needed - {address.below(MANIFEST).key})
+    # The manifest is written: after an error here, the caller could not replace this version again.
+    with suppress(StorageError):
+        stored = {each["Key"] for each in list_objects(address)}
+        remove_objects(address, stored - needed - {address.below(MANIFEST).key})
     return manifest, written
 
 

@@ -338,6 +338,25 @@ def test_a_writer_that_was_overtaken_stops(faults: S3Faults, tmp_path: Path):
     assert len(kept) == 2
 
 
+def test_old_files_that_cannot_be_removed_stop_no_writer(
+    faults: S3Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    file = tmp_path / "journal"
+    file.write_text("one")
+    _, version = replace({"journal": file}, at("outage"), "")
+
+    def stay_away(*_: Any) -> None:
+        raise StorageError("S3 does not answer.")
+
+    file.write_text("two")
+    with monkeypatch.context() as outage:
+        outage.setattr(upload, "remove_objects", stay_away)
+        _, version = replace({"journal": file}, at("outage"), version)
+    file.write_text("three")
+    replace({"journal": file}, at("outage"), version)
+    assert len(list_objects(at("outage"))) == 2
+
+
 def test_other_content_than_that_of_the_address_is_refused(faults: S3Faults, tmp_path: Path):
     published = publish(write_folder(tmp_path / "a", [10]), at("pinned"))
     manifest = at("pinned").below("manifest.json")
