@@ -145,4 +145,4 @@ def threads_of_a_process(processes: int) -> int:
     """
     share = max(len(os.sched_getaffinity(0)) // processes, 1)
     given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    return min(int(given), share) if given.isdecimal() else share
+    return min(int(given) or share, share) if given.isdecimal() else share
