@@ -250,13 +250,16 @@ class RunData:
         """Read the prompts that PPO does not train on.
 
         Return the prompts on which the judge chooses the policy, and the prompts of the evaluation.
-        The first value is None if the judge does not choose, or if there is only one prompt.
+        The first value is None if the judge does not choose.
+
+        Raises:
+            DataError: there is only one prompt for the judge and the evaluation.
         """
         if self.settings.eval_prompts:
             rows = self._fitting(self._read(self.settings.eval_prompts, "prompts"))
         else:
             rows = self._split_prompts()[1]
-        if self.settings.selection.method != "judge" or len(rows) < 2:
+        if self.settings.selection.method != "judge":
             return None, rows
         number = min(len(rows) // 2, self.settings.selection.num_prompts)
         first, last = held_out(rows, 1 - number / len(rows))

@@ -7,7 +7,7 @@ from mlflow.exceptions import MlflowException
 
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.mlflow_runs import find_runs
-from pipeline.tracking.run_record import as_tag, end_runs, remove_record, was_killed
+from pipeline.tracking.run_record import describe_failure, end_runs, remove_record, was_killed
 from pipeline.tracking.sender_thread import Sender
 from ppo_core.errors import PPOError
 from ppo_core.errors.redaction import redact
@@ -46,7 +46,7 @@ def end_failed_start(folder: Path, runs: Mapping[str, str], error: BaseException
     """
     try:
         journal = Journal(folder)
-        end_runs(journal, runs, "failed", as_tag(f"start failed: {str(error) or repr(error)}"))
+        end_runs(journal, runs, "failed", describe_failure("start", error))
         _send(journal)
     except PPOError as also:
         print(f"Warning: The runs in MLflow are not ended: {also}", flush=True)

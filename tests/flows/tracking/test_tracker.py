@@ -21,6 +21,7 @@ from pipeline.tracking import tracker as tracker_module
 from pipeline.tracking.mlflow_client import EXPERIMENT
 from pipeline.tracking.mlflow_runs import start_runs
 from pipeline.tracking.run_log import RunLog
+from pipeline.tracking.run_record import ENDED_EARLY
 from pipeline.tracking.tracker import Tracker
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.errors import ModelError
@@ -124,6 +125,11 @@ def test_the_state_of_a_step_is_that_of_its_run(client, tmp_path):
         raise ValueError("no")
     assert status(client, runs["train_policy"]) == "FAILED"
     assert status(client, runs["parent"]) == "FAILED"
+
+    with pytest.raises(KeyboardInterrupt), Tracker(tmp_path, runs, "train_policy"):
+        raise KeyboardInterrupt
+    reason = client.get_run(runs["parent"]).data.tags[ENDED_EARLY]
+    assert reason == "train_policy failed: KeyboardInterrupt()"
 
     with Tracker(tmp_path, runs, "train_policy") as tracker:
         tracker.parent.log_metrics({"win_rate": 0.6})
