@@ -112,6 +112,17 @@ def test_an_mlflow_that_is_away_starts_no_run(tmp_path):
         make_runs(tmp_path.name)
 
 
+def test_a_deleted_experiment_is_named_with_the_command_that_restores_it(client, tmp_path):
+    make_runs(tmp_path.name)
+    number = client.get_experiment_by_name(EXPERIMENT).experiment_id
+    client.delete_experiment(number)
+    try:
+        with pytest.raises(ModelError, match=rf"'{EXPERIMENT}'.* restore --experiment-id {number}"):
+            make_runs(f"{tmp_path.name} next")
+    finally:
+        client.restore_experiment(number)
+
+
 def test_the_state_of_a_step_is_that_of_its_run(client, tmp_path):
     runs = make_runs(tmp_path.name)
     with Tracker(tmp_path, runs, "load_policy") as tracker:
