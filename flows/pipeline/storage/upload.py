@@ -87,7 +87,7 @@ def replace(
         if current is None or current[0] != manifest.encoded():
             raise _overtaken(address) from error
         written = current[1]
-    needed = {key_of(address, name, file) for name, file in manifest.files.items()}
+    needed = {stored_at(address, name, file).key for name, file in manifest.files.items()}
     # The manifest is written: after an error here, the caller could not replace this version again.
     with suppress(StorageError):
         stored = {each["Key"] for each in list_objects(address)}
@@ -123,7 +123,8 @@ def _upload(files: Mapping[str, Path], manifest: Manifest, address: S3Address) -
     """Upload the files that are not stored yet."""
     stored = {each["Key"]: each["Size"] for each in list_objects(address)}
     described = {
-        key_of(address, name, file): (files[name], file) for name, file in manifest.files.items()
+        stored_at(address, name, file).key: (files[name], file)
+        for name, file in manifest.files.items()
     }
     # Small files first: the error of a file is raised only after the transfers of earlier files.
     missing = sorted(
@@ -174,7 +175,7 @@ class _UploadClient(TransferClient):
         path, file = self._described[key]
         if not file.is_at(path):
             raise StorageError(
-                f"'{path}' was changed while it was published, so the copy would be of no use. "
+                f"'{path}' was changed while it was published, so the copy would be useless. "
                 "Find out which program writes there, and start again."
             )
         return file
@@ -191,10 +192,6 @@ def _overtaken(address: S3Address) -> StorageError:
     )
 
 
-def key_of(address: S3Address, name: str, file: StoredFile) -> str:
-    """Return the key of a file of a published folder."""
-    return _address(address, name, file).key
-
-
-def _address(address: S3Address, name: str, file: StoredFile) -> S3Address:
+def stored_at(address: S3Address, name: str, file: StoredFile) -> S3Address:
+    """Return the address of a file of a published folder."""
     return address.below(f"{file.digest[:16]}/{name}")

@@ -1,4 +1,4 @@
-"""End the MLflow runs of a failed first step, and the runs that killed runs of the flow left."""
+"""End the MLflow runs of a failed first step, and the MLflow runs of killed runs of the flow."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +15,7 @@ from ppo_core.errors.redaction import redact
 SECONDS = 20.0
 """Maximum wait in seconds until MLflow has the entries of a killed run or a failed first step."""
 
-REASON = "The run of the flow was killed, and ended by the next run."
+REASON = "The run of the flow was killed. The next run ended it in MLflow."
 
 
 def end_killed_runs(folder: Path, flow: str) -> None:

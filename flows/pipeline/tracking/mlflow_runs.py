@@ -75,9 +75,9 @@ def start_runs(
         runs = {PARENT: parent, **_children(client, experiment, flow_run, parent, steps)}
     except (MlflowException, SQLAlchemyError) as error:
         raise ModelError(
-            f"MLflow at {server} starts no run: {reason_of(error)}. Nothing would be tracked and no "
-            "policy registered. Repair this server, or set MLFLOW_TRACKING_URI to another server, "
-            "and run again."
+            f"MLflow at {server} starts no run: {reason_of(error)}. Nothing would be tracked, and "
+            "no policy registered. Repair this server, or set MLFLOW_TRACKING_URI to another "
+            "server, and run again."
         ) from error
     if server.startswith("http"):
         print(f"MLflow: {address_of_run(parent)}", flush=True)
