@@ -37,10 +37,8 @@ from ppo_core.supervised.supervised_config import SupervisedConfig
 PAIRS_FILE = "pairs.jsonl"
 """File in a folder of pairs of the policy's samples; its columns: prompt, chosen, rejected."""
 
-
 MOST_PAIRS_PER_PROMPT = 16
 """Maximum number of pairs of the policy's samples for one prompt."""
-
 
 LEAST_TO_CHOOSE = 16
 """Minimum number of prompts on which the judge chooses a policy."""

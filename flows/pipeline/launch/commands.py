@@ -71,16 +71,8 @@ def command(
             f"--rdzv-id={rendezvous_id}",
             f"--rdzv-conf=timeout={RENDEZVOUS_SECONDS}",
         ]
-    return [
-        *(
-            sys.executable,
-            "-m",
-            "ppo_core.distributed.torchrun",
-            *rendezvous,
-            f"--nproc-per-node={processes}",
-        ),
-        *("-m", *program, str(job)),
-    ]
+    torchrun = [sys.executable, "-m", "ppo_core.distributed.torchrun", *rendezvous]
+    return [*torchrun, f"--nproc-per-node={processes}", "-m", *program, str(job)]
 
 
 @dataclass(frozen=True)
