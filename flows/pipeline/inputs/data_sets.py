@@ -37,10 +37,8 @@ from ppo_core.supervised.supervised_config import SupervisedConfig
 PAIRS_FILE = "pairs.jsonl"
 """File in a folder of pairs of the policy's samples; its columns: prompt, chosen, rejected."""
 
-
 MOST_PAIRS_PER_PROMPT = 16
 """Maximum number of pairs of the policy's samples for one prompt."""
-
 
 LEAST_TO_CHOOSE = 16
 """Minimum number of prompts on which the judge chooses a policy."""
@@ -250,13 +248,16 @@ class RunData:
         """Read the prompts that PPO does not train on.
 
         Return the prompts on which the judge chooses the policy, and the prompts of the evaluation.
-        The first value is None if the judge does not choose, or if there is only one prompt.
+        The first value is None if the judge does not choose.
+
+        Raises:
+            DataError: there is only one prompt for the judge and the evaluation.
         """
         if self.settings.eval_prompts:
             rows = self._fitting(self._read(self.settings.eval_prompts, "prompts"))
         else:
             rows = self._split_prompts()[1]
-        if self.settings.selection.method != "judge" or len(rows) < 2:
+        if self.settings.selection.method != "judge":
             return None, rows
         number = min(len(rows) // 2, self.settings.selection.num_prompts)
         first, last = held_out(rows, 1 - number / len(rows))

@@ -70,7 +70,7 @@ def split_off_judge_pairs(rows: Rows) -> tuple[Rows, Rows]:
 
 
 def pairs_of_feedback(feedback: Rows, others: Sequence[Rows]) -> Rows:
-    """Return feedback as training pairs; in a judgment of one response, the other one is None.
+    """Return feedback as training pairs; a judgment of one response has None as the other one.
 
     Pairs that are in `others` are left out.
 

@@ -71,16 +71,8 @@ def command(
             f"--rdzv-id={rendezvous_id}",
             f"--rdzv-conf=timeout={RENDEZVOUS_SECONDS}",
         ]
-    return [
-        *(
-            sys.executable,
-            "-m",
-            "ppo_core.distributed.torchrun",
-            *rendezvous,
-            f"--nproc-per-node={processes}",
-        ),
-        *("-m", *program, str(job)),
-    ]
+    torchrun = [sys.executable, "-m", "ppo_core.distributed.torchrun", *rendezvous]
+    return [*torchrun, f"--nproc-per-node={processes}", "-m", *program, str(job)]
 
 
 @dataclass(frozen=True)
@@ -145,4 +137,4 @@ def threads_of_a_process(processes: int) -> int:
     """
     share = max(len(os.sched_getaffinity(0)) // processes, 1)
     given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    return min(int(given), share) if given.isdecimal() else share
+    return min(int(given) or share, share) if given.isdecimal() else share

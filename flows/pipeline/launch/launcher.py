@@ -162,7 +162,8 @@ def _follow(
         if stall.has_stalled():
             raise _stalled(child.pid, stall, folder)
         if (interruption.requested or _has_spot_notice()) and not forwarded:
-            _request_stop(child.pid)
+            # Not to torchrun, which would kill the training processes after 30 seconds.
+            terminate(_training_processes(child.pid))
             forwarded = True
         if time.monotonic() >= next_look:
             next_look = time.monotonic() + LOOK_SECONDS
@@ -197,14 +198,6 @@ def _stalled(pid: int, stall: StallWatch, folder: Path) -> ProcessError:
 def _name(process: psutil.Process) -> str:
     rank = rank_of(process)
     return f"Process {rank} (pid {process.pid})" if rank else f"A process (pid {process.pid})"
-
-
-def _request_stop(pid: int) -> None:
-    """Send SIGTERM to the training processes.
-
-    Do not send it to torchrun, which would kill the training processes after 30 seconds.
-    """
-    terminate(_training_processes(pid))
 
 
 def _training_processes(pid: int) -> list[psutil.Process]:

@@ -104,7 +104,8 @@ class _Mirror:
         names = [copy.look() for copy in self._copies]
         newest = _newest_common(names)
         if newest:
-            for copy, found in zip(self._copies, names, strict=True):
+            # The first machine comes last: it writes the metrics, and the others copy older ones.
+            for copy, found in reversed([*zip(self._copies, names, strict=True)]):
                 beside = {*BESIDE_CHECKPOINT, *_of(POLICIES, found), *_of(COMPLETIONS, found)}
                 copy.read_files(_of(newest, found) | beside)
 

@@ -142,8 +142,8 @@ def watched_step(
 ) -> Iterator[None]:
     """End this process if its step hangs; first write the stack of each thread to `folder`.
 
-    The end skips the exits of all contexts, so `on_hang` is called before it in another thread, for
-    at most ON_HANG_SECONDS.
+    The process ends without leaving its contexts. Therefore `on_hang` is called first, in another
+    thread, for at most ON_HANG_SECONDS.
 
     A step hangs if a progress bar does not advance for `stall_minutes`, or for 20 times its median
     wait if that is longer. A step that takes longer than `step_minutes` is also ended; 0 means no

@@ -298,5 +298,5 @@ def describe_repeats(training: Rows, evaluated: Sequence[Row]) -> Iterator[str]:
         yield (
             f"warning: {len(shared)} of the {len(asked)} prompts to evaluate on are also training "
             f"prompts, in {training.source}, so the win rate would not hold for unseen prompts. "
-            "Remove them from one of the two, or hold out other prompts as eval_prompts."
+            "Remove these prompts from one of the two data sets, or name other eval_prompts."
         )

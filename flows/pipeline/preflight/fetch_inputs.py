@@ -25,7 +25,7 @@ from pipeline.inputs.flow_run import FlowRun
 from pipeline.judges.judge_names import read_judges
 from pipeline.promotion.fetch_champion import CHAMPIONS
 from pipeline.registry.register_version import find_policy
-from pipeline.settings.settings import Settings
+from pipeline.settings.settings import INPUTS, Settings
 from pipeline.storage.workspace import MODELS, REGISTRY, Workspace, workspace_of
 from ppo_core.config.hub_ids import split_revision
 from ppo_core.config.reward_names import read_rewards
@@ -36,10 +36,7 @@ from ppo_core.io.atomic_files import explained_writes
 from ppo_core.io.folder_cache import publish_folder
 from ppo_core.models.loading import commit_of
 
-DATA = (
-    *("sft_data", "preferences", "preferences_test", "feedback"),
-    *("prompts", "eval_prompts", "erase"),
-)
+DATA = tuple(name for name in INPUTS if name not in MODELS)
 MODEL_JUDGES = ("reward-model", "transformers")
 
 MODEL_FILES = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.txt")

@@ -40,7 +40,10 @@ def try_judges(data: RunData, setting: str, spec: str) -> None:
     with watched_trial(settings):
         for part in read_judges(spec):
             reason = _why_not_here(part, settings)
-            said = f"not asked yet, because {reason}" if reason else _ask(part, settings, pairs)
+            if reason:
+                said = f"not asked yet, because {reason}"
+            else:
+                said = ask_judge(make_judge_of_run(settings, part.spec), pairs)
             print(f"{setting}={part.spec}: {said}", flush=True)
 
 
@@ -52,10 +55,6 @@ def watched_trial(settings: Settings) -> AbstractContextManager[None]:
         stall_minutes=settings.stall_minutes,
         step_minutes=settings.step_minutes,
     )
-
-
-def _ask(part: JudgePart, settings: Settings, pairs: Sequence[LabeledPair]) -> str:
-    return ask_judge(make_judge_of_run(settings, part.spec), pairs)
 
 
 def ask_judge(judge: Judge, pairs: Sequence[LabeledPair]) -> str:

@@ -36,21 +36,18 @@ def check_model_types(settings: Settings) -> None:
 
 def _named_models(settings: Settings) -> Iterator[tuple[str, str, Collection[str]]]:
     """Yield the setting, the path and the known types of each model that the settings name."""
+    known = {"reward-model": EXACT | SCORING_ENCODERS, "transformers": EXACT}
     yield "policy", settings.policy, EXACT
     if settings.reward_model:
-        yield "reward_model", settings.reward_model, EXACT | SCORING_ENCODERS
+        yield "reward_model", settings.reward_model, known["reward-model"]
     for one in read_rewards(settings.rewards):
-        if one.kind == "reward-model" and not one.is_own:
-            yield "rewards", one.source, EXACT | SCORING_ENCODERS
-        elif one.kind == "transformers":
-            yield "rewards", one.source, EXACT
+        if one.kind in known and not one.is_own:
+            yield "rewards", one.source, known[one.kind]
     judges = {"judge": settings.judge, "fresh_pairs.labeller": settings.fresh_pairs.judge}
     for name, spec in judges.items():
         for part in read_judges(spec) if spec else ():
-            if part.kind == "reward-model":
-                yield f"{name}={part.kind}", part.source, EXACT | SCORING_ENCODERS
-            elif part.kind == "transformers":
-                yield f"{name}={part.kind}", part.source, EXACT
+            if part.kind in known:
+                yield f"{name}={part.kind}", part.source, known[part.kind]
 
 
 def _reason(found: str, given: Collection[str]) -> str:

@@ -53,11 +53,9 @@ def require_registered(name: str) -> None:
 @explained()
 def read_aliases(name: str) -> dict[str, int]:
     """Return the version of each alias of a registered model; empty if there is no such model."""
-    try:
+    aliases: Mapping[str, str] = {}
+    with unless_deleted():
         aliases = connect().get_registered_model(name).aliases
-    except MlflowException as error:
-        raise_unless_missing(error)
-        return {}
     return {alias: int(version) for alias, version in aliases.items()}
 
 

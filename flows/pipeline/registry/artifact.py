@@ -10,11 +10,7 @@ import mlflow.transformers
 import transformers
 from mlflow.models import Model, ModelSignature
 from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema
-from transformers import (
-    GenerationConfig,
-    PreTrainedTokenizerBase,
-    TextGenerationPipeline,
-)
+from transformers import GenerationConfig, PreTrainedTokenizerBase, TextGenerationPipeline
 
 from pipeline.inputs.row_digests import ROWS_FILE
 from pipeline.settings.decoding import Decoding

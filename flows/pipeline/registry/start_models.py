@@ -80,7 +80,7 @@ def fetch_start(name: str, version: int, cache: Path) -> ChampionStart | None:
     found = connect().get_model_version(name, str(version))
     if START_TAG not in found.tags:
         return None
-    what = f"The start of the next run beside version {version} of {name!r}"
+    what = f"The models of version {version} of {name!r} for the next run"
     digest = manifest_digest(found.tags, START_TAG, what)
     folder = fetch_verified(
         lambda: open_store_at(lambda: f"runs:/{found.run_id}/{START}", what, ANSWER_SECONDS),

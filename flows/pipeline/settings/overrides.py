@@ -1,5 +1,6 @@
 """Settings on the command line: `--set section.name=value`."""
 
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from datetime import date, time
@@ -8,6 +9,9 @@ from typing import Any
 from ppo_core.errors import ConfigError
 
 _BOOLEANS = {"True": True, "False": False}
+
+_POINT = re.compile(r'\.(?=(?:[^"]*"[^"]*")*[^"]*$)')
+"""Point between two names. A point between double quotes is part of a name, such as a judge's."""
 
 
 def read_overrides(texts: Sequence[str]) -> dict[str, Any]:
@@ -22,7 +26,7 @@ def read_overrides(texts: Sequence[str]) -> dict[str, Any]:
     tables: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")
-        parts = [part.strip() for part in name.split(".")]
+        parts = [part.strip().strip('"') for part in _POINT.split(name)]
         if not equals or not all(parts):
             raise ConfigError(
                 f"--set {text!r:.80} has no name or no '='. Write it as "

@@ -31,12 +31,7 @@ from ppo_core.config.reward_names import (
     read_rewards,
     same_place,
 )
-from ppo_core.config.row_settings import (
-    MAX_LEFT_OUT,
-    Overlong,
-    PromptFormat,
-    check_columns,
-)
+from ppo_core.config.row_settings import MAX_LEFT_OUT, Overlong, PromptFormat, check_columns
 from ppo_core.config.sized_defaults import sized_defaults
 from ppo_core.config.spelling import OLD_NAMES
 from ppo_core.errors import ConfigError, library_errors

@@ -4,11 +4,7 @@ from dataclasses import dataclass
 
 from ppo_core.config.field_checks import check_fields
 from ppo_core.config.placement import Precision
-from ppo_core.config.row_settings import (
-    MAX_LEFT_OUT,
-    Overlong,
-    PromptFormat,
-)
+from ppo_core.config.row_settings import MAX_LEFT_OUT, Overlong, PromptFormat
 from ppo_core.io.validation import Count, ErrorRate, Seed, ShareBelow1
 
 

@@ -26,12 +26,13 @@ def check_store(store: S3Address) -> None:
         found = read_object(probe)
         if found is None or found[0] != PROBE:
             raise ConfigError(
-                f"{probe} has another content than was just written. Set store to an address in S3."
+                f"{probe} does not contain the bytes that were just written. Set store to an "
+                "address in S3."
             )
         if not _refuses_second_write(probe):
             raise ConfigError(
                 f"{store} ignores the condition IfNoneMatch of a write, so two runs could replace "
-                "each other's files. Set store to an address in S3, or in a service that keeps "
+                "each other's files. Set store to an address in S3, or in a service that supports "
                 "conditional writes."
             )
     finally:

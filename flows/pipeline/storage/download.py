@@ -21,7 +21,7 @@ from pipeline.storage.manifest import MANIFEST, Manifest, StoredFile, safe_name,
 from pipeline.storage.objects import head_object, list_objects, read_object
 from pipeline.storage.s3_client import CONNECTIONS, TransferFaultError, repeated
 from pipeline.storage.transfer_manager import TransferClient, transfer_manager
-from pipeline.storage.upload import key_of
+from pipeline.storage.upload import stored_at
 from ppo_core.errors import DataError, StorageError
 from ppo_core.io.progress_bar import BAR_DELAY, progress
 
@@ -139,7 +139,7 @@ def read_file(address: S3Address, name: str) -> bytes:
     """
     manifest = published_manifest(address)
     file = None if manifest is None else manifest.files.get(name)
-    content = None if file is None else read_object(address.below(f"{file.digest[:16]}/{name}"))
+    content = None if file is None else read_object(stored_at(address, name, file))
     if file is None or content is None or not file.is_content(BytesIO(content[0])):
         raise DataError(f"'{address}' has no file {name!r} with the content of its manifest.")
     return content[0]
@@ -149,7 +149,7 @@ def _published(address: S3Address, manifest: Manifest) -> list[_Source]:
     return [
         _Source(
             name=name,
-            address=S3Address(bucket=address.bucket, key=key_of(address, name, file)),
+            address=stored_at(address, name, file),
             size=file.size,
             file=file,
             version="",
@@ -248,11 +248,11 @@ def _download(manager: Any, one: _Source, part: Path, bar: Any, wrong: set[str])
         return found
     if found.digest in wrong:
         raise StorageError(
-            f"'{one.address}' has other bytes than its digest, so a copy would be of no use. Find "
-            "out who writes there, remove the published folder, and start again."
+            f"The bytes of '{one.address}' do not match its digest, so a copy would be useless. "
+            "Find out who writes there, remove the published folder, and start again."
         )
     wrong.add(found.digest)
-    raise TransferFaultError(error="the file has other bytes than its digest")
+    raise TransferFaultError(error="the bytes of the file do not match its digest")
 
 
 class _Watch(ProgressCallbackInvoker):  # type: ignore[misc]

@@ -12,6 +12,7 @@ from botocore.exceptions import (
     BotoCoreError,
     ClientError,
     ConnectionError,
+    CredentialRetrievalError,
     HTTPClientError,
     IncompleteReadError,
     NoCredentialsError,
@@ -78,6 +79,9 @@ def s3_client() -> Any:
 
     Credentials, region and endpoint come from the standard chain: environment variables such as
     AWS_ENDPOINT_URL_S3, the shared configuration files, and the role of the machine.
+
+    Raises:
+        ConfigError: the chain names an unknown profile, an address that is not a URL, and so on.
     """
     config = Config(
         connect_timeout=CONNECT_SECONDS,
@@ -89,7 +93,15 @@ def s3_client() -> Any:
         # send an additional request about each file before the download.
         response_checksum_validation="when_required",
     )
-    return boto3.client("s3", config=config)
+    try:
+        return boto3.client("s3", config=config)
+    except (BotoCoreError, ValueError) as error:
+        if _is_temporary(error):
+            raise
+        raise ConfigError(
+            f"The AWS configuration of this machine is invalid: {reason_of(error)}. Correct the "
+            "environment variable or the file in ~/.aws, and start again."
+        ) from error
 
 
 def repeated(address: S3Address, call: Callable[[], Result]) -> Result:
@@ -129,6 +141,7 @@ def _is_temporary(error: BaseException) -> bool:
     # HTTPError: the connection breaks while botocore reads the full reply.
     kinds = (
         ConnectionError,
+        CredentialRetrievalError,
         HTTPClientError,
         HTTPError,
         IncompleteReadError,

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 from base64 import b64encode
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,8 @@ def replace(
 ) -> tuple[Manifest, str]:
     """Replace the published files of a folder; return the new manifest and its version.
 
-    Objects that no file of the new manifest needs are removed.
+    Objects that no file of the new manifest needs are removed; if S3 does not answer, the next call
+    removes them.
 
     Args:
         files: the files by name.
@@ -85,9 +87,11 @@ def replace(
         if current is None or current[0] != manifest.encoded():
             raise _overtaken(address) from error
         written = current[1]
-    stored = {each["Key"] for each in list_objects(address)}
-    needed = {key_of(address, name, file) for name, file in manifest.files.items()}
-    remove_objects(address, stored - needed - {address.below(MANIFEST).key})
+    needed = {stored_at(address, name, file).key for name, file in manifest.files.items()}
+    # The manifest is written: after an error here, the caller could not replace this version again.
+    with suppress(StorageError):
+        stored = {each["Key"] for each in list_objects(address)}
+        remove_objects(address, stored - needed - {address.below(MANIFEST).key})
     return manifest, written
 
 
@@ -119,7 +123,8 @@ def _upload(files: Mapping[str, Path], manifest: Manifest, address: S3Address) -
     """Upload the files that are not stored yet."""
     stored = {each["Key"]: each["Size"] for each in list_objects(address)}
     described = {
-        key_of(address, name, file): (files[name], file) for name, file in manifest.files.items()
+        stored_at(address, name, file).key: (files[name], file)
+        for name, file in manifest.files.items()
     }
     # Small files first: the error of a file is raised only after the transfers of earlier files.
     missing = sorted(
@@ -170,7 +175,7 @@ class _UploadClient(TransferClient):
         path, file = self._described[key]
         if not file.is_at(path):
             raise StorageError(
-                f"'{path}' was changed while it was published, so the copy would be of no use. "
+                f"'{path}' was changed while it was published, so the copy would be useless. "
                 "Find out which program writes there, and start again."
             )
         return file
@@ -187,10 +192,6 @@ def _overtaken(address: S3Address) -> StorageError:
     )
 
 
-def key_of(address: S3Address, name: str, file: StoredFile) -> str:
-    """Return the key of a file of a published folder."""
-    return _address(address, name, file).key
-
-
-def _address(address: S3Address, name: str, file: StoredFile) -> S3Address:
+def stored_at(address: S3Address, name: str, file: StoredFile) -> S3Address:
+    """Return the address of a file of a published folder."""
     return address.below(f"{file.digest[:16]}/{name}")

@@ -163,7 +163,7 @@ class Workspace:
         """
         if not self.store:
             return record
-        return _changed(record, self._shared)
+        return _changed(record, self._publish_text)
 
     def fetch_files(self, record: Record) -> Record:
         """Fetch the files of a record; return the record with their paths on this machine.
@@ -173,7 +173,7 @@ class Workspace:
         """
         if not self.store:
             return record
-        return _changed(record, self._at_hand)
+        return _changed(record, self._fetch_text)
 
     def shared_folder(self, folder: Path, name: str) -> "SharedFolder":
         """Return a folder of the workspace that steps change one after another.
@@ -200,7 +200,7 @@ class Workspace:
         relative = path.absolute().relative_to(self.root).as_posix()
         return S3Address.parse(self.store).below(relative)
 
-    def _shared(self, record: Any, name: str, value: str) -> str:
+    def _publish_text(self, record: Any, name: str, value: str) -> str:
         """Return the address of a file that the step made or fetched; return other texts as is."""
         if name not in getattr(record, "FILE_FIELDS", ()):
             return value
@@ -209,7 +209,7 @@ class Workspace:
         path = Path(value)
         return self.publish(path) if path.is_absolute() and path.exists() else value
 
-    def _at_hand(self, record: Any, name: str, value: str) -> str:
+    def _fetch_text(self, record: Any, name: str, value: str) -> str:
         weights = not (isinstance(record, Settings) and name in MODELS)
         return _PINNED.sub(lambda found: self.fetch(found[0], weights=weights), value)
 

@@ -20,7 +20,6 @@ Entry = dict[str, Any]
 """A line of the journal: `kind` (metrics, tag, file, status), `run`, `time` in ms since 1970, and
 the fields of the kind."""
 
-
 IMPORTING_MLFLOW = threading.Lock()
 """Lock for the import of MLflow, because two threads that import it at once may deadlock."""
 

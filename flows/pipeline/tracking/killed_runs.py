@@ -1,4 +1,4 @@
-"""End the MLflow runs of a failed first step, and the runs that killed runs of the flow left."""
+"""End the MLflow runs of a failed first step, and the MLflow runs of killed runs of the flow."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,7 +7,7 @@ from mlflow.exceptions import MlflowException
 
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.mlflow_runs import find_runs
-from pipeline.tracking.run_record import as_tag, end_runs, remove_record, was_killed
+from pipeline.tracking.run_record import describe_failure, end_runs, remove_record, was_killed
 from pipeline.tracking.sender_thread import Sender
 from ppo_core.errors import PPOError
 from ppo_core.errors.redaction import redact
@@ -15,7 +15,7 @@ from ppo_core.errors.redaction import redact
 SECONDS = 20.0
 """Maximum wait in seconds until MLflow has the entries of a killed run or a failed first step."""
 
-REASON = "The run of the flow was killed, and ended by the next run."
+REASON = "The run of the flow was killed. The next run ended it in MLflow."
 
 
 def end_killed_runs(folder: Path, flow: str) -> None:
@@ -46,7 +46,7 @@ def end_failed_start(folder: Path, runs: Mapping[str, str], error: BaseException
     """
     try:
         journal = Journal(folder)
-        end_runs(journal, runs, "failed", as_tag(f"start failed: {str(error) or repr(error)}"))
+        end_runs(journal, runs, "failed", describe_failure("start", error))
         _send(journal)
     except PPOError as also:
         print(f"Warning: The runs in MLflow are not ended: {also}", flush=True)

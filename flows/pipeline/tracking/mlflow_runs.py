@@ -27,7 +27,7 @@ from pipeline.tracking.mlflow_client import (
     explained,
 )
 from pipeline.tracking.run_record import PARENT
-from ppo_core.errors import ModelError
+from ppo_core.errors import ModelError, reason_of
 from ppo_core.errors.deadline import answer_within
 from ppo_core.errors.redaction import mask_secrets, redact
 from serving.artifact_store import asking_the_store, prepare_mlflow
@@ -61,7 +61,7 @@ def start_runs(
         steps: names of the steps that get a run.
 
     Raises:
-        ModelError: MLflow does not answer, or refuses a request.
+        ModelError: MLflow does not answer, or refuses a request; or see `experiment_of`.
     """
     check_databases()
     server = mlflow.get_tracking_uri()
@@ -75,9 +75,9 @@ def start_runs(
         runs = {PARENT: parent, **_children(client, experiment, flow_run, parent, steps)}
     except (MlflowException, SQLAlchemyError) as error:
         raise ModelError(
-            f"MLflow at {server} starts no run: {error} Nothing would be "
-            "tracked and no policy registered. Repair this server, or set MLFLOW_TRACKING_URI to "
-            "another server, and run again."
+            f"MLflow at {server} starts no run: {reason_of(error)}. Nothing would be tracked, and "
+            "no policy registered. Repair this server, or set MLFLOW_TRACKING_URI to another "
+            "server, and run again."
         ) from error
     if server.startswith("http"):
         print(f"MLflow: {address_of_run(parent)}", flush=True)
@@ -138,9 +138,20 @@ def find_runs(flow_run: str) -> dict[str, str]:
 
 
 def experiment_of(client: MlflowClient) -> str:
-    """Return the id of the experiment of the flow; the first run creates the experiment."""
+    """Return the id of the experiment of the flow; the first run creates the experiment.
+
+    Raises:
+        ModelError: the experiment was deleted.
+    """
     found = client.get_experiment_by_name(EXPERIMENT)
-    return found.experiment_id if found else create_experiment(client, EXPERIMENT)
+    if found is None:
+        return create_experiment(client, EXPERIMENT)
+    if found.lifecycle_stage != "active":
+        raise ModelError(
+            f"The MLflow experiment '{EXPERIMENT}', which holds the runs of the flow, was deleted. "
+            f"Restore it with `mlflow experiments restore --experiment-id {found.experiment_id}`."
+        )
+    return found.experiment_id
 
 
 @explained()

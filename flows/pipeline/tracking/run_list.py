@@ -29,7 +29,7 @@ class ListedRun:
     run: str
     """Id FLOW/NUMBER."""
 
-    model: str | None
+    model: str | None = None
     """Name of the registered model."""
 
     started: str
@@ -39,28 +39,28 @@ class ListedRun:
     """`running`, `finished`, `failed` or `killed`; for a run that MLflow does not have, `running`,
     `killed` or `not in MLflow`."""
 
-    verdict: str | None
+    verdict: str | None = None
     """What the run decided, or how it ended early."""
 
-    rival: str | None
+    rival: str | None = None
     """`champion` or `sft`: the policy against which the win rate was measured."""
 
-    win_rate: float | None
-    low: float | None
-    high: float | None
+    win_rate: float | None = None
+    low: float | None = None
+    high: float | None = None
     """Win rate, and the ends of its 95 % interval."""
 
-    kl: float | None
+    kl: float | None = None
     """KL divergence of the policy from SFT, in nats per response."""
 
-    gpu_hours: float | None
-    price: float | None
+    gpu_hours: float | None = None
+    price: float | None = None
     """Cost in US dollars."""
 
-    folder: str | None
+    folder: str | None = None
     """Folder of the run on this machine."""
 
-    mlflow_run: str | None
+    mlflow_run: str | None = None
     """Id of the parent run in MLflow."""
 
 
@@ -151,16 +151,10 @@ def _of_machine(name: str, folder: Path) -> ListedRun:
     state = "not in MLflow"
     if (folder / RECORD).exists():
         state = "killed" if was_killed(folder) else "running"
-    unknown = dict.fromkeys(
-        ("model", "verdict", "rival", "win_rate", "low", "high", "kl", "gpu_hours", "price")
-    )
     # Metaflow numbers the runs of a machine by the microseconds since 1970.
     number = int(folder.name) / 1e6
     began = number if 0 < number < 1e11 else folder.stat().st_mtime
-    started = _as_text(began)
-    return ListedRun(
-        run=name, started=started, state=state, folder=str(folder), mlflow_run=None, **unknown
-    )
+    return ListedRun(run=name, started=_as_text(began), state=state, folder=str(folder))
 
 
 def _as_text(seconds: float) -> str:

@@ -113,6 +113,10 @@ def end_runs(
             log.describe(outcome.capitalize(), [why, *reasons])
 
 
-def as_tag(reason: str) -> str:
-    """Return a reason without credentials, in one line that is short enough for a tag."""
-    return " ".join(redact(reason).split())[:MAX_REASON_CHARACTERS]
+def describe_failure(step: str, error: BaseException) -> str:
+    """Return which step failed and why, without credentials, as one line for the tag ENDED_EARLY.
+
+    An error without a text, such as KeyboardInterrupt, is described by its class.
+    """
+    reason = redact(f"{step} failed: {str(error) or repr(error)}")
+    return " ".join(reason.split())[:MAX_REASON_CHARACTERS]

@@ -15,7 +15,7 @@ from pipeline.tracking.run_record import (
     RESUMED,
     RUNNING_AGAIN,
     RUNS_AGAIN,
-    as_tag,
+    describe_failure,
     end_runs,
     record_processes,
     remove_record,
@@ -130,7 +130,7 @@ class Tracker:
         if error is None:
             self.step.set_status("FINISHED")
         else:
-            reason = as_tag(f"{self.name} failed: {error}")
+            reason = describe_failure(self.name, error)
             end_runs(self.journal, self._not_finished(), "failed", reason)
         if error is None and self._refusal is not None:
             what, reasons = self._refusal

@@ -266,6 +266,9 @@ def test_a_prompt_that_occurs_twice_is_chosen_on_or_judged_on_and_not_both(
 ):
     settings = in_world(world, tmp_path, selection=SelectionConfig(method="judge"))
     rows = [{"prompt": f"w{2 + n % 40} w5"} for n in range(120)]
+    data = RunData(replace(settings, eval_prompts=write_rows(tmp_path / "one.jsonl", rows[:1])))
+    with pytest.raises(DataError, match="has one row, so none can be held out"):
+        data.selection_prompts()
     data = RunData(replace(settings, eval_prompts=write_rows(tmp_path / "twice.jsonl", rows)))
     with pytest.raises(DataError, match=r"has only 0 different prompts .* selection.method='kl'"):
         data.selection_prompts()

@@ -425,6 +425,7 @@ def test_machines_meet_at_the_first_one_at_a_port_of_their_attempt(tmp_path: Pat
         (None, 1, Machines(), None),
         ("", 2, Machines(), "4"),
         ("3,2", 2, Machines(), "3"),
+        ("0", 2, Machines(), "4"),
     ],
 )
 def test_the_cores_are_divided(

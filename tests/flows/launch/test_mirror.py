@@ -232,6 +232,30 @@ def test_a_new_machine_gets_the_policies_before_the_checkpoint(
     s3_client.cache_clear()
 
 
+def test_metrics_come_from_the_first_machine(
+    store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The second machine copies the metrics that it fetched, which are older."""
+    for name, value in store.items():
+        monkeypatch.setenv(name, value)
+    s3_client.cache_clear()
+    for attempt in (1, 2, 3):
+        folders = [tmp_path / f"{attempt}-{index}" / "ppo" for index in range(2)]
+        with ExitStack() as stack:
+            for index, folder in enumerate(folders):
+                workspace = Workspace(str(folder.parent), f"s3://{BUCKET}/metrics")
+                here = Machines(count=2, index=index)
+                stack.enter_context(mirrored(workspace, folder, here))
+            metrics = folders[0] / METRICS_FILE
+            found = metrics.read_text() if metrics.exists() else ""
+            assert found == "".join(f"{number}\n" for number in range(1, attempt))
+            folders[0].mkdir(exist_ok=True, parents=True)
+            metrics.write_text(f"{found}{attempt}\n")
+            for folder in folders:
+                finish_checkpoint(folder, attempt)
+    s3_client.cache_clear()
+
+
 def test_an_error_of_the_training_is_kept_if_the_last_copy_fails(
     store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ):

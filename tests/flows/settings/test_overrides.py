@@ -46,6 +46,12 @@ def test_a_value_is_toml_or_a_text_without_quotes(text: str, value: object):
     assert read_overrides([f"a.b={text}"]) == {"a": {"b": value}}
 
 
+def test_a_name_with_a_point_is_quoted():
+    price = 'hardware.judge_prices."openai:gpt-4.1"=0.002'
+    changed = settings(price, judge="openai:gpt-4.1")
+    assert changed.hardware.judge_prices == {"openai:gpt-4.1": 0.002}
+
+
 @pytest.mark.parametrize(
     ("texts", "message"),
     [

@@ -87,7 +87,7 @@ def test_a_copy_with_other_bytes_is_never_used(
     content = client.get_object(Bucket="artifacts", Key=key)["Body"].read()
     client.put_object(Bucket="artifacts", Key=key, Body=content.replace(b"w7w7", b"w8w8"))
     second = Machine(tmp_path / "b", monkeypatch, f"{STORE}/bytes")
-    with pytest.raises(StorageError, match=r"rows.arrow' .*has other bytes than its digest"):
+    with pytest.raises(StorageError, match=r"rows.arrow' .*do not match its digest"):
         second.double(file)
     assert not [*second.cache.glob("*doubled-*")]
 

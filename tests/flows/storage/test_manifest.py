@@ -69,7 +69,7 @@ def test_other_bytes_in_a_folder_of_version_0_1_are_refused(faults: S3Faults, tm
     assert manifest is not None
     key = f"{manifest[0].files['small.json'].digest[:16]}/small.json"
     write_object(published.below(key), b"[]")
-    with pytest.raises(StorageError, match=r"small.json' has other bytes than its digest"):
+    with pytest.raises(StorageError, match=r"small.json' do not match its digest"):
         fetch(published, LocalCache(tmp_path / "cache"))
     with pytest.raises(DataError, match=r"has no file 'small.json' with the content"):
         read_file(published, "small.json")

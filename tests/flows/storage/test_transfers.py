@@ -338,6 +338,25 @@ def test_a_writer_that_was_overtaken_stops(faults: S3Faults, tmp_path: Path):
     assert len(kept) == 2
 
 
+def test_old_files_that_cannot_be_removed_stop_no_writer(
+    faults: S3Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    file = tmp_path / "journal"
+    file.write_text("one")
+    _, version = replace({"journal": file}, at("outage"), "")
+
+    def stay_away(*_: Any) -> None:
+        raise StorageError("S3 does not answer.")
+
+    file.write_text("two")
+    with monkeypatch.context() as outage:
+        outage.setattr(upload, "remove_objects", stay_away)
+        _, version = replace({"journal": file}, at("outage"), version)
+    file.write_text("three")
+    replace({"journal": file}, at("outage"), version)
+    assert len(list_objects(at("outage"))) == 2
+
+
 def test_other_content_than_that_of_the_address_is_refused(faults: S3Faults, tmp_path: Path):
     published = publish(write_folder(tmp_path / "a", [10]), at("pinned"))
     manifest = at("pinned").below("manifest.json")
@@ -373,7 +392,7 @@ def test_an_object_that_stays_damaged_is_fetched_twice_at_most(faults: S3Faults,
     (key,) = [each["Key"] for each in list_objects(published) if each["Key"].endswith(".bin")]
     write_object(S3Address(bucket="artifacts", key=key), bytes(2 * PART_BYTES))
     faults.sent = 0
-    with pytest.raises(StorageError, match=r"file-0.bin' has other bytes than its digest"):
+    with pytest.raises(StorageError, match=r"file-0.bin' do not match its digest"):
         fetch(published, LocalCache(tmp_path / "cache"))
     assert faults.sent < 4 * PART_BYTES + 10_000
     assert not [*(tmp_path / "cache").rglob("*.bin")]

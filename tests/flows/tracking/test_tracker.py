@@ -21,6 +21,7 @@ from pipeline.tracking import tracker as tracker_module
 from pipeline.tracking.mlflow_client import EXPERIMENT
 from pipeline.tracking.mlflow_runs import start_runs
 from pipeline.tracking.run_log import RunLog
+from pipeline.tracking.run_record import ENDED_EARLY
 from pipeline.tracking.tracker import Tracker
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.errors import ModelError
@@ -111,6 +112,17 @@ def test_an_mlflow_that_is_away_starts_no_run(tmp_path):
         make_runs(tmp_path.name)
 
 
+def test_a_deleted_experiment_is_named_with_the_command_that_restores_it(client, tmp_path):
+    make_runs(tmp_path.name)
+    number = client.get_experiment_by_name(EXPERIMENT).experiment_id
+    client.delete_experiment(number)
+    try:
+        with pytest.raises(ModelError, match=rf"'{EXPERIMENT}'.* restore --experiment-id {number}"):
+            make_runs(f"{tmp_path.name} next")
+    finally:
+        client.restore_experiment(number)
+
+
 def test_the_state_of_a_step_is_that_of_its_run(client, tmp_path):
     runs = make_runs(tmp_path.name)
     with Tracker(tmp_path, runs, "load_policy") as tracker:
@@ -124,6 +136,11 @@ def test_the_state_of_a_step_is_that_of_its_run(client, tmp_path):
         raise ValueError("no")
     assert status(client, runs["train_policy"]) == "FAILED"
     assert status(client, runs["parent"]) == "FAILED"
+
+    with pytest.raises(KeyboardInterrupt), Tracker(tmp_path, runs, "train_policy"):
+        raise KeyboardInterrupt
+    reason = client.get_run(runs["parent"]).data.tags[ENDED_EARLY]
+    assert reason == "train_policy failed: KeyboardInterrupt()"
 
     with Tracker(tmp_path, runs, "train_policy") as tracker:
         tracker.parent.log_metrics({"win_rate": 0.6})
