@@ -53,9 +53,11 @@ class RewardModelJudge:
         keys = [(shown_prompt(prompt), answer) for prompt, answer in texts]
         rows = [self._model.encode(*text) for text in texts]
         read = [number for number, row in enumerate(rows) if self._model.can_read(row)]
-        scores = self._model.score_encoded([rows[n] for n in read], BATCH_SIZE) if read else []
+        scores: list[float] = []
+        if read:
+            scores = self._model.score_encoded([rows[n] for n in read], BATCH_SIZE).tolist()
         # Equal texts get one score, because the last digits of a score depend on its batch.
-        score_of = {keys[number]: float(score) for number, score in zip(read, scores, strict=True)}
+        score_of = {keys[number]: score for number, score in zip(read, scores, strict=True)}
         sides = [score_of.get(key) for key in keys]
         return [verdict_by_score(*both) for both in zip(sides[::2], sides[1::2], strict=True)]
 
