@@ -103,14 +103,16 @@ def train_ppo(
             stop_after_updates=script.stop_after_updates,
         )
     finally:
-        # Save even if an integration fails at the end, for example because a server is down.
+        # Save even if an integration or the upload to the hub fails, because a server is down.
         if trainer.is_done:
-            trainer.save_model(script.policy_dir)
-            if script.critic_dir is not None:
-                trainer.save_critic(Path(script.critic_dir))
-            if trainer.engine.is_main:
-                record = json.dumps(trainer.self_check.as_record())
-                write_atomically(Path(config.output_dir) / SELF_CHECK_FILE, record)
+            try:
+                trainer.save_model(script.policy_dir)
+            finally:
+                if script.critic_dir is not None:
+                    trainer.save_critic(Path(script.critic_dir))
+                if trainer.engine.is_main:
+                    record = json.dumps(trainer.self_check.as_record())
+                    write_atomically(Path(config.output_dir) / SELF_CHECK_FILE, record)
 
 
 def _make_trainer(
