@@ -279,9 +279,10 @@ def require_loaded(model: object, **others: object) -> None:
     given = {"model": model, **{name: one for name, one in others.items() if one is not None}}
     for name, one in given.items():
         if not isinstance(one, nn.Module):
+            kind = "SequenceClassification" if name == "value_model" else "CausalLM"
             raise ModelError(
                 f"{name}={one!r:.80} is not a loaded model. Pass {name}="
-                "AutoModelForCausalLM.from_pretrained(...)."
+                f"AutoModelFor{kind}.from_pretrained(...)."
             )
 
 
