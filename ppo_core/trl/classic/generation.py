@@ -139,7 +139,7 @@ class Generation:
                 f"generate() samples with top_k={self.settings.top_k} and "
                 f"top_p={self.settings.top_p}: step() corrects the loss, but the estimated KL "
                 "divergence is biased, and can become negative. Set kl_penalty='full', or leave "
-                "both out."
+                "out top_k and top_p."
             )
         return None
 
