@@ -139,7 +139,7 @@ def _front_matter(
 
 
 def _purpose(config: PPOConfig, base_model: str | None, dataset_name: str | None) -> str:
-    base = as_markdown(without_folders(base_model)) if base_model else "a language model"
+    base = as_markdown(without_folders(base_model)) if base_model else "A language model"
     text = (
         f"{base}, trained with proximal policy optimization (PPO, "
         "[arXiv:1707.06347](https://arxiv.org/abs/1707.06347)) to write responses that a reward "

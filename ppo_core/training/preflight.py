@@ -75,7 +75,7 @@ def require_stop_token(config: Any, stop_token_id: int | None) -> None:
     if stop_token_id is not None and not 0 <= stop_token_id < size:
         raise ModelError(
             f"stop_token_id={stop_token_id} is not one of the policy's {size} token ids, "
-            "so no response would ever end. Set stop_token_id to one of these ids."
+            "so every response would have the maximum length. Set stop_token_id to one of them."
         )
 
 
