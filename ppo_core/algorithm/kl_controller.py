@@ -65,7 +65,7 @@ class AdaptiveKL:
     def update(self, kl: float, episodes: int) -> None:
         """Adapt to `kl`, the mean divergence in nats per response of a batch of `episodes`.
 
-        A NaN is ignored: it comes from a batch without any training step.
+        A divergence that is not finite is ignored: all steps of its batch were skipped.
 
         Raises:
             ValueError: the batch is so large relative to the horizon that one update could make
@@ -76,7 +76,7 @@ class AdaptiveKL:
                 f"kl_horizon={self.horizon} is too short for {episodes} episodes per update: one "
                 f"update could make kl_coef 0 or negative. Set kl_horizon above {least:g}."
             )
-        if math.isnan(kl):
+        if not math.isfinite(kl):
             return
         before = kl if self._mean is None else self._mean
         share = min(1.0, episodes / self.window) if self.window else 1.0

@@ -98,7 +98,7 @@ def make_pretraining_texts(
 
     Raises:
         ConfigError: only one of `dataset` and ptx_coef is given.
-        DataError: a text cannot be used.
+        DataError: `dataset` is a text or a mapping, or a text cannot be used.
     """
     if (dataset is None) != (config.ptx_coef == 0):
         raise ConfigError(
@@ -108,6 +108,12 @@ def make_pretraining_texts(
         )
     if dataset is None:
         return None
+    if isinstance(dataset, str | Mapping):
+        # Iteration would give the characters of the text, or the names of the splits.
+        raise DataError(
+            f"pretrain_dataset={dataset!r:.80} is not a data set. Load the data set, choose a "
+            "split, for example dataset['train'], or put a single text into a list."
+        )
     tokens = [_encode_row(tokenizer, row, number) for number, row in enumerate(dataset)]
     return PretrainingTexts(tokens, seed=config.seed, max_length=context_length(model_config))
 

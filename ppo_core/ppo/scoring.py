@@ -1,6 +1,6 @@
 """Compute reference log-probabilities, values and reward scores of a rollout."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.data.batching import scoring_batches
 from ppo_core.data.prompts import Prompt
 from ppo_core.data.reward_columns import NO_COLUMNS, Columns
-from ppo_core.data.types import Rollout, Scores
+from ppo_core.data.types import Rollout, Scores, TokenRows
 from ppo_core.distributed.engine import Engine
 from ppo_core.io.progress_bar import each_pass
 from ppo_core.models.actor_critic import Critic
@@ -58,7 +58,6 @@ def score(
     )
 
 
-@torch.no_grad()
 def response_logprobs(
     model: LanguageModel, rollout: Rollout, batch_size: int, *, equal_passes: bool = False
 ) -> Tensor:
@@ -66,15 +65,11 @@ def response_logprobs(
 
     For `equal_passes` see `Engine.requires_equal_passes`.
     """
-    logprobs = torch.zeros_like(rollout.logprobs)
-    batches = scoring_batches(rollout.row_lengths, batch_size, equal_passes=equal_passes)
-    for batch in each_pass(batches, "scoring"):
-        counted, _ = model(rollout.token_rows(batch), rollout.temperature)
-        logprobs[batch] = _scattered(counted, rollout.response_mask[batch])
-    return logprobs
+    return _by_token(
+        lambda rows: model(rows, rollout.temperature)[0], rollout, batch_size, equal_passes
+    )
 
 
-@torch.no_grad()
 def truncated_logprobs(
     model: LanguageModel,
     rollout: Rollout,
@@ -89,22 +84,19 @@ def truncated_logprobs(
     For a token that top_k or top_p excludes, return the log-probability under the full model. For
     `equal_passes` see `Engine.requires_equal_passes`.
     """
-    logprobs = torch.zeros_like(rollout.logprobs)
-    batches = scoring_batches(rollout.row_lengths, batch_size, equal_passes=equal_passes)
-    for batch in each_pass(batches, "scoring"):
-        rows = rollout.token_rows(batch)
+
+    def logprobs(rows: TokenRows) -> Tensor:
         logits = tempered(model.logits(model.backbone.states(rows)), rollout.temperature)
         kept = truncated(logits, top_k=top_k, top_p=top_p)
         own, cut = (
             each.log_softmax(dim=1).gather(1, rows.targets[:, None])[:, 0]
             for each in (logits, kept)
         )
-        counted = torch.where(cut.isfinite(), cut, own)
-        logprobs[batch] = _scattered(counted, rollout.response_mask[batch])
-    return logprobs
+        return torch.where(cut.isfinite(), cut, own)
+
+    return _by_token(logprobs, rollout, batch_size, equal_passes)
 
 
-@torch.no_grad()
 def critic_values(
     critic: Critic, rollout: Rollout, batch_size: int, *, equal_passes: bool = False
 ) -> Tensor:
@@ -112,15 +104,9 @@ def critic_values(
 
     For `equal_passes` see `Engine.requires_equal_passes`.
     """
-    values = torch.zeros_like(rollout.logprobs)
-    batches = scoring_batches(rollout.row_lengths, batch_size, equal_passes=equal_passes)
-    for batch in each_pass(batches, "scoring"):
-        counted = critic(rollout.token_rows(batch))
-        values[batch] = _scattered(counted, rollout.response_mask[batch])
-    return values
+    return _by_token(critic, rollout, batch_size, equal_passes)
 
 
-@torch.no_grad()
 def exact_kl(
     policy: LanguageModel,
     reference: LanguageModel,
@@ -133,16 +119,22 @@ def exact_kl(
 
     For `equal_passes` see `Engine.requires_equal_passes`.
     """
-    divergences = torch.zeros_like(rollout.logprobs)
+
+    def divergences(rows: TokenRows) -> Tensor:
+        return policy.full_kl(policy.backbone.states(rows), reference, rows, rollout.temperature)
+
+    return _by_token(divergences, rollout, batch_size, equal_passes)
+
+
+@torch.no_grad()
+def _by_token(
+    compute: Callable[[TokenRows], Tensor], rollout: Rollout, batch_size: int, equal_passes: bool
+) -> Tensor:
+    """Return (B, T): the results (N,) of `compute` at counted tokens, and 0 elsewhere."""
+    found = torch.zeros_like(rollout.logprobs)
     batches = scoring_batches(rollout.row_lengths, batch_size, equal_passes=equal_passes)
     for batch in each_pass(batches, "scoring"):
-        rows = rollout.token_rows(batch)
-        states = policy.backbone.states(rows)
-        counted = policy.full_kl(states, reference, rows, rollout.temperature)
-        divergences[batch] = _scattered(counted, rollout.response_mask[batch])
-    return divergences
-
-
-def _scattered(counted: Tensor, mask: Tensor) -> Tensor:
-    """Return a (B, T) tensor with the values of `counted` (N,) where `mask` is True, else 0."""
-    return torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, counted)
+        mask = rollout.response_mask[batch]
+        counted = compute(rollout.token_rows(batch))
+        found[batch] = torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, counted)
+    return found

@@ -185,9 +185,9 @@ def check_padding(
 ) -> float:
     """Try the ways to compute a padded batch, the fastest first, until one is accurate enough.
 
-    The backbone is left set to this way. Return the `difference` of this way: how much the numbers
-    of a padded batch differ from the numbers of single sequences. `numbers` is the name of the
-    numbers in messages.
+    The backbone stays set to this way. Return the result of `difference` for this way: how much
+    results of a padded batch differ from results of single sequences. `numbers` names these results
+    in messages.
 
     Raises:
         ModelError: the difference is too large in every way, even with a mask.

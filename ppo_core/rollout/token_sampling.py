@@ -29,8 +29,8 @@ class SamplingSettings:
 
     stop_token_id: int
     temperature: float
-    """Sampling temperature. 0 chooses the most likely token; log-probabilities are then those of
-    temperature 1."""
+    """Sampling temperature. With 0, the most likely token is chosen, and its log-probability is
+    computed at temperature 1."""
     top_k: int = 0
     top_p: float = 1.0
 

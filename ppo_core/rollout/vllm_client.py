@@ -21,6 +21,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+import httpx2
 import openai
 from pydantic import BaseModel, Field, ValidationError
 from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_exponential
@@ -81,7 +82,7 @@ class VLLMServer:
         self._timeout = timeout
         self._at_once = at_once
         self._client = openai.OpenAI(
-            api_key=os.environ.get("VLLM_API_KEY") or "none",
+            api_key=os.environ.get("VLLM_API_KEY", "").strip() or "none",
             base_url=f"{self._url}/v1",
             max_retries=0,
             timeout=openai.Timeout(timeout, connect=CONNECT_SECONDS),
@@ -218,6 +219,12 @@ class VLLMServer:
         try:
             return retrying(request)
         except openai.APIConnectionError as error:
+            if isinstance(error.__cause__, httpx2.ReadTimeout):
+                raise TrainingError(
+                    f"The vLLM server at {self._url} did not {action} within "
+                    f"vllm_server_timeout={self._timeout:g} seconds. Raise vllm_server_timeout, "
+                    "or see the server's log, and resume the run."
+                ) from None
             raise TrainingError(
                 f"The vLLM server at {self._url} cannot be reached to {action}, after retries "
                 f"for vllm_server_timeout={self._timeout:g} seconds: {error.__cause__ or error}. "

@@ -17,10 +17,7 @@ from ppo_core.config.placement import Precision, placement_for_reading
 from ppo_core.config.row_settings import PromptFormat
 from ppo_core.data.chat_template import Messages
 from ppo_core.data.rows.dialogues import in_format_of
-from ppo_core.distributed.process import (
-    prepare_command,
-    reported_errors,
-)
+from ppo_core.distributed.process import prepare_command, reported_errors
 from ppo_core.errors import PPOError
 from ppo_core.errors.out_of_memory import free_unused
 from ppo_core.io.atomic_files import write_atomically

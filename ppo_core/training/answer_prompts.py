@@ -10,7 +10,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_core.algorithm.kl import kl_per_token
 from ppo_core.algorithm.running_moments import RunningMoments
 from ppo_core.data.prompt_set import PromptSet
-from ppo_core.data.prompts import Prompt, Tokens, encode_prompt, prompt_text, response_texts
+from ppo_core.data.prompts import (
+    Prompt,
+    Tokens,
+    check_prompt_lengths,
+    context_length,
+    encode_prompt,
+    prompt_text,
+    response_texts,
+)
 from ppo_core.data.types import Rollout
 from ppo_core.distributed.choose_engine import choose_engine
 from ppo_core.errors import TrainingError
@@ -81,6 +89,7 @@ def answer_prompts(
     The divergence of greedy responses is not computed if `reference_temperature` is None.
 
     Raises:
+        DataError: a prompt has no token, or leaves no room for a response.
         ModelError: the tokenizer has no stop token, the model cannot be sampled from, or the
             context of the server's model is too short.
         TrainingError: the server cannot be reached or samples from another distribution, or the
@@ -97,6 +106,8 @@ def answer_prompts(
     generator = torch.Generator().manual_seed(seed)
     uniforms = torch.rand(len(prompts), response_length, generator=generator)[list(numbers)]
     encoded = [encode_prompt(tokenizer, prompts[number]) for number in numbers]
+    context = context_length(model.config)
+    check_prompt_lengths(encoded, context=context, response_length=response_length)
     batches = BatchSize(batch_size, "answering")
     rollout = _sample(policy, encoded, uniforms, sampling, batches, server)
     kl = None

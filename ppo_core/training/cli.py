@@ -103,14 +103,16 @@ def train_ppo(
             stop_after_updates=script.stop_after_updates,
         )
     finally:
-        # Save even if an integration fails at the end, for example because a server is down.
+        # Save even if an integration or the upload to the hub fails, because a server is down.
         if trainer.is_done:
-            trainer.save_model(script.policy_dir)
-            if script.critic_dir is not None:
-                trainer.save_critic(Path(script.critic_dir))
-            if trainer.engine.is_main:
-                record = json.dumps(trainer.self_check.as_record())
-                write_atomically(Path(config.output_dir) / SELF_CHECK_FILE, record)
+            try:
+                trainer.save_model(script.policy_dir)
+            finally:
+                if script.critic_dir is not None:
+                    trainer.save_critic(Path(script.critic_dir))
+                if trainer.engine.is_main:
+                    record = json.dumps(trainer.self_check.as_record())
+                    write_atomically(Path(config.output_dir) / SELF_CHECK_FILE, record)
 
 
 def _make_trainer(
@@ -222,10 +224,11 @@ def load_prompts(
 
     rows, watched = read(script.dataset_train_split), script.watched_prompts
     if watched:
-        if config.eval_strategy == "steps":
+        if config.eval_strategy == "steps" or config.num_sample_generations == 0:
             raise ConfigError(
-                f"watched_prompts={watched} would be ignored: with eval_strategy='steps', samples "
-                f"are for the split {script.dataset_test_split!r}. Remove one of these settings."
+                f"watched_prompts={watched} would be ignored, because of eval_strategy="
+                f"{config.eval_strategy!r} or num_sample_generations="
+                f"{config.num_sample_generations}. Remove one of these settings."
             )
         count = min(watched, len(rows))
         return rows, rows.select([number * len(rows) // count for number in range(count)])

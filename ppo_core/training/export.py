@@ -92,14 +92,17 @@ class PolicyExporter(RunContext):
             write_critic(critic, weights, head, unfinished)
 
     def write_card(self, *, model_name: str | None = None, **details: Any) -> None:
-        """Write README.md with the settings and the last metrics."""
+        """Write README.md with the settings and the metrics of the last logged update."""
         history = self.reporter.state.log_history
+        # The last entry may be an evaluation after the update.
+        last = max((one["step"] for one in history if "objective/kl" in one), default=None)
+        metrics = {k: v for one in history if one["step"] == last for k, v in one.items()}
         if self.engine.is_main:
             write_model_card(
                 Path(self.config.output_dir),
                 config=self.config,
                 base_model=getattr(self.models.policy.model.config, "_name_or_path", ""),
-                metrics=history[-1] if history else {},
+                metrics=metrics,
                 model_name=model_name,
                 **details,
             )

@@ -17,6 +17,7 @@ from ppo_core.checkpointing.lease import LEASE, LOCK
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.errors import ConfigError, TrainingError
 from ppo_core.errors.control_characters import remove_controls
+from ppo_core.errors.redaction import redact
 from ppo_core.io.atomic_files import explained_writes, write_atomically
 from ppo_core.reporting.escaping import as_markdown, as_table
 from ppo_core.reporting.metrics import Metrics
@@ -52,10 +53,11 @@ def write_model_card(
 ) -> Path:
     """Write README.md into the folder of a saved policy; return its path.
 
-    All settings except the hub token are written. `base_model` and `dataset_name` are hub ids or
-    paths. If a path is absolute or begins with `~`, only its last part is written. If `model_name`
-    is None, the name is hub_model_id or, without hub_model_id, the folder's name. `metrics` are the
-    metrics of the last update. The first three `samples` are written.
+    All settings except the hub token are written, and URLs without passwords. `base_model` and
+    `dataset_name` are hub ids or paths. If a path is absolute or begins with `~`, only its last
+    part is written. If `model_name` is None, the name is hub_model_id or, without hub_model_id, the
+    folder's name. `metrics` are the metrics of the last update. The first three `samples` are
+    written.
     """
     folder = Path(folder)
     name = without_folders(model_name or config.hub_model_id or folder.resolve().name)
@@ -138,7 +140,7 @@ def _front_matter(
 
 
 def _purpose(config: PPOConfig, base_model: str | None, dataset_name: str | None) -> str:
-    base = as_markdown(without_folders(base_model)) if base_model else "a language model"
+    base = as_markdown(without_folders(base_model)) if base_model else "A language model"
     text = (
         f"{base}, trained with proximal policy optimization (PPO, "
         "[arXiv:1707.06347](https://arxiv.org/abs/1707.06347)) to write responses that a reward "
@@ -196,7 +198,7 @@ def _shown(value: object) -> str:
 def _public_settings(config: PPOConfig) -> dict[str, object]:
     settings = {name: value for name, value in asdict(config).items() if name != "hub_token"}
     return {
-        name: without_folders(value) if isinstance(value, str) else value
+        name: without_folders(redact(value)) if isinstance(value, str) else value
         for name, value in settings.items()
     }
 

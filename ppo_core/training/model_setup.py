@@ -66,16 +66,6 @@ class ScriptModels:
     peft_config: Any = None
     """The adapter to add to the policy, if any."""
 
-    def fingerprints(self) -> dict[str, Layout]:
-        """Return the fingerprints of the weights that checkpoints do not contain."""
-        return given_models(
-            self.policy,
-            self.reference,
-            self.rewards.models(),
-            self.rewards.modules(),
-            adds_adapter=self.peft_config is not None,
-        )
-
 
 def join_processes(config: PPOConfig, policy: nn.Module) -> tuple[PPOConfig, Engine]:
     """Return the settings with precision and batch sizes filled in, and the engine of the run.
@@ -143,7 +133,9 @@ def set_up_models(
     )
     given = ScriptModels(policy, reference, critic, rewards, peft_config)
     share_random_scores([*(scorer.model for scorer in rewards.models()), critic], engine)
-    prints = given.fingerprints()
+    prints = given_models(
+        policy, reference, rewards.models(), rewards.modules(), adds_adapter=peft_config is not None
+    )
     require_equal_models(prints, engine)
     models = make_models(config, tokenizer, given, engine)
     return replace(models, fingerprints=prints | trained_layouts(models))
@@ -237,17 +229,22 @@ def _without_adapter(model: nn.Module) -> nn.Module:
     merged.name_or_path = ""
     logger.warning(
         "The policy's adapter is merged into a copy of its base, and the adapter of peft_config is "
-        "added to that. save_model() writes the whole policy; the folder adapter/ in it fits no "
-        "other base. To train the adapter that the policy has, pass no peft_config."
+        "added to this copy. save_model() writes the whole policy. The adapter in its folder "
+        "adapter/ fits only this copy. To train the policy's own adapter, pass no peft_config."
     )
     return merged
 
 
 def _require_trainable(policy: LanguageModel, critic: Critic | None) -> None:
-    if not any(parameter.requires_grad for parameter in policy_parameters(policy, critic)):
-        raise ModelError("No parameter of the policy requires a gradient: nothing would learn.")
-    if critic is not None and not any(each.requires_grad for each in critic.parameters()):
-        raise ModelError("No parameter of the critic requires a gradient: nothing would learn.")
+    models = {"policy": policy_parameters(policy, critic)}
+    if critic is not None:
+        models["critic"] = [*critic.parameters()]
+    for name, parameters in models.items():
+        if not any(parameter.requires_grad for parameter in parameters):
+            raise ModelError(
+                f"No parameter of the {name} requires a gradient, so the {name} would not learn. "
+                "Call requires_grad_() of the model, or of the layers to train."
+            )
 
 
 def _prepare_frozen(
@@ -279,9 +276,10 @@ def require_loaded(model: object, **others: object) -> None:
     given = {"model": model, **{name: one for name, one in others.items() if one is not None}}
     for name, one in given.items():
         if not isinstance(one, nn.Module):
+            kind = "SequenceClassification" if name == "value_model" else "CausalLM"
             raise ModelError(
                 f"{name}={one!r:.80} is not a loaded model. Pass {name}="
-                "AutoModelForCausalLM.from_pretrained(...)."
+                f"AutoModelFor{kind}.from_pretrained(...)."
             )
 
 

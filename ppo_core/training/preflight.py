@@ -23,7 +23,8 @@ def check_models(
 
     Raises:
         ModelError: the policy cannot be sampled from or saved, `stop_token_id` is not in its
-            vocabulary, or another model lacks embeddings for the policy's tokens.
+            vocabulary, another model lacks embeddings for the policy's tokens, or the exact
+            divergence needs a reference of the policy's size.
         DataError: a prompt with its response is too long for a model, or prompts are chats and a
             reward model has no chat template.
     """
@@ -37,6 +38,13 @@ def check_models(
             _check_reader("reward model", scorer.model, known, longest + scorer.end_of_text)
         _check_template(scorer, prompts)
     _check_reader("reference", models.reference.model, known, longest)
+    sizes = [_vocabulary(one.model) for one in (models.policy, models.reference)]
+    if config.kl_estimator == "full" and sizes[0] != sizes[1]:
+        raise ModelError(
+            f"kl_estimator='full' compares the probabilities of all tokens, but the policy has "
+            f"{sizes[0]} tokens and the reference {sizes[1]}. Use a reference with as many tokens, "
+            "or another kl_estimator."
+        )
     # A script's own value model has no configuration.
     if models.critic is not None and hasattr(models.critic.model, "config"):
         _check_reader("critic", models.critic.model, known, longest)
@@ -67,7 +75,7 @@ def require_stop_token(config: Any, stop_token_id: int | None) -> None:
     if stop_token_id is not None and not 0 <= stop_token_id < size:
         raise ModelError(
             f"stop_token_id={stop_token_id} is not one of the policy's {size} token ids, "
-            "so no response would ever end. Set stop_token_id to one of these ids."
+            "so every response would have the maximum length. Set stop_token_id to one of them."
         )
 
 

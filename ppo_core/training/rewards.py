@@ -48,7 +48,7 @@ def reward_prints(
     """Return the fingerprint of each reward; a run can only resume with equal ones (`Fingerprint`).
 
     A fingerprint contains the reward's number, because this number determines the weight among
-    `reward_weights`. The weights of models are in `ScriptModels.fingerprints` instead.
+    `reward_weights`. `given_models` returns fingerprints of the models' weights.
     """
     prints = {}
     for number, one in enumerate(rewards):

@@ -54,9 +54,9 @@ from ppo_core.training.preflight import check_models
 from ppo_core.training.self_check import SelfCheck, check_numbers
 
 LESS_MEMORY = (
-    "Lower local_rollout_forward_batch_size if this was in sampling or scoring, or "
-    "per_device_train_batch_size or max_tokens_per_microbatch if it was in the update: no result "
-    "depends on them. Or set gradient_checkpointing=True, or sharding to zero2, zero3 or fsdp2, "
+    "If this happened in sampling or scoring, lower local_rollout_forward_batch_size; in the "
+    "update, lower per_device_train_batch_size or max_tokens_per_microbatch. No result depends on "
+    "these settings. Or set gradient_checkpointing=True, or sharding to zero2, zero3 or fsdp2, "
     "with offload=True if that is not enough. Then resume with --resume_anyway "
     "(resume_anyway=True). Or train LoRA adapters in a new run."
 )

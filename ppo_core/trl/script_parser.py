@@ -41,9 +41,8 @@ class TrlParser(HfArgumentParser):
             place = words.index(CONFIG)
             values = _read_yaml(words[place + 1] if words[place + 1 :] else "")
             del words[place : place + 2]
-        variables = values.pop("env", None)
-        if variables is None:
-            variables = {}
+        given = values.pop("env", None)
+        variables = {} if given is None else given
         if not isinstance(variables, dict):
             # Do not quote the value, because it may be a password.
             raise ConfigError(

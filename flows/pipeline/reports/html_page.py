@@ -99,6 +99,7 @@ ins { background: var(--ins) } del { background: var(--del) }
 {%- elif kind == "removed" -%}<del>{{ text }}</del>
 {%- else -%}{{ text }}{%- endif -%}
 {%- endfor -%}
+{%- if not answer.pieces | join(attribute=1) %}<em>empty</em>{% endif -%}
 </div></div>
 {% endfor %}
 </div>

@@ -14,7 +14,7 @@ KEPT_COLUMNS = {"input_ids", "attention_mask", "label", "query", "response"}
 
 def without_unused_columns(dataset: Any) -> Any:
     """Return a `datasets.Dataset` with only `KEPT_COLUMNS`, and any other data set unchanged."""
-    if not hasattr(dataset, "column_names"):
+    if isinstance(dataset, Mapping) or not hasattr(dataset, "column_names"):
         return dataset
     unused = [name for name in dataset.column_names if name not in KEPT_COLUMNS]
     return dataset.remove_columns(unused)
@@ -34,7 +34,15 @@ def shuffled_batches(
     The incomplete last batch of a pass is dropped. Without `collate`, a batch of mappings becomes
     a mapping of lists, and torch's default_collate handles other rows. A pass raises a DataError if
     the data set is too small for one batch in each process.
+
+    Raises:
+        DataError: `dataset` is a text, or a mapping such as all splits of a data set.
     """
+    if isinstance(dataset, str | Mapping):
+        raise DataError(
+            f"dataset={dataset!r:.80} is not a data set. Load the data set, and choose a split, "
+            "for example dataset['train']."
+        )
     sampler: DistributedSampler[Any] = DistributedSampler(
         dataset, num_replicas=num_processes, rank=rank, seed=seed, drop_last=True
     )

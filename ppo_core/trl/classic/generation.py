@@ -50,17 +50,23 @@ ONE_SEQUENCE: dict[str, tuple[Any, ...]] = {
 OTHER_ENDS = {"stop_strings", "stopping_criteria", "max_time"}
 """Arguments that may end a response without an end token."""
 
-LENGTH_AND_SPEED = {
+SAME_DISTRIBUTION = {
     "max_new_tokens",
     "max_length",
+    "bos_token_id",
+    "decoder_start_token_id",
     "eos_token_id",
     "pad_token_id",
     "tokenizer",
     "use_cache",
     "cache_implementation",
+    "output_attentions",
+    "output_hidden_states",
     "synced_gpus",
+    "_from_model_config",
 }
-"""Arguments that change length or speed, but not the distribution of tokens."""
+"""Arguments that do not change the distribution of tokens; a model's saved generation_config has
+several of them."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +111,7 @@ class Generation:
             )
         chosen["top_k"] = int(chosen["top_k"])
         neutral = {name for name, values in NEUTRAL.items() if given.get(name) in values}
-        accounted = {*chosen, *ONE_SEQUENCE, *LENGTH_AND_SPEED, *OTHER_ENDS}
+        accounted = {*chosen, *ONE_SEQUENCE, *SAME_DISTRIBUTION, *OTHER_ENDS}
         others = {name: value for name, value in given.items() if name not in neutral}
         defaults = {name: values[0] for name, values in (NEUTRAL | ONE_SEQUENCE).items()}
         unaccounted = [name for name in others if name not in accounted]
@@ -133,7 +139,7 @@ class Generation:
                 f"generate() samples with top_k={self.settings.top_k} and "
                 f"top_p={self.settings.top_p}: step() corrects the loss, but the estimated KL "
                 "divergence is biased, and can become negative. Set kl_penalty='full', or leave "
-                "both out."
+                "out top_k and top_p."
             )
         return None
 

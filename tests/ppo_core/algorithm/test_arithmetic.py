@@ -136,10 +136,11 @@ def test_at_the_target_the_coefficient_stays():
     assert control.kl_coef == 0.1
 
 
-def test_a_divergence_that_is_no_number_leaves_the_coefficient():
+def test_a_divergence_that_is_not_finite_leaves_the_coefficient():
     control = AdaptiveKL(0.1, target=6.0, horizon=1000)
-    control.update(math.nan, 500)
-    assert control.kl_coef == 0.1
+    for divergence in (math.nan, math.inf, 6.0):
+        control.update(divergence, 500)
+        assert control.kl_coef == 0.1
 
 
 def test_a_batch_that_could_turn_the_coefficient_negative_is_refused():

@@ -22,9 +22,11 @@ from ppo_core.ppo.scoring import response_logprobs
 from ppo_core.reporting.metrics import sampler_metrics
 from ppo_core.rollout.sample_responses import sample_responses
 from ppo_core.rollout.token_sampling import SamplingSettings, server_of
+from ppo_core.rollout.vllm_client import VLLMServer
 from ppo_core.rollout.vllm_sampler import VLLMSampler, request_seeds
 from tests.helpers.models.tiny import make_policy, make_prompts
 from tests.helpers.servers.full_disk import full_disk
+from tests.helpers.servers.slow_servers import say_nothing, slow_server
 from tests.helpers.servers.vllm_server import VLLMServerOfTests, vllm_server
 from tests.ppo_core.distributed.test_strategy import run_call
 from tests.ppo_core.ppo.test_update import make_config, make_experience, weights_after
@@ -329,6 +331,19 @@ def test_a_server_that_is_still_starting_is_waited_for(server, tmp_path):
     server.busy_answers = 2
     make_sampler(server, tmp_path, LanguageModel(make_policy())).synchronize()
     assert len(server.loaded) == 1
+
+
+def test_a_server_that_is_reached_and_answers_too_late_is_no_server_to_start():
+    with (
+        slow_server(say_nothing) as url,
+        pytest.raises(TrainingError, match=r"did not list .* within .* Raise vllm_server_timeout"),
+    ):
+        VLLMServer(url, timeout=0.3, at_once=1).check([1], 5)
+
+
+def test_a_key_that_was_read_with_its_line_break_is_sent_without(server, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "canary-0123456789\n")
+    make_sampler(server, tmp_path, LanguageModel(make_policy()))
 
 
 def test_a_server_that_cannot_do_it_is_refused_by_what_it_must_be_started_with(server, tmp_path):

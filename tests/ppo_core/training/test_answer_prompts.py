@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from ppo_core.errors import DataError
 from ppo_core.models.policy import LanguageModel
 from ppo_core.training.answer_prompts import answer_prompts
 from tests.helpers.models.tiny import make_policy, make_tokenizer
@@ -20,6 +21,16 @@ def test_the_same_seed_gives_the_same_texts_in_batches_of_any_size():
     assert texts == answer(make_policy(), batch_size=1).texts
     assert texts != answer(make_policy(), seed=4).texts
     assert len(set(texts)) == len(PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [("w1 " * 60, "longer than 52 tokens, the context of 64 minus"), ("", "have no token")],
+    ids=["too long", "empty"],
+)
+def test_a_prompt_that_cannot_be_answered_is_refused(prompt, words):
+    with pytest.raises(DataError, match=words):
+        answer_prompts(make_policy("gpt2"), make_tokenizer(), ["w1", prompt], **SAMPLING)
 
 
 def test_no_prompts_have_no_answers():

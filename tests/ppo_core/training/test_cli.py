@@ -299,10 +299,11 @@ def test_watched_prompts_are_at_equal_distances_and_trained_on(watched, names, t
     assert shown["prompt"][:] == (names or train["prompt"][:])
 
 
-def test_watched_prompts_and_a_test_split_contradict_each_other(data):
+@pytest.mark.parametrize("other", [{"eval_strategy": "steps"}, {"num_sample_generations": 0}])
+def test_watched_prompts_that_would_be_ignored_are_refused(other, data):
     script = ScriptArguments(dataset_name=str(data), watched_prompts=1)
     with pytest.raises(ConfigError, match="watched_prompts=1 would be ignored"):
-        load_prompts(PPOConfig(eval_strategy="steps"), script, make_tokenizer(), None)
+        load_prompts(PPOConfig(**other), script, make_tokenizer(), None)
 
 
 def test_evaluation_reads_the_test_split(data):
@@ -533,13 +534,20 @@ class LostServerError(RuntimeError):
     pass
 
 
-def test_the_policy_is_saved_although_an_integration_fails_at_the_end(
-    models, data, tmp_path, monkeypatch
+@pytest.mark.parametrize(
+    ("lost_in", "changes"),
+    [
+        ("ppo_core.reporting.callbacks.Reporter.end", {}),
+        ("ppo_core.training.export.push_folder", {"push_to_hub": True}),
+    ],
+)
+def test_policy_and_critic_are_saved_although_a_server_is_lost_at_the_end(
+    lost_in, changes, models, data, tmp_path, monkeypatch
 ):
-    def lost(*_):
+    def lost(*_, **__):
         raise LostServerError
 
-    monkeypatch.setattr("ppo_core.reporting.callbacks.Reporter.end", lost)
+    monkeypatch.setattr(lost_in, lost)
     config = PPOConfig(
         output_dir=str(tmp_path / "out"),
         sft_model_path=str(models / "policy"),
@@ -548,10 +556,14 @@ def test_the_policy_is_saved_although_an_integration_fails_at_the_end(
         per_device_train_batch_size=4,
         total_episodes=4,
         response_length=6,
+        **changes,
     )
+    script = ScriptArguments(dataset_name=str(data), critic_dir=str(tmp_path / "critic"))
     with pytest.raises(LostServerError):
-        train_ppo(config, ScriptArguments(dataset_name=str(data)), ModelArguments())
+        train_ppo(config, script, ModelArguments())
     assert changed(tmp_path / "out", models / "policy")
+    assert load_critic(tmp_path / "critic") is not None
+    assert (tmp_path / "out" / "self-check.json").is_file()
 
 
 def test_a_run_goes_on_from_its_latest_checkpoint(models, data, tmp_path):

@@ -115,8 +115,10 @@ def test_a_policy_in_half_precision_is_saved_in_it(tmp_path, family):
         assert torch.equal(tensor, trained[name].bfloat16())
 
 
-def test_the_model_card_names_settings_and_last_metrics(tmp_path):
-    trainer = make_trainer(dataclasses.replace(CONFIG, output_dir=str(tmp_path)))
+@pytest.mark.parametrize("eval_strategy", ["no", "steps"])
+def test_the_model_card_names_settings_and_last_metrics(eval_strategy, tmp_path):
+    config = dataclasses.replace(CONFIG, output_dir=str(tmp_path), eval_strategy=eval_strategy)
+    trainer = make_trainer(config, eval_dataset=["w1 w2"])
     last = trainer.train()[-1]
     trainer.create_model_card("tiny", "posts", ["short"])
     card = (tmp_path / "README.md").read_text().replace("\\", "")
@@ -124,6 +126,7 @@ def test_the_model_card_names_settings_and_last_metrics(tmp_path):
     assert "objective/scores" in card
     assert "- short" in card
     assert f"{last['objective/scores']:.4g}"[:5] in card
+    assert ("eval/scores" in card) == (eval_strategy == "steps")
 
 
 def test_a_finished_run_has_nothing_left_to_do(tmp_path):

@@ -77,6 +77,9 @@ def test_neither_the_token_nor_a_path_of_this_machine_is_in_the_card(tmp_path: P
         sft_model_path="~/secret place/sft",
         reward_model_path=str(tmp_path / "reward"),
         deepspeed=r"C:\Users\me\zero.json",
+        use_vllm=True,
+        vllm_weights_dir="weights",
+        vllm_server_base_url="http://me:canary-0123456789@server:8000",
     )
     card = card_of(
         tmp_path / "out",
@@ -86,9 +89,9 @@ def test_neither_the_token_nor_a_path_of_this_machine_is_in_the_card(tmp_path: P
         model_name=str(tmp_path / "out"),
     )
     written = card.content.replace("\\", "")
-    for private in (TOKEN, "hub_token", str(tmp_path), "secret place", "Users"):
+    for private in (TOKEN, "hub_token", str(tmp_path), "secret place", "Users", "canary"):
         assert private not in written
-    for public in ("sft model, trained", "prompts.json", "zero.json", "| out |"):
+    for public in ("sft model, trained", "prompts.json", "zero.json", "| out |", "server:8000"):
         assert public in card.text
     assert card.data.base_model is None
     assert card.data.datasets is None

@@ -280,7 +280,7 @@ def test_checkpointed_adapters_learn_what_plain_ones_do(tmp_path):
             },
             "scores would change",
         ),
-        (lambda: {"model": make_policy().requires_grad_(False)}, "nothing would learn"),
+        (lambda: {"model": make_policy().requires_grad_(False)}, "so the policy would not learn"),
         (lambda: {"model": make_classifier()}, "Pass a transformers causal language model"),
         (lambda: {"value_model": make_policy()}, "one value at every token"),
     ],
@@ -310,7 +310,7 @@ def test_a_frozen_policy_with_a_critic_that_learns_is_refused(tmp_path):
     for name, parameter in model.named_parameters():
         if ".policy." in name:
             parameter.requires_grad_(False)
-    with pytest.raises(ModelError, match="nothing would learn"):
+    with pytest.raises(ModelError, match="so the policy would not learn"):
         make_trainer(model=model, ref_model=None, value_model=critic, reward_model=reward)
 
 

@@ -45,6 +45,13 @@ def test_a_model_that_does_not_know_the_policys_tokens_is_refused(parts, message
         make_trainer(**parts)
 
 
+def test_a_reference_of_more_tokens_is_refused_only_for_the_exact_divergence():
+    larger = smaller(AutoModelForCausalLM, vocab_size=70)
+    make_trainer(ref_model=larger).step()
+    with pytest.raises(ModelError, match="the policy has 61 tokens and the reference 70"):
+        make_trainer(dataclasses.replace(CONFIG, kl_estimator="full"), ref_model=larger)
+
+
 def test_a_reward_model_without_room_for_the_longest_answer_and_its_end_is_refused():
     # The longest prompt has 3 tokens, a response 8: with the end of the text that is 12.
     short = smaller(AutoModelForSequenceClassification, max_position_embeddings=11)

@@ -311,12 +311,17 @@ def test_the_same_object_as_policy_and_reference_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("name", "given"), [("model", "gpt2"), ("model", None), ("ref_model", "gpt2")]
+    ("name", "given", "kind"),
+    [
+        ("model", "gpt2", "CausalLM"),
+        ("model", None, "CausalLM"),
+        ("ref_model", "gpt2", "CausalLM"),
+        ("value_model", "gpt2", "SequenceClassification"),
+    ],
 )
-def test_a_name_in_the_place_of_a_model_is_refused_with_the_way_to_load_one(name, given):
-    with pytest.raises(
-        ModelError, match=rf"{name}={given!r} is not a loaded model.*from_pretrained"
-    ):
+def test_a_name_in_the_place_of_a_model_is_refused_with_the_way_to_load_one(name, given, kind):
+    words = rf"{name}={given!r} is not a loaded model.*AutoModelFor{kind}\.from_pretrained"
+    with pytest.raises(ModelError, match=words):
         make_trainer(**{name: given})
 
 

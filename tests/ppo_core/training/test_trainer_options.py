@@ -379,6 +379,10 @@ def test_pretraining_texts_and_their_weight_go_together():
             make_trainer(parts=parts, **changes)
     with pytest.raises(DataError, match="text 0 has 65 tokens"):
         make_trainer(parts={"pretrain_dataset": ["w1 " * 65]}, ptx_coef=1.0)
+    # The names of splits, and the characters of a text, are no texts.
+    for dataset in ({"w1 w2": ["w1 w2"]}, "w1 w2"):
+        with pytest.raises(DataError, match=r"is not a data set\..*choose a split"):
+            make_trainer(parts={"pretrain_dataset": dataset}, ptx_coef=1.0)
 
 
 def test_prompts_padded_on_the_left_train_like_those_without_padding():

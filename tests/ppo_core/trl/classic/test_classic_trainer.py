@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, HfArgumentParser
@@ -597,6 +597,12 @@ def test_a_collator_makes_the_batch_and_rows_without_names_are_stacked():
     assert ids.shape == (6, 1) and sorted(numbers.tolist()) == [*range(6)]
     (collated,) = make_trainer(dataset=rows, data_collator=len).dataloader
     assert collated == 6
+
+
+@pytest.mark.parametrize("dataset", ["imdb", DatasetDict(train=Dataset.from_dict({"query": [1]}))])
+def test_a_name_or_all_splits_in_the_place_of_a_data_set_are_refused(dataset):
+    with pytest.raises(DataError, match="choose a split"):
+        make_trainer(dataset=dataset)
 
 
 def test_a_data_set_smaller_than_a_batch_is_refused():

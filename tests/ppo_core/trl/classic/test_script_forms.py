@@ -41,6 +41,8 @@ from tests.ppo_core.trl.classic.test_classic_trainer import (
 
 LORA = peft.LoraConfig(r=4, target_modules=["c_attn"], task_type="CAUSAL_LM")
 HALVES = [torch.bfloat16, torch.float16]
+OF_MODEL = GenerationConfig.from_model_config(make_policy().config)
+"""As a model has it: with ids of special tokens, and flags of outputs."""
 
 STATISTICS = (
     "objective/kl objective/kl_dist objective/logprobs objective/ref_logprobs objective/kl_coef "
@@ -217,6 +219,7 @@ def nucleus(row: torch.Tensor, share: float) -> int:
         ({"min_length": 3, "no_repeat_ngram_size": 2}, "min_length=3, no_repeat_ngram_size=2"),
         ({"top_k": 3}, "top_k=3 and top_p=1.0: step() corrects the loss"),
         ({"generation_config": GenerationConfig(top_k=3)}, "top_k=3 and top_p=1.0"),
+        ({"generation_config": OF_MODEL, "top_k": 3}, "top_k=3 and top_p=1.0"),
     ],
     ids=str,
 )
