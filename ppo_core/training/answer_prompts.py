@@ -111,17 +111,37 @@ def answer_prompts(
     batches = BatchSize(batch_size, "answering")
     rollout = _sample(policy, encoded, uniforms, sampling, batches, server)
     kl = None
-    greedy_from = reference_temperature if temperature == 0 else None
-    is_sample = temperature > 0 and not sampling.is_restricted
-    if load_reference is not None and (is_sample or greedy_from):
-        if greedy_from:
-            certain = torch.zeros_like(rollout.logprobs)
-            rollout = replace(rollout, logprobs=certain, temperature=greedy_from)
-        elif server is not None:
-            rollout = replace(rollout, logprobs=_logprobs(policy, rollout, batches))
-        kl = _divergence(rollout, LanguageModel(load_reference()), batches)
+    if load_reference is not None:
+        own = _own_logprobs(policy, rollout, sampling, batches, server, reference_temperature)
+        if own is not None:
+            kl = _divergence(own, LanguageModel(load_reference()), batches)
     stopped = None if sampling.stop_token_id == NO_STOP_TOKEN else rollout.has_stop.tolist()
     return Answers(texts=response_texts(tokenizer, rollout), kl=kl, stopped=stopped)
+
+
+def _own_logprobs(
+    policy: LanguageModel,
+    rollout: Rollout,
+    sampling: SamplingSettings,
+    batches: BatchSize,
+    server: ServerSettings | None,
+    reference_temperature: float | None,
+) -> Rollout | None:
+    """Return the rollout with the policy's log-probabilities, for the KL divergence.
+
+    Return None if the divergence cannot be computed: for samples from a part of the distribution,
+    and for greedy responses without a `reference_temperature`.
+    """
+    if sampling.temperature == 0:
+        if not reference_temperature:
+            return None
+        certain = torch.zeros_like(rollout.logprobs)
+        return replace(rollout, logprobs=certain, temperature=reference_temperature)
+    if sampling.is_restricted:
+        return None
+    if server is None:
+        return rollout
+    return replace(rollout, logprobs=_logprobs(policy, rollout, batches))
 
 
 def _sample(

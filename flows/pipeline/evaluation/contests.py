@@ -121,9 +121,7 @@ def evaluate(
     rival = next(name for name in CANARY_RIVALS if name in contestants.texts)
     canaries = run_canaries(judge, contestants.prompts, contestants.texts[rival])
     decided = _decide(judge, contestants, rules, people, config, seed)
-    comparisons = {
-        contest: _comparison(judge, contestants, contest, decided) for contest in contests
-    }
+    comparisons = {one: _comparison(judge, contestants, one, decided) for one in contests}
     win_rates = {
         contest: _win_rate(comparison, decided.get(contest), config)
         for contest, comparison in comparisons.items()
