@@ -155,7 +155,7 @@ def _disputed(given: argparse.Namespace) -> None:
 def _settings_of(run_folder: str) -> "Settings":
     """Return the settings of a run from the file in its folder."""
     from pipeline.inputs.flow_run import SETTINGS_FILE
-    from pipeline.settings.settings import make_settings, read_settings_file
+    from pipeline.settings.make_settings import make_settings, read_settings_file
 
     return make_settings(read_settings_file(Path(run_folder) / SETTINGS_FILE), {})
 

@@ -15,7 +15,8 @@ from deployment.deployed import DEPLOYED, tags_of
 from deployment.deployment import JUDGING_STEP, TRAINING_STEP, Deployment
 from deployment.overview import render_deployment, render_status
 from pipeline.judges.judge_names import read_judges
-from pipeline.settings.settings import Settings, make_settings
+from pipeline.settings.make_settings import make_settings
+from pipeline.settings.settings import Settings
 from ppo_core.config.reward_names import read_rewards
 from ppo_core.errors import ConfigError
 from ppo_core.errors.packages import require_package

@@ -7,8 +7,8 @@ from typing import Any
 from deployment.deployment import Deployment
 from deployment.refusals import refuse_unsupported
 from deployment.step_settings import StepResources
+from pipeline.settings.make_settings import names_by_section, read_section
 from pipeline.settings.overrides import merge_tables
-from pipeline.settings.settings import names_by_section, read_section
 from pipeline.settings.unknown_names import describe_unknown_setting
 from ppo_core.config.field_checks import refuse_secrets
 from ppo_core.errors import ConfigError

@@ -30,7 +30,8 @@ from pipeline.cost.training_sizes import (
     reward_size,
     sft_size,
 )
-from pipeline.settings.settings import Settings, make_settings
+from pipeline.settings.make_settings import make_settings
+from pipeline.settings.settings import Settings
 from pipeline.storage.workspace import MODELS, REGISTRY, Workspace
 from ppo_core.errors import ConfigError, ModelError, PPOError
 from ppo_core.io.text_files import read_toml_file

@@ -120,7 +120,7 @@ def explain_unknown_options(options: Collection[str]) -> None:
 
     def explained(error: NoSuchOption) -> str:
         # Imported here, because only this message needs the names of the settings.
-        from pipeline.settings.settings import SETTING_NAMES
+        from pipeline.settings.make_settings import SETTING_NAMES
 
         if error.possibilities:
             return describe(error)

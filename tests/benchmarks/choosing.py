@@ -18,7 +18,7 @@ import numpy as np
 from human_feedback.uncertain_pairs import Pair, random_pairs, uncertain_pairs
 from pipeline.evaluation.rates import Array
 from pipeline.reward_validation.scores import TextScorer
-from pipeline.settings.settings import read_preset
+from pipeline.settings.make_settings import read_preset
 from ppo_core.models.loading import load_reward_model
 from ppo_core.supervised.supervised_config import SupervisedConfig
 from ppo_core.supervised.training import train_reward_model

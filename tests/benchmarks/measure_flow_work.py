@@ -25,8 +25,8 @@ from pipeline.launch.job import JobModels, write_job
 from pipeline.preflight.check_inputs import check_inputs
 from pipeline.results.reward_report import RewardReport
 from pipeline.results.step_records import PreparedModel
-from pipeline.settings.settings import Settings, make_settings, read_preset
-from pipeline.settings.settings_file import settings_text
+from pipeline.settings.make_settings import make_settings, read_preset, settings_text
+from pipeline.settings.settings import Settings
 from ppo_core.models.kernels.cpu_memory import keep_few_compiled_matmuls
 from ppo_core.supervised.training import train_reward_model, train_sft
 

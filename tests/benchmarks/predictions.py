@@ -241,7 +241,7 @@ def job(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def _settings(case: Case, folder: Path) -> Any:
-    from pipeline.settings.settings import make_settings
+    from pipeline.settings.make_settings import make_settings
 
     table = {
         "policy": str(folder / "policy"),

@@ -11,7 +11,8 @@ import tomli_w
 
 from pipeline.cost.memory.ppo_memory import peak_memory
 from pipeline.cost.training_sizes import Processes, ppo_size
-from pipeline.settings.settings import PRESETS, Settings, make_settings, read_preset
+from pipeline.settings.make_settings import PRESETS, make_settings, read_preset
+from pipeline.settings.settings import Settings
 from pipeline.stages.check import check_run
 from ppo_core.ppo.schedule import make_schedule
 from tests.helpers.inputs.preset_inputs import tiny_preset, write_published_config

@@ -12,7 +12,7 @@ import pytest
 import tomli_w
 
 from pipeline.preflight.check_inputs import check_inputs
-from pipeline.settings.settings import make_settings
+from pipeline.settings.make_settings import make_settings
 from tests.flows.whole_flow.test_flow_run import client_of, run_flow
 from tests.forms.data_forms import (
     CONTAINERS,

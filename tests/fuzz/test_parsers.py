@@ -35,8 +35,8 @@ from pipeline.registry.champion_history import stack_of
 from pipeline.registry.decisions import as_markdown, decode, encode
 from pipeline.settings.evaluation_config import EvaluationConfig
 from pipeline.settings.judge_config import JudgingConfig
-from pipeline.settings.settings import Settings, as_plain_dict, make_settings
-from pipeline.settings.settings_file import settings_text
+from pipeline.settings.make_settings import as_plain_dict, make_settings, settings_text
+from pipeline.settings.settings import Settings
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.send_to_mlflow import in_calls
 from ppo_core.checkpointing.folders import MANIFEST as CHECKPOINT_MANIFEST

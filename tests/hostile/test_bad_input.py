@@ -25,7 +25,7 @@ from pipeline.inputs.json_lines import read_jsonl
 from pipeline.judges.make_judge import make_judge
 from pipeline.judges.reply_cache import ReplyCache, reply_key
 from pipeline.settings.judge_config import JudgingConfig
-from pipeline.settings.settings import make_settings
+from pipeline.settings.make_settings import make_settings
 from ppo_core.__main__ import main as train
 from ppo_core.config.reward_names import read_rewards
 from ppo_core.config.row_settings import ReadOptions

@@ -13,7 +13,7 @@ from pipeline.inputs.labeled_pairs import LabeledPair
 from pipeline.judges.verdict import Verdict
 from pipeline.preflight.check_inputs import check_inputs
 from pipeline.preflight.judge_trial import MOST_PAIRS, ask_judge
-from pipeline.settings.settings import make_settings
+from pipeline.settings.make_settings import make_settings
 from ppo_core.errors import ConfigError, DataError, JudgeError, ModelError, PPOError
 from ppo_core.models.files.finite_weights import require_finite_weights
 from tests.helpers.inputs.pipeline_inputs import tiny_table, write_model

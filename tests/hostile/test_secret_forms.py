@@ -5,7 +5,7 @@ import base64
 import pytest
 
 from deployment.deployment_file import read_deployment
-from pipeline.settings.settings import make_settings
+from pipeline.settings.make_settings import make_settings
 from ppo_core.errors import ConfigError, ModelError
 from ppo_core.errors.redaction import describe_secret, redact
 from tests.helpers.runs.deployments import example

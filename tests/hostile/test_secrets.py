@@ -19,7 +19,7 @@ from pipeline.inputs.json_lines import write_jsonl
 from pipeline.judges.openai_model import OpenAIModel
 from pipeline.results.report_files import write_report
 from pipeline.settings.judge_config import JudgingConfig
-from pipeline.settings.settings import make_settings
+from pipeline.settings.make_settings import make_settings
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.mlflow_client import check_registry
 from pipeline.tracking.run_log import RunLog

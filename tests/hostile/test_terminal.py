@@ -17,7 +17,7 @@ import ppo_core.errors as errors
 from metaflow_glue.metaflow_secrets import redacted_exception
 from pipeline.judges.openai_model import OpenAIModel
 from pipeline.settings.judge_config import JudgingConfig
-from pipeline.settings.settings import make_settings
+from pipeline.settings.make_settings import make_settings
 from pipeline.storage.model_lease import Holder
 from pipeline.tracking.mlflow_client import check_model_name
 from ppo_core.checkpointing.lease import Lease

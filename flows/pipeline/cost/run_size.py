@@ -26,9 +26,8 @@ from pipeline.evaluation.comparison import contests_between
 from pipeline.inputs.data_sets import RunData, references_of
 from pipeline.inputs.run_rewards import RunRewards
 from pipeline.registry.alpha_spending import limits_now
-from pipeline.settings.evaluation_config import EvaluationConfig
+from pipeline.settings.evaluation_config import MOST_TRIES, EvaluationConfig
 from pipeline.settings.gate_configs import PromotionConfig, RewardGateConfig
-from pipeline.settings.selection_config import MOST_TRIES
 from pipeline.settings.settings import Settings
 from pipeline.settings.training_sections import SupervisedSection
 from ppo_core.data.prompts import encode_prompts

@@ -19,7 +19,7 @@ from pipeline.evaluation.evaluate_policies import answer_as_evaluated
 from pipeline.inputs.data_sets import RunData
 from pipeline.judges.verdict import Judge, JudgedPrompt
 from pipeline.results.selection import Selection, TriedPolicy
-from pipeline.settings.selection_config import MOST_TRIES
+from pipeline.settings.evaluation_config import MOST_TRIES
 from pipeline.settings.settings import Settings
 from ppo_core.checkpointing.folders import saved_policies
 from ppo_core.errors import JudgeError

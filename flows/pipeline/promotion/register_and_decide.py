@@ -33,7 +33,8 @@ from pipeline.results.step_records import (
     ValidatedReward,
 )
 from pipeline.settings.decoding import Decoding
-from pipeline.settings.settings import Settings, as_plain_dict
+from pipeline.settings.make_settings import as_plain_dict
+from pipeline.settings.settings import Settings
 from pipeline.storage.workspace import original_names
 from pipeline.tracking.mlflow_runs import started_at
 from ppo_core.config.reward_names import read_rewards

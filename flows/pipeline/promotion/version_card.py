@@ -20,7 +20,7 @@ from pipeline.reports.headline_metrics import evaluation_numbers
 from pipeline.reports.terminal import CONTEST_TITLES, cost_in_words
 from pipeline.results.evaluation import Evaluation
 from pipeline.results.run_cost import RunCost
-from pipeline.settings.settings import flatten
+from pipeline.settings.make_settings import flatten
 from ppo_core.data.rows.dialogues import shown_prompt
 from ppo_core.data.rows.row_error import list_reasons
 from ppo_core.reporting.escaping import as_line, as_markdown, as_table, as_yaml

@@ -1,27 +1,20 @@
-"""Settings of a run of the flow, read strictly from a TOML file and the command line."""
+"""Settings of a run of the flow, and the contradictions between them that are refused."""
 
-import dataclasses
 import math
-import sys
-import tomllib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pipeline.settings.evaluation_config import EvaluationConfig
+from pipeline.settings.evaluation_config import EvaluationConfig, SelectionConfig
 from pipeline.settings.fresh_pairs_config import FreshPairsConfig
 from pipeline.settings.gate_configs import PromotionConfig, RewardGateConfig
 from pipeline.settings.hardware_config import HardwareConfig
 from pipeline.settings.judge_config import JudgingConfig
-from pipeline.settings.overrides import merge_tables, read_overrides
-from pipeline.settings.selection_config import SelectionConfig
+from pipeline.settings.section_defaults import UNKNOWN_SIZE, WARN_SHARE, section_defaults
 from pipeline.settings.training_sections import LoraConfig, RewardTrainingSection, SupervisedSection
-from pipeline.settings.unknown_names import describe_unknown_setting
-from ppo_core.config.field_checks import check_fields, check_type, refuse_secrets
+from ppo_core.config.field_checks import check_fields
 from ppo_core.config.placement import Precision
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.reward_names import (
@@ -32,17 +25,8 @@ from ppo_core.config.reward_names import (
     same_place,
 )
 from ppo_core.config.row_settings import MAX_LEFT_OUT, Overlong, PromptFormat, check_columns
-from ppo_core.config.sized_defaults import sized_defaults
-from ppo_core.config.spelling import OLD_NAMES
-from ppo_core.errors import ConfigError, library_errors
-from ppo_core.io.text_files import read_text_file
+from ppo_core.errors import ConfigError
 from ppo_core.io.validation import Natural, NotNegative, Positive, Seed, Share, ShareBelow1
-
-WARN_SHARE = 0.75
-"""Default of ppo.warn_kl as a fraction of promotion.max_kl, so that PPO warns before the limit."""
-
-UNKNOWN_SIZE = 10**9
-"""Number of parameters for which defaults are chosen until the size of the policy is known."""
 
 NOT_OF_THE_FLOW = {
     "output_dir": "set output_dir of the run",
@@ -62,11 +46,6 @@ NOT_OF_THE_FLOW = {
 }
 """Setting of PPO that the flow refuses, because the flow decides it -> the reason, or the setting
 to use instead."""
-
-NO_VALUE = "none"
-"""Text that means None for a setting that may be None, because TOML has no null value."""
-
-PRESETS = Path(__file__).parents[2] / "presets"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,18 +207,20 @@ class Settings:
     trials of judges, rewards and guards."""
 
     sft: SupervisedSection = field(
-        default_factory=lambda: SupervisedSection(**_defaults(UNKNOWN_SIZE)["sft"])
+        default_factory=lambda: SupervisedSection(**section_defaults(UNKNOWN_SIZE)["sft"])
     )
     """Settings for fine-tuning the policy on `sft_data`."""
 
     reward_model_training: RewardTrainingSection = field(
         default_factory=lambda: RewardTrainingSection(
-            **_defaults(UNKNOWN_SIZE)["reward_model_training"]
+            **section_defaults(UNKNOWN_SIZE)["reward_model_training"]
         )
     )
     """Settings for training the reward model; `end_of_text` also applies when it scores texts."""
 
-    ppo: PPOConfig = field(default_factory=lambda: PPOConfig(**_defaults(UNKNOWN_SIZE)["ppo"]))
+    ppo: PPOConfig = field(
+        default_factory=lambda: PPOConfig(**section_defaults(UNKNOWN_SIZE)["ppo"])
+    )
     """Settings of PPO."""
 
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -506,243 +487,6 @@ INPUTS = (
     "eval_prompts",
     "erase",
 )
-
-
-_SUPERVISED_SIZES = {"batch_size": "gradient_accumulation_steps"}
-_INSTEAD_OF = {
-    "sft": _SUPERVISED_SIZES,
-    "reward_model_training": _SUPERVISED_SIZES,
-    "ppo": {
-        "gradient_accumulation_steps": "batch_size",
-        "num_train_epochs": "total_episodes",
-        "save_steps": "save_total_limit",
-    },
-}
-"""Section -> given setting -> other setting, whose default is dropped. Both settings determine the
-same size, or the default of the other setting fits only the flow's default of the given setting."""
-
-
-def names_by_section(kind: Any, section: str = "") -> dict[str, list[str]]:
-    """Return section with a dot -> names of its settings, also for nested dataclasses."""
-    types = get_type_hints(kind)
-    names = {section: [one.name for one in dataclasses.fields(kind)]}
-    for name in names[section]:
-        if dataclasses.is_dataclass(types[name]):
-            names |= names_by_section(types[name], f"{section}{name}.")
-    return names
-
-
-SETTING_NAMES = names_by_section(Settings)
-"""Section with a dot -> names of its settings; the key of the top level is an empty text."""
-
-
-def make_settings(
-    from_file: Mapping[str, Any],
-    from_command_line: Mapping[str, Any],
-    overrides: Sequence[str] = (),
-    *,
-    parameters: int = UNKNOWN_SIZE,
-) -> Settings:
-    """Return the settings of a run; the command line overrides the file, and the file the defaults.
-
-    Without a file and without inputs, the preset of the built-in task is used as the file. A
-    section without a seed gets the seed of the run.
-
-    Args:
-        from_file: the parsed TOML file; empty if there is none.
-        from_command_line: values by parameter name; None for parameters that were not given.
-        overrides: texts of `--set`, see `read_overrides`; they are part of the command line.
-        parameters: number of parameters of the policy; it determines the default learning rates
-            and batch sizes.
-
-    Raises:
-        ConfigError: a setting is unknown, has the wrong type, is out of range, is missing, or
-            contains a secret, or the command line gives it twice.
-    """
-    changes = read_overrides(overrides)
-    for source in (from_file, from_command_line, changes):
-        refuse_secrets(source)
-    given = _as_tables(from_command_line)
-    if twice := sorted(flatten(given).keys() & flatten(changes).keys()):
-        raise ConfigError(f"{twice[0]} is given by an option and by --set. Give each setting once.")
-    given = merge_tables(given, changes)
-    if not from_file and not any(name in given for name in INPUTS):
-        from_file = read_preset("tldr")
-    table = merge_tables(from_file, given)
-    table = _with_defaults(_with_one_seed(table), parameters)
-    settings: Settings = read_section(Settings, table, "", SETTING_NAMES)
-    return settings
-
-
-def read_preset(name: str) -> dict[str, Any]:
-    """Return the parsed preset `flows/presets/NAME.toml`."""
-    return tomllib.loads((PRESETS / f"{name}.toml").read_text(encoding="utf-8"))
-
-
-def read_settings_file(path: Path) -> dict[str, Any]:
-    """Return the parsed settings file of a user or of a run.
-
-    Raises:
-        ConfigError: the file cannot be read, or is not TOML.
-    """
-    text = read_text_file(path, ConfigError)
-    with library_errors(ConfigError, f"'{path}' is not valid TOML", "Correct the file."):
-        return tomllib.loads(text)
-
-
-def as_plain_dict(settings: Settings) -> dict[str, Any]:
-    """Return the settings as nested dicts."""
-    return dataclasses.asdict(settings)
-
-
-def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested tables of settings as one table whose keys are joined by dots."""
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            flat.update(flatten(value, f"{prefix}{key}."))
-        else:
-            flat[prefix + key] = value
-    return flat
-
-
-def needs_no_value(kind: Any, default: object) -> bool:
-    """Return whether None must be written as NO_VALUE for a setting of this type and default."""
-    # The flow replaces a missing learning rate by its own default, which is not None.
-    may_be_auto = {float, str} <= {*get_args(kind)}
-    return NoneType in get_args(kind) and (default is not None or may_be_auto)
-
-
-def read_section(
-    kind: Any, table: Mapping[str, Any], where: str, known: Mapping[str, Collection[str]]
-) -> Any:
-    """Return an object of the dataclass `kind` with the values of a TOML table.
-
-    Args:
-        kind: the dataclass.
-        table: the parsed table.
-        where: name of the table with a dot; empty for the top level.
-        known: names of all settings by section, as `names_by_section` returns them.
-
-    Raises:
-        ConfigError: a setting is unknown, has the wrong type or is out of range.
-    """
-    types = get_type_hints(kind)
-    defaults = {one.name: one.default for one in dataclasses.fields(kind)}
-    values = {}
-    for given, value in table.items():
-        key = OLD_NAMES.get(given, given)
-        if key not in types:
-            raise ConfigError(describe_unknown_setting(key, where, known))
-        if key != given and key in table:
-            raise ConfigError(
-                f"{where}{given} is the old name of {where}{key}. Remove one of them."
-            )
-        if dataclasses.is_dataclass(types[key]):
-            if not isinstance(value, Mapping):
-                raise ConfigError(f"{where}{key}={value!r:.80} must be a section, [{where}{key}].")
-            values[key] = read_section(types[key], value, f"{where}{key}.", known)
-        elif value == NO_VALUE and _may_be_unset(types[key], defaults[key]):
-            values[key] = None
-        else:
-            check_type(types[key], value, where + key)
-            values[key] = value
-    try:
-        return kind(**values)
-    except ConfigError as error:
-        raise ConfigError(f"[{where.removesuffix('.')}] {error}" if where else str(error)) from None
-
-
-def _may_be_unset(kind: Any, default: object) -> bool:
-    """Return whether the text NO_VALUE means None for a setting of this type and default."""
-    parts = get_args(kind)
-    # NO_VALUE may be the text of a text setting, and it is a choice of `ppo.sharding`.
-    is_value = str in parts or any(NO_VALUE in get_args(part) for part in parts)
-    return needs_no_value(kind, default) or (NoneType in parts and not is_value)
-
-
-def _as_tables(from_command_line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters that the user gave, as tables of a settings file."""
-    given = {name: value for name, value in from_command_line.items() if value is not None}
-    if "total_episodes" in given:
-        given["ppo"] = {"total_episodes": given.pop("total_episodes")}
-    return given
-
-
-def _with_one_seed(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the table with the seed of the run in every section without a seed."""
-    seed = table.get("seed", Settings.seed)
-    sections = {name: table.get(name, {}) for name in ("sft", "reward_model_training", "ppo")}
-    return {**table} | {
-        name: {"seed": seed, **section} if isinstance(section, Mapping) else section
-        for name, section in sections.items()
-    }
-
-
-def _with_defaults(table: Mapping[str, Any], parameters: int) -> dict[str, Any]:
-    """Return the table with the flow's defaults for a policy with this number of parameters."""
-    # For PPO, the section `lora` is at the top level.
-    places = {"sft": table.get("sft"), "reward_model_training": table.get("reward_model_training")}
-    adapted = {name for name, place in {**places, "ppo": table}.items() if _has_adapters(place)}
-    defaults = _defaults(parameters, adapted)
-    defaults["ppo"] |= _kl_warning(table.get("promotion"))
-    return {**table} | {
-        name: _with_section_defaults(name, table[name], section)
-        for name, section in defaults.items()
-        if isinstance(table[name], Mapping)
-    }
-
-
-def _has_adapters(table: object) -> bool:
-    """Return whether a table has a section `lora` with a rank."""
-    lora = table.get("lora") if isinstance(table, Mapping) else None
-    return isinstance(lora, Mapping) and bool(lora.get("r"))
-
-
-def _defaults(parameters: int, adapted: Collection[str] = ()) -> dict[str, dict[str, Any]]:
-    """Return section -> the flow's defaults; the sections in `adapted` train adapters."""
-    sft, reward, ppo = (
-        sized_defaults(parameters, lora=name in adapted)
-        for name in ("sft", "reward_model_training", "ppo")
-    )
-    supervised = {
-        "batch_size": sft.batch_size,
-        "gradient_accumulation_steps": sft.gradient_accumulation_steps,
-        # Ten checkpoints in the training, so that a retried step can resume.
-        "save_steps": 0.1,
-    }
-    return {
-        "sft": {"learning_rate": sft.sft_learning_rate, **supervised},
-        "reward_model_training": {"learning_rate": reward.reward_learning_rate, **supervised},
-        "ppo": {
-            "learning_rate": ppo.ppo_learning_rate,
-            "batch_size": ppo.ppo_batch_size,
-            "per_device_train_batch_size": ppo.ppo_device_batch_size,
-            "total_episodes": ppo.total_episodes,
-            "kl_coef": ppo.kl_coef,
-            # Ten checkpoints in the training, so that a retried step can resume.
-            "save_steps": 0.1,
-            "save_total_limit": 2,
-            "warn_kl": WARN_SHARE * PromotionConfig.max_kl,
-        },
-    }
-
-
-def _with_section_defaults(
-    name: str, section: Mapping[str, Any], defaults: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return a section with the missing defaults, except those that its settings contradict."""
-    contradicted = {other for given, other in _INSTEAD_OF[name].items() if given in section}
-    kept = {key: value for key, value in defaults.items() if key not in contradicted}
-    return {**kept, **section}
-
-
-def _kl_warning(promotion: object) -> dict[str, float]:
-    """Return the default of warn_kl for a section's `max_kl`; {} without a valid finite max_kl."""
-    max_kl = promotion.get("max_kl") if isinstance(promotion, Mapping) else None
-    if isinstance(max_kl, int | float) and 0 < max_kl <= sys.float_info.max:
-        return {"warn_kl": WARN_SHARE * max_kl}
-    return {}
 
 
 def _listed(names: list[str]) -> str:

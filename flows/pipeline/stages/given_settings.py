@@ -9,7 +9,8 @@ from typing import Any
 from pipeline.judges.judge_names import check_judge_name, check_labeller_name, check_reward_names
 from pipeline.preflight.remote_machine import check_machine
 from pipeline.settings.judge_config import JudgingConfig
-from pipeline.settings.settings import Settings, make_settings
+from pipeline.settings.make_settings import make_settings
+from pipeline.settings.settings import Settings
 from pipeline.settings.unknown_names import ONLY_IN_FILE
 from pipeline.storage.workspace import is_address, workspace_of
 from ppo_core.distributed.process import large_imports

@@ -21,8 +21,8 @@ from pipeline.promotion.fetch_champion import find_champion
 from pipeline.promotion.find_start import find_start
 from pipeline.registry.seen_rows import describe_versions_that_saw
 from pipeline.results.step_records import FetchedChampion
-from pipeline.settings.settings import Settings, as_plain_dict
-from pipeline.settings.settings_file import settings_text
+from pipeline.settings.make_settings import as_plain_dict, settings_text
+from pipeline.settings.settings import Settings
 from pipeline.stages.tracked import shared_journal
 from pipeline.storage.workspace import workspace_of
 from pipeline.tracking.journal import Journal

@@ -24,7 +24,8 @@ from pipeline.results.step_records import (
     ValidatedReward,
 )
 from pipeline.results.summary import Summary, Timings
-from pipeline.settings.settings import Settings, as_plain_dict
+from pipeline.settings.make_settings import as_plain_dict
+from pipeline.settings.settings import Settings
 from pipeline.stages.tracked import track
 from pipeline.storage.workspace import original_names
 from pipeline.tracking.mlflow_runs import address_of_run

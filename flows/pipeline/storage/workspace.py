@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pipeline.settings.environment import runs_remotely
-from pipeline.settings.settings import NO_VALUE, Settings
+from pipeline.settings.make_settings import NO_VALUE
+from pipeline.settings.settings import Settings
 from pipeline.storage.addresses import S3Address, is_in_s3
 from ppo_core.errors import ConfigError
 from ppo_core.io.folder_cache import sharing

@@ -16,7 +16,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT, MLFLOW_PARENT_RUN_I
 from sqlalchemy.exc import SQLAlchemyError
 
 from pipeline.inputs.lineage import FLOW_RUN, DataSet
-from pipeline.settings.settings import flatten
+from pipeline.settings.make_settings import flatten
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.limits import MAX_PARAM_CHARACTERS
 from pipeline.tracking.mlflow_client import (

@@ -22,7 +22,7 @@ from pipeline.cost.run_time import (
 )
 from pipeline.cost.training_sizes import Processes, _without_head, ppo_size
 from pipeline.settings.hardware_config import HardwareConfig
-from pipeline.settings.settings import make_settings
+from pipeline.settings.make_settings import make_settings
 from ppo_core.errors import ConfigError
 from ppo_core.models.loading import load_policy
 from ppo_core.ppo.schedule import Schedule, make_schedule

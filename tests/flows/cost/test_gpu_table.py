@@ -14,7 +14,7 @@ from pipeline.cost.gpu_table import (
 )
 from pipeline.launch.commands import FoundGpu
 from pipeline.settings.hardware_config import HardwareConfig
-from pipeline.settings.settings import make_settings
+from pipeline.settings.make_settings import make_settings
 from ppo_core.errors import ConfigError
 from tests.helpers.inputs.pipeline_inputs import tiny_table
 

@@ -20,9 +20,8 @@ from pipeline.reports.baselines import worth_of_ppo
 from pipeline.results.evaluation import Baselines, Evaluation
 from pipeline.results.report_files import as_json
 from pipeline.results.step_records import EvaluatedPolicy
-from pipeline.settings.evaluation_config import EvaluationConfig
+from pipeline.settings.evaluation_config import EvaluationConfig, SelectionConfig
 from pipeline.settings.judge_config import JudgingConfig
-from pipeline.settings.selection_config import SelectionConfig
 from pipeline.settings.settings import Settings
 from ppo_core.errors import JudgeError, ModelError
 from ppo_core.training.answer_prompts import Answers

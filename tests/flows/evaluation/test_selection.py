@@ -11,8 +11,9 @@ import pytest
 from pipeline.evaluation.selection import BELOW_LIMIT, NEAR, nearest_within
 from pipeline.inputs.data_sets import RunData
 from pipeline.results.step_records import EarlierPolicies, EvaluatedPolicy, TrainedPolicy
-from pipeline.settings.selection_config import MOST_TRIES, SelectionConfig
-from pipeline.settings.settings import Settings, make_settings
+from pipeline.settings.evaluation_config import MOST_TRIES, SelectionConfig
+from pipeline.settings.make_settings import make_settings
+from pipeline.settings.settings import Settings
 from pipeline.stages.evaluation import evaluate_win_rate, with_judgment
 from pipeline.stages.start import start_run
 from ppo_core.errors import ConfigError, DataError, JudgeError, ModelError

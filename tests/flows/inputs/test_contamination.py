@@ -10,7 +10,7 @@ from pipeline.evaluation.notes import note_on_copies
 from pipeline.inputs.contamination import COPIED, LEAST_CHANGED, find_copies, text_of
 from pipeline.inputs.data_sets import RunData
 from pipeline.preflight.check_inputs import check_inputs
-from pipeline.settings.settings import make_settings
+from pipeline.settings.make_settings import make_settings
 from ppo_core.errors import DataError
 from tests.helpers.inputs.pipeline_inputs import tiny_table, write_rows
 from tests.helpers.paths import SHARED

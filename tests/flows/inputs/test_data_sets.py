@@ -8,7 +8,8 @@ import pytest
 
 from pipeline.inputs.data_sets import RunData, references_of
 from pipeline.preflight.check_inputs import check_inputs
-from pipeline.settings.settings import Settings, make_settings
+from pipeline.settings.make_settings import make_settings
+from pipeline.settings.settings import Settings
 from pipeline.stages.start import prepare_inputs
 from pipeline.tracking.mlflow_client import check_registry
 from ppo_core.errors import ConfigError, DataError, ModelError, PPOError

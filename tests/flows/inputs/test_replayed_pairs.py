@@ -15,7 +15,7 @@ from pipeline.inputs.replayed_pairs import (
     trained_pairs,
 )
 from pipeline.inputs.row_digests import ROWS_FILE, digest_of_row, write_digests
-from pipeline.settings.settings import make_settings
+from pipeline.settings.make_settings import make_settings
 from ppo_core.data.rows.reader import Rows, read_rows
 from ppo_core.errors import DataError, ModelError
 from tests.helpers.inputs.pipeline_inputs import tiny_table, write_rows

@@ -12,7 +12,7 @@ from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.lineage import trace
 from pipeline.inputs.row_digests import count_seen, digests_in, digests_of_raw, write_digests
 from pipeline.preflight.check_inputs import check_inputs
-from pipeline.settings.settings import as_plain_dict, make_settings
+from pipeline.settings.make_settings import as_plain_dict, make_settings
 from ppo_core.errors import DataError
 from tests.helpers.inputs.pipeline_inputs import tiny_table, write_rows
 from tests.helpers.slow_cases import slow

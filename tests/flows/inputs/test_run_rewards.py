@@ -16,7 +16,8 @@ from pipeline.judges.judge_names import SCORED_ELSEWHERE, check_reward_names
 from pipeline.launch.job import JobModels, write_job
 from pipeline.preflight.fetch_inputs import fetch_inputs
 from pipeline.preflight.reward_trial import try_rewards
-from pipeline.settings.settings import Settings, make_settings
+from pipeline.settings.make_settings import make_settings
+from pipeline.settings.settings import Settings
 from pipeline.stages.given_settings import read_settings
 from pipeline.stages.start import trace_run
 from ppo_core.config.reward_names import read_rewards

@@ -22,7 +22,8 @@ from pipeline.judges.rubric.score_question import REMINDER, pose_score, read_sco
 from pipeline.launch.mirror import SPENT_FILE
 from pipeline.preflight.reward_trial import try_rewards
 from pipeline.results.step_records import PreparedModel, ValidatedReward
-from pipeline.settings.settings import Settings, make_settings
+from pipeline.settings.make_settings import make_settings
+from pipeline.settings.settings import Settings
 from pipeline.stages.start import start_run
 from pipeline.stages.training import train_policy
 from ppo_core.checkpointing.folders import finished_checkpoints

@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from pipeline.launch.supervised_training import Training, supervised_job, train_supervised
-from pipeline.settings.settings import Settings, make_settings
+from pipeline.settings.make_settings import make_settings
+from pipeline.settings.settings import Settings
 from pipeline.settings.training_sections import SupervisedSection
 from ppo_core.data.rows.reader import read_source
 from ppo_core.data.sources.source import source_of_rows

@@ -14,7 +14,8 @@ from pipeline.inputs.data_sets import RunData
 from pipeline.promotion.find_start import find_start
 from pipeline.registry import start_models
 from pipeline.registry.start_models import START, START_TAG, publish_start
-from pipeline.settings.settings import Settings, make_settings
+from pipeline.settings.make_settings import make_settings
+from pipeline.settings.settings import Settings
 from pipeline.tracking.mlflow_client import connect
 from ppo_core.errors import ConfigError, DataError, ModelError
 from tests.helpers.inputs.pipeline_inputs import tiny_table, write_model, write_rows

@@ -29,8 +29,8 @@ from pipeline.results.step_records import (
     RegisteredPolicy,
     ValidatedReward,
 )
-from pipeline.settings.settings import Settings, make_settings
-from pipeline.settings.settings_file import settings_text
+from pipeline.settings.make_settings import make_settings, settings_text
+from pipeline.settings.settings import Settings
 from pipeline.storage.workspace import Workspace
 from pipeline.tracking.mlflow_client import connect
 from ppo_core.io.folder_cache import digest_of_folder

@@ -37,7 +37,7 @@ from pipeline.reports.run_page.run_document import run_document
 from pipeline.reports.run_page.training import ppo_section
 from pipeline.reports.run_page.write_page import PAGE_FILE, write_failure, write_run_page
 from pipeline.results.step_records import RegisteredPolicy, WatchedPrompt
-from pipeline.settings.settings import make_settings
+from pipeline.settings.make_settings import make_settings
 from pipeline.storage.workspace import Workspace
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.run_log import RunLog

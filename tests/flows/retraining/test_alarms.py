@@ -15,8 +15,9 @@ from pipeline.inputs.flow_run import FlowRun
 from pipeline.registry import change_champion
 from pipeline.registry.alias_sync import sync_aliases
 from pipeline.results.step_records import ValidatedReward
+from pipeline.settings.make_settings import make_settings
 from pipeline.settings.overrides import merge_tables
-from pipeline.settings.settings import Settings, make_settings
+from pipeline.settings.settings import Settings
 from pipeline.storage.workspace import Workspace
 from pipeline.tracking.mlflow_client import connect
 from ppo_core.errors import ConfigError

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.settings.settings import Settings, make_settings
+from pipeline.settings.make_settings import make_settings
+from pipeline.settings.settings import Settings
 from pipeline.storage.model_lease import Lease, LeaseLostError
 from ppo_core.errors import ConfigError, PPOError, StorageError
 from retraining import lease_of_run
@@ -23,7 +24,7 @@ OWNER, RUN = "Retrain/1", "RLHF/7"
 
 STEP = """
 import sys, time
-from pipeline.settings.settings import make_settings
+from pipeline.settings.make_settings import make_settings
 from retraining import lease_of_run
 
 lease_of_run.RENEWAL_SECONDS = 0.2

@@ -9,7 +9,8 @@ import pytest
 from mlflow import MlflowClient
 
 import retraining.retrain as retrain_module
-from pipeline.settings.settings import Settings, make_settings
+from pipeline.settings.make_settings import make_settings
+from pipeline.settings.settings import Settings
 from pipeline.storage.model_lease import Lease
 from pipeline.tracking.decided_runs import outcome_of, runs_of_model
 from ppo_core.errors import ConfigError, ModelError, ProcessError

@@ -9,8 +9,9 @@ from hypothesis import settings as profile
 from hypothesis import strategies as st
 
 from metaflow_glue.metaflow_secrets import keep_secrets_from_metaflow
+from pipeline.settings.make_settings import make_settings
 from pipeline.settings.overrides import read_overrides
-from pipeline.settings.settings import Settings, make_settings
+from pipeline.settings.settings import Settings
 from ppo_core.errors import ConfigError
 
 OWN = {"policy": "p", "preferences": "a", "prompts": "b", "eval_prompts": "c", "judge": "rule"}

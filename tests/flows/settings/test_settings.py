@@ -6,7 +6,8 @@ import pytest
 from peft import LoraConfig
 
 from pipeline.launch.job import ppo_config
-from pipeline.settings.settings import INPUTS, Settings, as_plain_dict, make_settings, read_preset
+from pipeline.settings.make_settings import as_plain_dict, make_settings, read_preset
+from pipeline.settings.settings import INPUTS, Settings
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.errors import ConfigError
 from ppo_core.models.adapters import add_adapter, lora_config

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from metaflow_glue.command_line import check_settings_file
-from pipeline.settings.settings import SETTING_NAMES, make_settings
+from pipeline.settings.make_settings import SETTING_NAMES, make_settings
 from pipeline.settings.unknown_names import describe_unknown_option
 from ppo_core.errors import ConfigError
 from tests.helpers.paths import ROOT

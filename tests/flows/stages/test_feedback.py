@@ -11,7 +11,8 @@ from pipeline.inputs.flow_run import FlowRun
 from pipeline.inputs.labeled_pairs import LabeledPair
 from pipeline.results.step_records import PreparedModel
 from pipeline.reward_validation.accuracy import measure_model
-from pipeline.settings.settings import Settings, make_settings
+from pipeline.settings.make_settings import make_settings
+from pipeline.settings.settings import Settings
 from pipeline.stages.models import load_reward_models
 from pipeline.stages.start import prepare_inputs, start_run
 from ppo_core.errors import ConfigError, DataError

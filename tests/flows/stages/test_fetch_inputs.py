@@ -17,7 +17,8 @@ from pipeline.inputs.run_rewards import RunRewards
 from pipeline.preflight.fetch_inputs import fetch_inputs, share_inputs
 from pipeline.registry import change_champion
 from pipeline.settings.gate_configs import GuardsConfig
-from pipeline.settings.settings import Settings, make_settings
+from pipeline.settings.make_settings import make_settings
+from pipeline.settings.settings import Settings
 from pipeline.storage.addresses import S3Address
 from pipeline.storage.objects import write_object
 from pipeline.storage.workspace import Workspace

@@ -16,7 +16,8 @@ from pipeline.inputs.json_lines import read_jsonl, write_jsonl
 from pipeline.inputs.labeled_pairs import label_pairs
 from pipeline.results.step_records import FreshPairs
 from pipeline.reward_validation.accuracy import measure_model
-from pipeline.settings.settings import Settings, make_settings
+from pipeline.settings.make_settings import make_settings
+from pipeline.settings.settings import Settings
 from pipeline.stages.given_settings import read_settings
 from pipeline.stages.models import FRESH, load_policy, load_reward_models
 from pipeline.stages.start import prepare_inputs, start_run

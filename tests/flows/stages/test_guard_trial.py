@@ -8,7 +8,8 @@ import pytest
 from pipeline.inputs.data_sets import RunData
 from pipeline.preflight.check_inputs import check_inputs
 from pipeline.preflight.guard_trial import try_guards
-from pipeline.settings.settings import Settings, make_settings
+from pipeline.settings.make_settings import make_settings
+from pipeline.settings.settings import Settings
 from ppo_core.errors import ConfigError, PPOError
 from tests.helpers.inputs.pipeline_inputs import tiny_table
 from tests.helpers.runs.forked_python import run_python

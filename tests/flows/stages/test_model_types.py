@@ -12,8 +12,8 @@ from transformers import DebertaV2Config, DebertaV2ForSequenceClassification
 
 from pipeline.preflight.check_inputs import check_inputs
 from pipeline.preflight.model_types import check_model_types
-from pipeline.settings.settings import Settings, make_settings
-from pipeline.settings.settings_file import settings_text
+from pipeline.settings.make_settings import make_settings, settings_text
+from pipeline.settings.settings import Settings
 from ppo_core.errors import ModelError
 from tests.architectures.zoo import small_model
 from tests.helpers.inputs.pipeline_inputs import tiny_table, write_model

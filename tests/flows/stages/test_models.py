@@ -14,7 +14,8 @@ from pipeline.inputs.model_digests import digest_of_model
 from pipeline.preflight.fetch_inputs import share_inputs
 from pipeline.results.step_records import PreparedModel
 from pipeline.reward_validation.accuracy import measure_model
-from pipeline.settings.settings import Settings, make_settings
+from pipeline.settings.make_settings import make_settings
+from pipeline.settings.settings import Settings
 from pipeline.stages.models import load_policy, load_reward_models
 from pipeline.stages.start import start_run
 from pipeline.stages.training import train_policy

@@ -13,7 +13,8 @@ from pipeline.inputs.flow_run import FlowRun
 from pipeline.inputs.model_digests import digest_of_model
 from pipeline.judges.judge_budget import Spent
 from pipeline.results.step_records import FreshPairs, PreparedModel, TrainedPolicy, ValidatedReward
-from pipeline.settings.settings import Settings, make_settings
+from pipeline.settings.make_settings import make_settings
+from pipeline.settings.settings import Settings
 from pipeline.stages import rounds
 from pipeline.stages.rounds import Rounds, ScaledReward, rescaled
 from pipeline.stages.start import prepare_inputs, start_run

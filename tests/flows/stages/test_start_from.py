@@ -20,7 +20,8 @@ from pipeline.results.step_records import (
     TrainedPolicy,
     ValidatedReward,
 )
-from pipeline.settings.settings import Settings, make_settings
+from pipeline.settings.make_settings import make_settings
+from pipeline.settings.settings import Settings
 from pipeline.stages import training
 from pipeline.stages.check import check_run
 from pipeline.stages.models import load_reward_models

@@ -11,8 +11,9 @@ from pipeline.inputs.flow_run import FlowRun
 from pipeline.inputs.model_digests import digest_of_model
 from pipeline.launch.launcher import train
 from pipeline.results.step_records import PreparedModel, ValidatedReward
-from pipeline.settings.selection_config import SelectionConfig
-from pipeline.settings.settings import Settings, make_settings
+from pipeline.settings.evaluation_config import SelectionConfig
+from pipeline.settings.make_settings import make_settings
+from pipeline.settings.settings import Settings
 from pipeline.settings.training_sections import LoraConfig
 from pipeline.stages import training
 from pipeline.stages.start import start_run

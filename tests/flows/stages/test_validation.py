@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.results.step_records import ValidatedReward
-from pipeline.settings.settings import make_settings
+from pipeline.settings.make_settings import make_settings
 from pipeline.stages.validation import stop_run
 from pipeline.storage.workspace import Workspace
 from ppo_core.errors import ModelError

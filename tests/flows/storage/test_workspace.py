@@ -7,7 +7,8 @@ from typing import ClassVar
 
 import pytest
 
-from pipeline.settings.settings import Settings, make_settings
+from pipeline.settings.make_settings import make_settings
+from pipeline.settings.settings import Settings
 from pipeline.storage.workspace import Workspace, original_names, workspace_of
 from ppo_core.errors import ConfigError
 from tests.helpers.servers.s3_faults import S3Faults

@@ -15,7 +15,7 @@ import tomli_w
 
 from pipeline.cost.run_size import _disk_of, describe_run, describe_time, measure_run
 from pipeline.cost.run_time import describe_seconds
-from pipeline.settings.settings import make_settings
+from pipeline.settings.make_settings import make_settings
 from pipeline.stages.check import self_check
 from tests.helpers.inputs.pipeline_inputs import tiny_table, write_model, write_rows
 from tests.helpers.paths import ROOT

@@ -75,7 +75,7 @@ def test_short_steps_import_no_mlflow():
 
 
 def test_a_wrong_setting_is_reported_before_anything_large_is_imported():
-    work = "import runpy; runpy.run_path('flows/rlhf.py'); import pipeline.settings.settings"
+    work = "import runpy; runpy.run_path('flows/rlhf.py'); import pipeline.settings.make_settings"
     assert imported_by(work, "mlflow", "torch", "transformers") == []
 
 

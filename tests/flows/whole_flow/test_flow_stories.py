@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pipeline import stages
-from pipeline.settings.settings import make_settings, read_preset
+from pipeline.settings.make_settings import make_settings, read_preset
 from tests.helpers.paths import ROOT
 
 STEPS = "load_policy load_reward_model validate_reward_model train_policy evaluate_win_rate".split()

@@ -20,7 +20,8 @@ from pipeline.evaluation.evaluate_policies import answer_as_evaluated
 from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.results.step_records import PreparedModel, TrainedPolicy
-from pipeline.settings.settings import Settings, make_settings, read_preset
+from pipeline.settings.make_settings import make_settings, read_preset
+from pipeline.settings.settings import Settings
 from tests.helpers.paths import ROOT
 
 STEPS = "load_policy load_reward_model validate_reward_model train_policy evaluate_win_rate".split()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pipeline.launch import launcher, supervised_training
 from pipeline.launch.mirror import mirrored
-from pipeline.settings.settings import make_settings
+from pipeline.settings.make_settings import make_settings
 from pipeline.settings.training_sections import SupervisedSection
 from pipeline.storage.workspace import Workspace
 from ppo_core.data.rows.reader import read_source

@@ -19,7 +19,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from pipeline.settings.settings import read_preset
+from pipeline.settings.make_settings import read_preset
 from tests.helpers.inputs.pipeline_inputs import JUDGE, write_rows
 from tests.helpers.models.chat_models import (
     make_instruct_config,

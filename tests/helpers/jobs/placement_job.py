@@ -24,7 +24,8 @@ from pipeline.results.report_files import as_json
 from pipeline.results.step_records import FetchedChampion, PreparedModel
 from pipeline.settings.evaluation_config import EvaluationConfig
 from pipeline.settings.judge_config import JudgingConfig
-from pipeline.settings.settings import Settings, make_settings
+from pipeline.settings.make_settings import make_settings
+from pipeline.settings.settings import Settings
 from pipeline.settings.win_rate_arguments import WinRateArguments
 from pipeline.stages.model_win_rate import compare_model
 from pipeline.stages.validation import _measure_judge, examine_reward_model

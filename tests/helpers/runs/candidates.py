@@ -25,7 +25,8 @@ from pipeline.results.step_records import (
     ValidatedReward,
 )
 from pipeline.settings.decoding import Decoding
-from pipeline.settings.settings import Settings, make_settings
+from pipeline.settings.make_settings import make_settings
+from pipeline.settings.settings import Settings
 from pipeline.tracking.mlflow_client import connect
 from ppo_core.io.folder_cache import digest_of_folder
 from serving.manifest import MANIFEST_TAG

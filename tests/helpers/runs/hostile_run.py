@@ -23,7 +23,8 @@ from pipeline.results.step_records import (
     PreparedModel,
     TrainedPolicy,
 )
-from pipeline.settings.settings import Settings, make_settings
+from pipeline.settings.make_settings import make_settings
+from pipeline.settings.settings import Settings
 from pipeline.stages.registration import Candidate, register_policy
 from pipeline.stages.tracked import track
 from ppo_core.errors import ProcessError

@@ -22,7 +22,7 @@ from pipeline.judges.chat_judge import ChatJudge
 from pipeline.judges.openai_model import OpenAIModel
 from pipeline.judges.reply_cache import ReplyCache
 from pipeline.settings.judge_config import JudgingConfig
-from pipeline.settings.settings import make_settings
+from pipeline.settings.make_settings import make_settings
 from ppo_core import PPOConfig, answer_prompts
 from ppo_core.algorithm.reward_shaping import token_rewards
 from ppo_core.algorithm.whitening import masked_whiten

@@ -9,7 +9,7 @@ from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
 from pipeline.inputs.lineage import is_input
 from pipeline.registry.aliases import read_version
 from pipeline.reports.document import Section, as_number
-from pipeline.settings.settings import flatten
+from pipeline.settings.make_settings import flatten
 from pipeline.tracking.mlflow_runs import read_artifact
 from pipeline.tracking.run_list import facts_in_mlflow
 from pipeline.tracking.run_record import PARENT

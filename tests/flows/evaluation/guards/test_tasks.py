@@ -18,7 +18,8 @@ from pipeline.preflight.guard_trial import try_tasks
 from pipeline.promotion.promotion_gate import reasons_to_refuse
 from pipeline.results.step_records import FetchedChampion
 from pipeline.settings.gate_configs import GuardsConfig
-from pipeline.settings.settings import Settings, make_settings
+from pipeline.settings.make_settings import make_settings
+from pipeline.settings.settings import Settings
 from ppo_core.errors import ConfigError, PPOError
 from tests.helpers.inputs.pipeline_inputs import tiny_table
 from tests.helpers.models.tiny import make_policy, make_tokenizer

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from datasets import Dataset, config
 
-from pipeline.settings.settings import make_settings
+from pipeline.settings.make_settings import make_settings
 from pipeline.settings.win_rate_arguments import WinRateArguments
 from ppo_core.config.row_settings import ReadOptions
 from ppo_core.config.script_arguments import ScriptArguments

@@ -13,8 +13,8 @@ from hypothesis import settings as profile
 from hypothesis import strategies as st
 
 from pipeline.settings.gate_configs import GuardsConfig
-from pipeline.settings.settings import INPUTS, NOT_OF_THE_FLOW, Settings, make_settings, read_preset
-from pipeline.settings.settings_file import settings_text
+from pipeline.settings.make_settings import make_settings, read_preset, settings_text
+from pipeline.settings.settings import INPUTS, NOT_OF_THE_FLOW, Settings
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.row_settings import FIELDS
 from ppo_core.errors import ConfigError
