@@ -89,7 +89,7 @@ NUMBERS = "a finite number for each response"
 LISTS: dict[str, tuple[dict[str, Any], str]] = {
     "fewer ranks": ({"responses": ["a", "b"], "ranks": [1]}, "as many numbers as there are"),
     "more scores": ({"responses": ["a", "b"], "scores": [1, 2, 3]}, "as many numbers as there"),
-    "no ranks": ({"responses": ["a", "b"], "ranks": None}, NUMBERS),
+    "no ranks": ({"responses": ["a", "b"], "ranks": None}, "a list in ranks"),
     "ranks of a number": ({"responses": ["a", "b"], "ranks": 1}, "a list in ranks"),
     "scores of a mapping": ({"responses": ["a", "b"], "scores": {"a": 1}}, "a list in scores"),
     "a rank of text": ({"responses": ["a", "b"], "ranks": ["1", "2"]}, NUMBERS),

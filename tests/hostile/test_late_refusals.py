@@ -106,7 +106,11 @@ SETTINGS: dict[str, tuple[Change, type[PPOError], str]] = {
     "one of two unknown": (ppo(report_to=["tensorboard", "x"]), ConfigError, "x is not supported"),
     "report_to not installed": (ppo(report_to="comet_ml"), ConfigError, "comet_ml' cannot start"),
     "stop_token_id too large": (ppo(stop_token_id=61), ModelError, "one of the policy's 61"),
-    "stop_token_id far too large": (ppo(stop_token_id=10**9), ModelError, "would ever end"),
+    "stop_token_id far too large": (
+        ppo(stop_token_id=10**9),
+        ModelError,
+        "would have the maximum length",
+    ),
     "stop_token_id below 0": (ppo(stop_token_id=-1), ModelError, "stop_token_id=-1"),
 }
 
