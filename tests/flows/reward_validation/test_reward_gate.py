@@ -143,7 +143,7 @@ class TestStories:
         finally:
             with torch.no_grad():
                 good.model.score.weight.mul_(1e4)
-        assert "it cannot tell one answer from another" in reason
+        assert "cannot tell one answer from another" in reason
 
 
 WORDS = [{"prompt": f"w{i}", "reference": f"w{i + 9} w3 w5 w7"} for i in range(20)]
