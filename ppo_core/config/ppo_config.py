@@ -383,6 +383,11 @@ def _check_rewards(config: PPOConfig) -> None:
             f"kl_target={config.kl_target} adapts kl_coef by multiplication, so kl_coef=0 would "
             "stay 0. Set kl_coef above 0."
         )
+    if config.kl_horizon is not None and config.kl_target is None:
+        raise ConfigError(
+            f"kl_horizon={config.kl_horizon} takes effect only with kl_target. Set kl_target, or "
+            "remove kl_horizon."
+        )
     if config.use_score_norm and not config.use_score_scaling:
         raise ConfigError(
             "use_score_norm=True takes effect only with use_score_scaling=True. Set both to True."

@@ -163,10 +163,16 @@ def _load_rewards(
     end_of_text, path = script.reward_end_of_text, config.reward_model_path
     rewards = read_rewards(script.rewards or [OWN])
     functions = load_functions(rewards, load_language_model)
-    if path and not any(one.is_own for one in rewards):
+    of_own: dict[str, tuple[object, object]] = {
+        "reward_model_path": (path or None, None),
+        "reward_bias": (script.reward_bias, ScriptArguments.reward_bias),
+        "reward_gain": (script.reward_gain, ScriptArguments.reward_gain),
+    }
+    ignored = [name for name, (value, default) in of_own.items() if value != default]
+    if ignored and not any(one.is_own for one in rewards):
         raise ConfigError(
-            f"reward_model_path={path!r} would be ignored, because rewards={script.rewards} leaves "
-            f"out {OWN}. Add {OWN} to rewards, or remove reward_model_path."
+            f"{ignored[0]}={of_own[ignored[0]][0]!r} would be ignored, because rewards="
+            f"{script.rewards} leaves out {OWN}. Add {OWN} to rewards, or remove {ignored[0]}."
         )
     loaded: dict[str, Any] = {}
     for one in rewards:
