@@ -103,6 +103,9 @@ def _settings(folder: Path) -> PPOConfig:
     with library_errors(DataError, f"'{file}' has no readable settings", advice):
         values = values["identity"]["settings"] if file.name == STATE else values
         given = {name: values[name] for name in known & values.keys()}
+        # Earlier versions accepted and stored a kl_horizon without a kl_target.
+        if given.get("kl_target") is None:
+            given.pop("kl_horizon", None)
     return PPOConfig(**given)
 
 

@@ -32,6 +32,9 @@ _NOT_OF_THE_RESULT = re.compile(
 )
 """Pattern of the settings that do not change the result of an update."""
 
+_POLYNOMIAL_END = 1e-7
+"""Last learning rate of transformers' schedule `polynomial`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PPOConfig(RunConfig):
@@ -369,6 +372,12 @@ def _check_schedule(config: PPOConfig) -> None:
         raise ConfigError(
             "lr_scheduler_type='constant' has no warm-up, so warmup_steps and warmup_ratio would "
             "be ignored. Set lr_scheduler_type='constant_with_warmup'."
+        )
+    if config.lr_scheduler_type == "polynomial" and config.learning_rate <= _POLYNOMIAL_END:
+        raise ConfigError(
+            f"lr_scheduler_type='polynomial' ends at a learning rate of {_POLYNOMIAL_END:g}, so "
+            f"learning_rate={config.learning_rate:g} must be larger. Raise it, or set "
+            "lr_scheduler_type='linear'."
         )
 
 

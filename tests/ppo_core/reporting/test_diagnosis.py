@@ -224,6 +224,8 @@ def test_the_command_finds_metrics_and_settings(tmp_path: Path, capsys):
     (library / MANIFEST).write_text("{}")
     # A checkpoint lacks vllm_weights_dir, because the folder does not change the result.
     settings = {"stop_token": None, "use_vllm": True, "vllm_importance_sampling_cap": 3.0}
+    # Version 0.1 wrote a kl_horizon into every checkpoint.
+    settings |= {"kl_target": None, "kl_horizon": 10_000}
     (library / STATE).write_text(json.dumps({"identity": {"settings": settings}}))
     for place, found in ((flow.parent, 0), (flow, 0), (library.parent, 0), (run, 1)):
         assert command.main([str(place)]) == 0
