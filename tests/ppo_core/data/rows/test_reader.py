@@ -16,7 +16,7 @@ from ppo_core.data.rows.fitting import fit_pairs, fit_prompts
 from ppo_core.data.rows.handed_over import read_written_rows
 from ppo_core.data.rows.handed_over import write_rows as write_handed_over
 from ppo_core.data.rows.reader import derive, each, read_rows
-from ppo_core.data.rows.row_error import RowError
+from ppo_core.data.rows.row_error import RowError, list_reasons
 from ppo_core.errors import ConfigError, DataError, TrainingError
 from ppo_core.supervised.supervised_cli import SupervisedArguments
 from tests.helpers.inputs.pipeline_inputs import write_rows
@@ -121,6 +121,17 @@ def test_at_most_one_row_in_a_hundred_is_left_out_of_all_stages():
     rows = rows_of("prompts", [{"prompt": "w0"}] * 149 + [{"prompt": ""}])
     with pytest.raises(DataError, match="1 of the 149 rows"):
         derive(rows, "one more", {}, each(leave_out_first))
+
+
+def test_of_many_reasons_the_five_most_frequent_are_listed():
+    counts = {f"with fault {number}": number for number in range(1, 301)}
+    assert list_reasons(counts) == (
+        "300 with fault 300, 299 with fault 299, 298 with fault 298, 297 with fault 297, "
+        "296 with fault 296, 43660 for other reasons"
+    )
+    assert (
+        list_reasons({"without a text": 1, "with a null": 2}) == "1 without a text, 2 with a null"
+    )
 
 
 def leave_out_first(row):
