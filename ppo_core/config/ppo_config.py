@@ -5,9 +5,14 @@ from dataclasses import dataclass, fields
 from math import isfinite
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, HttpUrl, ValidationError
 
-from ppo_core.config.field_checks import check_fields, require, require_kept_checkpoints
+from ppo_core.config.field_checks import (
+    check_fields,
+    check_key,
+    require,
+    require_kept_checkpoints,
+)
 from ppo_core.config.run_config import RunConfig
 from ppo_core.errors import ConfigError
 from ppo_core.errors.packages import require_package
@@ -473,10 +478,19 @@ def _check_estimator(config: PPOConfig) -> None:
             )
 
 
+def _is_address(url: str) -> bool:
+    try:
+        HttpUrl(url)
+    except ValidationError:
+        return False
+    return True
+
+
 def _check_vllm(config: PPOConfig) -> None:
     url = config.vllm_server_base_url
     is_root = url.startswith(("http://", "https://")) and not url.rstrip("/").endswith("/v1")
-    require(config, "vllm_server_base_url", is_root, "http://HOST:PORT, without /v1")
+    is_valid = is_root and url.isprintable() and _is_address(url)
+    require(config, "vllm_server_base_url", is_valid, "http://HOST:PORT, without /v1")
     if config.use_vllm and config.vllm_weights_dir is None:
         raise ConfigError(
             "use_vllm=True needs vllm_weights_dir, the folder from which the server reads the "
@@ -485,6 +499,7 @@ def _check_vllm(config: PPOConfig) -> None:
         )
     if config.use_vllm:
         require_package("openai", extra="vllm", needed_by="use_vllm=True")
+        check_key("VLLM_API_KEY")
     names = [field.name for field in fields(config) if field.name.startswith("vllm_")]
     defaults = {field.name: field.default for field in fields(config)}
     changed = [name for name in names if getattr(config, name) != defaults[name]]
