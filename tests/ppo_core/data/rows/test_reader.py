@@ -140,6 +140,18 @@ def leave_out_first(row):
     return dict(row)
 
 
+@pytest.mark.parametrize("kind", ["prompts", "pairs"])
+def test_half_of_a_surrogate_pair_leaves_its_row_out(kind):
+    rows = [{"prompt": f"w{n} \U0001f600", "chosen": "w1", "rejected": "w2"} for n in range(100)]
+    rows[7]["prompt"] = "w7 \ud83d"
+    read = rows_of(kind, rows)
+    assert len(read) == 99 and 7 not in read.column("row")
+    [(reason, count)] = read.left_out.items()
+    assert (reason, count) == ("with half of a surrogate pair, which is not a character", 1)
+    [line] = read.left_out_files[0].read_text(encoding="utf-8").splitlines()
+    assert json.loads(line)["values"]["prompt"] == "w7 \ud83d"
+
+
 def test_two_bad_rows_in_a_hundred_are_refused_by_reason(tmp_path, cache):
     rows = [{"prompt": "w0"}] * 98 + [{"prompt": ""}, {"prompt": 7}]
     path = write_rows(tmp_path / "rows.jsonl", rows)
