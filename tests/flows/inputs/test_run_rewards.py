@@ -259,7 +259,7 @@ def test_a_column_that_is_no_json_is_named(tmp_path: Path):
     path = str(tmp_path / "prompts.parquet")
     for function in ("when", "everything"):
         settings = with_rewards(tmp_path, f"python:HERE/rewards.py:{function}")
-        with pytest.raises(DataError, match="the column 'when', which has the value datetime"):
+        with pytest.raises(DataError, match=r"the column 'when', .* has the value datetime"):
             try_rewards(RunData(replace(settings, prompts=path)))
     level = with_rewards(tmp_path, "python:HERE/rewards.py:level")
     try_rewards(RunData(replace(level, prompts=path)))
