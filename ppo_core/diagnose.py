@@ -15,6 +15,7 @@ from ppo_core.errors.redacted_output import install_redaction
 from ppo_core.io.text_files import read_json_file
 from ppo_core.reporting.diagnosis import FEWEST_UPDATES, diagnose
 from ppo_core.reporting.metrics_file import METRICS_FILE, read_metrics
+from ppo_core.reporting.reward_drop import WINDOW
 
 SETTINGS_FILE = "settings.json"
 """File of the settings in a training's folder; the flow writes it."""
@@ -49,7 +50,8 @@ def describe_training(run: Path) -> str:
     findings = diagnose(_settings(path.parent), updates)
     lines = [f"{path}: {len(updates)} updates"]
     if len(updates) < FEWEST_UPDATES:
-        lines.append(f"Trends were not judged, because they need {FEWEST_UPDATES} updates.")
+        judged = "No trend was" if len(updates) < WINDOW else "Not every trend was"
+        lines.append(f"{judged} judged, because trends need {WINDOW} to {FEWEST_UPDATES} updates.")
     for finding in findings:
         when = "" if finding.update is None else f", from update {finding.update}"
         lines += [
@@ -103,6 +105,9 @@ def _settings(folder: Path) -> PPOConfig:
     with library_errors(DataError, f"'{file}' has no readable settings", advice):
         values = values["identity"]["settings"] if file.name == STATE else values
         given = {name: values[name] for name in known & values.keys()}
+        # Earlier versions accepted and stored a kl_horizon without a kl_target.
+        if given.get("kl_target") is None:
+            given.pop("kl_horizon", None)
     return PPOConfig(**given)
 
 

@@ -26,7 +26,7 @@ SUPERSEDED = ".superseded"
 """Suffix of abandoned checkpoints.
 
 If a run is resumed from an earlier step, its next checkpoint makes all checkpoints of later steps
-abandoned."""
+abandoned. See `_remove_old` for their removal."""
 
 
 def write_nothing(folder: Path) -> None:
@@ -183,6 +183,7 @@ def _rename_superseded(newest: Path) -> None:
 def _remove_old(newest: Path, keep: int | None) -> None:
     """Remove all but the `keep` newest checkpoints, and the leftovers of killed runs.
 
+    With `keep`, also remove abandoned checkpoints once the run has reached their steps again.
     Leftovers are unfinished hidden folders, and `.old` folders that a newer checkpoint of the same
     step has replaced. Folders `checkpoint-<step>` without a manifest are kept.
     """
@@ -197,9 +198,14 @@ def _remove_old(newest: Path, keep: int | None) -> None:
     for unfinished in newest.parent.glob(".checkpoint-*.partial*"):
         # A run that lost its lease may still write into the folder, so ignore errors.
         shutil.rmtree(unfinished, ignore_errors=True)
-    excess = 0 if keep is None else max(0, len(found) - keep)
-    for step in sorted(found)[:excess]:
+    if keep is None:
+        return
+    for step in sorted(found)[: max(0, len(found) - keep)]:
         _remove_folder(found[step])
+    for abandoned in newest.parent.glob(f"checkpoint-*{SUPERSEDED}"):
+        number = abandoned.name.removeprefix("checkpoint-").removesuffix(SUPERSEDED)
+        if number.isdecimal() and int(number) <= _step_of(newest):
+            _remove_folder(abandoned)
 
 
 def _step_of(folder: Path) -> int:

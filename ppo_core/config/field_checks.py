@@ -1,6 +1,7 @@
 """Check settings; errors name the setting, and its value unless the value is a secret."""
 
 import math
+import os
 from collections.abc import Collection, Mapping
 from functools import cache
 from types import NoneType, UnionType
@@ -93,6 +94,22 @@ def require_kept_checkpoints(config: Any) -> None:
         raise ConfigError(
             "save_total_limit=1 would keep only one checkpoint. If its files were damaged, the run "
             "could not resume. Set save_total_limit to at least 2, or to None to keep all."
+        )
+
+
+def check_key(variable: str) -> None:
+    """Raise if an environment variable holds a key that an HTTP header cannot carry.
+
+    White space around the key is allowed, because the clients remove it.
+
+    Raises:
+        ConfigError: the key has a character that is not ASCII, or a control character.
+    """
+    key = os.environ.get(variable, "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError(
+            f"{variable} holds characters that an HTTP header cannot carry. Set {variable} to the "
+            "key alone, on one line."
         )
 
 

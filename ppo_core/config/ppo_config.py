@@ -5,9 +5,14 @@ from dataclasses import dataclass, fields
 from math import isfinite
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, HttpUrl, ValidationError
 
-from ppo_core.config.field_checks import check_fields, require, require_kept_checkpoints
+from ppo_core.config.field_checks import (
+    check_fields,
+    check_key,
+    require,
+    require_kept_checkpoints,
+)
 from ppo_core.config.run_config import RunConfig
 from ppo_core.errors import ConfigError
 from ppo_core.errors.packages import require_package
@@ -31,6 +36,9 @@ _NOT_OF_THE_RESULT = re.compile(
     "gradient_accumulation_steps|sharding|offload|deepspeed|ds3_gather_for_generation|ddp_timeout"
 )
 """Pattern of the settings that do not change the result of an update."""
+
+_POLYNOMIAL_END = 1e-7
+"""Last learning rate of transformers' schedule `polynomial`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -370,6 +378,12 @@ def _check_schedule(config: PPOConfig) -> None:
             "lr_scheduler_type='constant' has no warm-up, so warmup_steps and warmup_ratio would "
             "be ignored. Set lr_scheduler_type='constant_with_warmup'."
         )
+    if config.lr_scheduler_type == "polynomial" and config.learning_rate <= _POLYNOMIAL_END:
+        raise ConfigError(
+            f"lr_scheduler_type='polynomial' ends at a learning rate of {_POLYNOMIAL_END:g}, so "
+            f"learning_rate={config.learning_rate:g} must be larger. Raise it, or set "
+            "lr_scheduler_type='linear'."
+        )
 
 
 def _check_rewards(config: PPOConfig) -> None:
@@ -382,6 +396,11 @@ def _check_rewards(config: PPOConfig) -> None:
         raise ConfigError(
             f"kl_target={config.kl_target} adapts kl_coef by multiplication, so kl_coef=0 would "
             "stay 0. Set kl_coef above 0."
+        )
+    if config.kl_horizon is not None and config.kl_target is None:
+        raise ConfigError(
+            f"kl_horizon={config.kl_horizon} takes effect only with kl_target. Set kl_target, or "
+            "remove kl_horizon."
         )
     if config.use_score_norm and not config.use_score_scaling:
         raise ConfigError(
@@ -459,10 +478,19 @@ def _check_estimator(config: PPOConfig) -> None:
             )
 
 
+def _is_address(url: str) -> bool:
+    try:
+        HttpUrl(url)
+    except ValidationError:
+        return False
+    return True
+
+
 def _check_vllm(config: PPOConfig) -> None:
     url = config.vllm_server_base_url
     is_root = url.startswith(("http://", "https://")) and not url.rstrip("/").endswith("/v1")
-    require(config, "vllm_server_base_url", is_root, "http://HOST:PORT, without /v1")
+    is_valid = is_root and url.isprintable() and _is_address(url)
+    require(config, "vllm_server_base_url", is_valid, "http://HOST:PORT, without /v1")
     if config.use_vllm and config.vllm_weights_dir is None:
         raise ConfigError(
             "use_vllm=True needs vllm_weights_dir, the folder from which the server reads the "
@@ -471,6 +499,7 @@ def _check_vllm(config: PPOConfig) -> None:
         )
     if config.use_vllm:
         require_package("openai", extra="vllm", needed_by="use_vllm=True")
+        check_key("VLLM_API_KEY")
     names = [field.name for field in fields(config) if field.name.startswith("vllm_")]
     defaults = {field.name: field.default for field in fields(config)}
     changed = [name for name in names if getattr(config, name) != defaults[name]]

@@ -47,11 +47,18 @@ def set_prompt_format(tokenizer: PreTrainedTokenizerBase, prompt_format: PromptF
     and training and sampling end a response with the end-of-sequence token.
 
     Raises:
-        ConfigError: a chat is wanted, but the tokenizer has no template.
+        ConfigError: a chat is wanted, but the tokenizer has no template, or has several templates
+            and none with the name "default".
         DataError: the template needs more than `MAX_RENDER_SECONDS`, or too much memory.
     """
     if prompt_format == "text":
         tokenizer.chat_template = None
+    elif isinstance(tokenizer.chat_template, dict) and "default" not in tokenizer.chat_template:
+        raise ConfigError(
+            f"The tokenizer of '{tokenizer.name_or_path}' has the chat templates "
+            f"{', '.join(sorted(tokenizer.chat_template))}, and none with the name default. Set "
+            "its chat_template to one of them, or set prompt_format to text."
+        )
     elif tokenizer.chat_template is not None:
         end = _end_of_turn(tokenizer)
         if end is not None and end != tokenizer.eos_token_id:

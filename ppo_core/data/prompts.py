@@ -115,10 +115,21 @@ def prompt_segment(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> Segmen
         DataError: see `encode_prompt`.
     """
     if isinstance(prompt, str):
-        return Segment(prompt, has_start=True)
+        return Segment(_checked_text(prompt), has_start=True)
     if is_messages(prompt):
-        return Segment(render_chat(tokenizer, prompt, answer_follows=True))
+        return Segment(_checked_text(render_chat(tokenizer, prompt, answer_follows=True)))
     return Segment(_checked_ids(tokenizer, _plain(prompt)))
+
+
+def _checked_text(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"The prompt has {text[error.start]!a}, half of a surrogate pair, which is not a "
+            "character. Correct or remove the prompt."
+        ) from error
+    return text
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> Tokens:
@@ -129,7 +140,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> Tokens:
 
     Raises:
         DataError: the prompt is neither text, nor messages, nor token ids; an id is outside the
-            vocabulary; or messages cannot be rendered.
+            vocabulary; messages cannot be rendered; or a text has half of a surrogate pair.
     """
     return encode_sequence(tokenizer, [prompt_segment(tokenizer, prompt)])
 

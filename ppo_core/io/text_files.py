@@ -89,16 +89,20 @@ def parse_strict_json(text: str) -> Any:
             surrogate pair, which cannot be encoded.
     """
     value = parse_json(text, object_pairs_hook=_without_repeated_keys)
-    if _HALF_CHARACTER.search(text):
-        _require_whole_characters(value)
+    if has_half_character(text):
+        raise ValueError("it has half of a surrogate pair, which is not a character")
     return value
 
 
-def _require_whole_characters(value: Any) -> None:
+def has_half_character(text: str) -> bool:
+    """Return whether a JSON text has half of a surrogate pair, written as an escape."""
+    if not _HALF_CHARACTER.search(text):
+        return False
     try:
-        json.dumps(value, ensure_ascii=False).encode()
+        json.dumps(json.loads(text), ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise ValueError("it has half of a surrogate pair, which is not a character") from None
+        return True
+    return False
 
 
 def _without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def load_tokenizer(
     """Load the tokenizer of a folder or hub id, and call `set_prompt_format` with it.
 
     Raises:
-        ConfigError: the tokenizer has no chat template, but `prompt_format` is "chat".
+        ConfigError: see `set_prompt_format`.
         DataError: see `set_prompt_format`.
         ModelError: the tokenizer cannot be loaded, or a file is refused.
     """

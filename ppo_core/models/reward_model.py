@@ -159,8 +159,19 @@ class RewardEnsemble(RewardModel):
     """Several reward models with one tokenizer; the score is the mean of the members' scores."""
 
     def __init__(self, members: Sequence[RewardModel]) -> None:
-        """Take at least one reward model; `model` and `tokenizer` are from the first model."""
+        """Take at least one reward model; `model` and `tokenizer` are from the first model.
+
+        Raises:
+            ModelError: the vocabularies of the members' tokenizers differ.
+        """
         first = members[0]
+        for number, one in enumerate(members, start=1):
+            if not one.reads_tokens_of(first.tokenizer):
+                raise ModelError(
+                    f"The tokenizers of member 1 and member {number} of the reward model have "
+                    "different vocabularies, so one of them would read wrong tokens. Use members "
+                    "with one tokenizer."
+                )
         super().__init__(
             first.model,
             first.tokenizer,

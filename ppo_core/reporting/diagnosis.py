@@ -20,7 +20,7 @@ Updates: TypeAlias = Sequence[Mapping[str, float]]
 """Metrics of all updates in order, each with the number of the update as `update`."""
 
 FEWEST_UPDATES = 2 * WINDOW
-"""Minimum number of updates for judging a trend."""
+"""Number of updates from which every trend is judged."""
 
 STOPPED_AT_FIRST, STOPPED_AT_LAST, EVER_STOPPED = 0.05, 0.01, 0.002
 """Limits for the fraction of responses that end with a stop token. A policy has forgotten to stop

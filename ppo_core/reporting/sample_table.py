@@ -90,7 +90,8 @@ def print_table(completions: Completions, title: str, *, limit: int) -> None:
         table.add_row(
             Text(remove_controls(query)), Text(remove_controls(response)), f"{score:z.4g}"
         )
-    Console().print(table)
+    # Without colors, because with FORCE_COLOR logs would contain escape codes.
+    Console(color_system=None).print(table)
 
 
 def log_table(

@@ -1,5 +1,6 @@
 """Responses of a policy to prompts, and its KL divergence from a reference."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -21,7 +22,7 @@ from ppo_core.data.prompts import (
 )
 from ppo_core.data.types import Rollout
 from ppo_core.distributed.choose_engine import choose_engine
-from ppo_core.errors import TrainingError
+from ppo_core.errors import ConfigError, DataError, TrainingError
 from ppo_core.errors.out_of_memory import BatchSize
 from ppo_core.io.progress_bar import BAR_DELAY, progress
 from ppo_core.models.policy import LanguageModel
@@ -89,12 +90,14 @@ def answer_prompts(
     The divergence of greedy responses is not computed if `reference_temperature` is None.
 
     Raises:
-        DataError: a prompt has no token, or leaves no room for a response.
+        ConfigError: `temperature` is negative or not finite.
+        DataError: `prompts` is a text, or a prompt has no token or leaves no room for a response.
         ModelError: the tokenizer has no stop token, the model cannot be sampled from, or the
             context of the server's model is too short.
         TrainingError: the server cannot be reached or samples from another distribution, or the
             memory is too small for a single prompt.
     """
+    _check_arguments(prompts, temperature)
     numbers = range(len(prompts)) if numbers is None else numbers
     if not numbers:
         return Answers(texts=[], kl=None, stopped=[])
@@ -117,6 +120,16 @@ def answer_prompts(
             kl = _divergence(own, LanguageModel(load_reference()), batches)
     stopped = None if sampling.stop_token_id == NO_STOP_TOKEN else rollout.has_stop.tolist()
     return Answers(texts=response_texts(tokenizer, rollout), kl=kl, stopped=stopped)
+
+
+def _check_arguments(prompts: Sequence[Prompt], temperature: float) -> None:
+    if isinstance(prompts, str):
+        raise DataError(
+            f"prompts={prompts!r:.80} is a single text, and each of its characters would be a "
+            "prompt. Give a list of prompts."
+        )
+    if not 0 <= temperature < math.inf:
+        raise ConfigError(f"temperature={temperature} must be a finite number, at least 0.")
 
 
 def _own_logprobs(

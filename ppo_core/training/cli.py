@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_core.checkpointing.fingerprint import Layout
 from ppo_core.config.hub_ids import with_revision
 from ppo_core.config.ppo_config import PPOConfig
-from ppo_core.config.reward_names import OWN, read_rewards
+from ppo_core.config.reward_names import OWN, read_rewards, same_place
 from ppo_core.config.row_settings import PromptFormat, ReadOptions, parse_columns
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
 from ppo_core.data.prompt_set import make_run_prompts
@@ -80,11 +80,7 @@ def train_ppo(
         )
     # Seed the global generators, because a reward function may use them.
     seed_global_generators(config.seed)
-    require_writable(Path(config.output_dir), "output_dir")
-    if script.policy_dir is not None:
-        require_writable(Path(script.policy_dir), "policy_dir")
-    if script.critic_dir is not None:
-        require_writable(Path(script.critic_dir), "critic_dir")
+    _check_folders(config.output_dir, script.policy_dir, script.critic_dir)
     policy = config.sft_model_path or model.model_name_or_path
     if policy is None:
         raise ConfigError("There is no policy. Set --model_name_or_path to a folder or hub id.")
@@ -113,6 +109,25 @@ def train_ppo(
                 if trainer.engine.is_main:
                     record = json.dumps(trainer.self_check.as_record())
                     write_atomically(Path(config.output_dir) / SELF_CHECK_FILE, record)
+
+
+def _check_folders(output_dir: str, policy_dir: str | None, critic_dir: str | None) -> None:
+    """Raise unless each folder can be written, and the critic has a folder without the policy.
+
+    Raises:
+        ConfigError: nothing can be written into a folder, or the policy would be in `critic_dir`.
+    """
+    policy = "output_dir" if policy_dir is None else "policy_dir"
+    if critic_dir is not None and same_place(critic_dir, policy_dir or output_dir):
+        raise ConfigError(
+            f"critic_dir={critic_dir!r} is also the {policy}, so the files of the critic would "
+            "overwrite the files of the policy. Set critic_dir to another folder."
+        )
+    require_writable(Path(output_dir), "output_dir")
+    if policy_dir is not None:
+        require_writable(Path(policy_dir), "policy_dir")
+    if critic_dir is not None:
+        require_writable(Path(critic_dir), "critic_dir")
 
 
 def _make_trainer(
@@ -163,10 +178,16 @@ def _load_rewards(
     end_of_text, path = script.reward_end_of_text, config.reward_model_path
     rewards = read_rewards(script.rewards or [OWN])
     functions = load_functions(rewards, load_language_model)
-    if path and not any(one.is_own for one in rewards):
+    of_own: dict[str, tuple[object, object]] = {
+        "reward_model_path": (path or None, None),
+        "reward_bias": (script.reward_bias, ScriptArguments.reward_bias),
+        "reward_gain": (script.reward_gain, ScriptArguments.reward_gain),
+    }
+    ignored = [name for name, (value, default) in of_own.items() if value != default]
+    if ignored and not any(one.is_own for one in rewards):
         raise ConfigError(
-            f"reward_model_path={path!r} would be ignored, because rewards={script.rewards} leaves "
-            f"out {OWN}. Add {OWN} to rewards, or remove reward_model_path."
+            f"{ignored[0]}={of_own[ignored[0]][0]!r} would be ignored, because rewards="
+            f"{script.rewards} leaves out {OWN}. Add {OWN} to rewards, or remove {ignored[0]}."
         )
     loaded: dict[str, Any] = {}
     for one in rewards:

@@ -259,13 +259,16 @@ class Trainer:
         `resume_anyway`, differences in settings or models only cause a warning.
 
         Raises:
-            ConfigError: the run would pause without a checkpoint, or `output_dir` has checkpoints
-                of an earlier run although `resume_from_checkpoint` is not given.
+            ConfigError: `stop_after_updates` is below 1, the run would pause without a checkpoint,
+                or `output_dir` has checkpoints of an earlier run although `resume_from_checkpoint`
+                is not given.
             RunInterruptedError: a process received SIGTERM. A checkpoint was written, unless
                 save_strategy is "no".
             TrainingError: too many consecutive steps were skipped, the run cannot resume from the
                 checkpoint, or memory is full.
         """
+        if stop_after_updates is not None and stop_after_updates < 1:
+            raise ConfigError(f"stop_after_updates={stop_after_updates} must be at least 1.")
         last = min(self.schedule.num_updates, stop_after_updates or self.schedule.num_updates)
         if stop_after_updates and self.config.save_strategy == "no":
             raise ConfigError(

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ppo_core.config.field_checks import check_key
 from ppo_core.config.hub_ids import split_revision
 from ppo_core.config.reward_names import NamedReward, read_rewards, same_place
 from ppo_core.config.spelling import nearest_name
@@ -246,8 +247,4 @@ def _check_key(key: str, *, needed: bool) -> None:
             f"{OPENAI_URL} requires a key. Set the environment variable "
             "OPENAI_API_KEY, or set judging.base_url to a server that needs no key."
         )
-    if not (key.isascii() and key.isprintable()):
-        raise ConfigError(
-            "OPENAI_API_KEY holds characters that an HTTP header cannot carry. Set OPENAI_API_KEY "
-            "to the key alone, on one line."
-        )
+    check_key("OPENAI_API_KEY")

@@ -95,13 +95,14 @@ def write_job(
     """
     folder.mkdir(parents=True, exist_ok=True)
     settings = rewards.data.settings
+    own = rewards.own_path(models.reward_model)
     rows = "".join(json.dumps(row) + "\n" for row in rewards.prompts())
     write_atomically(folder / "prompts.jsonl", rows)
     config = {
         **asdict(ppo_config(settings)),
         "output_dir": str(folder),
         "sft_model_path": models.policy,
-        "reward_model_path": rewards.own_path(models.reward_model),
+        "reward_model_path": own,
         "num_sample_generations": NUM_SAMPLE_TABLES,
     }
     script = ScriptArguments(
@@ -109,8 +110,9 @@ def write_job(
         prompt_format=settings.prompt_format,
         resume_from_checkpoint="latest",
         rewards=settings.rewards or None,
-        reward_bias=models.reward_bias,
-        reward_gain=models.reward_gain,
+        # The command refuses other values if the run has no reward model of its own.
+        reward_bias=models.reward_bias if own else ScriptArguments.reward_bias,
+        reward_gain=models.reward_gain if own else ScriptArguments.reward_gain,
         reward_end_of_text=settings.reward_model_training.end_of_text,
         policy_dir=str(policy_dir),
         watched_prompts=NUM_WATCHED,

@@ -24,6 +24,7 @@ from ppo_core.errors import DataError
 from ppo_core.io.atomic_files import explained_writes
 from ppo_core.io.folder_cache import Cached, digest_of, digest_of_code, make_once
 from ppo_core.io.progress_bar import BAR_DELAY, progress
+from ppo_core.io.text_files import has_half_character
 
 LEAST_SHARED = 5_000
 """Minimum number of rows for which machines share a copy of the converted rows. Fewer rows are
@@ -34,6 +35,8 @@ ROW = "row"
 
 _ROWS_FOR_COLUMNS = 100
 """Number of rows, at the start of a data set, from which its columns are taken."""
+
+_AS_JSON = json.JSONEncoder(sort_keys=True).encode
 
 _TABLE, _LEFT_OUT = "rows.arrow", "left-out.jsonl"
 
@@ -294,9 +297,9 @@ def _write(
     first: dict[str, Any] | None = None
     total = 0
     types = schema.append(pyarrow.field(ROW, pyarrow.int64()))
-    as_json = json.JSONEncoder(sort_keys=True).encode
     with (
-        (folder / _LEFT_OUT).open("w", encoding="utf-8") as aside,
+        # Half of a surrogate pair, which cannot be encoded, is written as its escape.
+        (folder / _LEFT_OUT).open("w", encoding="utf-8", errors="backslashreplace") as aside,
         (folder / _TABLE).open("wb") as file,
         pyarrow.ipc.new_stream(file, types) as table,
         _progress(source, count) as bar,
@@ -304,14 +307,15 @@ def _write(
         while batch := list(islice(rows, ROWS_AT_ONCE)):
             kept = []
             for (number, raw), row in zip(batch, convert([raw for _, raw in batch]), strict=True):
-                if isinstance(row, RowError):
-                    first = first or {ROW: number, "values": _shown(raw), "move": row.move}
-                    counts[str(row)] = counts.get(str(row), 0) + 1
-                    entry = {ROW: number, "reason": str(row), "values": raw}
+                made = attempt(_with_json, row)
+                if isinstance(made, RowError):
+                    first = first or {ROW: number, "values": _shown(raw), "move": made.move}
+                    counts[str(made)] = counts.get(str(made), 0) + 1
+                    entry = {ROW: number, "reason": str(made), "values": raw}
                     aside.write(json.dumps(entry, ensure_ascii=False, default=str) + "\n")
                     continue
-                for one in [row] if isinstance(row, Mapping) else row or ():
-                    digest.update(as_json(one).encode())
+                for one, text in made:
+                    digest.update(text.encode())
                     kept.append({**one, ROW: number})
             table.write_batch(pyarrow.RecordBatch.from_pylist(kept, types))
             total += len(batch)
@@ -322,6 +326,20 @@ def _write(
         "first_left_out": first,
         "total": total,
     }
+
+
+def _with_json(row: Row | Sequence[Row] | RowError | None) -> list[tuple[Row, str]]:
+    """Return the converted rows, each with its JSON text.
+
+    Raises:
+        RowError: the row is left out, or a text of the row cannot be encoded.
+    """
+    if isinstance(row, RowError):
+        raise row
+    made = [(one, _AS_JSON(one)) for one in ([row] if isinstance(row, Mapping) else row or ())]
+    if any(has_half_character(text) for _, text in made):
+        raise RowError("with half of a surrogate pair, which is not a character")
+    return made
 
 
 def _progress(source: str, count: int | None) -> tqdm:

@@ -203,6 +203,7 @@ class ClassicPPOConfig:
 
     def update_settings(self) -> PPOConfig:
         """Return the equivalent `ppo_core.PPOConfig`."""
+        target = self.target if self.adap_kl_ctrl and self.init_kl_coef else None
         return PPOConfig(
             **{name: getattr(self, name) for name in SAME},
             report_to=self.log_with or "none",
@@ -216,8 +217,8 @@ class ClassicPPOConfig:
             num_ppo_epochs=self.ppo_epochs,
             kl_coef=self.init_kl_coef,
             kl_estimator=KL_ESTIMATORS[self.kl_penalty],
-            kl_target=self.target if self.adap_kl_ctrl and self.init_kl_coef else None,
-            kl_horizon=int(self.horizon),
+            kl_target=target,
+            kl_horizon=None if target is None else int(self.horizon),
             max_grad_norm=self.max_grad_norm or math.inf,
             target_kl=self.target_kl if self.early_stopping else None,
             save_strategy="no",

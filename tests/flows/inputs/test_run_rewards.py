@@ -92,7 +92,7 @@ def job_of(settings: Settings) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     folder = Path(settings.output_dir) / "ppo"
     path = write_job(
         rewards_of(settings),
-        JobModels(policy="sft", reward_model="trained", reward_bias=0.0, reward_gain=1.0),
+        JobModels(policy="sft", reward_model="trained", reward_bias=0.5, reward_gain=2.0),
         folder=folder,
         policy_dir=folder / "policy",
     )
@@ -103,6 +103,7 @@ def job_of(settings: Settings) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 def test_without_rewards_the_job_has_prompts_and_the_reward_model_alone(tmp_path: Path):
     settings, rows = job_of(with_rewards(tmp_path))
     assert settings["rewards"] is None and settings["reward_model_path"] == "trained"
+    assert (settings["reward_bias"], settings["reward_gain"]) == (0.5, 2.0)
     assert all(row.keys() == {"prompt"} for row in rows) and len(rows) == 32
 
 
@@ -122,6 +123,7 @@ def test_the_job_has_the_columns_that_functions_take_and_no_others(tmp_path: Pat
 def test_a_list_without_the_reward_model_leaves_it_out(tmp_path: Path):
     settings, rows = job_of(with_rewards(tmp_path, "python:HERE/rewards.py:everything"))
     assert settings["reward_model_path"] is None
+    assert (settings["reward_bias"], settings["reward_gain"]) == (0.0, 1.0)
     assert rows[5] | {"prompt": ""} == {
         "prompt": "",
         "level": 5,

@@ -416,8 +416,7 @@ def test_an_old_checkpoint_with_a_file_that_cannot_be_removed_yet_is_removed_lat
             save(tmp_path, step, keep=2)
     assert read_newest(tmp_path).state["step"] == 5
     save(tmp_path, 6, keep=2)
-    aside = ["checkpoint-2.superseded", "checkpoint-3.superseded"]
-    assert names(tmp_path) == sorted(["checkpoint-5", "checkpoint-6", *aside])
+    assert names(tmp_path) == ["checkpoint-5", "checkpoint-6"]
 
 
 def test_checkpoints_later_than_the_resumed_one_are_renamed_and_never_resumed_from(tmp_path):
@@ -427,6 +426,17 @@ def test_checkpoints_later_than_the_resumed_one_are_renamed_and_never_resumed_fr
     aside = ["checkpoint-8.superseded", "checkpoint-9.superseded"]
     assert names(tmp_path) == ["checkpoint-2", "checkpoint-3", *aside]
     assert read_newest(tmp_path).folder.name == "checkpoint-3"
+
+
+@pytest.mark.parametrize(
+    ("keep", "kept"),
+    [(2, "3 8 9.superseded"), (None, "2 3 8 8.superseded 9.superseded")],
+)
+def test_with_a_limit_abandoned_checkpoints_are_removed_at_their_steps(tmp_path, keep, kept):
+    for step in (2, 8, 9, 3):
+        save(tmp_path, step)
+    save(tmp_path, 8, keep=keep)
+    assert names(tmp_path) == [f"checkpoint-{one}" for one in kept.split()]
 
 
 # --- Damage --------------------------------------------------------------------

@@ -558,6 +558,12 @@ def test_after_a_pause_another_reward_continues_state_and_learning_rate(tmp_path
     assert later[0]["objective/scores"] != whole[2]["objective/scores"]
 
 
+@pytest.mark.parametrize("updates", [0, -1])
+def test_a_pause_before_the_first_update_is_refused(tmp_path, updates):
+    with pytest.raises(ConfigError, match=f"stop_after_updates={updates} must be at least 1"):
+        trainer_in(tmp_path).train(stop_after_updates=updates)
+
+
 def test_a_pause_without_checkpoints_is_refused(tmp_path):
     config = dataclasses.replace(ALL_OF_IT, save_strategy="no")
     with pytest.raises(ConfigError, match="stop_after_updates=2 needs a checkpoint"):

@@ -111,6 +111,16 @@ def test_a_template_that_writes_no_end_keeps_the_end_of_text(template):
     assert tokenizer.eos_token_id == EOS
 
 
+@pytest.mark.parametrize("prompt_format", ["auto", "chat"])
+def test_one_of_several_templates_must_be_the_default(prompt_format):
+    tokenizer = make_chat_tokenizer({"tool_use": OPEN, "rag": OPEN})
+    with pytest.raises(ConfigError, match=r"the chat templates rag, tool_use, and none .*default"):
+        set_prompt_format(tokenizer, prompt_format)
+    tokenizer.chat_template["default"] = OPEN
+    set_prompt_format(tokenizer, prompt_format)
+    assert tokenizer.eos_token_id == EOS
+
+
 def test_a_chat_needs_a_template():
     tokenizer = make_chat_tokenizer(None)
     with pytest.raises(ConfigError, match=r"has no chat template\. Set its chat_template, or set"):

@@ -94,6 +94,7 @@ def test_messages_are_encoded_up_to_where_the_assistant_answers():
         (torch.tensor([[3]]), "text, chat messages or token ids"),
         (None, "not NoneType"),
         (say("w0"), "no chat template"),
+        ("w0 \ud83d", "has '.ud83d', half of a surrogate pair"),
     ],
 )
 def test_what_is_no_prompt_of_this_tokenizer_is_refused(prompt, message):

@@ -7,7 +7,7 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from ppo_core.errors import DataError, ModelError
 from ppo_core.models.actor_critic import Critic
-from ppo_core.models.reward_model import RewardModel
+from ppo_core.models.reward_model import RewardEnsemble, RewardModel
 from tests.helpers.models.tiny import (
     CONFIGS,
     EOS,
@@ -55,6 +55,13 @@ def test_an_encoder_is_a_reward_model_too():
         assert_close(score, model(torch.tensor([row])).logits[0, 0].detach())
     with pytest.raises(ModelError, match="value_model=None"):
         Critic.from_reward_model(reward_model)
+
+
+def test_members_with_different_tokenizers_are_refused():
+    members = [RewardModel(make_classifier(), make_tokenizer(prefix=one)) for one in "wwv"]
+    assert len(RewardEnsemble(members[:2]).members) == 2
+    with pytest.raises(ModelError, match="member 1 and member 3 of the reward model have differ"):
+        RewardEnsemble(members)
 
 
 def test_a_text_longer_than_the_reward_model_reads_is_refused():

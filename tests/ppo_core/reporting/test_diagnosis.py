@@ -224,15 +224,21 @@ def test_the_command_finds_metrics_and_settings(tmp_path: Path, capsys):
     (library / MANIFEST).write_text("{}")
     # A checkpoint lacks vllm_weights_dir, because the folder does not change the result.
     settings = {"stop_token": None, "use_vllm": True, "vllm_importance_sampling_cap": 3.0}
+    # Version 0.1 wrote a kl_horizon into every checkpoint.
+    settings |= {"kl_target": None, "kl_horizon": 10_000}
     (library / STATE).write_text(json.dumps({"identity": {"settings": settings}}))
     for place, found in ((flow.parent, 0), (flow, 0), (library.parent, 0), (run, 1)):
         assert command.main([str(place)]) == 0
         assert capsys.readouterr().out.count("No end tokens\n  Evidence: ") == found
 
 
-def test_the_command_says_so_if_nothing_is_wrong(tmp_path: Path, capsys):
-    lines = [json.dumps({"update": n, "objective/kl": 1.0}) for n in range(1, 4)]
+@pytest.mark.parametrize(
+    ("updates", "judged"), [(3, "No trend was"), (10, "Not every trend was"), (20, "")]
+)
+def test_the_command_says_so_if_nothing_is_wrong(updates, judged, tmp_path: Path, capsys):
+    lines = [json.dumps({"update": n, "objective/kl": 1.0}) for n in range(1, updates + 1)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     assert command.main([str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert out.endswith("need 20 updates.\nNothing was found.\n")
+    short = f"{judged} judged, because trends need 10 to 20 updates.\n" if judged else ""
+    assert out.endswith(f": {updates} updates\n{short}Nothing was found.\n")

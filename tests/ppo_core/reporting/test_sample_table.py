@@ -54,6 +54,12 @@ def test_control_characters_do_not_reach_the_terminal(capsys: pytest.CaptureFixt
     assert "two" in shown and "lines" in shown
 
 
+def test_the_table_has_no_colors_even_if_they_are_forced(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    print_table(table("first"), "t", limit=9)
+    assert "\x1b" not in capsys.readouterr().out
+
+
 def test_only_the_first_rows_are_printed_and_it_says_so(capsys: pytest.CaptureFixture):
     print_table(table("first", "second", "third"), "t", limit=2)
     shown = capsys.readouterr().out

@@ -346,6 +346,14 @@ def test_a_key_that_was_read_with_its_line_break_is_sent_without(server, tmp_pat
     make_sampler(server, tmp_path, LanguageModel(make_policy()))
 
 
+@pytest.mark.parametrize("key", ["sk-schlüssel", "one\ntwo"])
+def test_a_key_that_no_header_can_carry_is_refused_with_the_settings(key, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", key)
+    with pytest.raises(ConfigError, match="VLLM_API_KEY holds characters") as error:
+        PPOConfig(use_vllm=True, vllm_weights_dir="weights")
+    assert key not in str(error.value)
+
+
 def test_a_server_that_cannot_do_it_is_refused_by_what_it_must_be_started_with(server, tmp_path):
     server.processed_logprobs = False
     assert "--logprobs-mode processed_logprobs" in refusal(server, tmp_path, ConfigError)
@@ -381,6 +389,10 @@ def test_weights_that_cannot_be_written_are_a_clear_error(server, tmp_path):
         ({"vllm_weights_dir": "w"}, "takes effect only with use_vllm=True"),
         ({"vllm_importance_sampling_cap": 0.5}, "at least 1"),
         ({"vllm_server_base_url": "http://host:8000/v1"}, "without /v1"),
+        ({"vllm_server_base_url": "http://host:80000"}, "must be http://HOST:PORT"),
+        ({"vllm_server_base_url": "http://host:port"}, "must be http://HOST:PORT"),
+        ({"vllm_server_base_url": "http://"}, "must be http://HOST:PORT"),
+        ({"vllm_server_base_url": "http://host:8000\n"}, "must be http://HOST:PORT"),
         ({"vllm_server_timeout": 0.0}, "above 0"),
         ({"vllm_mode": "colocate"}, "vllm serve"),
     ],

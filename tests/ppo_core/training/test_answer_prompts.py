@@ -1,9 +1,11 @@
 """Answers of a policy: the training's own sampler, and the distance from a reference."""
 
+import math
+
 import pytest
 import torch
 
-from ppo_core.errors import DataError
+from ppo_core.errors import ConfigError, DataError
 from ppo_core.models.policy import LanguageModel
 from ppo_core.training.answer_prompts import answer_prompts
 from tests.helpers.models.tiny import make_policy, make_tokenizer
@@ -31,6 +33,17 @@ def test_the_same_seed_gives_the_same_texts_in_batches_of_any_size():
 def test_a_prompt_that_cannot_be_answered_is_refused(prompt, words):
     with pytest.raises(DataError, match=words):
         answer_prompts(make_policy("gpt2"), make_tokenizer(), ["w1", prompt], **SAMPLING)
+
+
+def test_a_text_in_place_of_a_list_of_prompts_is_refused():
+    with pytest.raises(DataError, match="prompts='w1 w2' is a single text"):
+        answer_prompts(make_policy(), make_tokenizer(), "w1 w2", **SAMPLING)
+
+
+@pytest.mark.parametrize("temperature", [-1.0, math.nan, math.inf])
+def test_a_temperature_that_no_distribution_has_is_refused(temperature):
+    with pytest.raises(ConfigError, match=f"temperature={temperature} must be"):
+        answer(make_policy(), temperature=temperature)
 
 
 def test_no_prompts_have_no_answers():

@@ -530,6 +530,15 @@ def test_a_file_in_the_place_of_a_folder_is_refused_before_anything_is_loaded(
     assert "RANDOM" not in ran.stderr
 
 
+@pytest.mark.parametrize(("output", "policy"), [("out", "both"), ("both", None)])
+def test_policy_and_critic_in_one_folder_are_refused(output, policy, data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    critic = str(tmp_path / "x" / ".." / "both")
+    script = ScriptArguments(dataset_name=str(data), policy_dir=policy, critic_dir=critic)
+    with pytest.raises(ConfigError, match=r"critic_dir=.* is also the (policy|output)_dir, so"):
+        train_ppo(PPOConfig(output_dir=output), script, ModelArguments())
+
+
 class LostServerError(RuntimeError):
     pass
 

@@ -142,6 +142,8 @@ def test_a_folder_that_cannot_be_made_is_refused_before_training(tmp_path):
         ({"seed": None}, "seed=None must be a whole number"),
         ({"bf16": "yes"}, "bf16='yes' must be True or False"),
         ({"kl_target": 6.0, "kl_coef": 0.0}, "stay 0"),
+        ({"kl_horizon": 100}, "kl_horizon=100 takes effect only with kl_target"),
+        ({"lr_scheduler_type": "polynomial", "learning_rate": 1e-7}, "=1e-07 must be larger"),
     ],
 )
 def test_settings_of_the_wrong_kind_are_refused(settings, message):

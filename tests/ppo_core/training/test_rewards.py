@@ -110,6 +110,18 @@ def test_functions_alone_need_no_reward_model(inputs: Path, tmp_path: Path):
     assert [*means(updates[0])] == ["rewards/brevity"]
 
 
+@pytest.mark.parametrize(("name", "value"), [("reward_bias", 0.5), ("reward_gain", 2.0)])
+def test_a_scale_of_a_reward_model_that_is_left_out_is_refused(inputs, tmp_path, name, value):
+    script = ScriptArguments(
+        dataset_name=str(inputs / "prompts.jsonl"),
+        rewards=[f"python:{inputs / 'rewards.py'}:brevity"],
+        **{name: value},
+    )
+    model = ModelArguments(model_name_or_path=str(inputs / "policy"))
+    with pytest.raises(ConfigError, match=f"{name}={value} would be ignored.*or remove {name}"):
+        train_ppo(PPOConfig(output_dir=str(tmp_path)), script, model)
+
+
 def test_a_changed_function_is_another_run(inputs: Path, tmp_path: Path):
     own = tmp_path / "own.py"
     own.write_text(REWARDS)

@@ -16,7 +16,7 @@ from ppo_core.data.rows.fitting import fit_pairs, fit_prompts
 from ppo_core.data.rows.handed_over import read_written_rows
 from ppo_core.data.rows.handed_over import write_rows as write_handed_over
 from ppo_core.data.rows.reader import derive, each, read_rows
-from ppo_core.data.rows.row_error import RowError
+from ppo_core.data.rows.row_error import RowError, list_reasons
 from ppo_core.errors import ConfigError, DataError, TrainingError
 from ppo_core.supervised.supervised_cli import SupervisedArguments
 from tests.helpers.inputs.pipeline_inputs import write_rows
@@ -123,10 +123,33 @@ def test_at_most_one_row_in_a_hundred_is_left_out_of_all_stages():
         derive(rows, "one more", {}, each(leave_out_first))
 
 
+def test_of_many_reasons_the_five_most_frequent_are_listed():
+    counts = {f"with fault {number}": number for number in range(1, 301)}
+    assert list_reasons(counts) == (
+        "300 with fault 300, 299 with fault 299, 298 with fault 298, 297 with fault 297, "
+        "296 with fault 296, 43660 for other reasons"
+    )
+    assert (
+        list_reasons({"without a text": 1, "with a null": 2}) == "1 without a text, 2 with a null"
+    )
+
+
 def leave_out_first(row):
     if row["row"] == 0:
         raise RowError("called first")
     return dict(row)
+
+
+@pytest.mark.parametrize("kind", ["prompts", "pairs"])
+def test_half_of_a_surrogate_pair_leaves_its_row_out(kind):
+    rows = [{"prompt": f"w{n} \U0001f600", "chosen": "w1", "rejected": "w2"} for n in range(100)]
+    rows[7]["prompt"] = "w7 \ud83d"
+    read = rows_of(kind, rows)
+    assert len(read) == 99 and 7 not in read.column("row")
+    [(reason, count)] = read.left_out.items()
+    assert (reason, count) == ("with half of a surrogate pair, which is not a character", 1)
+    [line] = read.left_out_files[0].read_text(encoding="utf-8").splitlines()
+    assert json.loads(line)["values"]["prompt"] == "w7 \ud83d"
 
 
 def test_two_bad_rows_in_a_hundred_are_refused_by_reason(tmp_path, cache):
