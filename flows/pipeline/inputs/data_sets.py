@@ -362,6 +362,13 @@ class RunData:
         """Read pairs of the policy's samples; return the training pairs and the held-out pairs."""
         return held_out(self.all_fresh_pairs(folder), self.settings.held_out_share)
 
+    def fitting_held_out_pairs(self, folder: str) -> Rows:
+        """Read the held-out pairs of the policy's samples that fit into every reward model."""
+        rows = self.fresh_pairs(folder)[1]
+        if given := self.settings.reward_model:
+            rows = self._fitting_pairs(given, self.reward_tokenizer, rows)
+        return self._fitting_pairs(self.settings.policy, self.policy_tokenizer, rows)
+
     def all_fresh_pairs(self, folder: str) -> Rows:
         """Read the labeled pairs of the policy's samples in a folder."""
         return self._read(str(Path(folder) / PAIRS_FILE), "pairs")

@@ -260,7 +260,7 @@ def better_reward_model(
     from pipeline.reward_validation.accuracy import measure_model
 
     data = RunData(settings)
-    pairs = label_pairs(data.fresh_pairs(fresh.path)[1])
+    pairs = label_pairs(data.fitting_held_out_pairs(fresh.path))
     rates = []
     for name, model, prompt_format in (
         (names[0], given, data.reward_format),
