@@ -62,3 +62,8 @@ class EvaluationConfig:
     def __post_init__(self) -> None:
         """Raise if a value is out of range."""
         check_fields(self)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether each answer takes the likeliest tokens, so that repeated answers are equal."""
+        return self.temperature == 0 or self.top_k == 1
