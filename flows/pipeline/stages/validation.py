@@ -13,7 +13,7 @@ from pipeline.evaluation.notes import describe_accuracy, doubts_about_trained_ju
 from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
 from pipeline.inputs.labeled_pairs import label_pairs
-from pipeline.judges.judge_budget import Budget, sum_spent
+from pipeline.judges.judge_budget import Budget, Spent, sum_spent
 from pipeline.judges.judge_names import calls_per_question, can_ask
 from pipeline.judges.make_judge import make_judge_of_run
 from pipeline.launch.answers import answer_as_ppo
@@ -72,7 +72,8 @@ def validate_reward_model(
     `stop_run`.
     """
     data = RunData(settings)
-    report = examine_reward_model(data, sft, reward_model, judge_model, run.folder, fresh)
+    budget = Budget.of(settings.judging)
+    report = examine_reward_model(data, sft, reward_model, judge_model, run.folder, fresh, budget)
     by_hand = settings.accept_reward_model and not report.fit
     report = replace(report, accepted_by_hand=by_hand)
     print(f"reward model: {reward_model_in_words(report)}", flush=True)
@@ -86,7 +87,7 @@ def validate_reward_model(
         bias=report.bias,
         gain=report.gain,
         report_file=str(file),
-        spent=sum_spent(reward_model.spent, report.on_policy.spent if report.on_policy else {}),
+        spent=sum_spent(reward_model.spent, budget.spent({})),
         judge=_measure_judge(data, judge_model) if judge_model else None,
         is_used=settings.uses_reward_model,
     )
@@ -148,8 +149,12 @@ def examine_reward_model(
     judge_model: PreparedModel | None,
     folder: Path,
     fresh: FreshPairs | None = None,
+    budget: Budget | None = None,
 ) -> RewardReport:
-    """Load the reward model, and return the report of `reward_validation.validate`."""
+    """Load the reward model, and return the report of `reward_validation.validate`.
+
+    `budget` counts the calls of the judge; by default, it is a new one with the run's limits.
+    """
     settings = data.settings
     return validate(
         load_scorer(data, reward_model.path),
@@ -157,7 +162,7 @@ def examine_reward_model(
         data.training_prompts(),
         _draw(settings, sft, folder),
         settings.reward_gate,
-        compare=_comparer(settings, judge_model),
+        compare=_comparer(settings, judge_model, budget or Budget.of(settings.judging)),
         training=reward_model.metrics,
         seed=settings.seed,
     )
@@ -165,12 +170,12 @@ def examine_reward_model(
 
 def measure_given_model(
     data: RunData, sft: PreparedModel, reward_model: PreparedModel, folder: Path
-) -> OnPolicy | None:
+) -> tuple[OnPolicy | None, dict[str, Spent]]:
     """Measure how often the run's judge and a given reward model prefer the same samples.
 
     The judge compares the samples of the first `num_prompts` prompts, which the validation also
     compares. It stops early once the agreement is clearly below `fresh_pairs.enough_agreement`.
-    Return None if the budget of the judge is too small.
+    Also return what the judge spent. The measurement is None if the judge's budget is too small.
 
     Raises:
         DataError, JudgeError, ModelError: see `validate`.
@@ -184,7 +189,7 @@ def measure_given_model(
     budget = Budget.of(settings.judging)
     scorer, draw = load_scorer(data, reward_model.path), _draw(settings, sft, folder)
     blocks = scored_samples(scorer, data.training_prompts(), draw, limits)
-    return measure_on_policy(
+    found = measure_on_policy(
         make_judge_of_run(settings, settings.judge, budget),
         budget,
         islice(blocks, 1),
@@ -193,6 +198,7 @@ def measure_given_model(
         seed=settings.seed,
         is_clear=is_low,
     )
+    return found, budget.spent({})
 
 
 def load_scorer(data: RunData, reward_model: str) -> TextScorer:
@@ -210,11 +216,10 @@ def _draw(settings: Settings, sft: PreparedModel, folder: Path) -> SampleRespons
     return partial(draw_samples, partial(answer_as_ppo, settings, sft.path, folder))
 
 
-def _comparer(settings: Settings, trained: PreparedModel | None) -> Compare | None:
+def _comparer(settings: Settings, trained: PreparedModel | None, budget: Budget) -> Compare | None:
     """Return a function that compares samples with the judge; None if this step has no API key."""
     spec = judge_of_run(settings, trained)
     if can_ask(spec):
-        budget = Budget.of(settings.judging)
         judge = make_judge_of_run(settings, spec, budget)
         return partial(
             measure_on_policy,
