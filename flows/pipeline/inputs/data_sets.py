@@ -526,7 +526,8 @@ def read_labels(
     if not source:
         return None
     is_chat = tokenizer.chat_template is not None
-    rows = read_rows(source, "votes", is_chat=is_chat, options=options)
+    with named_data(name):
+        rows = read_rows(source, "votes", is_chat=is_chat, options=options)
     labels = rows.column("label")
     if unknown := sorted(set(labels) - {"first", "second", "tie", ""}):
         raise DataError(
