@@ -24,6 +24,8 @@ def test_runs_of_this_machine_are_listed_even_if_mlflow_does_not_have_them(folde
     for number in ("1795736811895441", "1795736811895442", "17"):
         (folder / number).mkdir(parents=True)
     (folder / "notes").mkdir()
+    # The inputs of this run were refused, so it never began.
+    (folder / "1795736811895443" / "quarantine").mkdir(parents=True)
     record_processes(folder / "1795736811895442")
     assert runs.main(["list", "--json"]) == 0
     found = {one["run"]: one for one in json.loads(capsys.readouterr().out)}
