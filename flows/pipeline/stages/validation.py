@@ -13,6 +13,7 @@ from pipeline.evaluation.notes import describe_accuracy, doubts_about_trained_ju
 from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
 from pipeline.inputs.labeled_pairs import label_pairs
+from pipeline.inputs.model_digests import digest_of_model
 from pipeline.judges.judge_budget import Budget, Spent, sum_spent
 from pipeline.judges.judge_names import calls_per_question, can_ask
 from pipeline.judges.make_judge import make_judge_of_run
@@ -39,6 +40,7 @@ from pipeline.reward_validation.validate import (
 from pipeline.settings.settings import Settings
 from pipeline.stages.tracked import stage
 from pipeline.storage.addresses import is_in_s3
+from pipeline.storage.workspace import original_names
 from pipeline.tracking.tracker import Tracker
 from ppo_core.config.placement import is_fast_in_bf16, placement_for_reading
 from ppo_core.data.text_config import text_config
@@ -70,7 +72,12 @@ def validate_reward_model(
 
     If the reward model is refused, the MLflow runs of this run are ended, and the caller must call
     `stop_run`.
+
+    Raises:
+        ModelError: the files of the reward model were changed after `load_reward_models`.
+        DataError, JudgeError: see `validate`.
     """
+    _require_recorded(reward_model)
     data = RunData(settings)
     budget = Budget.of(settings.judging)
     report = examine_reward_model(data, sft, reward_model, judge_model, run.folder, fresh, budget)
@@ -119,6 +126,17 @@ def validate_reward_model(
             flush=True,
         )
     return validation
+
+
+def _require_recorded(model: PreparedModel) -> None:
+    """Raise if a reward model does not have the digest that the run has recorded for it."""
+    if (found := digest_of_model(model.path)) != model.digest:
+        raise ModelError(
+            f"The reward model '{original_names(model.path)}' was changed after this run read it: "
+            f"its digest is {found}, not {model.digest}. If the run were resumed, its records "
+            "would have the digest of the earlier files. Start a new run: python flows/rlhf.py "
+            "run. Models that are already trained are reused."
+        )
 
 
 def stop_run(validation: ValidatedReward, run: FlowRun) -> NoReturn:

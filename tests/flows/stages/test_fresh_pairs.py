@@ -24,7 +24,7 @@ from pipeline.stages.given_settings import read_settings
 from pipeline.stages.models import FRESH, load_policy, load_reward_models
 from pipeline.stages.start import prepare_inputs, start_run
 from pipeline.stages.validation import validate_reward_model
-from ppo_core.errors import ConfigError, DataError
+from ppo_core.errors import ConfigError, DataError, ModelError
 from tests.helpers.inputs.pipeline_inputs import tiny_table, write_model, write_rows
 from tests.helpers.models.chat import make_chat_tokenizer
 from tests.helpers.models.chat import say as chat
@@ -214,6 +214,18 @@ def test_calls_of_a_judge_whose_budget_ends_in_its_first_batch_are_counted(
     assert (found, spent["openai:judge"].calls) == (None, 1)
     measured = validate_reward_model(settings, sft, replace(given, spent=spent), None, run)
     assert measured.spent["openai:judge"].calls == 2
+
+
+def test_a_reward_model_that_was_changed_in_place_needs_a_new_run(tmp_path: Path, start):
+    table = fresh(tmp_path) | {"reward_model": write_model(tmp_path / "reward", labels=1)}
+    settings = make_settings(table | {"preferences_test": ""}, {})
+    run, path = start(settings), settings.reward_model
+    sft, _ = load_policy(settings, run)
+    given = PreparedModel(path=path, digest=digest_of_model(path), metrics={})
+    config = Path(path, "config.json")
+    config.write_text(config.read_text() + "\n")
+    with pytest.raises(ModelError, match=r"/reward' was changed after .* Start a new run: python"):
+        validate_reward_model(settings, sft, given, None, run)
 
 
 @pytest.mark.slow
