@@ -390,17 +390,20 @@ class RunData:
         These are the pairs of `human_labels`, and the held-out pairs of `fresh_pairs.labels`, which
         are in the folder `fresh`. Ties are left out.
         """
-        votes, trained, found = self.labels(), [], []
+        votes, trained, found = self.labels(), [], {}
         if votes is not None and len(votes):
-            found.append(pairs_of_votes(votes))
+            found["human_labels"] = pairs_of_votes(votes)
         if fresh is not None:
             training, rest = self.fresh_pairs(fresh)
             trained.append(training)
-            found += [rest] if self.settings.fresh_pairs.labels else []
+            found |= {"fresh_pairs.labels": rest} if self.settings.fresh_pairs.labels else {}
         if found and not self.settings.reward_model:
             trained += [self.training_pairs(), *(rows for rows, _ in self._weighted_feedback())]
         model = self.settings.reward_model or self.settings.policy
-        fitting = [self._fitting_pairs(model, self.reward_tokenizer, rows) for rows in found]
+        fitting = []
+        for name, rows in found.items():
+            with named_data(name):
+                fitting.append(self._fitting_pairs(model, self.reward_tokenizer, rows))
         return decided_pairs(chain.from_iterable(fitting), trained)
 
     def _labels(self, name: str, source: str) -> Rows | None:

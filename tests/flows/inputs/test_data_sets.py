@@ -546,6 +546,11 @@ def test_votes_of_people_are_pairs_that_trained_no_reward_model(tmp_path: Path):
     (found,) = RunData(make_settings(table | {"evaluation": labels}, {})).voted_pairs()
     assert (found.prompt, found.chosen, found.rejected) == ("w1", "w3", "w2")
     assert RunData(make_settings(table, {})).voted_pairs() == []
+    long = {
+        "human_labels": write_rows(tmp_path / "long.jsonl", [votes[0] | {"second": "w3 " * 99}])
+    }
+    with pytest.raises(DataError, match=r"^'human_labels': .*Row 0 has .* tokens"):
+        RunData(make_settings(table | {"evaluation": long, "overlong": "error"}, {})).voted_pairs()
     # Held-out pairs of samples count if people labeled them, and no pair of the training does.
     rows = [{"prompt": f"w{n}", "chosen": "w1", "rejected": "w2"} for n in range(40)]
     folder = tmp_path / "fresh"
