@@ -54,7 +54,7 @@ def show_list(runs: Sequence["ListedRun"], *, as_json: bool) -> None:
     if not runs:
         print("There is no run yet. `python flows/rlhf.py run` starts one.")
         return
-    columns = ("run", "started, UTC", "state", "model", "verdict", "win rate", "KL", "cost")
+    columns = ("run", "started, UTC", "state", "verdict", "win rate", "KL", "cost")
     _print_table(columns, (_cells(one) for one in runs))
 
 
@@ -115,8 +115,8 @@ def _cells(run: "ListedRun") -> tuple[str, ...]:
     cost += [] if run.price is None else [f"{run.price:.2f} $"]
     kl = "" if run.kl is None else f"{run.kl:.2f}"
     began = run.started[:16].replace("T", " ")
-    model, verdict = run.model or "", run.verdict or ""
-    return run.run, began, run.state, model, verdict, rate, kl, ", ".join(cost)
+    verdict = " ".join(filter(None, (run.verdict, f"({run.model})" if run.model else "")))
+    return run.run, began, run.state, verdict if run.verdict else "", rate, kl, ", ".join(cost)
 
 
 def _print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
