@@ -30,6 +30,7 @@ from pipeline.settings.environment import prepare_environment
 from ppo_core.config.field_checks import refuse_secrets
 from ppo_core.errors import ConfigError, DataError, PPOError
 from ppo_core.io.atomic_files import explained_full_disk, require_writable
+from ppo_core.reporting.escaping import one_line
 
 if TYPE_CHECKING:
     from pipeline.settings.settings import Settings
@@ -77,6 +78,12 @@ def _collect(given: argparse.Namespace) -> None:
     collected = collect(
         found.opinions, found.left_out, given.without_user, half_life_days=given.half_life
     )
+    users = {one.user for one in found.opinions}
+    for name in sorted({*given.without_user} - users):
+        print(
+            f"Warning: --without-user {shlex.quote(one_line(name))} leaves out nothing, because it "
+            f"is none of the {len(users - {''})} known users."
+        )
     if not collected.opinions:
         raise DataError(
             f"There is no usable opinion on answers of '{given.name}': {len(collected.left_out)} "

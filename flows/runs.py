@@ -115,7 +115,7 @@ def _cells(run: "ListedRun") -> tuple[str, ...]:
     cost += [] if run.price is None else [f"{run.price:.2f} $"]
     kl = "" if run.kl is None else f"{run.kl:.2f}"
     began = run.started[:16].replace("T", " ")
-    verdict = " ".join(filter(None, (run.verdict, f"of {run.model}" if run.model else "")))
+    verdict = " ".join(filter(None, (run.verdict, f"({run.model})" if run.model else "")))
     return run.run, began, run.state, verdict if run.verdict else "", rate, kl, ", ".join(cost)
 
 

@@ -16,12 +16,14 @@ from pipeline.storage.workspace import REGISTRY
 from pipeline.tracking.decided_runs import find_decided_run
 from pipeline.tracking.mlflow_client import check_databases, check_registry
 
+SETTINGS = "settings_digest"
+
 MEANINGS = {
     "git_changes": "code",
     "git_commit": "code",
     "model/base": "policy",
     "model/reward_model": "reward model",
-    "settings_digest": "settings",
+    SETTINGS: "settings",
 }
 """Lineage tag -> the name of the input in messages, if the tag itself is not clear."""
 
@@ -72,7 +74,15 @@ def find_new_inputs(from_file: Mapping[str, Any], run: str) -> NewInputs:
     seen = find_decided_run(compared) or ""
     if champion and not changes:
         seen = f"{champion['flow_run']} made the champion, version {version}, from equal inputs."
-    new = [] if seen else [f"{name} changed" for name in changes] if champion else ["no champion"]
+    if seen:
+        new = []
+    elif not champion:
+        new = ["no champion"]
+    elif SETTINGS not in champion:
+        # Most of these tags are on the version's MLflow run, not on the version.
+        new = [f"MLflow no longer has the run with the inputs of the champion, version {version}"]
+    else:
+        new = [f"{name} changed" for name in changes]
     return NewInputs(settings=given, lineage=tags, compared=compared, new=new, seen=seen)
 
 

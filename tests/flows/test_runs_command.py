@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import runs
+from pipeline.tracking.run_list import ListedRun
 from pipeline.tracking.run_record import record_processes
 from tests.helpers.servers.mlflow_store import tracking_to, write_database
 
@@ -24,6 +25,8 @@ def test_runs_of_this_machine_are_listed_even_if_mlflow_does_not_have_them(folde
     for number in ("1795736811895441", "1795736811895442", "17"):
         (folder / number).mkdir(parents=True)
     (folder / "notes").mkdir()
+    # The inputs of this run were refused, so it never began.
+    (folder / "1795736811895443" / "quarantine").mkdir(parents=True)
     record_processes(folder / "1795736811895442")
     assert runs.main(["list", "--json"]) == 0
     found = {one["run"]: one for one in json.loads(capsys.readouterr().out)}
@@ -35,6 +38,16 @@ def test_runs_of_this_machine_are_listed_even_if_mlflow_does_not_have_them(folde
     said = capsys.readouterr().err
     assert "MLflow does not have RLHF/17" in said
     assert "outputs/runs/17" in said
+
+
+def test_a_verdict_is_shown_with_its_model(capsys):
+    for verdict, shown in (("failed", "failed (my-policy)"), (None, "")):
+        run = ListedRun(
+            run="RLHF/7", model="my-policy", started="2026-11-26T23:46", state="x", verdict=verdict
+        )
+        runs.show_list([run], as_json=False)
+        (line,) = capsys.readouterr().out.splitlines()[1:]
+        assert line.split("23:46 ")[1].strip() == f"x     {shown}".strip()
 
 
 @pytest.mark.parametrize("name", ["99", "\x1b[2J", "RLHF", ""])

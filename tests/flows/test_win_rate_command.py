@@ -163,6 +163,7 @@ def test_a_model_against_itself_tests_judge_and_gate_without_references(tmp_path
     assert sum(row["candidate"] != row["opponent"] for row in kept) > 20
 
 
-def test_a_model_against_itself_needs_sampled_answers(capsys):
-    assert run("--against-itself", "--temperature", "0") == 1
-    assert "temperature=0 makes them equal" in capsys.readouterr().err
+@pytest.mark.parametrize(("name", "value"), [("temperature", "0"), ("top_k", "1")])
+def test_a_model_against_itself_needs_sampled_answers(capsys, name: str, value: str):
+    assert run("--against-itself", f"--{name.replace('_', '-')}", value) == 1
+    assert f"{name}={value} makes them equal" in capsys.readouterr().err

@@ -389,9 +389,7 @@ def test_the_runs_of_a_killed_run_are_ended_by_the_next_run(runs: Runs, capsys):
     end_killed_runs(runs.folder.parent, "RLHF")
     assert runs.statuses.pop("load_policy") == "FINISHED"
     assert {status for step, status in runs.statuses.items() if step != "load_policy"} == {"KILLED"}
-    assert runs.why("load_reward_model").startswith(
-        "The run of the flow was killed. The next run ended it"
-    )
+    assert runs.why("load_reward_model").startswith("The run of the flow was killed. The next run")
     assert runs.why("register").startswith("not reached: The run of the flow was killed, and ended")
     assert runs.description().startswith(
         "**Killed**\n\n- The run of the flow was killed, and ended"

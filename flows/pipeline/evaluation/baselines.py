@@ -66,10 +66,10 @@ class JudgedBaselines:
 
 
 def baseline_names(config: EvaluationConfig) -> list[str]:
-    """Return the names of the baselines; `greedy` is left out if the temperature is 0."""
+    """Return the names of the baselines; `greedy` is left out if all answers are greedy."""
     if not config.baseline_prompts:
         return []
-    return ["greedy", "best_of_4"] if config.temperature else ["best_of_4"]
+    return ["best_of_4"] if config.is_greedy else ["greedy", "best_of_4"]
 
 
 def baseline_contest(name: str) -> str:
@@ -157,7 +157,8 @@ def _answers(
         repeated,
         kl=False,
         # Greedy samples would be equal.
-        temperature=config.temperature or settings.ppo.temperature,
+        temperature=settings.ppo.temperature if config.is_greedy else config.temperature,
+        top_k=0 if config.top_k == 1 else config.top_k,
         # The ordinary samples use `seed`, and `selection` uses `seed + 1`.
         seed=(settings.seed + 2) % 2**32,
     ).texts

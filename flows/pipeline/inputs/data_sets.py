@@ -362,6 +362,13 @@ class RunData:
         """Read pairs of the policy's samples; return the training pairs and the held-out pairs."""
         return held_out(self.all_fresh_pairs(folder), self.settings.held_out_share)
 
+    def fitting_held_out_pairs(self, folder: str) -> Rows:
+        """Read the held-out pairs of the policy's samples that fit into every reward model."""
+        rows = self.fresh_pairs(folder)[1]
+        if given := self.settings.reward_model:
+            rows = self._fitting_pairs(given, self.reward_tokenizer, rows)
+        return self._fitting_pairs(self.settings.policy, self.policy_tokenizer, rows)
+
     def all_fresh_pairs(self, folder: str) -> Rows:
         """Read the labeled pairs of the policy's samples in a folder."""
         return self._read(str(Path(folder) / PAIRS_FILE), "pairs")
@@ -383,17 +390,20 @@ class RunData:
         These are the pairs of `human_labels`, and the held-out pairs of `fresh_pairs.labels`, which
         are in the folder `fresh`. Ties are left out.
         """
-        votes, trained, found = self.labels(), [], []
+        votes, trained, found = self.labels(), [], {}
         if votes is not None and len(votes):
-            found.append(pairs_of_votes(votes))
+            found["human_labels"] = pairs_of_votes(votes)
         if fresh is not None:
             training, rest = self.fresh_pairs(fresh)
             trained.append(training)
-            found += [rest] if self.settings.fresh_pairs.labels else []
+            found |= {"fresh_pairs.labels": rest} if self.settings.fresh_pairs.labels else {}
         if found and not self.settings.reward_model:
             trained += [self.training_pairs(), *(rows for rows, _ in self._weighted_feedback())]
         model = self.settings.reward_model or self.settings.policy
-        fitting = [self._fitting_pairs(model, self.reward_tokenizer, rows) for rows in found]
+        fitting = []
+        for name, rows in found.items():
+            with named_data(name):
+                fitting.append(self._fitting_pairs(model, self.reward_tokenizer, rows))
         return decided_pairs(chain.from_iterable(fitting), trained)
 
     def _labels(self, name: str, source: str) -> Rows | None:
@@ -519,7 +529,8 @@ def read_labels(
     if not source:
         return None
     is_chat = tokenizer.chat_template is not None
-    rows = read_rows(source, "votes", is_chat=is_chat, options=options)
+    with named_data(name):
+        rows = read_rows(source, "votes", is_chat=is_chat, options=options)
     labels = rows.column("label")
     if unknown := sorted(set(labels) - {"first", "second", "tie", ""}):
         raise DataError(

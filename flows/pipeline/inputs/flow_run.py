@@ -10,6 +10,10 @@ from pipeline.storage.workspace import Workspace
 SETTINGS_FILE = "settings.toml"
 """File in the folder of a run with all settings of the run. A new run can use it again."""
 
+QUARANTINE = "quarantine"
+"""Folder for the rows that were left out, in the folder of the run or, without a run, in
+`output_dir`."""
+
 PPO = "ppo"
 """Folder of PPO's files and checkpoints, in the folder of the run."""
 

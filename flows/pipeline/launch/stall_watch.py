@@ -27,6 +27,10 @@ advances."""
 LOOK_SECONDS = 0.5
 """Seconds between two checks of the clock."""
 
+SUSPENDED_SECONDS = 60.0
+"""Longest time between two checks that counts as waiting. A longer time means that this process was
+stopped, for example by Ctrl-Z, or that the machine slept."""
+
 ON_HANG_SECONDS = 60.0
 """Maximum time for `on_hang`, which may hang for the same reason as the step."""
 
@@ -39,7 +43,7 @@ class StallWatch:
         self._least = 60 * minutes
         self._waits: deque[float] = deque(maxlen=RECENT)
         self._has_advanced = False
-        self._last = time.monotonic()
+        self._last = self._checked = time.monotonic()
 
     def advance(self) -> None:
         """Record that the phase has made progress."""
@@ -54,8 +58,15 @@ class StallWatch:
         return max(self._least, TIMES_MEDIAN * median(self._waits or [0.0]))
 
     def has_stalled(self) -> bool:
-        """Return whether the phase has waited longer than its limit."""
-        return time.monotonic() - self._last > self.limit()
+        """Return whether the phase has waited longer than its limit; call this every few seconds.
+
+        If this process was suspended since the last call, the wait begins again.
+        """
+        now = time.monotonic()
+        if now - self._checked > SUSPENDED_SECONDS:
+            self._last = now
+        self._checked = now
+        return now - self._last > self.limit()
 
 
 class _StepWatch:

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from pipeline.evaluation.notes import WITHOUT_REFERENCES
 from pipeline.inputs.data_sets import RunData, references_of
+from pipeline.inputs.flow_run import QUARANTINE
 from pipeline.inputs.json_lines import read_jsonl, write_jsonl
 from pipeline.inputs.labeled_pairs import label_pairs
 from pipeline.inputs.training_prompts import prompt_key
@@ -48,10 +49,6 @@ from ppo_core.supervised.examples.encoded_rows import TrainingKind
 from ppo_core.supervised.learning_rate import refuse_sharded_search
 from ppo_core.supervised.training import refuse_other_settings
 from ppo_core.training.preflight import require_stop_token
-
-QUARANTINE = "quarantine"
-"""Folder for the rows that were left out, in the folder of the run or, without a run, in
-`output_dir`."""
 
 MIN_DISTINCT = 0.5
 """Fraction of distinct training prompts below which a warning is printed."""

@@ -66,6 +66,11 @@ class EvaluationConfig:
         """Raise if a value is out of range."""
         check_fields(self)
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether each answer takes the likeliest tokens, so that repeated answers are equal."""
+        return self.temperature == 0 or self.top_k == 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class SelectionConfig:

@@ -97,10 +97,11 @@ def compare_model(
 
 
 def _refuse_what_has_no_effect(arguments: WinRateArguments, config: EvaluationConfig) -> None:
-    if arguments.against_itself and config.temperature == 0:
+    if arguments.against_itself and config.is_greedy:
+        setting = "top_k=1" if config.temperature else "temperature=0"
         raise ConfigError(
-            "against_itself compares two samples of the model, and temperature=0 makes them equal, "
-            "so every pair would be a tie. Set a temperature above 0."
+            f"against_itself compares two samples of the model, and {setting} makes them equal, so "
+            "every pair would be a tie. Set a temperature above 0, and top_k to 0 or above 1."
         )
     if config.rotate:
         raise ConfigError(

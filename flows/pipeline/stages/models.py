@@ -156,10 +156,10 @@ def _measure_given(
     is_needless = fresh.labels or fresh.rounds > 1 or fresh.enough_agreement == 1
     if is_needless or not settings.judge or not can_ask(settings.judge):
         return False, {}
-    found = measure_given_model(RunData(settings), sft, given, run.folder)
+    found, spent = measure_given_model(RunData(settings), sft, given, run.folder)
     free_unused()
     if found is None or found.accuracy is None:
-        return False, {} if found is None else found.spent
+        return False, spent
     rate = found.accuracy
     gains_little = rate.low > fresh.enough_agreement
     tracker.parent.log_figures({f"{REWARD_MODEL}/agreement_with_judge": rate.accuracy})
@@ -177,7 +177,7 @@ def _measure_given(
         f"{fresh.enough_agreement:g}, so {follows}.",
         flush=True,
     )
-    return gains_little, found.spent
+    return gains_little, spent
 
 
 def load_policy_as_worker(settings: Settings, run: FlowRun, here: Machines) -> None:
@@ -260,7 +260,7 @@ def better_reward_model(
     from pipeline.reward_validation.accuracy import measure_model
 
     data = RunData(settings)
-    pairs = label_pairs(data.fresh_pairs(fresh.path)[1])
+    pairs = label_pairs(data.fitting_held_out_pairs(fresh.path))
     rates = []
     for name, model, prompt_format in (
         (names[0], given, data.reward_format),

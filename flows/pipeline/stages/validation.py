@@ -13,7 +13,8 @@ from pipeline.evaluation.notes import describe_accuracy, doubts_about_trained_ju
 from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
 from pipeline.inputs.labeled_pairs import label_pairs
-from pipeline.judges.judge_budget import Budget, sum_spent
+from pipeline.inputs.model_digests import digest_of_model
+from pipeline.judges.judge_budget import Budget, Spent, sum_spent
 from pipeline.judges.judge_names import calls_per_question, can_ask
 from pipeline.judges.make_judge import make_judge_of_run
 from pipeline.launch.answers import answer_as_ppo
@@ -39,6 +40,7 @@ from pipeline.reward_validation.validate import (
 from pipeline.settings.settings import Settings
 from pipeline.stages.tracked import stage
 from pipeline.storage.addresses import is_in_s3
+from pipeline.storage.workspace import original_names
 from pipeline.tracking.tracker import Tracker
 from ppo_core.config.placement import is_fast_in_bf16, placement_for_reading
 from ppo_core.data.text_config import text_config
@@ -70,9 +72,15 @@ def validate_reward_model(
 
     If the reward model is refused, the MLflow runs of this run are ended, and the caller must call
     `stop_run`.
+
+    Raises:
+        ModelError: the files of the reward model were changed after `load_reward_models`.
+        DataError, JudgeError: see `validate`.
     """
+    _require_recorded(reward_model)
     data = RunData(settings)
-    report = examine_reward_model(data, sft, reward_model, judge_model, run.folder, fresh)
+    budget = Budget.of(settings.judging)
+    report = examine_reward_model(data, sft, reward_model, judge_model, run.folder, fresh, budget)
     by_hand = settings.accept_reward_model and not report.fit
     report = replace(report, accepted_by_hand=by_hand)
     print(f"reward model: {reward_model_in_words(report)}", flush=True)
@@ -86,7 +94,7 @@ def validate_reward_model(
         bias=report.bias,
         gain=report.gain,
         report_file=str(file),
-        spent=sum_spent(reward_model.spent, report.on_policy.spent if report.on_policy else {}),
+        spent=sum_spent(reward_model.spent, budget.spent({})),
         judge=_measure_judge(data, judge_model) if judge_model else None,
         is_used=settings.uses_reward_model,
     )
@@ -120,6 +128,17 @@ def validate_reward_model(
     return validation
 
 
+def _require_recorded(model: PreparedModel) -> None:
+    """Raise if a reward model does not have the digest that the run has recorded for it."""
+    if (found := digest_of_model(model.path)) != model.digest:
+        raise ModelError(
+            f"The reward model '{original_names(model.path)}' was changed after this run read it: "
+            f"its digest is {found}, not {model.digest}. If the run were resumed, its records "
+            "would have the digest of the earlier files. Start a new run: python flows/rlhf.py "
+            "run. Models that are already trained are reused."
+        )
+
+
 def stop_run(validation: ValidatedReward, run: FlowRun) -> NoReturn:
     """Raise the error that ends a run whose reward model was refused.
 
@@ -148,8 +167,12 @@ def examine_reward_model(
     judge_model: PreparedModel | None,
     folder: Path,
     fresh: FreshPairs | None = None,
+    budget: Budget | None = None,
 ) -> RewardReport:
-    """Load the reward model, and return the report of `reward_validation.validate`."""
+    """Load the reward model, and return the report of `reward_validation.validate`.
+
+    `budget` counts the calls of the judge; by default, it is a new one with the run's limits.
+    """
     settings = data.settings
     return validate(
         load_scorer(data, reward_model.path),
@@ -157,7 +180,7 @@ def examine_reward_model(
         data.training_prompts(),
         _draw(settings, sft, folder),
         settings.reward_gate,
-        compare=_comparer(settings, judge_model),
+        compare=_comparer(settings, judge_model, budget or Budget.of(settings.judging)),
         training=reward_model.metrics,
         seed=settings.seed,
     )
@@ -165,12 +188,12 @@ def examine_reward_model(
 
 def measure_given_model(
     data: RunData, sft: PreparedModel, reward_model: PreparedModel, folder: Path
-) -> OnPolicy | None:
+) -> tuple[OnPolicy | None, dict[str, Spent]]:
     """Measure how often the run's judge and a given reward model prefer the same samples.
 
     The judge compares the samples of the first `num_prompts` prompts, which the validation also
     compares. It stops early once the agreement is clearly below `fresh_pairs.enough_agreement`.
-    Return None if the budget of the judge is too small.
+    Also return what the judge spent. The measurement is None if the judge's budget is too small.
 
     Raises:
         DataError, JudgeError, ModelError: see `validate`.
@@ -184,7 +207,7 @@ def measure_given_model(
     budget = Budget.of(settings.judging)
     scorer, draw = load_scorer(data, reward_model.path), _draw(settings, sft, folder)
     blocks = scored_samples(scorer, data.training_prompts(), draw, limits)
-    return measure_on_policy(
+    found = measure_on_policy(
         make_judge_of_run(settings, settings.judge, budget),
         budget,
         islice(blocks, 1),
@@ -193,6 +216,7 @@ def measure_given_model(
         seed=settings.seed,
         is_clear=is_low,
     )
+    return found, budget.spent({})
 
 
 def load_scorer(data: RunData, reward_model: str) -> TextScorer:
@@ -210,11 +234,10 @@ def _draw(settings: Settings, sft: PreparedModel, folder: Path) -> SampleRespons
     return partial(draw_samples, partial(answer_as_ppo, settings, sft.path, folder))
 
 
-def _comparer(settings: Settings, trained: PreparedModel | None) -> Compare | None:
+def _comparer(settings: Settings, trained: PreparedModel | None, budget: Budget) -> Compare | None:
     """Return a function that compares samples with the judge; None if this step has no API key."""
     spec = judge_of_run(settings, trained)
     if can_ask(spec):
-        budget = Budget.of(settings.judging)
         judge = make_judge_of_run(settings, spec, budget)
         return partial(
             measure_on_policy,

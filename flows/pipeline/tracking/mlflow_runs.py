@@ -93,7 +93,7 @@ def address_of_run(run_id: str) -> str:
     server = mlflow.get_tracking_uri()
     if not server.startswith("http"):
         return f"mlflow ui --backend-store-uri {quote(server)}"
-    return f"{server}/#/experiments/{_experiment_of_run(run_id)}/runs/{run_id}"
+    return f"{server.rstrip('/')}/#/experiments/{_experiment_of_run(run_id)}/runs/{run_id}"
 
 
 @explained()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mlflow.entities import Run
 
+from pipeline.inputs.flow_run import QUARANTINE
 from pipeline.inputs.lineage import FLOW_RUN
 from pipeline.tracking.decided_runs import MODEL, has_ended, outcome_of, runs_of_step
 from pipeline.tracking.mlflow_client import connect, explained
@@ -74,12 +75,22 @@ def list_runs(folder: Path) -> list[ListedRun]:
         ModelError: MLflow does not answer.
     """
     found = sorted(folder.iterdir()) if folder.is_dir() else []
-    here = {f"{FLOW}/{path.name}": path for path in found if path.name.isdecimal()}
+    here = {f"{FLOW}/{path.name}": path for path in found if _has_begun(path)}
     tracked = _tracked_runs()
     runs = [_of_mlflow(one, here.get(one.data.tags[FLOW_RUN])) for one in tracked]
     known = {one.run for one in runs}
     runs += [_of_machine(name, path) for name, path in here.items() if name not in known]
     return sorted(runs, key=lambda one: (one.started, one.run))
+
+
+def _has_begun(folder: Path) -> bool:
+    """Return whether a folder belongs to a run whose inputs were not refused.
+
+    If the inputs are refused, no MLflow run is created, and the folder has only the QUARANTINE.
+    """
+    if not folder.name.isdecimal() or not folder.is_dir():
+        return False
+    return [path.name for path in folder.iterdir()] != [QUARANTINE]
 
 
 def find_run(runs: Sequence[ListedRun], name: str) -> ListedRun:

@@ -95,11 +95,17 @@ class RunLog:
 
     def _figures(self) -> dict[str, float | None]:
         """Return the figures logged so far."""
+        path = self.journal.path_of(self.run, FIGURES)
         try:
-            text = self.journal.path_of(self.run, FIGURES).read_text(encoding="utf-8")
-            return read_figures(text)
-        # No figures were logged yet, or a power cut has emptied the file.
-        except (FileNotFoundError, ValueError):
+            return read_figures(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:  # no figures were logged yet
+            return {}
+        except ValueError as error:  # for example, a power cut has emptied the file
+            print(
+                f"Warning: {path} is damaged: {error}. The figures that were logged before are "
+                "therefore missing in MLflow.",
+                flush=True,
+            )
             return {}
 
 
@@ -125,9 +131,17 @@ def read_figures(text: str) -> dict[str, float | None]:
         ValueError: the text is not such a table.
     """
     match parse_strict_json(text):
-        case {"columns": ["figure", "value"], "data": list(rows)}:
+        case {"columns": ["figure", "value"], "data": list(rows)} if all(map(_is_figure, rows)):
             return dict(rows)
     raise ValueError("it is not a table of figures")
+
+
+def _is_figure(row: Any) -> bool:
+    """Return whether the row of a table is a name and a value."""
+    match row:
+        case [str(), float() | int() | None]:
+            return True
+    return False
 
 
 def _logged_tables(tag: str | None) -> list[Any]:

@@ -28,6 +28,7 @@ from ppo_core.training.answer_prompts import Answers
 from tests.flows.evaluation.test_comparison import judged
 from tests.helpers.runs.candidates import World, make_world
 from tests.helpers.servers.fault_server import Behavior, Request, fault_server, say
+from tests.helpers.slow_cases import slow
 
 
 @pytest.fixture(scope="module")
@@ -111,15 +112,25 @@ def test_the_best_of_four_has_the_highest_reward_among_new_samples(world: World,
     assert all(row["opponent"] not in group for row, group in zip(rows, groups, strict=True))
 
 
-def test_without_sampling_greedy_sft_is_no_baseline(world: World, tmp_path: Path):
-    greedy = evaluated(world, tmp_path / "greedy", temperature=0.0)
+@pytest.mark.parametrize("config", [{"temperature": 0.0}, *slow({"top_k": 1})])
+def test_without_sampling_greedy_sft_is_no_baseline(
+    world: World, tmp_path: Path, config: dict[str, Any]
+):
+    scored: list[str] = []
+
+    def score(prompts: Sequence[Any], texts: Sequence[str]) -> np.ndarray:
+        scored.extend(texts)
+        return words_w1(prompts, texts)
+
+    greedy = evaluated(world, tmp_path / "greedy", score=score, **config)
+    assert len(set(scored)) > len(scored) // SAMPLES
     found = greedy.report().baselines
     again = evaluate_again(world.settings, greedy, None, tmp_path, judge=None, spent={})
     assert again.report().baselines == found
     assert read_jsonl(again.judgements) == read_jsonl(greedy.judgements)
     assert list(found.found) == ["best_of_4"]
     assert found.found["best_of_4"].kl is None
-    counts = [baseline_answers(EvaluationConfig(**one)) for one in ({}, {"temperature": 0.0})]
+    counts = [baseline_answers(EvaluationConfig(**one)) for one in ({}, config)]
     assert counts == [5, 4]
 
 

@@ -167,6 +167,17 @@ def test_files_of_votes_are_read(tmp_path: Path, capsys):
     }
 
 
+def test_a_user_to_leave_out_who_gave_no_opinion_is_told(tmp_path: Path, capsys):
+    file = tmp_path / "thumbs.csv"
+    file.write_text("prompt,completion,label,annotator\na,x,true,ann\nb,x,true,bob\nc,x,true,\n")
+    given = ("--only-votes", "--votes", str(file), "--without-user", "bob", "--without-user", "Eve")
+    assert collect(tmp_path / "made", "policy", *given) == 0
+    warnings = [line for line in capsys.readouterr().out.splitlines() if "Warning" in line]
+    assert warnings == [
+        "Warning: --without-user Eve leaves out nothing, because it is none of the 2 known users."
+    ]
+
+
 def test_old_votes_are_left_out_by_date_or_by_weight(tmp_path: Path, capsys):
     file = tmp_path / "thumbs.csv"
     file.write_text(

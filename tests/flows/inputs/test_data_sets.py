@@ -133,7 +133,8 @@ def test_the_limit_of_rows_left_out_is_that_of_every_data_set(tmp_path: Path, na
     with file.open("a") as text:
         text.write(json.dumps(LEFT_OUT[name]) + "\n")
     named = {"evaluation": {name: str(file)}} if name == "human_labels" else {name: str(file)}
-    with pytest.raises(DataError, match=rf"{file.name}' cannot be used: 1 .* set max_left_out=0.0"):
+    refused = rf"^'{name}': .*{file.name}' cannot be used: 1 .* set max_left_out=0.0"
+    with pytest.raises(DataError, match=refused):
         check_inputs(make_settings(table | named, {}))
     check_inputs(make_settings(table | named | {"max_left_out": 0.1}, {}))
 
@@ -546,6 +547,11 @@ def test_votes_of_people_are_pairs_that_trained_no_reward_model(tmp_path: Path):
     (found,) = RunData(make_settings(table | {"evaluation": labels}, {})).voted_pairs()
     assert (found.prompt, found.chosen, found.rejected) == ("w1", "w3", "w2")
     assert RunData(make_settings(table, {})).voted_pairs() == []
+    long = {
+        "human_labels": write_rows(tmp_path / "long.jsonl", [votes[0] | {"second": "w3 " * 99}])
+    }
+    with pytest.raises(DataError, match=r"^'human_labels': .*Row 0 has .* tokens"):
+        RunData(make_settings(table | {"evaluation": long, "overlong": "error"}, {})).voted_pairs()
     # Held-out pairs of samples count if people labeled them, and no pair of the training does.
     rows = [{"prompt": f"w{n}", "chosen": "w1", "rejected": "w2"} for n in range(40)]
     folder = tmp_path / "fresh"
@@ -558,3 +564,17 @@ def test_votes_of_people_are_pairs_that_trained_no_reward_model(tmp_path: Path):
     assert (
         RunData(make_settings(table | {"fresh_pairs": by_judge}, {})).voted_pairs(str(folder)) == []
     )
+
+
+def test_held_out_pairs_of_samples_fit_into_every_reward_model(tmp_path: Path):
+    table = tiny_table(tmp_path) | {"overlong": "drop", "max_left_out": 0.5}
+    table |= {"preferences_test": "", "held_out_share": 0.5}
+    table["reward_model"] = write_model(tmp_path / "short", labels=1)
+    config = tmp_path / "short" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 16}))
+    rows = [{"prompt": "w1", "chosen": "w2", "rejected": "w3 " * n} for n in (1, 1, 1, 20, 500)]
+    write_rows(tmp_path / "pairs.jsonl", [rows[0]] * 4 + rows[1:])
+    data = RunData(make_settings(table, {}))
+    assert len(data.fresh_pairs(str(tmp_path))[1]) == 4
+    fitting = data.fitting_held_out_pairs(str(tmp_path))
+    assert [row["rejected"].split() for row in fitting] == [["w3"]] * 2

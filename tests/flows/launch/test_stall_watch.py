@@ -43,6 +43,15 @@ class Clock:
         for gap in gaps:
             self.now += gap
             watch.advance()
+            watch.has_stalled()
+
+    def check(self, watch: StallWatch, seconds: int) -> bool:
+        """Check the watch each second, because a long gap between checks counts as a suspension."""
+        stalled = False
+        for _ in range(seconds):
+            self.now += 1
+            stalled = watch.has_stalled()
+        return stalled
 
 
 def test_the_limit_is_the_setting_or_twenty_times_the_median(monkeypatch):
@@ -54,10 +63,18 @@ def test_the_limit_is_the_setting_or_twenty_times_the_median(monkeypatch):
     clock.advance(watch, 10, 10, 10)
     # Waits after the first one: 1, 2, 3, 10, 10, 10.
     assert watch.limit() == pytest.approx(20 * 6.5)
-    clock.now += 130
+    assert not clock.check(watch, 130)
+    assert clock.check(watch, 1)
+
+
+def test_a_suspension_of_the_process_is_no_stall(monkeypatch):
+    clock = Clock(monkeypatch)
+    watch = StallWatch(minutes=30)
+    assert not clock.check(watch, 1000)
+    clock.now += 3 * 3600
     assert not watch.has_stalled()
-    clock.now += 1
-    assert watch.has_stalled()
+    assert not clock.check(watch, 1800)
+    assert clock.check(watch, 1)
 
 
 def run_step(folder: Path, body: str, *, stall: float, step: float) -> subprocess.CompletedProcess:

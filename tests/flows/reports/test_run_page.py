@@ -507,3 +507,6 @@ def test_only_what_differs_from_the_run_of_the_champion_is_shown(
     section = differences.differences_section(facts.run, "rlhf-policy", 2)
     assert section.text == ("Not compared with version 2: MLflow does not answer.",)
     assert "no champion" in differences.differences_section(facts.run, "x", None).text[0]
+    monkeypatch.setattr(differences, "read_version", lambda *_: VersionNotes({}, {}, None))
+    section = differences.differences_section(facts.run, "rlhf-policy", 2)
+    assert section.text == ("Version 2 was deleted, or was registered without an MLflow run.",)

@@ -70,6 +70,24 @@ def test_nothing_is_new_if_the_champion_had_equal_inputs(
     )
 
 
+def test_a_champion_whose_run_is_gone_has_unknown_inputs(
+    table: dict[str, Any], mlflow_client: MlflowClient
+):
+    found = look(table)
+    run = decide(mlflow_client, found, 7, promotion="promoted", version="1")
+    mlflow_client.create_registered_model(NAME)
+    tags = {FLOW_RUN: "RLHF/7", "data/eval-prompts": found.lineage["data/eval-prompts"]}
+    made = mlflow_client.create_model_version(NAME, "s3://bucket/policy", run_id=run, tags=tags)
+    mlflow_client.set_registered_model_alias(NAME, "champion", made.version)
+    assert look(table).new == []
+    mlflow_client._tracking_client.store._hard_delete_run(run)
+    missing = "MLflow no longer has the run with the inputs of the champion, version 1"
+    assert look(table).new == [missing]
+    # One training is enough.
+    decide(mlflow_client, found, 8, promotion="refused", version="2")
+    assert look(table).seen == "RLHF/8 refused version 2 from equal inputs."
+
+
 def test_a_file_that_is_added_below_the_prefix_is_new(
     table: dict[str, Any], bucket: Bucket, mlflow_client: MlflowClient
 ):

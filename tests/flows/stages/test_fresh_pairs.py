@@ -14,15 +14,18 @@ from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import REWARD_MODEL, FlowRun
 from pipeline.inputs.json_lines import read_jsonl, write_jsonl
 from pipeline.inputs.labeled_pairs import label_pairs
-from pipeline.results.step_records import FreshPairs
+from pipeline.inputs.model_digests import digest_of_model
+from pipeline.judges.judge_budget import Budget
+from pipeline.results.step_records import FreshPairs, PreparedModel
 from pipeline.reward_validation.accuracy import measure_model
 from pipeline.settings.make_settings import make_settings
 from pipeline.settings.settings import Settings
+from pipeline.stages import validation
 from pipeline.stages.given_settings import read_settings
 from pipeline.stages.models import FRESH, load_policy, load_reward_models
 from pipeline.stages.start import prepare_inputs, start_run
 from pipeline.stages.validation import validate_reward_model
-from ppo_core.errors import ConfigError, DataError
+from ppo_core.errors import ConfigError, DataError, ModelError
 from tests.helpers.inputs.pipeline_inputs import tiny_table, write_model, write_rows
 from tests.helpers.models.chat import make_chat_tokenizer
 from tests.helpers.models.chat import say as chat
@@ -191,6 +194,39 @@ def test_the_judge_is_asked_once_before_the_labels_and_not_again_by_the_validati
         monkeypatch.setenv("RLHF_JUDGED_ELSEWHERE", "1")
         again, _, labeled = load_reward_models(settings, sft, run)
         assert labeled and again == replace(model, spent={})
+
+
+def test_calls_of_a_judge_whose_budget_ends_in_its_first_batch_are_counted(
+    tmp_path: Path, start, monkeypatch
+):
+    def spend(judge: Any, budget: Budget, *blocks: Any, **options: Any) -> None:
+        budget.start_call("openai:judge", 1)
+
+    monkeypatch.setattr(validation, "measure_on_policy", spend)
+    table = fresh(tmp_path) | {"preferences_test": "", "accept_reward_model": True}
+    table["reward_model"] = write_model(tmp_path / "reward", labels=1)
+    table["judge"] = f"reward-model:{write_model(tmp_path / 'copy', labels=1)}"
+    settings = make_settings(table, {})
+    run = start(settings)
+    sft, _ = load_policy(settings, run)
+    digest = digest_of_model(settings.reward_model)
+    given = PreparedModel(path=settings.reward_model, digest=digest, metrics={})
+    found, spent = validation.measure_given_model(RunData(settings), sft, given, run.folder)
+    assert (found, spent["openai:judge"].calls) == (None, 1)
+    measured = validate_reward_model(settings, sft, replace(given, spent=spent), None, run)
+    assert measured.spent["openai:judge"].calls == 2
+
+
+def test_a_reward_model_that_was_changed_in_place_needs_a_new_run(tmp_path: Path, start):
+    table = fresh(tmp_path) | {"reward_model": write_model(tmp_path / "reward", labels=1)}
+    settings = make_settings(table | {"preferences_test": ""}, {})
+    run, path = start(settings), settings.reward_model
+    sft, _ = load_policy(settings, run)
+    given = PreparedModel(path=path, digest=digest_of_model(path), metrics={})
+    config = Path(path, "config.json")
+    config.write_text(config.read_text() + "\n")
+    with pytest.raises(ModelError, match=r"/reward' was changed after .* Start a new run: python"):
+        validate_reward_model(settings, sft, given, None, run)
 
 
 @pytest.mark.slow

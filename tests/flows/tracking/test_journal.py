@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.tracking.journal import Journal
+from pipeline.tracking.run_log import FIGURES, RunLog, read_figures
 from tests.helpers.paths import ROOT
 
 
@@ -306,3 +307,17 @@ def wait_for(condition, seconds: float = 60) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_damaged_figures_are_told_and_the_next_ones_are_logged(tmp_path: Path, capsys):
+    log = RunLog(Journal(tmp_path), "r")
+    path = log.journal.path_of("r", FIGURES)
+    log.log_figures({"a": 1.0})
+    log.log_figures({"b": math.nan})
+    assert read_figures(path.read_text()) == {"a": 1.0, "b": None}
+    assert capsys.readouterr().out == ""
+    for damaged in ("", '{"columns": ["figure", "value"], "data": [7]}'):
+        path.write_text(damaged)
+        log.log_figures({"c": 2.0})
+        assert read_figures(path.read_text()) == {"c": 2.0}
+        assert f"Warning: {path} is damaged: " in capsys.readouterr().out

@@ -17,6 +17,7 @@ import pytest
 from mlflow import MlflowClient
 from transformers import TrainerCallback
 
+from pipeline.tracking import mlflow_runs
 from pipeline.tracking import tracker as tracker_module
 from pipeline.tracking.mlflow_client import EXPERIMENT
 from pipeline.tracking.mlflow_runs import start_runs
@@ -89,6 +90,13 @@ def test_a_run_of_the_flow_is_a_parent_with_a_child_for_each_step(client, tmp_pa
         assert (child.info.run_name, child.info.status) == (step, "SCHEDULED")
         assert child.data.tags["mlflow.parentRunId"] == runs["parent"]
         assert child.data.tags["mlflow.user"] == parent.data.tags["mlflow.user"] != ""
+
+
+def test_the_address_of_a_run_has_no_double_slash(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(mlflow_runs, "_experiment_of_run", lambda run: "7")
+    for server in ("http://host:5000", "http://host:5000/"):
+        monkeypatch.setattr(mlflow_runs.mlflow, "get_tracking_uri", lambda server=server: server)
+        assert mlflow_runs.address_of_run("r") == "http://host:5000/#/experiments/7/runs/r"
 
 
 def test_a_start_that_is_tried_again_finds_its_runs(client, tmp_path):

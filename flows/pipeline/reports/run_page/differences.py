@@ -42,7 +42,8 @@ def differences_section(run: FlowRun, name: str, champion: int | None) -> Sectio
     try:
         before = read_version(name, champion)
         if before.run_id is None:
-            return Section(title=TITLE, text=(f"Version {champion} was deleted.",))
+            why = f"Version {champion} was deleted, or was registered without an MLflow run."
+            return Section(title=TITLE, text=(why,))
         parent = run.tracking[PARENT]
         texts = {
             file: (read_artifact(before.run_id, file), read_artifact(parent, file))
