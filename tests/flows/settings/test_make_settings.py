@@ -205,6 +205,7 @@ IN_RANGE = {
     "logging_steps": 2.0,
     "save_steps": 7.0,
     "sharding": "zero2",
+    "vllm_server_base_url": "http://gpu:8001",
 }
 """Where `changed` would give what is out of range."""
 
