@@ -390,10 +390,8 @@ def test_the_runs_of_a_killed_run_are_ended_by_the_next_run(runs: Runs, capsys):
     assert runs.statuses.pop("load_policy") == "FINISHED"
     assert {status for step, status in runs.statuses.items() if step != "load_policy"} == {"KILLED"}
     assert runs.why("load_reward_model").startswith("The run of the flow was killed. The next run")
-    assert runs.why("register").startswith("not reached: The run of the flow was killed, and ended")
-    assert runs.description().startswith(
-        "**Killed**\n\n- The run of the flow was killed, and ended"
-    )
+    assert runs.why("register").startswith("not reached: The run of the flow was killed. The next")
+    assert runs.description().startswith("**Killed**\n\n- The run of the flow was killed. The next")
     assert f"RLHF/{runs.folder.name} was killed" in capsys.readouterr().out
     assert not (runs.folder / RECORD).exists()
     runs.finish(*STEPS[1:], PARENT)
