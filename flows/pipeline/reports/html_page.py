@@ -46,7 +46,7 @@ td { max-width: 26rem; overflow-wrap: anywhere }
 @media (max-width: 40rem) { td { min-width: 5.5rem } td:first-child { min-width: 7.5rem } }
 progress { width: 100%; accent-color: var(--line) }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 320px), 1fr));
-          gap: 1.2rem }
+          gap: 1.2rem; margin-bottom: 1rem }
 figure { margin: 0; max-width: 440px } figcaption { overflow-wrap: anywhere }
 figcaption small, .notes { color: var(--quiet); font-size: .85rem }
 svg { display: block; width: 100%; height: auto; overflow: visible }
