@@ -132,7 +132,7 @@ def fill_settings(settings: Settings, source: str) -> None:
     settings.update(ours, fp16={"enabled": False}, bf16={"enabled": False}, gradient_clipping=0.0)
     stage = settings.setdefault("zero_optimization", {}).setdefault("stage", 0)
     if type(stage) is not int or not 0 <= stage <= 3:
-        raise ConfigError(f"stage={stage!r} in {source} is no ZeRO stage. Write 0, 1, 2 or 3.")
+        raise ConfigError(f"stage={stage!r} in {source} is not a ZeRO stage. Write 0, 1, 2 or 3.")
 
 
 def _lookup(settings: Settings, key: str, source: str) -> Any:

@@ -56,6 +56,7 @@ class RewardModel:
         self.bias = bias
         self.gain = gain
         self.end_of_text = end_of_text
+        # Wanted batch size -> the batch size that fits into the memory.
         self._batches: dict[int, BatchSize] = {}
         if end_of_text and tokenizer.eos_token_id is None:
             raise ModelError(

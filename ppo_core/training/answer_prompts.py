@@ -115,7 +115,7 @@ def answer_prompts(
     rollout = _sample(policy, encoded, uniforms, sampling, batches, server)
     kl = None
     if load_reference is not None:
-        own = _own_logprobs(policy, rollout, sampling, batches, server, reference_temperature)
+        own = _with_own_logprobs(policy, rollout, sampling, batches, server, reference_temperature)
         if own is not None:
             kl = _divergence(own, LanguageModel(load_reference()), batches)
     stopped = None if sampling.stop_token_id == NO_STOP_TOKEN else rollout.has_stop.tolist()
@@ -132,7 +132,7 @@ def _check_arguments(prompts: Sequence[Prompt], temperature: float) -> None:
         raise ConfigError(f"temperature={temperature} must be a finite number, at least 0.")
 
 
-def _own_logprobs(
+def _with_own_logprobs(
     policy: LanguageModel,
     rollout: Rollout,
     sampling: SamplingSettings,

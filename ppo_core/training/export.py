@@ -96,7 +96,9 @@ class PolicyExporter(RunContext):
         history = self.reporter.state.log_history
         # The last entry may be an evaluation after the update.
         last = max((one["step"] for one in history if "objective/kl" in one), default=None)
-        metrics = {k: v for one in history if one["step"] == last for k, v in one.items()}
+        metrics = {
+            name: value for one in history if one["step"] == last for name, value in one.items()
+        }
         if self.engine.is_main:
             write_model_card(
                 Path(self.config.output_dir),

@@ -18,8 +18,8 @@ from ppo_core.ppo.schedule import make_schedule
 JOB_FILE = "settings.json"
 
 NUM_WATCHED, NUM_SAMPLE_TABLES = 8, 5
-"""Number of training prompts that PPO answers again and again, for the page of the run, and number
-of times that it answers them after its start."""
+"""Number of training prompts that PPO answers for the page of the run, and number of times that it
+answers them after its start."""
 
 
 @dataclass(frozen=True)

@@ -435,7 +435,7 @@ class GuardResult:
     """`policy` minus `rival`."""
 
     low: float
-    """Lower end of the 95 % interval of `difference`, which is a confidence sequence's interval."""
+    """Lower end of the 95 % interval of `difference`, from a confidence sequence."""
 
     high: float
     """Upper end of this interval."""

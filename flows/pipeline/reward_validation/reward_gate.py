@@ -158,9 +158,9 @@ def _length(lengths: Lengths, limits: RewardGateConfig) -> str:
     if correlation is None or abs(correlation) <= limits.max_length_correlation:
         return ""
     return (
-        f"Its score follows the length of a response (correlation {correlation:+.2f}; at most "
-        f"+-{limits.max_length_correlation}, max_length_correlation, is allowed): PPO would learn "
-        f"to write {'long' if correlation > 0 else 'short'} answers."
+        f"Its score follows the length of a response (correlation {correlation:+.2f}, in "
+        f"size above max_length_correlation={limits.max_length_correlation}): PPO would learn to "
+        f"write {'long' if correlation > 0 else 'short'} answers."
     )
 
 

@@ -49,7 +49,7 @@ def _create_database(uri: str) -> None:
     """Create the sqlite file of an address, whole or not at all; keep a file that exists.
 
     MLflow creates its tables in many transactions. After a kill between two of them, MLflow refuses
-    the file for ever.
+    the file forever.
     """
     path = sqlite_file(uri)
     if path is None or path.exists():

@@ -27,7 +27,6 @@ MAX_BYTES = 1 << 30
 MAX_GROWTH, MAX_OWN_CHARACTERS = 8, 1_000_000
 """Maximum characters of a rendered text: 8 for each byte of the request, plus 1,000,000."""
 
-
 _ERRORS = {"memory": MemoryError, "syntax": SyntaxError, "raised": ValueError}
 """Kind of an error in the process that renders -> the error to raise."""
 
@@ -61,7 +60,7 @@ class TemplateProcess:
         Raises:
             TimeoutError: the template took longer.
             MemoryError: the template took more memory, or its text is too long.
-            SyntaxError: the template is not a template of jinja2.
+            SyntaxError: the syntax of the template is wrong.
             ValueError: the template raised an error; the ValueError has the same message.
         """
         line = json.dumps({**request, "seconds": seconds}, default=_plain).encode() + b"\n"

@@ -82,8 +82,8 @@ def test_a_full_state_dict_is_a_copy_in_which_tied_weights_stay_tied():
             "offload_optimizer.device='nvme' .* checkpoints .* Set cpu",
         ),
         ({"zero_optimization": {"compute_grad_norm": False}}, "compute_grad_norm=False .* norm"),
-        ({"zero_optimization": {"stage": 4}}, "stage=4 in 'zero.json' is no ZeRO stage"),
-        ({"zero_optimization": {"stage": "2"}}, "stage='2' in 'zero.json' is no ZeRO stage"),
+        ({"zero_optimization": {"stage": 4}}, "stage=4 in 'zero.json' is not a ZeRO stage"),
+        ({"zero_optimization": {"stage": "2"}}, "stage='2' in 'zero.json' is not a ZeRO stage"),
     ],
 )
 def test_deepspeed_settings_that_the_trainer_sets_are_refused_by_name(settings, message):

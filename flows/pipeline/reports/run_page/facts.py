@@ -54,7 +54,7 @@ class RunFacts:
     """File with the newest samples of a running PPO, see `ppo_core.reporting.sample_table`."""
 
     watched: list[WatchedPrompt] = field(default_factory=list)
-    """Prompts that PPO answered again and again; empty if the run has not reached PPO."""
+    """Training prompts with PPO's answers so far; empty if the run has not reached PPO."""
 
     since_champion: Section | None = None
     """Section with the changes since the run of the champion."""
