@@ -4,9 +4,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from peft import LoraConfig
 from torch.testing import assert_close
 
 from ppo_core.data.types import Rollout
+from ppo_core.models.adapters import add_adapter
 from ppo_core.models.policy import LanguageModel
 from ppo_core.rollout import fast_decoder
 from ppo_core.rollout.sample_responses import sample_responses
@@ -59,6 +61,22 @@ def test_captured_steps_sample_the_same_responses(family: str, replays: list[tor
 def test_captured_steps_in_bf16_have_the_log_probabilities_of_bf16():
     policy = LanguageModel(make_policy().cuda())
     captured, expected = sampled(policy, bf16=True), launched(policy, bf16=True)
+    same = (captured.response_ids == expected.response_ids).all(dim=1)
+    assert same.float().mean() > 0.5
+    assert_close(captured.logprobs[same], expected.logprobs[same], rtol=0, atol=5e-2)
+
+
+def test_captured_steps_with_adapters_on_a_base_in_bf16(replays: list[torch.cuda.CUDAGraph]):
+    adapted = add_adapter(make_policy("qwen2"), LoraConfig(r=2, target_modules="all-linear"))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+        elif "lora" not in name:
+            parameter.data = parameter.data.bfloat16()
+    policy = LanguageModel(adapted.get_base_model().cuda())
+    captured = sampled(policy, bf16=True)
+    assert len(replays) > 50
+    expected = launched(policy, bf16=True)
     same = (captured.response_ids == expected.response_ids).all(dim=1)
     assert same.float().mean() > 0.5
     assert_close(captured.logprobs[same], expected.logprobs[same], rtol=0, atol=5e-2)

@@ -79,15 +79,16 @@ def fast_path(backbone: nn.Module) -> DecoderLayers | None:
 
     - the model family, or this variant of the family, is not known here;
     - the backbone is in training mode, which may use dropout and recomputed activations;
-    - the weights are in half precision: the fast path sums in another order than transformers,
-      so rounding could lead to other tokens than in the library that serves the model;
+    - the weights are in half precision on a CPU, or in fewer bits: the fast path sums in another
+      order than transformers, so rounding could lead to other tokens than in the library that
+      serves the model. On a GPU, half precision is accepted, because captured steps save much time;
     - attention is not transformers' default: another `attn_implementation` was chosen, or
       another function was registered under the default's name;
     - a module has a hook or a replaced `forward`, as under FSDP2 and ZeRO-3, which gather weights
       by hooks.
     """
     family = _FAMILIES.get(type(backbone))
-    if family is None or backbone.training or next(backbone.parameters()).dtype.itemsize < 4:
+    if family is None or backbone.training or not _has_enough_bits(backbone):
         return None
     if not _has_default_attention(backbone) or any(map(is_hooked, backbone.modules())):
         return None
@@ -96,6 +97,13 @@ def fast_path(backbone: nn.Module) -> DecoderLayers | None:
     if not all(_is_of_family(module, type(backbone)) for module in replaced):
         return None
     return family.read(backbone)
+
+
+def _has_enough_bits(backbone: nn.Module) -> bool:
+    first = next(backbone.parameters())
+    if first.itemsize >= 4:
+        return True
+    return first.is_cuda and all(parameter.itemsize >= 2 for parameter in backbone.parameters())
 
 
 def _has_default_attention(backbone: Any) -> bool:

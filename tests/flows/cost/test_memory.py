@@ -71,12 +71,15 @@ def test_recomputed_activations_are_one_layer_and_the_inputs_of_all():
 def test_an_adapter_by_hand():
     """The base in bfloat16 is the reference, too; a shared critic is a head of 10 weights."""
     size = replace(SIZE, adapter=50, base_bytes=2, critic=None, autocast=True, recomputes=True)
-    sampling, _, update = phases(size)
+    sampling, scoring, update = phases(size)
     # Base 2 x 1000, trained 4 x 60, reward model 4 x 1000; autocast copies the adapter.
     assert update.weights == 2_000 + 240 + 4_000
     assert sampling.weights == update.weights + 2 * 50
     assert (update.optimizer, update.gradients) == (480, 240)
     assert sampling.cache == 2 * 2 * 5 * 2 * 20
+    # Four tensors of 30 numbers inside the MLP; the reward model, which has no adapter, has three.
+    assert sampling.activations == 6 * (4 * 4 * 10 + 4 * 2 * 30)
+    assert scoring.activations == 14 * (4 * 4 * 10 + 4 * 2 * 30) + 3 * SCORED
     # Autograd keeps three copies of the logits in the loss.
     # Norms 4 x 4 x 10; 2 bytes of 4 x 10 + 2 x 5 + 4 x 30, and of the inputs 6 x 10 + 30.
     layer = 160 + 2 * 170 + 2 * 90

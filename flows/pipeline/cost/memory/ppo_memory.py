@@ -114,7 +114,7 @@ def _sampling(size: PPOSize) -> Memory:
     logits = LOGIT_COPIES * FP32 * rows * policy.vocabulary
     # The prompts count twice: transformers fills its own cache, which is then copied.
     tokens = rows * (2 * size.prompt_tokens + size.response_tokens)
-    read = passing_activations(policy, rows * size.prompt_tokens, autocast=size.autocast)
+    read = _passing(size, policy, rows * size.prompt_tokens)
     gathered = _gathered(size, _module_bytes(size))
     return Memory(
         phase="sampling",
@@ -130,22 +130,20 @@ def _sampling(size: PPOSize) -> Memory:
 def _scoring(size: PPOSize) -> Memory:
     """Memory while the largest of reward model, reference and critic is used."""
     tokens = size.sampled_rows * (size.prompt_tokens + size.response_tokens)
-
-    def passing(model: ModelSize) -> int:
-        return passing_activations(model, tokens, autocast=size.autocast)
-
     rewards = [
         (_gathered(size, FP32 * model.parameters), model)
         for model in (size.reward, *size.other_rewards)
     ]
     module = _gathered(size, _module_bytes(size)) + _bf16_copies(size, size.policy), size.policy
-    gathered, model = max((*rewards, module), key=lambda one: one[0] + passing(one[1]))
+    gathered, model = max(
+        (*rewards, module), key=lambda one: one[0] + _passing(size, one[1], tokens)
+    )
     return Memory(
         phase="scoring",
         weights=_weights(size) + gathered,
         gradients=size.send_buffers(size.trained),
         optimizer=size.optimizer(size.trained),
-        activations=passing(model) + _chunk(size, size.sampled_rows),
+        activations=_passing(size, model, tokens) + _chunk(size, size.sampled_rows),
         process=_process(size),
     )
 
@@ -260,6 +258,16 @@ def _packed(size: PPOSize) -> int:
         and numbers <= MAX_NUMEL
     )
     return FP32 * numbers if is_packed else 0
+
+
+def _passing(size: PPOSize, model: ModelSize, tokens: int) -> int:
+    """Bytes of the activations of one layer in a pass without gradients."""
+    return passing_activations(
+        model,
+        tokens,
+        autocast=size.autocast,
+        adapted=bool(size.adapter) and model is size.policy,
+    )
 
 
 def _chunk(size: PPOSize, rows: int) -> int:

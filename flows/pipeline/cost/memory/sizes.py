@@ -211,10 +211,17 @@ def kept_activations(
     return tokens * layer * model.layers
 
 
-def passing_activations(model: ModelSize, tokens: int, *, autocast: bool) -> int:
-    """Return the bytes of the activations of one layer, which the next layer replaces."""
+def passing_activations(
+    model: ModelSize, tokens: int, *, autocast: bool, adapted: bool = False
+) -> int:
+    """Return the bytes of the activations of one layer, which the next layer replaces.
+
+    Three tensors of the MLP's width exist at a time. With adapters there are four, because the
+    output of the adapter is scaled and then added to the output of the frozen layer.
+    """
     inside = BF16 if autocast else FP32
-    return tokens * (4 * FP32 * model.width + 3 * inside * model.mlp_width)
+    wide = 4 if adapted else 3
+    return tokens * (4 * FP32 * model.width + wide * inside * model.mlp_width)
 
 
 def attention_weights(model: ModelSize, tokens: int, longest: int, texts: int = 1) -> int:

@@ -92,8 +92,17 @@ def test_training_mode_uses_the_models_own_forward():
     assert_own_forward(make_backbone().train())  # Llama's dropout is 0
 
 
-def test_half_precision_uses_the_models_own_forward():
+def test_half_precision_on_a_cpu_uses_the_models_own_forward():
     assert_own_forward(make_backbone().bfloat16())
+
+
+def test_half_precision_on_a_gpu_has_the_fast_path_and_fewer_bits_do_not(monkeypatch):
+    monkeypatch.setattr(nn.Parameter, "is_cuda", True, raising=False)
+    backbone = make_backbone().bfloat16()
+    assert fast_path(backbone) is not None
+    quantised = nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
+    backbone.layers[1].mlp.up_proj.weight = quantised
+    assert fast_path(backbone) is None
 
 
 # --- Attention ---

@@ -2,6 +2,7 @@
 
 import itertools
 from contextlib import nullcontext
+from copy import deepcopy
 from typing import Any
 
 import peft
@@ -173,6 +174,41 @@ def test_decoding_makes_the_states_of_the_full_sequences(family, make_backend):
                 rows = kept.tolist()
             if t < 4:
                 decoder.step(torch.tensor([answers[n][t] for n in rows]))
+
+
+@BACKENDS
+def test_decoding_in_half_precision_rounds_as_much_as_transformers(make_backend, monkeypatch):
+    """As on a GPU with adapters on a base in bfloat16, whose passes run under autocast."""
+    monkeypatch.setattr(nn.Parameter, "is_cuda", True, raising=False)
+    monkeypatch.setattr(attention, "MAX_SCORES", 0)
+    policy = make_policy("qwen2")
+    adapted = add_adapter(policy, peft.LoraConfig(r=2, target_modules="all-linear"))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    exact = deepcopy(policy.model).double()
+    for name, parameter in policy.model.named_parameters():
+        if "lora" not in name:
+            parameter.data = parameter.data.bfloat16()
+    parts = fast_path(policy.model)
+    assert parts is not None
+    prompts, answers = make_prompts(LENGTHS), make_prompts([4, 4, 4], seed=1)
+    errors = {"ours": [], "transformers'": []}
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        cache = KVCache(3, max(LENGTHS), 4, SEQUENCE.device)
+        decoder = Decoder(make_backend(parts, cache, nullcontext), prompts)
+        for t in range(4):
+            decoder.step(torch.tensor([answers[n][t] for n in range(3)]))
+            for n in range(3):
+                ids = torch.tensor([prompts[n] + answers[n][: t + 1]])
+                with torch.autocast("cpu", enabled=False):
+                    expected = exact(ids).last_hidden_state[0, -1]
+                theirs = policy.model(ids).last_hidden_state[0, -1]
+                errors["ours"].append((decoder.states[n] - expected).norm())
+                errors["transformers'"].append((theirs - expected).norm())
+    assert cache.block(0, 3, 1)[0].dtype == torch.bfloat16
+    ours, theirs = (torch.stack(each).mean() for each in errors.values())
+    assert 0 < ours < 1.5 * theirs
 
 
 @BACKENDS
