@@ -113,10 +113,14 @@ class Trainer:
                 run.pending.experience,
                 self.config,
                 run.pending.progress,
-                critic_only=run.updates < self.config.critic_warmup_updates,
+                critic_only=self._trains_only_the_critic,
                 before_step=self._stop_if_interrupted,
             )
         return self._finish_update(run.pending, sums)
+
+    @property
+    def _trains_only_the_critic(self) -> bool:
+        return self._run.updates < self.config.critic_warmup_updates
 
     def _draw_prompts(self) -> PromptBatch:
         return draw_prompts(
@@ -198,10 +202,11 @@ class Trainer:
         metrics = metrics | {"val/skipped_steps": float(state.skipped_steps)}
         run, config = self._run, self.config
         run.pending = None
+        # A policy that is not trained does not diverge, whatever the coefficient.
+        if run.adaptive_kl is not None and not self._trains_only_the_critic:
+            run.adaptive_kl.update(metrics["objective/kl"], self.schedule.batch_size)
         run.updates += 1
         run.episodes += self.schedule.batch_size
-        if run.adaptive_kl is not None:
-            run.adaptive_kl.update(metrics["objective/kl"], self.schedule.batch_size)
         if self._average is not None:
             self._average.update()
         every = config.reference_refresh_updates

@@ -180,6 +180,14 @@ def test_the_coefficient_follows_the_divergence_and_is_logged():
     assert history[1]["objective/kl_coef"] == pytest.approx(0.1 * (1 - 0.2 * 8 / 100))
 
 
+def test_the_kl_coefficient_waits_while_only_the_critic_is_trained():
+    options = {"kl_target": 6.0, "kl_horizon": 100, "kl_coef": 0.1}
+    trainer = make_trainer(critic_warmup_updates=2, critic_learning_rate=1e-3, **options)
+    used = [entry["objective/kl_coef"] for entry in trainer.train()]
+    # The third update is the first that trains the policy. Its responses are those of the start.
+    assert used == pytest.approx([0.1, 0.1, 0.1, 0.1 * (1 - 0.2 * 8 / 100)])
+
+
 @pytest.mark.parametrize("cut", [{"top_k": 5}, {"top_p": 0.5}])
 def test_restricted_sampling_records_the_behavior_and_starts_at_ratio_one(cut):
     trainer = make_trainer(kl_estimator="full", **cut)
