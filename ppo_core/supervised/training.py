@@ -39,7 +39,7 @@ from ppo_core.ppo.random_state import seed_global_generators
 from ppo_core.supervised.examples.encoded_rows import TrainingKind, encode_rows, max_tokens
 from ppo_core.supervised.examples.reward_pairs import collate_pairs
 from ppo_core.supervised.examples.sft_examples import collate_examples
-from ppo_core.supervised.learning_rate import find_learning_rate
+from ppo_core.supervised.learning_rate_search import find_learning_rate
 from ppo_core.supervised.lora import add_task_adapter, exact_weights, require_plain
 from ppo_core.supervised.next_token_loss import NextTokenLoss
 from ppo_core.supervised.pair_ranker import PairRanker, make_classifier

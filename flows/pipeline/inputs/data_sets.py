@@ -25,7 +25,7 @@ from pipeline.settings.settings import Settings
 from ppo_core.config.row_settings import PromptFormat, ReadOptions
 from ppo_core.data.chat_template import Messages
 from ppo_core.data.prompts import context_length
-from ppo_core.data.rows.fitting import fit_pairs, fit_prompts
+from ppo_core.data.rows.overlong import fit_pairs, fit_prompts
 from ppo_core.data.rows.reader import ROW, Rows, read_rows
 from ppo_core.data.rows.row_formats import Kind, Row
 from ppo_core.data.sources.source import named_data

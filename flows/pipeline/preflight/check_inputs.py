@@ -46,7 +46,7 @@ from ppo_core.models.loading import (
 from ppo_core.reporting.callbacks import check_integrations
 from ppo_core.rollout.token_sampling import stop_token
 from ppo_core.supervised.examples.encoded_rows import TrainingKind
-from ppo_core.supervised.learning_rate import refuse_sharded_search
+from ppo_core.supervised.learning_rate_search import refuse_sharded_search
 from ppo_core.supervised.training import refuse_other_settings
 from ppo_core.training.preflight import require_stop_token
 

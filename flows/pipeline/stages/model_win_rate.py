@@ -37,7 +37,7 @@ from ppo_core.config.row_settings import ReadOptions, parse_columns
 from ppo_core.data.chat_template import Messages
 from ppo_core.data.prompts import context_length
 from ppo_core.data.rows.describe import describe_reading, require_columns_read
-from ppo_core.data.rows.fitting import fit_prompts
+from ppo_core.data.rows.overlong import fit_prompts
 from ppo_core.data.rows.reader import Rows, read_rows
 from ppo_core.data.rows.row_formats import Row
 from ppo_core.errors import ConfigError, DataError

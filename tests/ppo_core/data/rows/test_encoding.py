@@ -10,7 +10,7 @@ from ppo_core.data.prompts import encode_prompt, encode_prompts
 from ppo_core.data.rows import reader
 from ppo_core.data.rows.describe import describe_reading
 from ppo_core.data.rows.encoding import encode_batch, encode_row
-from ppo_core.data.rows.fitting import fit_prompts
+from ppo_core.data.rows.overlong import fit_prompts
 from ppo_core.data.rows.row_error import RowError, attempt
 from ppo_core.errors import ConfigError, DataError
 from ppo_core.supervised.examples.encoded_rows import encode_rows

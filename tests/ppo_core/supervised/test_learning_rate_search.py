@@ -13,7 +13,7 @@ from pipeline.demo.task import write_base_model
 from ppo_core.config.sized_defaults import sized_defaults
 from ppo_core.errors import ConfigError, DataError, TrainingError
 from ppo_core.models.loading import count_parameters
-from ppo_core.supervised.learning_rate import FACTORS
+from ppo_core.supervised.learning_rate_search import FACTORS
 from ppo_core.supervised.supervised_config import LOSS_AT, RATE_FILE, SupervisedConfig
 from ppo_core.supervised.training import train_reward_model, train_sft
 
@@ -79,14 +79,14 @@ def test_the_model_after_a_search_is_that_of_its_rate(base, tmp_path):
 
 
 def test_a_rate_that_diverges_is_not_taken(base, tmp_path, monkeypatch):
-    monkeypatch.setattr("ppo_core.supervised.learning_rate.FACTORS", (1, 1e30))
+    monkeypatch.setattr("ppo_core.supervised.learning_rate_search.FACTORS", (1, 1e30))
     metrics = train(base, tmp_path / "rm", pairs(40), learning_rate="auto")
     assert sorted(metrics[name] == float("inf") for name in metrics if LOSS_AT in name) == [
         False,
         True,
     ]
     assert metrics["learning_rate"] == pytest.approx(2e-3)
-    monkeypatch.setattr("ppo_core.supervised.learning_rate.FACTORS", (1e30, 1e31))
+    monkeypatch.setattr("ppo_core.supervised.learning_rate_search.FACTORS", (1e30, 1e31))
     with pytest.raises(TrainingError, match=r"diverges with each of the learning rates 2\.0e\+27"):
         train(base, tmp_path / "rm", pairs(40), learning_rate="auto")
 
@@ -99,7 +99,7 @@ def test_a_resumed_training_takes_the_rate_of_its_search(base, tmp_path, monkeyp
     def search(*_) -> tuple[float, dict[str, float]]:
         raise AssertionError("the search is repeated")
 
-    monkeypatch.setattr("ppo_core.supervised.learning_rate.search_learning_rate", search)
+    monkeypatch.setattr("ppo_core.supervised.learning_rate_search.search_learning_rate", search)
     again = train_reward_model(base, rows, config, tmp_path / "rm", resume=True)
     assert {**again, "seconds": 0} == {**first, "seconds": 0}
     checkpoint = tmp_path / "rm" / f"checkpoint-{first['steps']}"
