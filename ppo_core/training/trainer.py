@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from ppo_core.checkpointing.checkpointer import Checkpointer, SavePlan
-from ppo_core.checkpointing.contents import CheckpointContents
+from ppo_core.checkpointing.ppo_contents import CheckpointContents
 from ppo_core.checkpointing.ppo_fingerprint import ppo_fingerprint
 from ppo_core.checkpointing.state_form import FORMS
 from ppo_core.config.ppo_config import PPOConfig
