@@ -219,7 +219,9 @@ def make_app(follower: Follower, recorder: Recorder) -> FastAPI:
                 raise HTTPException(422, str(error)) from error
             except ModelError as error:
                 log.warning("%s", error)
-                raise HTTPException(503, "The feedback was not recorded. Try again.") from error
+                raise HTTPException(
+                    503, "Perhaps not all feedback was recorded. Send it again."
+                ) from error
             return {"answer": opinion.answer}
 
     @app.get("/health")

@@ -34,7 +34,7 @@ INTERFACE = f"""<View>
 https://labelstud.io/tags/choices."""
 
 ANYONE = "label-studio"
-"""Annotator id for `sides_of`, because the annotator of a task is not known in advance."""
+"""Id that `sides_of` gets for every task: who will label the task is not known in advance."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,9 @@ def labels_of_export(path: Path) -> list[dict[str, Any]]:
         rows = [row for task in tasks for row in _rows_of(task)]
     except (TypeError, ValueError) as error:
         raise DataError(
-            f"'{path}' is not an export of a project whose tasks `feedback.py to-label-studio` "
-            f"wrote: {error}. Export the project in the format JSON, which keeps the tasks' data."
+            f"'{path}' is not an export of a project with tasks from `feedback.py "
+            f"to-label-studio`: {error}. Export the project in the format JSON, which keeps the "
+            "tasks' data."
         ) from error
     if not rows:
         raise DataError(f"{path} has {len(tasks)} tasks, and none has a label. Label some first.")

@@ -42,7 +42,7 @@ class Labeling:
     """File of the labels of all persons."""
 
     skipped: set[_Texts] = field(default_factory=set, init=False)
-    """Pairs that the person skipped; they are shown again only after a restart."""
+    """Pairs that the person skipped; they are shown again after `undo` or a restart."""
 
     labeled: set[_Texts] = field(init=False)
     """Pairs that this person has labeled."""
@@ -100,7 +100,8 @@ class Labeling:
     def undo(self) -> None:
         """Take back the person's last skip or label for one of `pairs`; do nothing without any.
 
-        After the actions since the start, take back the labels that the file had before.
+        Once all actions since the start are taken back, further calls take back the labels that the
+        file had before, the newest first.
         """
         if self._actions and (skipped := self._actions[-1]) is not None:
             self.skipped.remove(skipped)
@@ -142,7 +143,8 @@ class Labeling:
 def sides_of(pair: Vote, annotator: str) -> tuple[str, str]:
     """Return the left and the right answer, which are exchanged in about half of the pairs.
 
-    A hash of the pair and of the annotator decides, so the order is always the same.
+    A hash of the pair and of the annotator decides, so an annotator always sees a pair in the same
+    order.
     """
     text = json.dumps([*_texts_of(vars(pair)), annotator])
     is_swapped = blake2b(text.encode(), digest_size=1).digest()[0] % 2

@@ -75,7 +75,10 @@ def record_opinion(
     except MlflowException as error:
         if _is_missing(error):
             raise DataError(f"There is no answer {answer} yet. Try again in a minute.") from error
-        raise ModelError(f"The feedback was not recorded, because MLflow fails: {error}") from error
+        raise ModelError(
+            f"The feedback was not recorded, or only a part of it, because MLflow fails: {error}. "
+            "Send the feedback again: a repeated opinion counts once."
+        ) from error
 
 
 def _model_of(answer: str) -> str | None:

@@ -17,7 +17,8 @@ def read_state(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Tenso
     """Return the optimizer state of a parameter: exp_avg, exp_avg_sq, step, ...
 
     The state is empty before the first step. A plain number becomes a 0-dimensional tensor of
-    int64 or float64. Entries that are None are left out. Unsharded tensors are not copied.
+    int64 or float64. Entries that are None are left out. An entry that was not sharded is returned
+    without a copy.
 
     Raises:
         TrainingError: an entry is neither a tensor nor a number.
@@ -54,7 +55,8 @@ def write_state(
     optimizer.state.pop(parameter, None)
     group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
     for name, tensor in tensors.items():
-        if tensor.ndim == 0:
+        # A parameter without dimensions has moments without dimensions.
+        if tensor.ndim == 0 and (parameter.ndim or name == "step"):
             kept = as_value(tensor, group, parameter.device)
         elif tensor.shape == parameter.shape:
             kept = sharded_like(tensor, parameter).to(parameter.device, copy=True)

@@ -30,9 +30,9 @@ def restore_generators(generators: Mapping[str, torch.Generator], tensors: Tenso
     there = {name: state.shape for name, state in tensors.items()}
     if here != there:
         raise TrainingError(
-            f"The checkpoint has the random generators {sorted(there)}, but this run has "
-            f"{sorted(here)}, or the same generators on another type of device. The samples would "
-            "differ. Resume with the version and the type of device that wrote the checkpoint."
+            f"The random generators of the checkpoint, {sorted(there)}, do not fit those of this "
+            f"run, {sorted(here)}: names or types of device differ. The samples would differ. "
+            "Resume with the version and the type of device that wrote the checkpoint."
         )
     for name, generator in generators.items():
         generator.set_state(tensors[name])

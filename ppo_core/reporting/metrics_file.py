@@ -1,4 +1,4 @@
-"""The metrics of a run on disk, as one line of JSON per update."""
+"""The metrics of a run on disk, at most one line of JSON per update."""
 
 import json
 import logging
@@ -33,10 +33,10 @@ logger = logging.getLogger(__name__)
 
 
 class MetricsFile:
-    """A file with one JSON object per update: the update's number as `update`, and its metrics.
+    """A file with a JSON object for some or all updates: the number as `update`, and the metrics.
 
     A run that resumes from a checkpoint computes all later updates again. The run therefore removes
-    the lines of these updates, so that each update has exactly one line.
+    the lines of these updates, so that no update has two lines.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -56,8 +56,8 @@ class MetricsFile:
         The file has a line for update `first`, and for every `every`-th update after `first`.
 
         Damaged or missing lines are restored from `history`, which has metrics by update. A warning
-        lists the dropped and the restored lines. The file is replaced, so a reader of the old
-        file can notice the new inode.
+        counts the damaged lines, and lists the dropped and the restored updates. The file is
+        replaced, so a reader of the old file can notice the new inode.
 
         Raises:
             TrainingError: the file cannot be read or written.
@@ -77,7 +77,7 @@ class MetricsFile:
         kept = {line[UPDATE] for line in lines}
         repairs = {
             "dropped damaged lines": len(content.splitlines()) - len(_complete_lines(content)),
-            "dropped later updates": _ranges(found.keys() - kept),
+            "dropped updates": _ranges(found.keys() - kept),
             "restored updates": _ranges(kept - found.keys()),
             "updates without metrics": _ranges({*numbered} - kept),
         }

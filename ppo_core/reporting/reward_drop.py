@@ -18,8 +18,9 @@ class RewardDrop:
         noise = 0.886 x mean of |reward[t] - reward[t-1]| over the run
 
     The noise of one update is estimated from differences of consecutive rewards (von Neumann et
-    al., 1941), which a slow rise or fall hardly changes. Without a trend, the standard deviation of
-    `drop` is 0.45.
+    al., 1941), because a slow rise or fall hardly changes these differences. Without a trend, the
+    first drop has mean 0 and standard deviation 0.45. The mean of later drops is higher, because
+    the best of more windows is higher.
     """
 
     def __init__(self) -> None:

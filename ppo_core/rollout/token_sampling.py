@@ -133,9 +133,9 @@ def sample_tokens(
 def _draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """Return the first token (B,) whose cumulative probability exceeds `uniforms` (B,).
 
-    Also returns the token's log-probability (B,). The block of the token is found first, then the
-    token in the block: a cumulative sum over the full vocabulary takes longer than the softmax.
-    The logits (B, V) are overwritten.
+    Also returns the token's log-probability (B,). The function finds the block of the token, then
+    the token in the block. One cumulative sum over the full vocabulary would take longer. The
+    logits (B, V) are overwritten.
     """
     batch, tokens = logits.shape
     weights = logits.sub_(logits.amax(dim=-1, keepdim=True)).exp_()

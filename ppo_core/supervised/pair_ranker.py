@@ -93,8 +93,8 @@ class PairRanker(nn.Module):
         is above 0. The shapes are input_ids (B, 2, S), lengths (B, 2), margins (B,) and weights
         (B,). In dimension 1, index 0 is the chosen response and index 1 the rejected response.
 
-        `given` (N,) has the numbers, in `input_ids.flatten(0, 1)`, of the sequences that exist; the
-        score of a missing response is 0. If None, all sequences exist.
+        `given` (N,) are the row indices of the existing sequences in `input_ids.flatten(0, 1)`. A
+        missing response has the score 0. If `given` is None, all sequences exist.
         """
         if given is None:
             scores = self.score(self.backbone.last_states(input_ids, lengths))
@@ -107,16 +107,18 @@ class PairRanker(nn.Module):
         losses = preference_losses(chosen, rejected, margins)
         losses = losses + self._centering * centering_losses(chosen, rejected)
         differences, counted = (chosen - rejected).detach(), (weights > 0).float()
-        # Sums of products, because autocast would round a product of vectors to bfloat16.
+        # Multiply and sum instead of `@`, because autocast would compute `@` in bfloat16.
         sums = torch.stack([((differences > 0) * counted).sum(), (differences * counted).sum()])
         return (losses * weights).sum(), sums
 
     @torch.no_grad()
     def _check_states(self) -> None:
-        """Choose how a pair is computed, by a comparison with each text alone, as PPO does.
+        """Choose the fastest way to compute a padded pair that gives the states of each text alone.
+
+        PPO scores each text alone.
 
         Raises:
-            ModelError: the states of the pair differ from those of each text alone.
+            ModelError: no way gives these states.
         """
         classifier, backbone = self.classifier.eval(), self.backbone
         config = text_config(classifier.config)
@@ -137,7 +139,8 @@ class PairRanker(nn.Module):
         """Return the number () of pairs of a batch whose weight is above 0.
 
         The loss of a step is divided by this number, not by the sum of weights: rows of similar
-        length share a step, so all pairs of a step may come from a data set with a low weight.
+        length share a step, so all pairs of a step may come from a data set with a low weight, and
+        dividing by the sum of weights would cancel this weight.
         """
         return (batch["weights"] > 0).sum()
 

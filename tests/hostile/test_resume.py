@@ -119,7 +119,7 @@ def test_the_log_says_what_was_dropped_and_what_is_missing(tmp_path, caplog):
     file.cut_back(6, {2: {"objective/kl": 2.5}})
     (message,) = caplog.messages
     assert message.endswith(
-        "cut back to update 6. dropped damaged lines: 2; dropped later updates: 7-9; "
+        "cut back to update 6. dropped damaged lines: 2; dropped updates: 7-9; "
         "restored updates: 2; updates without metrics: 3-4."
     )
     assert [line["update"] for line in read_metrics(file.path)] == [1, 2, 5, 6]

@@ -62,8 +62,8 @@ class FunctionJudge:
                     f"{self._described} returned {given!r:.80}. Return a list with one verdict "
                     "for every pair."
                 )
-            # One more than expected, because a generator may never end.
-            for number, item in enumerate(islice(given, len(pairs) + 1)):
+            # Stop after one verdict too many, which is an error: a generator may never end.
+            for number, item in enumerate(islice(given, len(pairs) + 1), start=1):
                 verdicts.append(self._read(item, number))
                 bar.update()
         return verdicts

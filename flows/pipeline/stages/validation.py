@@ -116,13 +116,15 @@ def validate_reward_model(
     if not (validation.fit or validation.is_used):
         reasons = _listed(validation)
         print(
-            f"Warning: The reward model is not fit, but PPO does not learn from it:\n{reasons}",
+            "Warning: PPO does not learn from the reward model. The model is not fit, for these "
+            f"reasons:\n{reasons}",
             flush=True,
         )
     elif validation.accepted_by_hand:
         reasons = _listed(validation)
         print(
-            f"Warning: The reward model was refused, but a person accepted it:\n{reasons}",
+            "Warning: A person accepted the reward model. It was refused for these reasons:\n"
+            f"{reasons}",
             flush=True,
         )
     return validation
@@ -151,9 +153,9 @@ def stop_run(validation: ValidatedReward, run: FlowRun) -> NoReturn:
         same_run = f"--config settings {SETTINGS_FILE} run"  # a file that MLflow stores
     raise ModelError(
         f"The reward model is not fit to train against:\n{_listed(validation)}\n"
-        "PPO would exploit these faults, so it was not started. The report is the card "
-        "(python flows/rlhf.py card view validate_reward_model), "
-        f"{_relative(validation.report_file)}, and in MLflow reward-model/report.html.\n"
+        "PPO would exploit these faults, so it was not started. Three places have the report: the "
+        "card (python flows/rlhf.py card view validate_reward_model), the file "
+        f"{_relative(validation.report_file)}, and reward-model/report.html in MLflow.\n"
         "Do what the reasons say, or change the limits in [reward_gate], and run again; models "
         "that are already trained are reused. To train against this reward model all the same:\n"
         f"python flows/rlhf.py {same_run} --accept-reward-model"
@@ -235,7 +237,7 @@ def _draw(settings: Settings, sft: PreparedModel, folder: Path) -> SampleRespons
 
 
 def _comparer(settings: Settings, trained: PreparedModel | None, budget: Budget) -> Compare | None:
-    """Return a function that compares samples with the judge; None if this step has no API key."""
+    """Return a function that lets the judge compare samples; None without the judge's API key."""
     spec = judge_of_run(settings, trained)
     if can_ask(spec):
         judge = make_judge_of_run(settings, spec, budget)
@@ -250,8 +252,8 @@ def _comparer(settings: Settings, trained: PreparedModel | None, budget: Budget)
     print(
         f"Warning: judge={settings.judge} is not asked about the policy's samples, because this "
         "step has no key of the judge, so only the accuracy on held-out pairs decides. To measure "
-        "the reward model where PPO uses it, give steps.validate_reward_model the secret of "
-        "steps.evaluate_win_rate in the deployment file.",
+        "the reward model on the policy's samples, too, give steps.validate_reward_model the "
+        "secret of steps.evaluate_win_rate in the deployment file.",
         flush=True,
     )
     return None

@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from uuid import uuid4
 
 import mlflow
@@ -58,14 +59,20 @@ def _create_database(uri: str) -> None:
     address = f"sqlite:///{unfinished}"
     try:
         MlflowClient(address, address).search_experiments(max_results=1)
-        # A link, unlike a renamed file, never replaces the database of another process.
-        path.hardlink_to(unfinished)
-    except FileExistsError:
-        pass  # another process was faster
-    except OSError:
-        unfinished.rename(path)  # the file system has no hard links
+        _publish(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def _publish(file: Path, path: Path) -> None:
+    """Give a file its final path, unless another process was faster."""
+    try:
+        # A link, unlike a renamed file, never replaces the database of another process.
+        path.hardlink_to(file)
+    except FileExistsError:
+        return
+    except OSError:
+        file.rename(path)  # the file system has no hard links
 
 
 def check_databases(*, must_exist: bool = False, is_written: bool = False) -> None:
@@ -103,9 +110,9 @@ def check_model_name(name: str) -> None:
     """
     if not name or any(character in name for character in "/:'") or name.endswith("\\"):
         raise ConfigError(
-            f"registered_model={name!r} must not be empty, contain '/', ':' or an apostrophe, or "
-            "end with a backslash: the URI of a version is models:/NAME/VERSION, and MLflow's "
-            "searches quote the name."
+            f"registered_model={name!r} is empty, contains '/', ':' or an apostrophe, or ends "
+            "with a backslash. The URI of a version is models:/NAME/VERSION, and MLflow's "
+            "searches quote the name, so choose another name."
         )
 
 
@@ -140,8 +147,11 @@ def explained() -> Iterator[None]:
     except (MlflowException, SQLAlchemyError, OSError) as error:
         if isinstance(error, OSError) and error.errno in FULL_DISK:
             raise  # see `explained_full_disk`
+        addresses = " or ".join(
+            dict.fromkeys([mlflow.get_tracking_uri(), mlflow.get_registry_uri()])
+        )
         raise ModelError(
-            f"MLflow at {mlflow.get_registry_uri()} did not carry out a request: {error}. "
+            f"MLflow at {addresses} did not carry out a request: {error}. "
             "Fix the cause and try again. To continue a run of the flow, use "
             "`python flows/rlhf.py resume`; completed work is not repeated."
         ) from error

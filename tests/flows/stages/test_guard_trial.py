@@ -51,7 +51,7 @@ def test_each_guard_is_tried_on_two_rows(tmp_path: Path, capsys):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("words", r"The guard words returned 5, and the test needs scores in \[0, 1\]"),
+        ("words", r"The guard words returned 5, but the score of a response must be in \[0, 1\]"),
         ("first_word", r"The guard first_word raised IndexError in .*guards\.py:\d+"),
         ("gone", r"promotion\.guards\.functions\.gone=.* has no function 'gone'"),
     ],

@@ -68,7 +68,10 @@ def test_functions_are_tried_before_anything_is_trained(finished: Finished):
 
 
 def test_an_unfit_reward_model_that_is_only_logged_ends_no_run(finished: Finished):
-    assert "The reward model is not fit, but PPO does not learn from it:" in finished.ran.log
+    assert (
+        "PPO does not learn from the reward model. The model is not fit, for these reasons:"
+        in finished.ran.log
+    )
     assert not finished.summary["reward_model"]["fit"]
 
 

@@ -115,7 +115,10 @@ def test_a_reward_model_accepted_by_hand_is_on_record(journey: Journey, summary:
     assert not summary["reward_model"]["fit"]
     assert summary["reward_model"]["accepted_by_hand"]
     assert summary["settings"]["accept_reward_model"]
-    assert "The reward model was refused, but a person accepted it:" in journey.failed.log
+    assert (
+        "A person accepted the reward model. It was refused for these reasons:"
+        in journey.failed.log
+    )
     run = client_of(journey.folder).get_run(summary["model"]["run_id"])
     assert run.data.tags["reward_model"] == "accepted by hand"
 

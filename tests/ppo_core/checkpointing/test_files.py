@@ -683,7 +683,7 @@ def test_other_generators_are_refused():
     tensors = generator_tensors({"sampling": torch.Generator()})
     with pytest.raises(
         TrainingError,
-        match=r"has the random generators \['sampling'\], but this run has \['order'\]",
+        match=r"of the checkpoint, \['sampling'\], do not fit those of this run, \['order'\]",
     ):
         restore_generators({"order": torch.Generator()}, tensors)
 

@@ -17,14 +17,14 @@ FP32, BF16 = 4, 2
 """Bytes of a number in fp32 and in bfloat16."""
 
 PROCESS = 650 * 2**20
-"""Bytes of a process in addition to its tensors: the interpreter, and the libraries of a training
-with the memory that they keep. Measured with the CPU build of torch 2.13 and transformers 5.23: 587
-MiB are resident before the models, `KEPT_MATMULS` compiled matmuls take about 1 MiB each, and the
-threads and connections of a training take the rest."""
+"""Bytes of a process in addition to its tensors: the interpreter, the libraries that a training
+imports, and the memory that these libraries keep. Measured with the CPU build of torch 2.13 and
+transformers 5.23: 587 MiB are resident before the models, `KEPT_MATMULS` compiled matmuls take
+about 1 MiB each, and the threads and connections of a training take the rest."""
 
 LOGIT_COPIES = 3
-"""Number of fp32 copies of the logits while tokens are sampled, and in the loss under autocast. In
-the loss, autograd keeps the logits, the probabilities and the gradient."""
+"""Number of fp32 copies of the logits: always while tokens are sampled, and in the loss only under
+autocast. In the loss, autograd keeps the logits, the probabilities and the gradient."""
 
 ZERO_BUCKET = 500_000_000
 """Number of gradients that DeepSpeed collects before it sends them (default of its setting
@@ -85,7 +85,8 @@ class Memory:
 
     optimizer: int
     activations: int
-    """Activations, logits, layers gathered in a backward pass, and buffers of gradients to send."""
+    """Activations, logits, and what `Shards.whole_layers` counts: gathered layers, and gradients
+    that DeepSpeed or FSDP2 has not sent yet."""
 
     cache: int = 0
     """Keys and values of sampled tokens."""
@@ -145,7 +146,7 @@ class Shards:
         return self.sharding in SHARD_WEIGHTS
 
     def weights(self, size: int) -> int:
-        """Return the bytes of weights that a process holds, if all weights have `size` bytes."""
+        """Return the bytes that a process holds of weights with `size` bytes in total."""
         return size // (self.processes if self.shards_weights else 1)
 
     def gradients(self, trained: int) -> int:
@@ -229,8 +230,8 @@ def attention_weights(model: ModelSize, tokens: int, longest: int, texts: int = 
 
     A row has `texts` texts of up to `longest` tokens. The kernel computes blocks of queries, each
     with the keys of its row up to the end of the block. For texts that are too long for the
-    kernel, PyTorch computes the attention and keeps no weights. So the length is limited to the
-    longest text that the kernel takes.
+    kernel, PyTorch computes the attention and keeps no weights. The batches of shorter texts still
+    use the kernel, so longer texts count as the longest text that the kernel takes.
     """
     length = texts * min(longest, isqrt(MAX_SCORES))
     keys = min(length, (length + BLOCK) // 2)

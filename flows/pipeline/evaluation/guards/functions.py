@@ -45,7 +45,7 @@ def score_by_function(
         DataError: the function raises an error, or does not return one number in [0, 1] for each
             response.
     """
-    # The stall watch of a step ends a hanging function only while a progress bar is shown.
+    # Without an open progress bar, even a hidden one, the stall watch would not notice a hang.
     with progress(1, "guarding", "call", delay=BAR_DELAY) as bar:
         with user_code_errors(DataError, f"The guard {name}"):
             given = function(list(prompts), list(responses))
@@ -63,7 +63,7 @@ def score_by_function(
         )
     if wrong := [score for score in scores.tolist() if not 0 <= score <= 1]:
         raise DataError(
-            f"The guard {name} returned {wrong[0]}, and the test needs scores in [0, 1]. Return "
-            "1 for a response that is as it should be, and 0 for one that is not."
+            f"The guard {name} returned {wrong[0]}, but the score of a response must be in [0, 1]. "
+            "Return 1 for a response that is as it should be, and 0 for one that is not."
         )
     return scores.astype(float)

@@ -146,9 +146,9 @@ def test_a_function_gets_prompts_and_responses(tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("above", r"returned 1\.01, and the test needs scores in \[0, 1\]"),
-        ("below", r"returned -0\.01, and"),
-        ("nan", "returned nan, and"),
+        ("above", r"returned 1\.01, but the score of a response must be in \[0, 1\]"),
+        ("below", r"returned -0\.01, but"),
+        ("nan", "returned nan, but"),
         ("few", r"returned \[1\.0\] for 2 responses. Return a list with one number"),
         ("column", "Return a list with one number"),
         ("ragged", "Return a list with one number"),
