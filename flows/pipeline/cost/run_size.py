@@ -25,6 +25,7 @@ from pipeline.cost.training_sizes import (
 from pipeline.evaluation.comparison import contests_between
 from pipeline.inputs.data_sets import RunData, references_of
 from pipeline.inputs.run_rewards import RunRewards
+from pipeline.launch.job import NUM_SAMPLE_TABLES, NUM_WATCHED
 from pipeline.registry.alpha_spending import limits_now
 from pipeline.settings.evaluation_config import MOST_TRIES, EvaluationConfig
 from pipeline.settings.gate_configs import PromotionConfig, RewardGateConfig
@@ -189,7 +190,7 @@ def measure_run(settings: Settings, *, has_champion: bool) -> RunSize:
         prompts=len(prompts),
         prompt_tokens=sum(lengths),
         response_length=settings.ppo.response_length,
-        language_models=_language_models(data, schedule.total_episodes),
+        language_models=_language_models(data, schedule, len(prompts)),
         processes=number,
         ppo=schedule,
         works=[] if None in works else [work for work in works if work is not None],
@@ -250,14 +251,19 @@ def _selection(data: RunData, parameters: int) -> str:
     )
 
 
-def _language_models(data: RunData, episodes: int) -> str:
-    """Return the number of questions to language models about `episodes` responses, as text."""
+def _language_models(data: RunData, schedule: Schedule, prompts: int) -> str:
+    """Return the number of questions of PPO to the language models among the rewards, as text.
+
+    The models score all sampled responses, and the answers to the watched prompts.
+    """
     asked = RunRewards(data).language_models
     if not asked:
         return ""
-    on_servers = episodes * sum(one.kind == "openai" for one in asked)
+    times_watched = 1 + min(NUM_SAMPLE_TABLES, schedule.num_updates)
+    questions = schedule.total_episodes + min(NUM_WATCHED, prompts) * times_watched
+    on_servers = questions * sum(one.kind == "openai" for one in asked)
     limit = data.settings.judging.max_calls
-    text = f"questions to each of {len(asked)} language models {episodes:,}"
+    text = f"questions to each of {len(asked)} language models at most {questions:,}"
     if limit is None or on_servers <= limit:
         return text
     return (

@@ -196,8 +196,9 @@ def test_processes_share_the_limits_and_count_what_all_of_them_spent(tmp_path: P
 def test_the_sizes_of_a_run_say_what_it_asks_and_that_the_limit_is_too_low(tmp_path: Path):
     settings = with_model(tmp_path, "http://127.0.0.1:1/v1", judging={"max_calls": 23})
     words = describe_sizes(settings, has_champion=False)
-    assert "rewards: questions to each of 1 language models 24\n" in words
-    assert "judging.max_calls=23 is below the 24 calls of PPO, so PPO ends before" in words
+    # 24 responses, and answers to 8 watched prompts before the first and after each of 3 updates.
+    assert "rewards: questions to each of 1 language models at most 56\n" in words
+    assert "judging.max_calls=23 is below the 56 calls of PPO, so PPO ends before" in words
 
 
 def test_the_first_step_asks_about_a_chosen_and_an_empty_answer(tmp_path: Path, capsys):
@@ -222,7 +223,8 @@ def test_a_server_that_dies_keeps_the_checkpoint_and_a_resume_asks_the_rest(
     tmp_path: Path, mlflow_client
 ):
     answered: Counter[str] = Counter()
-    alive = 10
+    # Eight answers to the watched prompts, and eight responses of the first update.
+    alive = 18
 
     def answer(request: Request) -> Behavior:
         if answered.total() >= alive:
@@ -245,7 +247,7 @@ def test_a_server_that_dies_keeps_the_checkpoint_and_a_resume_asks_the_rest(
 
         alive = 1000
         trained = train_policy(settings, sft, reward_model, validation, run)
-    assert set(answered.values()) == {1} and 20 <= len(answered) <= 24
+    assert set(answered.values()) == {1} and 28 <= len(answered) <= 56
     lines = read_metrics(run.folder / "ppo" / METRICS_FILE)
     assert all(4 <= line["rewards/scorer"] <= 9 for line in lines) and len(lines) == 3
     calls = trained.spent["openai:scorer"].calls

@@ -92,8 +92,9 @@ def test_the_summary_has_the_mean_of_each_reward_and_balances_them(finished: Fin
 
 def test_the_cost_has_the_calls_of_the_language_model(finished: Finished):
     asked = finished.summary["cost"]["judges"]["openai:scorer"]
+    # 24 responses, and answers to 8 watched prompts before the first and after each of 3 updates.
     # Two questions of the first step are not those of the training.
-    assert 1 <= asked["calls"] <= 24 and asked["tokens"] == 50 * asked["calls"]
+    assert 1 <= asked["calls"] <= 56 and asked["tokens"] == 50 * asked["calls"]
     assert asked["price"] == pytest.approx(0.1 * asked["calls"])
 
 
