@@ -4,7 +4,7 @@
     curl localhost:8000/generate -d '{"prompt": "Hello"}' -H 'content-type: application/json'
     curl localhost:8000/health
 
-With --record, each answer is an MLflow trace, its id is in the reply, and users can judge it:
+With --record, each answer is an MLflow trace with an id in the reply; users can judge the answer:
 
     curl localhost:8000/feedback -d '{"answer": "tr-...", "user": "ann", "liked": true}' \
         -H 'content-type: application/json'

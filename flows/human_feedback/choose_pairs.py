@@ -120,7 +120,7 @@ def pairs_to_label(choice: PairChoice) -> list[Pair]:
 
 
 def disputed_pairs(settings: Settings, folder: Path, reward_model: str, labels: int) -> list[Pair]:
-    """Return pairs with an answer of PPO that judge and reward model order differently.
+    """Return pairs that judge and reward model order differently; PPO wrote the first answer.
 
     The pairs are sorted by the difference between the reward model's scores, largest first. Each
     prompt has at most one pair.
@@ -195,7 +195,7 @@ def _prompts(choice: PairChoice) -> list[str | Messages]:
 def _answers(
     choice: PairChoice, policy: str, number: int, prompts: Sequence[str | Messages]
 ) -> list[list[str]]:
-    """Sample answers of a policy to each prompt, as PPO does; `number` is the policy's index."""
+    """Sample answers of a policy with PPO's settings; `number` is the policy's index."""
     model, tokenizer = find_policy(policy, Path(choice.settings.output_dir) / "cache" / CHAMPIONS)
     # With equal seeds, similar policies would give similar answers.
     settings = replace(choice.settings, seed=(choice.seed + number) % 2**32)

@@ -40,8 +40,8 @@ class Collected:
     not left out."""
 
     implausible: list[ImplausibleUser]
-    """Users whose judgments look implausible. Their opinions are used unless `without` names the
-    users."""
+    """Users whose judgments look implausible. Their opinions are used; only users in the argument
+    `without` of `collect` are left out."""
 
 
 def collect(

@@ -24,7 +24,7 @@ Said: TypeAlias = Feedback | Expectation
 class Scale:
     """Thresholds for a judgment by a number: positive from `liked` on, negative up to `disliked`.
 
-    If the thresholds are None, judgments by numbers are left out.
+    If a threshold is None, judgments by numbers are left out.
     """
 
     liked: float | None = None

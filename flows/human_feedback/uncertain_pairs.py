@@ -49,7 +49,7 @@ def uncertain_pairs(
     scores: Array,
     count: int,
 ) -> list[Pair]:
-    """Return the pair of answers with the largest variance for each of at most `count` prompts.
+    """For each of at most `count` prompts, return the pair of answers with the largest variance.
 
     Prompts with the largest variance come first. A prompt that resembles an earlier prompt is left
     out.

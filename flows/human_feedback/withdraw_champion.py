@@ -19,7 +19,7 @@ ALPHA = 0.01
 """Maximum probability of withdrawing a champion that users like as much as the previous one."""
 
 PLANNED = 250
-"""Number of comparisons for which the previous champion's users must suffice. Each
+"""Number of comparisons for which the previous champion's users should suffice. Each
 comparison takes one user of the champion, and at most 1 / PLANNED (but at least one) of the
 previous champion's users."""
 

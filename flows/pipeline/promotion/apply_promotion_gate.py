@@ -85,7 +85,7 @@ def apply_promotion_gate(
 
 
 def _before(state: Champions, earlier: Decision | None) -> Champions:
-    """Return the history before this step began.
+    """Return the history before the decision of this step.
 
     `earlier` is the decision of an earlier attempt of this step; None if there is none.
     """
@@ -114,7 +114,7 @@ def _evaluated(
         return first
 
     def evaluate(unfinished: Path) -> None:
-        # This import takes seconds, and only an evaluation against a new champion needs it.
+        # This import takes seconds, and only a further evaluation needs it.
         with large_imports():
             from pipeline.evaluation.evaluate_policies import evaluate_again
 

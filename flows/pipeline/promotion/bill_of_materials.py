@@ -5,8 +5,8 @@
       depends on: reward model, data sets, installed packages
 
 The document depends only on the run and the environment, so a retried step writes the same bytes.
-The digests of models and data sets are equal to the tags of the version. They are stored as
-properties, because CycloneDX's `hashes` are hashes of single files.
+The digests of models and data sets are also in the model card. Here they are properties, because
+CycloneDX's `hashes` are hashes of single files.
 """
 
 import json

@@ -54,8 +54,8 @@ def _check_champion(settings: Settings, champion: FetchedChampion) -> None:
     tokenizer = load_tokenizer(champion.tokenizer)
     data = RunData(settings)
     rows = data.evaluation_rows()
-    # With `rotate`, rows are drawn for each champion. If another version becomes champion during
-    # the run, it is judged on the rows that were drawn for the previous champion.
+    # With `rotate`, check all rows: if this version becomes champion during a run, it is judged on
+    # the rows that were drawn for the previous champion.
     judged = list(rows) if settings.evaluation.rotate else data.examples()
     try:
         check_prompt_lengths(

@@ -49,7 +49,7 @@ class FoundStart:
     """The models of the champion's run; None if the run starts from nothing."""
 
     text: str
-    """Description of the start, and why it is not the champion; empty without `start_from`."""
+    """What the run starts from, or why it starts from nothing; empty without `start_from`."""
 
     @property
     def tags(self) -> dict[str, str]:

@@ -68,7 +68,7 @@ class Candidate:
 
     @property
     def rewards(self) -> dict[str, NamedModel]:
-        """Rewards of PPO except the run's own reward model, and reward models of later rounds."""
+        """Reward models of later rounds, and rewards of PPO other than the run's reward model."""
         named = {
             f"reward {one.name}": _named(one.source, self.run.origin[f"reward/{one.name}"])
             for one in read_rewards(self.settings.rewards)
@@ -81,8 +81,8 @@ class Candidate:
     def fetched(self) -> "Candidate":
         """Fetch the files that the registration reads.
 
-        These are neither the weights of SFT nor those of a reward model, unless the next run may
-        start from the reward model.
+        The weights of SFT are not fetched. The weights of the reward model are fetched only if the
+        next run may start from them.
 
         Raises:
             DataError, ConfigError, StorageError: see `Workspace.fetch`.

@@ -31,7 +31,7 @@ SHOWN_SAMPLES = 5
 """Number of prompts whose answers the card shows."""
 
 SHOWN_ENDS = ("rate", "low", "high", "length_controlled")
-"""Last part of the name of each metric of a contest that the table of win rates shows."""
+"""Metrics that the table of win rates shows for a contest: the last parts of their names."""
 
 LIMITS = (
     "The model was compared with other models only on the prompts and by the judge below. The "

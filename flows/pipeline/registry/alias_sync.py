@@ -1,9 +1,9 @@
 """Set the aliases and tags of a registered model according to its ledger.
 
 The ledger, the history of decisions, is authoritative: each decision is first appended to the
-ledger, and then aliases and tags are set. If the alias `champion` differs from the ledger, wait
-until nothing has changed for TIMEOUT seconds. If no interrupted decision explains the difference,
-somebody moved the alias in MLflow. This move is appended to the ledger and never undone.
+ledger, and then aliases and tags are set. If the alias `champion` differs from the ledger, a
+process waits until nothing has changed for TIMEOUT seconds. If no interrupted decision explains the
+difference, somebody moved the alias in MLflow. This move is appended to the ledger, never undone.
 
 MLflow has no compare-and-swap for aliases. Therefore a process that has set an alias reads the
 ledger again, and starts over if the ledger has grown. In this way, a process that was suspended and

@@ -87,7 +87,7 @@ def register_version(
     description: str,
     scratch: Path | None = None,
 ) -> dict[str, str]:
-    """Register the model that `write` makes as the one version of a run of the flow.
+    """Register the model that `write` makes; it becomes the only version of a run of the flow.
 
     A step may be killed and retried, or run twice at once. MLflow's client may also create a
     version twice if a reply of the registry is lost. Therefore the lowest version number of the
@@ -136,7 +136,7 @@ def register_version(
 
 @explained()
 def decided_on(name: str, decisions: Sequence[Decision], tag: str, value: str) -> int:
-    """Count the versions with this value of a tag that a run has promoted or refused."""
+    """Count the versions whose tag has this value and that a run has promoted or refused."""
     found = connect().search_model_versions(f"name = '{name}'")
     tagged = {int(one.version) for one in found if one.tags.get(tag) == value}
     return len(tagged & {one.version for one in decisions if one.is_of_run})
@@ -144,7 +144,7 @@ def decided_on(name: str, decisions: Sequence[Decision], tag: str, value: str) -
 
 @explained()
 def write_card(name: str, version: str | int, card: str, description: str) -> None:
-    """Replace the model card of a version, which is its README.md, and its description.
+    """Replace the model card (README.md) and the description of a version.
 
     Raises:
         ModelError: there is no such version, its source is not a logged model, or the registry

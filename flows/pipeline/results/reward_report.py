@@ -82,7 +82,7 @@ class Accuracy(Rate):
     """Published accuracies by model size."""
 
     ties: Ties
-    """Results on the tied pairs; `n` does not include them."""
+    """Results on the tied pairs, which are not among the `n` pairs of the accuracy."""
 
     people: Agreement | None
     """Agreement of people, a practical upper bound of `accuracy`; None if no pair has several
@@ -440,8 +440,8 @@ class RewardReport:
     """Comparison with the judge on the policy's own samples; None if no judge could be asked."""
 
     people: Rate | None = None
-    """Accuracy on the pairs that people labeled, see `RunData.voted_pairs`; None without labeled
-    pairs."""
+    """Accuracy on the pairs of policies' answers that people labeled, see `RunData.voted_pairs`;
+    None without such pairs."""
 
     accepted_by_hand: bool = False
     """Whether a person accepted the reward model although it failed the gate."""

@@ -20,7 +20,7 @@ class SampleRow:
 
 
 def read_watched(folder: Path) -> list[WatchedPrompt]:
-    """Return the prompts that a training watches, with its answers so far; [] before the first.
+    """Return the prompts that a training watches, with the answers so far; [] without answers.
 
     `folder` is the `output_dir` of the training.
 

@@ -11,7 +11,7 @@ from pipeline.results.reward_report import Bin, Calibration
 
 MAX_BINS = 10
 PAIRS_PER_BIN = 25
-"""Minimum number of pairs per bin, which limits the sampling noise of a bin's accuracy."""
+"""Minimum number of pairs per bin; fewer would make a bin's accuracy noisy."""
 
 
 def calibrate(margins: ArrayLike) -> Calibration:

@@ -20,7 +20,7 @@ of the gain in accuracy lies above this value."""
 
 
 def compare_ends(scorer: TextScorer, pairs: Sequence[LabeledPair]) -> EndOfText | None:
-    """Score the first pairs that are not ties with and without the end-of-sequence token.
+    """Score pairs with and without the end-of-sequence token: the first pairs that are not ties.
 
     Return None if the tokenizer has no such token, or if fewer than two pairs are usable. A pair is
     usable if all of its token rows, with and without the token, are non-empty and fit the context.

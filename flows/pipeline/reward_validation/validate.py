@@ -197,7 +197,7 @@ def _good_answers(
 def scored_samples(
     scorer: TextScorer, prompts: Rows, draw: SampleResponses, limits: RewardGateConfig
 ) -> Iterator[ScoredSamples]:
-    """Sample and score prompts, `num_prompts` at a time."""
+    """Sample answers and score them, for `num_prompts` prompts at a time."""
     asked = prompts.column("prompt", max(limits.num_prompts, limits.max_prompts))
     for start in range(0, len(asked), limits.num_prompts):
         block = asked[start : start + limits.num_prompts]

@@ -45,7 +45,7 @@ def prepare_environment() -> None:
     install_redaction()
     quiet_libraries()
     name_log_levels()
-    # Metaflow starts the tasks of the other machines as `python`; this interpreter must be found.
+    # Metaflow starts the tasks of other machines as `python`: put this interpreter first in PATH.
     folder, search = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
     if search.split(os.pathsep)[0] != folder:
         os.environ["PATH"] = os.pathsep.join([folder, search])

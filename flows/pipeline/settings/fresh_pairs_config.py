@@ -34,15 +34,15 @@ class FreshPairsConfig:
     with the labels of people. If set, no pairs are sampled."""
 
     given_weight: NotNegative = 0.0
-    """Weight of each given pair in the loss of the reward model, if a pair of samples has weight 1.
-    With 0, the reward model is trained on pairs of samples alone."""
+    """Weight of each pair of `preferences` in the loss of the reward model; a pair of samples has
+    weight 1. With 0, the pairs of `preferences` do not train this model."""
 
     enough_agreement: Share = 0.85
     """Agreement of a reward model with the run's judge above which labels would gain little, so no
     pairs are labeled. Before anybody is asked, the judge compares samples of the SFT policy, and
-    the lower end of the 95 % interval of the agreement must be above this number. With 1, in
-    several rounds, on several machines, and if the judge is not named or has no key in this step,
-    pairs are labeled in any case."""
+    the lower end of the 95 % interval of the agreement must be above this number. Pairs are labeled
+    in any case if the number is 1, if there are several rounds or machines, or if the judge is not
+    named or has no key in this step."""
 
     rounds: Count = 1
     """Number of times that pairs are labeled: first samples of the SFT policy, then samples of the

@@ -54,8 +54,8 @@ class RewardGateConfig:
     """Minimum standard deviation of the scores of the SFT policy's samples."""
 
     max_degenerate_preferred: Share = 0.6
-    """Maximum fraction of references for which a degenerate version scores above its rivals; about
-    a third for an indifferent model. The lower end of the 95 % interval must not exceed it."""
+    """Fraction of references for which a degenerate version scores above its rivals; 33 to 50 % for
+    an indifferent model. The lower end of the 95 % interval must not exceed this limit."""
 
     tolerance: Positive = 1e-3
     """Maximum difference of a text's scores between batches, and between left and right padding,
@@ -115,8 +115,8 @@ class GuardsConfig:
 
     margin: ShareAbove0 = 0.05
     """Largest loss against the champion (SFT if there is no champion) that is harmless, as a
-    fraction of the answers. A policy is refused if it is shown to be worse than the champion, and a
-    larger loss than this margin is not ruled out."""
+    fraction of the answers. A policy is refused if two conditions hold: it is shown to be worse
+    than the champion, and a loss above this margin is not ruled out."""
 
     margins: dict[str, float] = field(default_factory=dict)
     """Margins of single guards, by name, which replace `margin`."""
@@ -125,8 +125,8 @@ class GuardsConfig:
     """Built-in guards that are not applied: stops, has_text, answers, refuses, language."""
 
     format: str = ""
-    """Regular expression that a whole answer must match, without the spaces around it; the guard
-    `format` counts the answers that do. If empty, there is no such guard."""
+    """Regular expression for a whole answer, not counting the spaces around the answer; the guard
+    `format` counts the answers that match. If empty, there is no such guard."""
 
     functions: dict[str, str] = field(default_factory=dict)
     """Guards of your own, by name: python:FILE_OR_MODULE:FUNCTION, a function of prompts and
@@ -248,8 +248,8 @@ class PromotionConfig:
 
     min_gain: ShareBelow1 | None = None
     """Win rate that is worth a promotion: once the rate is shown to be lower, the judge is asked no
-    further. None: 0.05 above the win rate that the policy must exceed, or half of the distance to 1
-    if that is less."""
+    further. None: 0.05 more than the win rate that the policy must exceed, or halfway from that
+    rate to 1 if this is less."""
 
     max_kl: PositiveOrInf = 20.0
     """Maximum KL divergence from SFT in nats per answer. Above 10 to 20 nats, the policy usually
@@ -269,7 +269,7 @@ class PromotionConfig:
     withdraw_alpha: ErrorRate | None = None
     """If set, the flow Retrain first compares users' feedback on the champion with users' feedback
     on the previous champion, and withdraws the champion if it is shown to be worse. The value is
-    the largest probability of withdrawing a champion that is as good. See docs/feedback.md."""
+    the largest probability of withdrawing a champion that is not worse. See docs/feedback.md."""
 
     def __post_init__(self) -> None:
         """Raise if a value is out of range, or contradicts another value."""

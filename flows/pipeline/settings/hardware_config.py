@@ -29,7 +29,7 @@ class HardwareConfig:
 
     gpu: str = ""
     """Name of the GPU in flows/gpus.toml or `gpus`, such as h100-80gb. If empty, the GPU of the
-    machine is used. Set the name to check a run for a cluster on a machine without GPUs."""
+    machine is used. On a machine without GPUs, the name lets you check a run for a cluster."""
 
     gpus: dict[str, dict[str, float]] = field(default_factory=dict)
     """Numbers by name of the GPU, which replace or extend the numbers in flows/gpus.toml. Example:

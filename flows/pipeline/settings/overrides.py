@@ -77,7 +77,7 @@ def _given_twice(parts: Sequence[str]) -> ConfigError:
 
 
 def _read_value(text: str, name: str) -> object:
-    """Return the TOML value of a text; return other texts, dates and times as they are."""
+    """Return the value of a text in TOML; return the text itself for a date, time or other text."""
     if text in _BOOLEANS:
         return _BOOLEANS[text]
     try:

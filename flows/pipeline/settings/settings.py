@@ -81,8 +81,8 @@ class Settings:
 
     rewards_rubric: str = ""
     """Text file, such as Markdown, with the rubric by which language models in `rewards` score each
-    response from 1 to 10. The settings of [judging] apply to these questions; `max_calls` and
-    `max_tokens` apply to all questions of one training; each process has an equal share."""
+    response from 1 to 10. The settings of [judging] apply when these models are asked. `max_calls`
+    and `max_tokens` limit all questions of one training; each process has an equal share."""
 
     model_types: list[str] = field(default_factory=list)
     """Model types of transformers that `policy`, reward models and judges may have, as in
@@ -98,9 +98,9 @@ class Settings:
     `preferences` is held out."""
 
     feedback: str = ""
-    """Rows with prompt, and a response that users liked (chosen), that they disliked (rejected), or
-    both, as `flows/feedback.py collect` writes them. They train the reward model beside
-    `preferences`; a row with one response is a judgment of this response alone."""
+    """Rows with prompt, and with a response that users liked (chosen), one that they disliked
+    (rejected), or both responses, as `flows/feedback.py collect` writes the rows. They train the
+    reward model beside `preferences`; a row with one response judges this response alone."""
 
     feedback_weight: Annotated[float, Field(gt=0, description="above 0")] = 1.0
     """Weight of a row of `feedback` in the loss of the reward model, if a pair of `preferences` has
@@ -128,8 +128,8 @@ class Settings:
     max_overlap: Share = 0.5
     """A prompt of the evaluation is left out if more than this fraction of its 3-grams of words is
     in one training text, or if it equals a training text apart from case and punctuation. N-grams
-    of templates do not count. Short prompts are kept; see docs/trusting-a-result.md for the numbers
-    of words. 1 leaves no prompt out."""
+    of templates do not count. Short prompts are kept; docs/trusting-a-result.md says how short. 1
+    leaves no prompt out."""
 
     erase: str = ""
     """Data set of the rows to remove from all data sets. Each row has the columns of the row to
@@ -160,9 +160,9 @@ class Settings:
     judge: str = ""
     """Judge that compares two answers: openai:MODEL, transformers:PATH, reward-model:PATH,
     python:FILE_OR_MODULE:FUNCTION or rule (the built-in task's judge). Several judges, joined by
-    commas, vote. If empty, the judge is a reward model that is trained on a third of `preferences`,
-    which does not train PPO's reward model. With a given `reward_model`, all `preferences` train
-    the judge."""
+    commas, vote. If empty, the judge is a reward model that is trained on a third of `preferences`;
+    this third does not train PPO's reward model. With a given `reward_model`, all `preferences`
+    train the judge."""
 
     accept_reward_model: bool = False
     """Whether to train against a reward model that the gate refuses; the run records this."""
