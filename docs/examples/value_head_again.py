@@ -1,4 +1,4 @@
-"""Load a model that the classic loop saved, with its value head and, for a service, without it.
+"""Use a model that the classic loop saved: with its value head and, for a service, without it.
 
 python docs/examples/value_head_again.py FOLDER "A prompt"
 """

@@ -36,7 +36,7 @@ class ArgoScheduler:
         return str(sanitize_for_argo(name))
 
     def forbid_overlaps(self, flow: str) -> None:
-        """Make each run of the flow wait for the run before it, and skip the schedule during a run.
+        """Make each run of the flow wait for the run before it; skip scheduled starts during a run.
 
         Metaflow has no setting for this. The policy `Forbid` applies only to runs that Argo's
         schedule starts. The mutex also applies to runs that a person or an event starts.

@@ -27,7 +27,7 @@ _Texts: TypeAlias = tuple[str, str, str]
 
 @dataclass
 class Labeling:
-    """The pairs of a file, and one person's labels; each label is saved at once.
+    """The pairs of a file, and one person's labels; each label is saved immediately.
 
     Several people may write labels to the same file at the same time.
     """

@@ -101,7 +101,7 @@ def _tests(user: str, own: _Votes, totals: _Totals) -> list[tuple[float, str, st
     return tests
 
 
-# Many users have equal numbers of judgments, and the tests are much slower than the sums.
+# Cached, because many users have equal counts, and a test takes much longer than the counting.
 @lru_cache(maxsize=10_000)
 def _fisher(positive: int, negative: int, others_positive: int, others_negative: int) -> float:
     counts = [[positive, negative], [others_positive, others_negative]]

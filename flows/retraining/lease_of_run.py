@@ -1,6 +1,6 @@
 """Renew the lease of a registered model during a run of the flow RLHF, and release it at the end.
 
-The lease is an object in the store that names the one run that may train the model.
+The lease, an object in the store, names the one run that may train the model.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Start the flow RLHF on the scheduler of the flow Retrain, or on this machine without one."""
+"""Start the flow RLHF on the scheduler of Retrain; without a scheduler, on this machine."""
 
 import os
 import subprocess

@@ -38,8 +38,8 @@ def runs_remotely() -> bool:
 def prepare_environment() -> None:
     """Redact the output, and set default environment variables, which child processes inherit.
 
-    Each command calls this function, and so does the process of each step of a flow, because
-    imports must not change the process. Metaflow refuses to run as root or without a user name, so
+    Imports must not change the process. Therefore each command, and the process of each step of a
+    flow, calls this function. Metaflow refuses to run as root or without a user name, so
     USERNAME is set in these cases.
     """
     install_redaction()

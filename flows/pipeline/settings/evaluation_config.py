@@ -90,7 +90,7 @@ class SelectionConfig:
 
     weights: list[float] = field(default_factory=lambda: [1.0, 0.8, 0.6, 0.4])
     """Positions of the policies that the judge compares with SFT: 1 is the end of PPO, and 0 would
-    be SFT. A policy between them has interpolated weights."""
+    be SFT. A policy between SFT and the end has interpolated parameters."""
 
     num_prompts: Count = 128
     """Maximum number of prompts that are answered for the choice."""

@@ -58,7 +58,7 @@ class RewardGateConfig:
     an indifferent model. The lower end of the 95 % interval must not exceed this limit."""
 
     tolerance: Positive = 1e-3
-    """Maximum difference of a text's scores between batches, and between left and right padding,
+    """Maximum difference of a text's scores alone, in a batch, and with padding on either side,
     as a fraction of the standard deviation of the held-out scores."""
 
     num_prompts: Count = 64

@@ -126,7 +126,7 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def needs_no_value(kind: Any, default: object) -> bool:
     """Return whether None must be written as NO_VALUE for a setting of this type and default."""
-    # The flow replaces a missing learning rate by its own default, which is not None.
+    # A learning rate that is left out gets the flow's default, so its None must be written.
     may_be_auto = {float, str} <= {*get_args(kind)}
     return NoneType in get_args(kind) and (default is not None or may_be_auto)
 

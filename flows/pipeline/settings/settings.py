@@ -216,7 +216,7 @@ class Settings:
             **section_defaults(UNKNOWN_SIZE)["reward_model_training"]
         )
     )
-    """Settings for training the reward model; `end_of_text` also applies when it scores texts."""
+    """Settings for training the reward model; `end_of_text` also applies when the model scores."""
 
     ppo: PPOConfig = field(
         default_factory=lambda: PPOConfig(**section_defaults(UNKNOWN_SIZE)["ppo"])
