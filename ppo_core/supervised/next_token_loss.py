@@ -31,7 +31,7 @@ class NextTokenLoss(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         """Wrap a causal language model or its PeftModel; the model is trained in place."""
         super().__init__()
-        # Assigned first: checkpoints have the parameters' names in this attribute.
+        # In checkpoints, the names of the parameters begin with the name of this attribute.
         self.model = model
         self.backbone: DecoderBackbone | None = None
         try:

@@ -74,8 +74,8 @@ class SupervisedConfig:
     the mean score of a reward model towards 0 (arXiv:2312.09244)."""
 
     bf16: bool | None = None
-    """Train with bfloat16 autocast and fp32 weights. None: True on a GPU with bfloat16, and on a
-    CPU with bfloat16 units if the hidden size is at least 192, as in PPO. With None, a checkpoint
+    """Train with bfloat16 autocast and fp32 weights. None, as in PPO: True on a GPU with bfloat16,
+    and on a CPU with bfloat16 units if the hidden size is at least 192. With None, a checkpoint
     also resumes on a machine that chooses another precision."""
 
     gradient_checkpointing: bool = False

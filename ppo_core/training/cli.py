@@ -99,7 +99,7 @@ def train_ppo(
             stop_after_updates=script.stop_after_updates,
         )
     finally:
-        # Save even if an integration or the upload to the hub fails, because a server is down.
+        # Save even if a server that is down makes an integration or the upload to the hub fail.
         if trainer.is_done:
             try:
                 trainer.save_model(script.policy_dir)
@@ -112,7 +112,7 @@ def train_ppo(
 
 
 def _check_folders(output_dir: str, policy_dir: str | None, critic_dir: str | None) -> None:
-    """Raise unless each folder can be written, and the critic has a folder without the policy.
+    """Raise if a folder cannot be written, or if `critic_dir` is also the folder of the policy.
 
     Raises:
         ConfigError: nothing can be written into a folder, or the policy would be in `critic_dir`.
@@ -156,7 +156,7 @@ def _make_trainer(
     asked = models.rewards.asked_columns()
     if asked:
         train_rows = _with_columns(train_rows, script.dataset_train_split, script)
-        # Without a test split, `eval_rows` are held-out rows of the training split.
+        # Without a test split, `eval_rows` are rows of the training split.
         is_test = config.eval_strategy == "steps"
         split = script.dataset_test_split if is_test else script.dataset_train_split
         eval_rows = eval_rows and _with_columns(eval_rows, split, script)
@@ -234,7 +234,7 @@ def load_prompts(
     None means no limit.
 
     Raises:
-        ConfigError: no data set is named, or two settings name the prompts for samples.
+        ConfigError: no data set is named, or another setting would disable `watched_prompts`.
         DataError: a split cannot be read.
     """
     if script.dataset_name is None:

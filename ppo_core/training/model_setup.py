@@ -76,7 +76,8 @@ def join_processes(config: PPOConfig, policy: nn.Module) -> tuple[PPOConfig, Eng
     """
     in_bf16 = trains_in_bf16(config.bf16, policy, use_cpu=config.use_cpu)
     engine = choose_engine(
-        # Only False in the settings contradicts a launcher that sets bf16, not an automatic False.
+        # An automatic False becomes None: only a False in the settings contradicts a launcher that
+        # sets bf16.
         bf16=in_bf16 or config.bf16,
         use_cpu=config.use_cpu,
         sharding=config.sharding,
@@ -309,8 +310,8 @@ def share_random_scores(models: Iterable[object], engine: Engine) -> None:
 def require_equal_models(prints: dict[str, Layout], engine: Engine) -> None:
     """Raise if the fingerprints of the models' weights differ between processes.
 
-    All processes raise the same error, because a launcher ends the other processes after the first
-    error.
+    All processes raise the same error: a launcher ends the other processes after the first error,
+    so one process alone may print its error.
 
     Raises:
         ModelError: a process has other weights than process 0.

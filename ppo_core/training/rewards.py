@@ -11,7 +11,7 @@ from ppo_core.errors import ConfigError, PPOError
 from ppo_core.io.user_code import LoadedFunction, load_function, require_call
 
 LoadLanguageModel: TypeAlias = Callable[[NamedReward], LoadedFunction]
-"""Function that makes a reward function of prompts and responses from a named language model."""
+"""Function that turns a named language model into a reward function of prompts and responses."""
 
 
 def load_functions(

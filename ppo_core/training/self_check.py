@@ -38,7 +38,7 @@ class SelfCheck:
     """The result of `check_numbers`, or of `check_loaded`."""
 
     decoding: DecodingCheck | None
-    """The backend that decodes the policy; None if a server samples."""
+    """The backend with which the policy decodes; None if a server samples."""
 
     padded: dict[str, float]
     """Model -> difference between its padded pass and its passes of each sequence alone."""

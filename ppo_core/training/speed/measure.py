@@ -132,7 +132,7 @@ def _passes(model: PreTrainedModel, job: SpeedJob, clock: _Clock, adam: float) -
     engine = clock.engine
     model.to(engine.device)  # type: ignore[arg-type]
     if engine.shards_weights:
-        # Sharded weights have forward hooks; passes with a hook use transformers' forward.
+        # Imitate sharded weights: their forward hooks make passes use transformers' forward.
         model.base_model.register_forward_pre_hook(lambda *_: None)
     policy = LanguageModel(model)
     rollout = _rollout(job.trained_rows, job.prompt_tokens, job.response_tokens, engine)
