@@ -37,7 +37,7 @@ class PromptBatch:
     """The prompts of an update, and the random numbers for sampling this process's responses."""
 
     rows: list[int]
-    """Row numbers, in the prompt set, of the prompts of all processes."""
+    """Indices in the prompt set, for the prompts of all processes."""
 
     prompts: list[Prompt]
     """Prompts of this process, as text or messages."""

@@ -22,8 +22,8 @@ class NextTokenLoss(nn.Module):
     """A module around a language model; its forward pass returns the weighted loss of examples.
 
     The LM head is applied only at counted positions, and the logits of all these positions are
-    never in memory together. If PPO could not train the model in this way, the loss is computed
-    from the model's own logits.
+    never in memory together. For a model without a `DecoderBackbone`, the loss is computed from the
+    logits of all tokens.
     """
 
     metrics = ()

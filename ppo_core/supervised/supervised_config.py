@@ -17,7 +17,7 @@ _NOT_OF_THE_RESULT = (
     "batch_size",
     "gradient_accumulation_steps",
 )
-"""Settings that change a result only by rounding."""
+"""Settings that change a result by no more than rounding."""
 
 RATE_FILE = "learning-rate.json"
 """Name of the file with the result of a learning-rate search, in the folder of the training."""
@@ -45,7 +45,8 @@ class SupervisedConfig:
 
     batch_size: Count = 32
     """A pass on one device has at most `batch_size` times the tokens of the step's longest example
-    or pair, padding included. So it may have more examples if they are short."""
+    or pair, padding included. So a pass may have more than `batch_size` examples if they are
+    short."""
 
     gradient_accumulation_steps: Count = 1
     """An optimizer step has batch_size * gradient_accumulation_steps examples or pairs in all.

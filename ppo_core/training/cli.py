@@ -226,12 +226,12 @@ def load_prompts(
     tokenizer: PreTrainedTokenizerBase,
     context: int | None,
 ) -> tuple[Dataset, Dataset | None]:
-    """Return the training prompts, and the prompts for evaluation or samples, or None.
+    """Return the training prompts, and the prompts for evaluation or samples (None without any).
 
     If `eval_strategy` is not "steps", no test split is read. The samples are then for the
-    `watched_prompts`; without these, the last `HELD_OUT` prompts are held out if there are more
-    than `MANY_PROMPTS` and the settings ask for samples. `context` is the policy's context length;
-    None means no limit.
+    `watched_prompts`. Without `watched_prompts`, the last `HELD_OUT` prompts are held out if there
+    are more than `MANY_PROMPTS` prompts and the settings ask for samples. `context` is the policy's
+    context length; None means no limit.
 
     Raises:
         ConfigError: no data set is named, or another setting would disable `watched_prompts`.
@@ -305,7 +305,8 @@ def load_start(path: str, model: ModelArguments) -> PreTrainedModel:
     named = model.dtype != "auto"
     options: dict[str, Any] = {
         "attn_implementation": model.attn_implementation,
-        # The trainer casts the trained weights, and saves them in the precision of the files.
+        # With "auto", the trainer knows the precision of the files, in which it saves the policy.
+        # It casts the trained weights itself.
         "dtype": getattr(torch, model.dtype) if model.use_peft and named else "auto",
         "quantization_config": get_quantization_config(model),
     }

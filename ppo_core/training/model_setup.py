@@ -99,7 +99,7 @@ def trains_in_bf16(asked: bool | None, model: nn.Module, *, use_cpu: bool) -> bo
         return asked
     if {parameter.dtype for parameter in model.parameters()} != {torch.float32}:
         return False
-    # A later check refuses a model type without a width, with a message of its own.
+    # A model type without a width gets 0; a later check refuses it, with a message of its own.
     config = getattr(model, "config", None)
     width = 0 if config is None else getattr(text_config(config), "hidden_size", 0)
     return is_fast_in_bf16(width, use_cpu=use_cpu)
@@ -185,7 +185,7 @@ def make_models(
 
 
 def _saved_dtype(given: nn.Module, policy: LanguageModel) -> torch.dtype:
-    """Return the precision for saving the policy, and store it in a model with a value head."""
+    """Return the precision for saving the policy; a model with a value head also stores it."""
     if not isinstance(given, ModelWithValueHead):
         return policy.model.dtype
     if given.saved_dtype is None:

@@ -47,7 +47,7 @@ def reward_prints(
 ) -> dict[str, Layout]:
     """Return the fingerprint of each reward; a run can only resume with equal ones (`Fingerprint`).
 
-    A fingerprint contains the reward's number, because this number determines the weight among
+    A fingerprint contains the reward's index, because the index determines the weight in
     `reward_weights`. `given_models` returns fingerprints of the models' weights.
     """
     prints = {}

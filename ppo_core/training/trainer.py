@@ -327,7 +327,8 @@ class Trainer:
     def _after_update(self, metrics: Metrics, last: int) -> None:
         """Log warnings and metrics; evaluate, show samples and save if the settings ask for it.
 
-        Also save after the update number `last`, or if a callback stops the run.
+        Unless save_strategy is "no", also save after update number `last`, and if a callback stops
+        the run.
         """
         if self.engine.is_main:
             for finding in self._run.health.check(metrics):

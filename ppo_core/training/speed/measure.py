@@ -29,7 +29,7 @@ from ppo_core.rollout.token_sampling import NO_STOP_TOKEN, SamplingSettings
 from ppo_core.training.speed.job import FoundSpeed, PassSeconds, SpeedJob
 
 MAX_DRAWN = 16
-"""Maximum number of tokens of a response that are drawn for the measurement."""
+"""Maximum number of tokens, after the first, that the measurement draws for a response."""
 
 REPEATS = 5
 """Number of measurements of each pass, after a warmup; the result is their median."""
