@@ -15,7 +15,7 @@ from ppo_core.io.atomic_files import explained_full_disk
 from ppo_core.models.kernels.cpu_memory import prepare_cpu_process
 
 if TYPE_CHECKING:
-    # This module imports torch.
+    # `ppo_core.training.rewards` imports torch.
     from ppo_core.training.rewards import LoadLanguageModel
 
 

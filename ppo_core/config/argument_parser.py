@@ -24,7 +24,7 @@ from ppo_core.errors import ConfigError
 from ppo_core.io.text_files import parse_strict_json, read_json_file, read_toml_file
 
 NEGATIVE_NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
-"""Words that are values, not flags; the pattern of argparse has no exponent, as in -1e-5."""
+"""Words that are values, not flags. The pattern of argparse does not match exponents (-1e-5)."""
 
 MAY_BE_SECRET = ("hub_token",)
 """Settings that may contain a secret, because they are never stored or logged."""
@@ -153,7 +153,7 @@ class DocumentedParser(HfArgumentParser):
         return super().add_argument(*flags, **options)
 
     def error(self, message: str) -> NoReturn:
-        """Raise a ConfigError instead of printing the message and exiting, as argparse does.
+        """Raise a ConfigError; argparse would print the message and exit.
 
         Raises:
             ConfigError: always.

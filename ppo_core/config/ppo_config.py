@@ -295,8 +295,8 @@ class PPOConfig(RunConfig):
 
     num_sample_generations: Natural = 10
     """Maximum number of times per run that responses to the evaluation prompts are printed as a
-    table after an update, at equal intervals; the last time is after the last update. If it is
-    positive, they are also printed before the first update."""
+    table after an update, at equal intervals; the last time is after the last update. If this
+    number is positive, a table is also printed before the first update."""
 
     sft_model_path: str | None = None
     """Folder or hub id of the initial policy; a hub id may name a revision, as in

@@ -84,10 +84,10 @@ def read_rewards(specs: Sequence[str]) -> list[NamedReward]:
 
 
 def disagreement_names(rewards: Collection[str], means: Collection[str]) -> dict[str, str]:
-    """Return a name for the standard deviation of the models of each reward in `means`.
+    """Return reward in `means` -> name of the standard deviation of its models' scores.
 
-    The rewards in `means` are means of several models. A single reward gets the name
-    `disagreement`; each of several rewards gets `disagreement_REWARD`.
+    Each reward in `means` is the mean of several models. If there is only one, the name is
+    `disagreement`; otherwise each name is `disagreement_REWARD`.
 
     Raises:
         ConfigError: one of the `rewards` has such a name.

@@ -83,8 +83,8 @@ class ScriptArguments(DatasetArguments):
     """Folder for the final policy; None: `output_dir`, the only folder that push_to_hub uploads."""
 
     critic_path: str | None = None
-    """Folder of a critic that an earlier training wrote into its `critic_dir`, to start from. None:
-    the critic starts from the reward model, or from the policy."""
+    """Folder of the critic to start from, which an earlier training wrote into its `critic_dir`.
+    None: the critic starts from the reward model, or from the policy."""
 
     critic_dir: str | None = None
     """Folder for the final critic; None: the critic is not saved."""

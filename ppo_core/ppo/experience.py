@@ -115,7 +115,7 @@ def _gae_and_returns(
 def _advantages_of_groups(rewards: Tensor, rollout: Rollout, config: PPOConfig) -> Tensor:
     """Return advantages (B, T) of responses compared with other responses to the same prompt.
 
-    All tokens of a response in `response_mask` have the same advantage; other tokens have 0.
+    In a response, all tokens in `response_mask` have the same advantage, and other tokens have 0.
     """
     totals, group = rewards.sum(dim=1), config.samples_per_prompt
     if config.advantage_estimator == "rloo":

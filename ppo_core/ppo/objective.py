@@ -24,7 +24,7 @@ OF_CRITIC = ("value_loss", "value_clipped", "new_values")
 
 @dataclass(frozen=True, kw_only=True)
 class CountedTokens:
-    """Values of the N counted tokens of a microbatch before the update; tensors are (N,)."""
+    """Values, from before the update, of a microbatch's N counted tokens; tensors are (N,)."""
 
     weights: Tensor
     """Weight of the token in the loss."""

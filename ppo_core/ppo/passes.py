@@ -1,10 +1,10 @@
 """The forward and backward passes of an update, and how policy and critic share them.
 
 If policy and critic share a backbone, or if several processes or an engine such as DeepSpeed train
-them, one pass of the prepared module computes both. Otherwise each model has its own pass, so that
-the activations of only one model are in memory. On the CPU, the passes of a small policy and a
-small critic run at the same time, in two threads: the matmuls of a model with a million weights are
-too small to keep several cores busy.
+them, one pass of the prepared module computes both. Otherwise each model has its own pass. Usually
+one pass follows the other, so that the activations of only one model are in memory. But on the CPU,
+the passes of a small policy and a small critic run at the same time, in two threads: the matmuls of
+a model with a million weights are too small to keep several cores busy.
 """
 
 from collections.abc import Callable, Iterator, Sequence

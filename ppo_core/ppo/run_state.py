@@ -99,7 +99,7 @@ class RunState:
     """Mean and variance of the scores, for `use_score_scaling`."""
 
     reward_moments: dict[str, RunningMoments] | None = None
-    """Mean and variance of each reward's scores by name; None without `scale_each_reward`."""
+    """Name of a reward -> mean and variance of its scores; None without `scale_each_reward`."""
 
     updates: int = 0
     episodes: int = 0

@@ -37,7 +37,7 @@ class PromptBatch:
     """The prompts of an update, and the random numbers for sampling this process's responses."""
 
     rows: list[int]
-    """Row numbers, in the prompt set, of the prompts of all processes."""
+    """Indices in the prompt set, for the prompts of all processes."""
 
     prompts: list[Prompt]
     """Prompts of this process, as text or messages."""
@@ -57,7 +57,7 @@ def draw_prompts(
 ) -> PromptBatch:
     """Draw the next `size` prompts, and the random numbers for sampling their responses.
 
-    Every process draws the numbers of the full batch, so that a response does not depend on the
+    Every process draws the random numbers of the full batch, so that no response depends on the
     number of processes.
     """
     uniforms = torch.rand(size, response_length, generator=run.generators["sampling"])

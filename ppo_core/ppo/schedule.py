@@ -39,7 +39,7 @@ class Schedule:
         return self.num_updates * self.steps_per_update
 
     def between(self, number: int) -> list[int]:
-        """Return `number` update numbers that split the run into nearly equal parts."""
+        """Return `number` counts of updates that split the run into nearly equal parts."""
         return [(1 + n) * self.num_updates // (1 + number) for n in range(number)]
 
 

@@ -84,7 +84,7 @@ class UpdateProgress:
     """Optimizer steps taken, skipped, or left out by an early stop."""
 
     sums: TokenSums = field(default_factory=TokenSums)
-    """Sums over the tokens of these steps, over all processes."""
+    """Sums over the tokens of the steps that were taken or skipped, over all processes."""
 
     @classmethod
     def at_start(

@@ -34,7 +34,7 @@ def require_plain(model: PreTrainedModel, path: str | Path) -> None:
 def add_task_adapter(
     model: PreTrainedModel, peft_config: "PeftConfig", task_type: str
 ) -> "PeftModel":
-    """Add adapters for a task; only they are trained, and for SEQ_CLS also the score head.
+    """Add adapters for a task; only the adapters, and for SEQ_CLS the score head, are trained.
 
     The layers of `model` are replaced in place; `peft_config` is not changed.
 

@@ -22,8 +22,8 @@ class NextTokenLoss(nn.Module):
     """A module around a language model; its forward pass returns the weighted loss of examples.
 
     The LM head is applied only at counted positions, and the logits of all these positions are
-    never in memory together. If PPO could not train the model in this way, the loss is computed
-    from the model's own logits.
+    never in memory together. For a model without a `DecoderBackbone`, the loss is computed from the
+    logits of all tokens.
     """
 
     metrics = ()
@@ -31,7 +31,7 @@ class NextTokenLoss(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         """Wrap a causal language model or its PeftModel; the model is trained in place."""
         super().__init__()
-        # Assigned first: checkpoints have the parameters' names in this attribute.
+        # In checkpoints, the names of the parameters begin with the name of this attribute.
         self.model = model
         self.backbone: DecoderBackbone | None = None
         try:

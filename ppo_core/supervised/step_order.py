@@ -13,7 +13,7 @@ from ppo_core.supervised.supervised_config import SupervisedConfig
 TOKENS_ON_CPU = 1024
 """Maximum number of tokens in one pass of one process on a CPU.
 
-Larger passes need more memory and are no faster, unless weights or gradients are sharded. If a row
+Larger passes need more memory, and are faster only if weights or gradients are sharded. If a row
 has more tokens, the maximum is the number of tokens of this row."""
 
 
@@ -74,10 +74,10 @@ class StepOrder:
 def passes_of_step(
     tokens: Sequence[int], batch_size: int, *, device: torch.device, processes: int
 ) -> list[list[int]]:
-    """Split the rows of a step into passes of all processes; return the numbers of the rows.
+    """Split the rows of a step into passes of all processes; return the row indices of each pass.
 
-    `tokens` are the tokens of each row. In a pass, a process has at most the tokens of `batch_size`
-    rows of the greatest length, and on a CPU at most `TOKENS_ON_CPU`.
+    `tokens` has the number of tokens of each row. In a pass, a process has at most the tokens of
+    `batch_size` rows of the greatest length, and on a CPU at most `TOKENS_ON_CPU`.
     """
     longest = max(tokens)
     most = batch_size * longest

@@ -17,7 +17,7 @@ _NOT_OF_THE_RESULT = (
     "batch_size",
     "gradient_accumulation_steps",
 )
-"""Settings that change a result only by rounding."""
+"""Settings that change a result by no more than rounding."""
 
 RATE_FILE = "learning-rate.json"
 """Name of the file with the result of a learning-rate search, in the folder of the training."""
@@ -45,7 +45,8 @@ class SupervisedConfig:
 
     batch_size: Count = 32
     """A pass on one device has at most `batch_size` times the tokens of the step's longest example
-    or pair, padding included. So it may have more examples if they are short."""
+    or pair, padding included. So a pass may have more than `batch_size` examples if they are
+    short."""
 
     gradient_accumulation_steps: Count = 1
     """An optimizer step has batch_size * gradient_accumulation_steps examples or pairs in all.
@@ -74,8 +75,8 @@ class SupervisedConfig:
     the mean score of a reward model towards 0 (arXiv:2312.09244)."""
 
     bf16: bool | None = None
-    """Train with bfloat16 autocast and fp32 weights. None: True on a GPU with bfloat16, and on a
-    CPU with bfloat16 units if the hidden size is at least 192, as in PPO. With None, a checkpoint
+    """Train with bfloat16 autocast and fp32 weights. None, as in PPO: True on a GPU with bfloat16,
+    and on a CPU with bfloat16 units if the hidden size is at least 192. With None, a checkpoint
     also resumes on a machine that chooses another precision."""
 
     gradient_checkpointing: bool = False

@@ -235,7 +235,7 @@ class TrainingLoop:
         for number, batch in enumerate(batches):
             if self._trains_adapter and engine.device.type == "cpu":
                 release_freed_memory()
-            # The loss is divided here: the gradients of the LM head would otherwise be copied.
+            # Divide the weights: dividing the loss would copy the gradients of the LM head.
             batch["weights"] /= units or 1.0  # 0 units: all rows of the step have the weight 0
             with (
                 engine.accumulate_only(module, number < len(batches) - 1),
@@ -369,7 +369,7 @@ def set_mode(module: Any, adapted: "PeftModel | None", *, recomputes: bool) -> N
 
 
 def _drops(module: nn.Module) -> bool:
-    """Return whether a module of a family of the fast path has dropout outside of its adapters."""
+    """Return whether a module that has a fast path has dropout outside of its adapters."""
     return any(
         value > 0
         for name, part in module.named_modules()

@@ -76,7 +76,8 @@ class AnswerJob:
     """Folder or hub id of the reference of the KL divergence; None: no divergence is measured."""
 
     reference_temperature: float | None = None
-    """Reference's temperature for the divergence of greedy answers; None: it is not measured."""
+    """Temperature of the reference, for the divergence of greedy answers. None: the divergence of
+    greedy answers is not measured."""
 
     server: ServerSettings | None = None
     """vLLM server that samples with the policy's weights, only for a job of one process. None: the
@@ -84,7 +85,7 @@ class AnswerJob:
 
 
 def run_answer_job(job: AnswerJob, *, rank: int = 0, processes: int = 1) -> Answers:
-    """Return this process's answers, to the prompts with numbers rank, rank + processes, ...
+    """Return this process's answers: to the prompts at the indices rank, rank + processes, ...
 
     The number of processes changes an answer only by rounding, which depends on the batch.
 

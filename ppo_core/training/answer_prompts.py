@@ -82,7 +82,7 @@ def answer_prompts(
     """Sample a response to each prompt, as in training; temperature 0 decodes greedily.
 
     `stop` and `stop_token_id` are the settings `stop_token` and `stop_token_id` of PPOConfig.
-    `batch_size` is halved while memory is full. With `numbers`, only the prompts with these numbers
+    `batch_size` is halved while memory is full. With `numbers`, only the prompts at these indices
     are answered; an answer does not depend on the other prompts. If a vLLM `server` is given, it
     samples with the model's weights. If the KL divergence is computed, `load_reference` is called
     after the last use of `model`. A greedy response has probability 1 under the policy, so its

@@ -99,7 +99,7 @@ def train_ppo(
             stop_after_updates=script.stop_after_updates,
         )
     finally:
-        # Save even if an integration or the upload to the hub fails, because a server is down.
+        # Save even if a server that is down makes an integration or the upload to the hub fail.
         if trainer.is_done:
             try:
                 trainer.save_model(script.policy_dir)
@@ -112,7 +112,7 @@ def train_ppo(
 
 
 def _check_folders(output_dir: str, policy_dir: str | None, critic_dir: str | None) -> None:
-    """Raise unless each folder can be written, and the critic has a folder without the policy.
+    """Raise if a folder cannot be written, or if `critic_dir` is also the folder of the policy.
 
     Raises:
         ConfigError: nothing can be written into a folder, or the policy would be in `critic_dir`.
@@ -156,7 +156,7 @@ def _make_trainer(
     asked = models.rewards.asked_columns()
     if asked:
         train_rows = _with_columns(train_rows, script.dataset_train_split, script)
-        # Without a test split, `eval_rows` are held-out rows of the training split.
+        # Without a test split, `eval_rows` are rows of the training split.
         is_test = config.eval_strategy == "steps"
         split = script.dataset_test_split if is_test else script.dataset_train_split
         eval_rows = eval_rows and _with_columns(eval_rows, split, script)
@@ -226,15 +226,15 @@ def load_prompts(
     tokenizer: PreTrainedTokenizerBase,
     context: int | None,
 ) -> tuple[Dataset, Dataset | None]:
-    """Return the training prompts, and the prompts for evaluation or samples, or None.
+    """Return the training prompts, and the prompts for evaluation or samples (None without any).
 
     If `eval_strategy` is not "steps", no test split is read. The samples are then for the
-    `watched_prompts`; without these, the last `HELD_OUT` prompts are held out if there are more
-    than `MANY_PROMPTS` and the settings ask for samples. `context` is the policy's context length;
-    None means no limit.
+    `watched_prompts`. Without `watched_prompts`, the last `HELD_OUT` prompts are held out if there
+    are more than `MANY_PROMPTS` prompts and the settings ask for samples. `context` is the policy's
+    context length; None means no limit.
 
     Raises:
-        ConfigError: no data set is named, or two settings name the prompts for samples.
+        ConfigError: no data set is named, or another setting would disable `watched_prompts`.
         DataError: a split cannot be read.
     """
     if script.dataset_name is None:
@@ -305,7 +305,8 @@ def load_start(path: str, model: ModelArguments) -> PreTrainedModel:
     named = model.dtype != "auto"
     options: dict[str, Any] = {
         "attn_implementation": model.attn_implementation,
-        # The trainer casts the trained weights, and saves them in the precision of the files.
+        # With "auto", the trainer knows the precision of the files, in which it saves the policy.
+        # It casts the trained weights itself.
         "dtype": getattr(torch, model.dtype) if model.use_peft and named else "auto",
         "quantization_config": get_quantization_config(model),
     }

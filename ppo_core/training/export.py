@@ -38,7 +38,7 @@ class PolicyExporter(RunContext):
             self._write_policy(folder)
 
     def save_earlier(self, due: Collection[int]) -> None:
-        """Save the current policy as an earlier policy if the number of updates is in `due`.
+        """Save the policy in its own folder in `POLICIES` if the number of updates is in `due`.
 
         Raises:
             TrainingError: see `save_policy`.
@@ -47,7 +47,7 @@ class PolicyExporter(RunContext):
             self.save_policy(self._earlier(self.run.updates))
 
     def require_earlier(self, due: Collection[int]) -> None:
-        """Raise if an earlier policy is missing, and the resumed run would not save it again.
+        """Raise if an earlier policy is missing that the resumed run would not save again.
 
         Raises:
             TrainingError: the folder of a policy is missing; raised in all processes.

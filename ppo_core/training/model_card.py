@@ -53,7 +53,7 @@ def write_model_card(
 ) -> Path:
     """Write README.md into the folder of a saved policy; return its path.
 
-    All settings except the hub token are written, and URLs without passwords. `base_model` and
+    All settings except the hub token are written, without the passwords in URLs. `base_model` and
     `dataset_name` are hub ids or paths. If a path is absolute or begins with `~`, only its last
     part is written. If `model_name` is None, the name is hub_model_id or, without hub_model_id, the
     folder's name. `metrics` are the metrics of the last update. The first three `samples` are

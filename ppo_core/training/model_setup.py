@@ -76,7 +76,8 @@ def join_processes(config: PPOConfig, policy: nn.Module) -> tuple[PPOConfig, Eng
     """
     in_bf16 = trains_in_bf16(config.bf16, policy, use_cpu=config.use_cpu)
     engine = choose_engine(
-        # Only False in the settings contradicts a launcher that sets bf16, not an automatic False.
+        # An automatic False becomes None: only a False in the settings contradicts a launcher that
+        # sets bf16.
         bf16=in_bf16 or config.bf16,
         use_cpu=config.use_cpu,
         sharding=config.sharding,
@@ -98,7 +99,7 @@ def trains_in_bf16(asked: bool | None, model: nn.Module, *, use_cpu: bool) -> bo
         return asked
     if {parameter.dtype for parameter in model.parameters()} != {torch.float32}:
         return False
-    # A later check refuses a model type without a width, with a message of its own.
+    # A model type without a width gets 0; a later check refuses it, with a message of its own.
     config = getattr(model, "config", None)
     width = 0 if config is None else getattr(text_config(config), "hidden_size", 0)
     return is_fast_in_bf16(width, use_cpu=use_cpu)
@@ -184,7 +185,7 @@ def make_models(
 
 
 def _saved_dtype(given: nn.Module, policy: LanguageModel) -> torch.dtype:
-    """Return the precision for saving the policy, and store it in a model with a value head."""
+    """Return the precision for saving the policy; a model with a value head also stores it."""
     if not isinstance(given, ModelWithValueHead):
         return policy.model.dtype
     if given.saved_dtype is None:
@@ -309,8 +310,8 @@ def share_random_scores(models: Iterable[object], engine: Engine) -> None:
 def require_equal_models(prints: dict[str, Layout], engine: Engine) -> None:
     """Raise if the fingerprints of the models' weights differ between processes.
 
-    All processes raise the same error, because a launcher ends the other processes after the first
-    error.
+    All processes raise the same error: a launcher ends the other processes after the first error,
+    so one process alone may print its error.
 
     Raises:
         ModelError: a process has other weights than process 0.

@@ -24,7 +24,7 @@ def check_models(
     Raises:
         ModelError: the policy cannot be sampled from or saved, `stop_token_id` is not in its
             vocabulary, another model lacks embeddings for the policy's tokens, or the exact
-            divergence needs a reference of the policy's size.
+            divergence needs a reference with as many tokens as the policy.
         DataError: a prompt with its response is too long for a model, or prompts are chats and a
             reward model has no chat template.
     """

@@ -11,7 +11,7 @@ from ppo_core.errors import ConfigError, PPOError
 from ppo_core.io.user_code import LoadedFunction, load_function, require_call
 
 LoadLanguageModel: TypeAlias = Callable[[NamedReward], LoadedFunction]
-"""Function that makes a reward function of prompts and responses from a named language model."""
+"""Function that turns a named language model into a reward function of prompts and responses."""
 
 
 def load_functions(
@@ -47,7 +47,7 @@ def reward_prints(
 ) -> dict[str, Layout]:
     """Return the fingerprint of each reward; a run can only resume with equal ones (`Fingerprint`).
 
-    A fingerprint contains the reward's number, because this number determines the weight among
+    A fingerprint contains the reward's index, because the index determines the weight in
     `reward_weights`. `given_models` returns fingerprints of the models' weights.
     """
     prints = {}

@@ -1,4 +1,4 @@
-"""Compare a run's models with their own forward passes of single sequences."""
+"""Compare decoding and padded passes of a run's models with passes of single sequences."""
 
 import logging
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class SelfCheck:
     """The result of `check_numbers`, or of `check_loaded`."""
 
     decoding: DecodingCheck | None
-    """The backend that decodes the policy; None if a server samples."""
+    """The backend with which the policy decodes; None if a server samples."""
 
     padded: dict[str, float]
     """Model -> difference between its padded pass and its passes of each sequence alone."""
@@ -57,7 +57,7 @@ def check_numbers(
 ) -> SelfCheck:
     """Choose how the policy decodes, and compare each model's padded pass with single sequences.
 
-    Scoring and the update also make padded passes. The compared sequences have different lengths
+    Scoring and the update make such padded passes. The compared sequences have different lengths
     and consist of tokens from the prompts. `samples_here` is False if a server samples the
     responses; no backend is then chosen. Call this function before the engine prepares policy and
     critic.

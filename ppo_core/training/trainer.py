@@ -63,7 +63,7 @@ LESS_MEMORY = (
 """Advice in the error of a training that ran out of memory."""
 
 ROWS_SHOWN = 5
-"""Number of rows of a table of samples that are printed; the file contains all rows."""
+"""Number of printed rows of a table of samples; the file of the table contains all rows."""
 
 logger = logging.getLogger(__name__)
 
@@ -327,7 +327,8 @@ class Trainer:
     def _after_update(self, metrics: Metrics, last: int) -> None:
         """Log warnings and metrics; evaluate, show samples and save if the settings ask for it.
 
-        Also save after the update number `last`, or if a callback stops the run.
+        Unless save_strategy is "no", also save after update number `last`, and if a callback stops
+        the run.
         """
         if self.engine.is_main:
             for finding in self._run.health.check(metrics):
@@ -343,7 +344,8 @@ class Trainer:
             self.generate_completions()
         # Save earlier policies first: a run that resumes from the checkpoint needs all of them.
         self._files.save_earlier(self._earlier)
-        # Save last, because a reward function may have drawn random numbers for the samples above.
+        # Save last: a reward function may draw random numbers for the samples above, and the
+        # checkpoint must contain the random states after that.
         ends = self._run.updates == last or self._reporter.should_stop
         saves = self._reporter.should_save or (ends and self.config.save_strategy != "no")
         if self.engine.any(saves):
@@ -351,7 +353,7 @@ class Trainer:
             self._reporter.saved()
 
     def _log_findings(self, history: list[Metrics]) -> None:
-        """Log what was wrong in the run; without a metrics file, only in updates of `history`."""
+        """Log what was wrong in the run; without a metrics file, judge only the given `history`."""
         first = self._run.updates - len(history) + 1
         numbered = [{UPDATE: n, **metrics} for n, metrics in enumerate(history, first)]
         if findings := diagnose(self.config, self._reporter.updates() or numbered):

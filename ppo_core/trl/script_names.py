@@ -66,11 +66,11 @@ def with_older_names(
 def add_computed(
     args: PPOConfig, of_callbacks: TrainingArguments, schedule: Schedule, engine: Engine
 ) -> None:
-    """Add attributes that scripts read, and that TRL's trainer computes, to a trainer's settings.
+    """Add to a trainer's settings the attributes that TRL's trainer computes and scripts read.
 
     Only `total_episodes` is a setting. The other attributes are read only by scripts, and
-    `dataclasses.replace` leaves them out. `of_callbacks` are the settings that callbacks get. Some
-    of these attributes are already properties of `of_callbacks`, and stay unchanged.
+    `dataclasses.replace` leaves them out. `of_callbacks` are the settings that callbacks get. An
+    attribute that is already a property of `of_callbacks` stays unchanged there.
     """
     local = ceil(schedule.batch_size / engine.num_processes)
     computed = {

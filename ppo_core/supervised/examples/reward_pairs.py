@@ -86,8 +86,8 @@ def collate_pairs(pairs: Sequence[RewardPair]) -> dict[str, Tensor]:
     """Return a right-padded batch: input_ids (B, 2, S), lengths (B, 2), margins (B,).
 
     In dimension 1, index 0 is the chosen response and index 1 the rejected response. If the pairs
-    have weights, the batch has them too, as weights (B,). If a response is missing, the batch has
-    given (N,), the numbers of the other sequences, counted over both dimensions.
+    have weights, the batch has them too, as weights (B,). If a response is missing, the batch also
+    has given (N,), the row indices of the existing sequences in `input_ids.flatten(0, 1)`.
     """
     input_ids, lengths = pad_rows(
         [ids for pair in pairs for ids in (pair["chosen"], pair["rejected"])]

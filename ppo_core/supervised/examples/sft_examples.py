@@ -108,7 +108,8 @@ def _chat_segments(
 ) -> list[Segment]:
     """Split a conversation into segments; assistant turns from message `first` on are counted.
 
-    `end` appends a missing end-of-sequence token to a last turn of the assistant.
+    `end` appends the end-of-sequence token to a conversation whose last turn is the assistant's, if
+    the token is missing there.
     """
     full = render_chat(tokenizer, messages, answer_follows=False)
     if has_generation_mask(tokenizer):

@@ -29,7 +29,7 @@ from ppo_core.rollout.token_sampling import NO_STOP_TOKEN, SamplingSettings
 from ppo_core.training.speed.job import FoundSpeed, PassSeconds, SpeedJob
 
 MAX_DRAWN = 16
-"""Maximum number of tokens of a response that are drawn for the measurement."""
+"""Maximum number of tokens, after the first, that the measurement draws for a response."""
 
 REPEATS = 5
 """Number of measurements of each pass, after a warmup; the result is their median."""
@@ -132,7 +132,7 @@ def _passes(model: PreTrainedModel, job: SpeedJob, clock: _Clock, adam: float) -
     engine = clock.engine
     model.to(engine.device)  # type: ignore[arg-type]
     if engine.shards_weights:
-        # Sharded weights have forward hooks; passes with a hook use transformers' forward.
+        # Imitate sharded weights: their forward hooks make passes use transformers' forward.
         model.base_model.register_forward_pre_hook(lambda *_: None)
     policy = LanguageModel(model)
     rollout = _rollout(job.trained_rows, job.prompt_tokens, job.response_tokens, engine)

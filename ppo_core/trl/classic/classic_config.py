@@ -95,7 +95,8 @@ class ClassicPPOConfig:
     """Folder for tables of queries and responses."""
 
     seed: int = 0
-    """Seed of torch, set when the trainer is created, and of the order of data and minibatches."""
+    """Seed of the order of data and minibatches, and of Python, NumPy and torch when the trainer is
+    created."""
 
     steps: Count = 20_000
     """Number of responses in the run; the script must end its loop by itself."""

@@ -100,7 +100,7 @@ class ClassicPPOTrainer:
             )
 
     def _share_layers(self, ref_model: nn.Module | None, num_shared_layers: int) -> nn.Module:
-        """Return the given reference, or a copy of the model that shares its first layers."""
+        """Return the given reference, or a new one that shares the model's first layers."""
         if ref_model is None:
             return create_reference_model(self.model, num_shared_layers=num_shared_layers)
         warnings.warn(
