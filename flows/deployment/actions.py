@@ -142,6 +142,14 @@ def check_settings(files: DeploymentFiles) -> Settings:
     asked += [
         (f"rewards={one.spec!r}", one.kind, TRAINING_STEP) for one in read_rewards(settings.rewards)
     ]
+    if labeller := settings.fresh_pairs.judge:
+        labeling = ["load_policy" if settings.num_nodes > 1 else "load_reward_model"]
+        labeling += [TRAINING_STEP] if settings.fresh_pairs.rounds > 1 else []
+        asked += [
+            (f"fresh_pairs.labeller={labeller!r}", one.kind, step)
+            for one in read_judges(labeller)
+            for step in labeling
+        ]
     for named, kind, name in asked:
         step = files.deployment.resources_of(name)
         has_server = settings.judging.base_url or "OPENAI_BASE_URL" in step.environment

@@ -18,8 +18,8 @@ def limits_now(limits: PromotionConfig, decisions: Sequence[Decision]) -> Promot
         alpha_t = false_promotion_rate * share_t * (1 + promotions before t)
 
     Then the expected fraction of false promotions among all promotions is at most
-    `false_promotion_rate`, however the decisions depend on each other. Only the decisions of runs
-    count: a person's promotion or rollback tests nothing.
+    `false_promotion_rate`, however the decisions depend on each other. Only the decisions of
+    promotion gates count: a person's promotion tests nothing, and neither does a withdrawal.
     """
     if limits.false_promotion_rate is None:
         return limits

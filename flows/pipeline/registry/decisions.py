@@ -49,8 +49,11 @@ class Decision:
 
     @property
     def is_of_run(self) -> bool:
-        """Whether the promotion gate of a run decided; otherwise a person decided."""
-        return self.by.startswith("run ")
+        """Whether the promotion gate of a run decided.
+
+        Otherwise a person decided, or `retrain` withdrew a champion that users like less.
+        """
+        return self.by.startswith("run ") and self.action in ("promoted", "refused")
 
     @property
     def is_promoted(self) -> bool:

@@ -44,11 +44,16 @@ def test_alpha_follows_from_decisions_and_promotions(history: list[Decision], al
 
 
 @pytest.mark.parametrize(
-    "by_hand",
-    [decision("promoted", "person A"), decision("rolled back", "person A"), decision("found", "?")],
+    "other",
+    [
+        decision("promoted", "person A"),
+        decision("rolled back", "person A"),
+        decision("rolled back", "run Retrain/7"),
+        decision("found", "?"),
+    ],
 )
-def test_what_people_decide_is_no_test(by_hand: Decision):
-    assert limits_now(LIMITS, [by_hand] * 60) == limits_now(LIMITS, [])
+def test_what_people_decide_and_what_is_withdrawn_is_no_test(other: Decision):
+    assert limits_now(LIMITS, [other] * 60) == limits_now(LIMITS, [])
 
 
 def test_without_the_setting_alpha_is_fixed():
