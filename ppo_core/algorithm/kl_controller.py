@@ -21,8 +21,8 @@ class AdaptiveKL:
         kl_coef = kl_coef * (1 + error * episodes / horizon)
 
     The expected divergence is `ahead`. If window and lookahead are 0, ahead = kl, as in the
-    log-space proportional controller of arXiv:1909.08593, section 2.2. The controller changes
-    kl_coef by at most about 20% over `horizon` episodes.
+    log-space proportional controller of arXiv:1909.08593, section 2.2. In both cases, kl_coef
+    changes by at most about 20% over `horizon` episodes.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class AdaptiveKL:
         self.kl_coef *= 1 + error * episodes / self.horizon
 
     def state_dict(self) -> dict[str, float | None]:
-        """Return kl_coef and the moving average; the constructor's other arguments are settings."""
+        """Return kl_coef and the moving average, which are all that `update` changes."""
         return {"kl_coef": self.kl_coef, "mean": self._mean}
 
     def load_state_dict(self, state: Mapping[str, float | None]) -> None:

@@ -47,8 +47,8 @@ def set_prompt_format(tokenizer: PreTrainedTokenizerBase, prompt_format: PromptF
     and training and sampling end a response with the end-of-sequence token.
 
     Raises:
-        ConfigError: a chat is wanted, but the tokenizer has no template, or has several templates
-            and none with the name "default".
+        ConfigError: a chat is wanted, but the tokenizer has no template; or `prompt_format` is not
+            "text", but the tokenizer has several templates and none with the name "default".
         DataError: the template needs more than `MAX_RENDER_SECONDS`, or too much memory.
     """
     if prompt_format == "text":

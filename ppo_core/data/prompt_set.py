@@ -29,7 +29,7 @@ Collator = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True)
 class PromptSet:
-    """The prompts of a run, in the order of the data set."""
+    """The prompts of one data set, in its order."""
 
     prompts: list[Prompt]
     """Original prompts: text, messages or token ids."""
@@ -120,7 +120,7 @@ def make_prompt_set(
     """
     rows = dataset
     if collator is not None:
-        # Collate single rows: they get little padding, and `prompts_of` removes it by the mask.
+        # Collate one row at a time: it gets little padding, which `prompts_of` removes by the mask.
         rows = [dataset[number] for number in range(len(dataset))]
         dataset = [_collated(collator, row) for row in rows]
     elif asked and not isinstance(dataset, str | Mapping):
@@ -137,7 +137,7 @@ def make_prompt_set(
 
 
 def _as_json(value: Any) -> Any:
-    """Return a JSON-serializable form of a value that is equal in every process."""
+    """Return a form of a value that is JSON-serializable and equal in every process."""
     return value.tolist() if hasattr(value, "tolist") else type(value).__name__
 
 

@@ -398,7 +398,7 @@ def check_prompt_lengths(
 
 
 class PromptStream:
-    """Draws endless batches of row numbers, in a new seeded order for each pass over the data."""
+    """Draws batches of row numbers endlessly, in a new seeded order for each pass over the data."""
 
     def __init__(self, num_prompts: int, *, seed: int, samples: int = 1) -> None:
         """Start a stream of the row numbers 0 to num_prompts - 1, each repeated `samples` times."""

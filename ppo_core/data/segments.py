@@ -30,7 +30,7 @@ def encode_sequences(
 ) -> list[list[EncodedSegment]]:
     """Return the segments of each sequence as token ids.
 
-    All texts are encoded in one call, and equal texts once, because a call of the tokenizer takes
+    Equal texts are encoded once, and many texts in one call, because a call of the tokenizer takes
     about as long as encoding a short text. A text gets the same token ids as when it is encoded
     alone.
     """
@@ -59,7 +59,7 @@ def encode_sequence(tokenizer: PreTrainedTokenizerBase, sequence: Iterable[Segme
 
 
 def joined(sequence: Iterable[EncodedSegment]) -> list[int]:
-    """Return the token ids of a sequence."""
+    """Return the token ids of all segments of an encoded sequence as one list."""
     return [token for ids, _ in sequence for token in ids]
 
 

@@ -64,7 +64,7 @@ class Rollout:
         t = torch.arange(width, device=ids.device) - prompt_lengths[:, None]
         ids = torch.where(t < 0, ids, responses.gather(1, t.clamp(0, responses.shape[1] - 1)))
         ids = torch.where(length_mask(lengths, width), ids, 0)
-        # Only this `nonzero` waits for the device; later operations use its indices.
+        # `nonzero` waits for the device, so later operations use its indices instead of the mask.
         row, t = self.response_mask[rows].nonzero(as_tuple=True)
         position = prompt_lengths[row] + t
         return TokenRows(

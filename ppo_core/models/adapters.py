@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
 METHODS = ("LORA", "LOHA", "LOKR", "IA3", "OFT")
-"""PEFT methods that add layers, so that each forward pass can select its adapter."""
+"""PEFT methods that add layers to the model; these layers can switch adapters between passes."""
 
 _CHANGE_THE_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
 
@@ -60,7 +60,7 @@ def plain_model(model: nn.Module) -> PreTrainedModel:
 
 
 def lora_config(**settings: Any) -> "LoraConfig":
-    """Return a `peft.LoraConfig`; target_modules=["all-linear"] means "all-linear".
+    """Return a `peft.LoraConfig`; the list ["all-linear"] of modules becomes PEFT's "all-linear".
 
     Raises:
         ModelError: the package peft is not installed.
@@ -93,7 +93,7 @@ def get_peft_config(model: ModelArguments) -> "LoraConfig | None":
 
 
 def add_adapter(model: nn.Module, peft_config: "PeftConfig", name: str = "default") -> "PeftModel":
-    """Freeze a model, and add a first trainable adapter to it, in place.
+    """Freeze a model, and add its first adapter, which is trainable, in place.
 
     The adapter is set to the model's training or evaluation mode. PEFT creates adapters in training
     mode, so otherwise LoRA's dropout would be active in a model in evaluation mode.
@@ -145,7 +145,7 @@ def check_adapter(model: "PeftModel", name: str) -> None:
 
 @contextmanager
 def using_adapter(model: "PeftModel", name: str | None) -> Iterator[None]:
-    """Use the adapter `name` in the forward passes of this context, or only the base if None.
+    """Use the adapter `name` in forward passes in this context, or only the base if `name` is None.
 
     Unlike PEFT's `set_adapter` and `disable_adapter`, this context leaves `requires_grad`
     unchanged, so that forward passes with different adapters can share one backward pass. On exit
@@ -207,7 +207,7 @@ def load_peft() -> ModuleType:
     require_package("peft", extra="peft", needed_by="Training of adapters", kind=ModelError)
     import peft
 
-    # PEFT uses a name that transformers renames; a user can do nothing about it.
+    # PEFT uses an old name of transformers; a user can do nothing about this warning.
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
     return peft
 

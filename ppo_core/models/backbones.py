@@ -97,7 +97,7 @@ class DecoderBackbone:
 
     @torch.no_grad()
     def width(self) -> int:
-        """Return D, the size of a hidden state; families name it differently."""
+        """Return D, a hidden state's size, by a forward pass: the setting has different names."""
         ids = torch.zeros(1, 1, dtype=torch.long, device=next(self.module.parameters()).device)
         return self.hidden_states(ids).shape[-1]
 
@@ -152,8 +152,8 @@ class DecoderBackbone:
         """Return a context that computes matmuls by oneDNN, if the layers' matrices are large.
 
         `states_at` enters this context itself. The caller enters it for the backward pass of token
-        ids (B, S). If PyTorch computes the attention, the context has no effect: oneDNN would also
-        compute the attention, and its backward pass would be much slower.
+        ids (B, S). If PyTorch computes the attention, the context has no effect: PyTorch would use
+        oneDNN for the attention, too, and the attention's backward pass would be much slower.
         """
         return _products_of(self.fast_layers(), ids)
 

@@ -59,7 +59,7 @@ logging.getLogger("DeepSpeed").addFilter(
 def load_tokenizer(
     path: str | Path, prompt_format: PromptFormat = "auto"
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a folder or hub id, and call `set_prompt_format` with it.
+    """Load the tokenizer of a folder or hub id, and set its prompt format.
 
     Raises:
         ConfigError: see `set_prompt_format`.
@@ -96,8 +96,8 @@ def load_config(path: str | Path, revision: str | None = None) -> Any:
 
     Raises:
         ConfigError: both `path` and `revision` name a revision.
-        ModelError: there is no configuration, it is invalid or an adapter's, or it requires code
-            outside transformers.
+        ModelError: there is no configuration, or the configuration is invalid, belongs to an
+            adapter, or requires code outside transformers.
     """
     check_plain_files(path)
     refuse_adapter(path)
@@ -354,7 +354,7 @@ def load_reward_model(
     prompt_format: PromptFormat = "auto",
     placement: Placement | None = None,
 ) -> "RewardModel":
-    """Return a `RewardModel` that consists of a sequence classifier with one label and a tokenizer.
+    """Return a `RewardModel`: a tokenizer, and a sequence classifier with one label.
 
     If `path` is a folder with several models, return a `RewardEnsemble`; see `member_folders`.
     Set `prompt_format` to "text" if the model was trained without its chat template.
@@ -362,7 +362,7 @@ def load_reward_model(
 
     Raises:
         ModelError: the folder or hub id has no supported sequence classifier with one label, a
-            file is refused, or the vocabulary is smaller than the tokenizer's.
+            file is refused, or the model's vocabulary is smaller than the tokenizer's.
     """
     from ppo_core.models.reward_model import RewardEnsemble, RewardModel
 

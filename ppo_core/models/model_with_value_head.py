@@ -186,7 +186,7 @@ class ModelWithValueHead(nn.Module, PushToHubMixin):
     def compute_reward_score(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
-        """Return the reward adapter's scores (B, S, L) at each token (B, S) for its L labels.
+        """Return scores (B, S, L) of each token (B, S) for each of the reward adapter's L labels.
 
         Raises:
             ModelError: the model was loaded without a `reward_adapter`.

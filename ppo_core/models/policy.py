@@ -93,7 +93,9 @@ class LanguageModel(nn.Module):
     """
 
     def __init__(self, model: PreTrainedModel, within: Within = nullcontext) -> None:
-        """Wrap a `...ForCausalLM` or `...ForConditionalGeneration`; passes run in `within()`.
+        """Wrap a `...ForCausalLM` or `...ForConditionalGeneration`.
+
+        Forward passes run in the context `within()`.
 
         Raises:
             ModelError: backbone and head do not reproduce the model's own logits, so

@@ -32,8 +32,8 @@ def has_own_score(module: nn.Module) -> bool:
 def score_rows(module: nn.Module, ids: Tensor, lengths: Tensor) -> Tensor:
     """Return scores (B,) of right-padded token ids (B, S) of the given lengths (B,).
 
-    A module with a backbone and a `score` is scored at the last token of each sequence. For any
-    other module, `module(input_ids, attention_mask)` must return the scores, (B,) or (B, 1).
+    A module with a backbone and a `score` scores each sequence at its last token. For any other
+    module, `module(input_ids, attention_mask)` must return the scores, (B,) or (B, 1).
 
     Raises:
         ModelError: the module returns another shape.
@@ -127,7 +127,7 @@ class ModuleBackbone:
 
 
 def _call(module: nn.Module, ids: Tensor, mask: Tensor, **options: Any) -> Any:
-    """Call a module with the inputs that it takes, by position if it has no `input_ids`."""
+    """Call a module with the inputs that it takes; by position if none is named `input_ids`."""
     inputs = {"input_ids": ids, "attention_mask": mask.long(), **options}
     taken = inspect.signature(module.forward).parameters
     takes_any = any(each.kind == inspect.Parameter.VAR_KEYWORD for each in taken.values())

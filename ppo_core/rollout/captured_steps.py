@@ -109,7 +109,7 @@ class FixedStep:
 class _FixedNextTokens:
     """Attention context of one decoding step.
 
-    The number of the next column is a tensor on the device, so a captured graph can be replayed for
+    The index of the next column is a tensor on the device, so a captured graph can be replayed for
     every column.
     """
 
@@ -172,8 +172,9 @@ class _Graph:
         graph, stream = torch.cuda.CUDAGraph(), self._place.stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            # `torch.cuda.graph` is not used, because it would free all cached memory. Other threads
-            # may use the GPU during a capture: NCCL's thread queries it for finished work.
+            # `torch.cuda.graph` is not used, because it would free all cached memory. The mode
+            # "thread_local" lets other threads use the GPU during a capture: NCCL's thread queries
+            # it for finished work.
             graph.capture_begin(pool=self._place.pool, capture_error_mode="thread_local")
             try:
                 self._states = self._computed()

@@ -292,7 +292,7 @@ class _Active:
         self._decoder = decoder
         self._own = own
         self._at = {n: len(tokens) - own.sampled for n, tokens in enumerate(own.sequences)}
-        """Position of the next token by number of the active sequence, in the decoder's order."""
+        """Index in `own` of each active sequence -> its next position; in the decoder's order."""
 
     def _next(self) -> Tensor:
         tokens = [self._own.sequences[number][position] for number, position in self._at.items()]

@@ -19,7 +19,7 @@ class KVCache(AlignedSequences):
     def __init__(
         self, max_sequences: int, longest_prompt: int, max_new_tokens: int, device: torch.device
     ) -> None:
-        """Start without memory: the first `write` shows the number and the size of the heads."""
+        """Start without memory: the first `write` shows how many heads of which size to reserve."""
         super().__init__(longest_prompt, max_new_tokens, device)
         self.max_sequences = max_sequences
         self._layers: list[tuple[Tensor, Tensor]] = []

@@ -38,7 +38,7 @@ class SamplingCallbacks:
     """Called before each batch of `batch_size` prompts is read; may raise to stop sampling."""
 
     on_finished: Callable[[int], None] = lambda number: None
-    """Called after each token with the number of responses that have just finished."""
+    """Takes the number of responses that have just finished; called after each token."""
 
 
 def decoder_of(policy: LanguageModel) -> DecoderBackbone:
@@ -71,8 +71,8 @@ def sample_responses(
     `uniforms` (B, T) has one number in [0, 1) for each token that may be drawn. At most
     `batch_size` prompts are sampled at a time, the longest first, with a KV cache. Finished
     responses are replaced by further prompts (continuous batching), unless `any_active` is set or
-    the model cannot add prompts. In fp32 on a CPU, the recorded log-probabilities differ from a
-    training forward pass by about 1e-6.
+    the model cannot add prompts. In fp32 on a CPU, the recorded log-probabilities differ by about
+    1e-6 from the log-probabilities of a training forward pass.
 
     Raises:
         ModelError: the policy has an encoder, no backend reproduces the policy's own

@@ -89,7 +89,7 @@ def stop_token(
 
 
 def own_stop_token(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> int | None:
-    """Return the stop token of a model's generation_config, which servers use; None without one.
+    """Return the stop token that servers use, from a model's generation_config; None without one.
 
     If the model has several stop tokens, prefer the tokenizer's end-of-sequence token.
     """

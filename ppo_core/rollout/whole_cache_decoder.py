@@ -16,7 +16,7 @@ from ppo_core.rollout.left_padding import AlignedSequences
 
 
 class WholeCacheBackend:
-    """Backend for prompts of equal length; each step gets the cache that the last step returned.
+    """Backend for prompts of equal length; each step gets the cache that the step before returned.
 
     No prompt is padded, and no sequence is dropped or added. So the backend also decodes models
     whose state cannot be split or concatenated (recurrent, linear attention, convolution), and

@@ -99,8 +99,8 @@ def split_pair(
     """Return the prompt and two responses that do not repeat the prompt.
 
     If `prompt` is None or empty, the prompt is the common part of the conversations in `chosen` and
-    `rejected`. Without a prompt, plain texts are returned unchanged with an empty prompt, but are
-    refused if `is_chat`.
+    `rejected`. Texts that are not of HH have no such part: they are returned unchanged with an
+    empty prompt, or refused if `is_chat`.
 
     Raises:
         RowError: the responses do not answer the same prompt, a chat has no prompt, or a value has

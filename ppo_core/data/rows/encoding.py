@@ -21,8 +21,8 @@ Encoded = TypeVar("Encoded")
 class Encoding(Generic[Encoded]):
     """The functions that encode a row.
 
-    `sequences` returns the texts of a row. The tokenizer then encodes the texts of many rows at
-    once, and `build` makes the encoded form of each row.
+    `sequences` returns the sequences of a row. The tokenizer then encodes the sequences of many
+    rows at once, and `build` makes the encoded form of each row.
     """
 
     sequences: Callable[[Row], Sequence[Sequence[Segment]]]

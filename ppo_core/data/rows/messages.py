@@ -46,7 +46,8 @@ def _is_message(value: Mapping[str, Any]) -> bool:
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     role, content = message.get("role"), message.get("content")
-    # If an Arrow column mixes both forms, each message has all keys, and the unused ones are None.
+    # If an Arrow column also has messages with role and content, each message has the keys of both
+    # forms, and the unused keys are None.
     if role is None and "from" in message:
         role, content = _role_of(message["from"]), message.get("value")
     if isinstance(content, Sequence) and not isinstance(content, str):

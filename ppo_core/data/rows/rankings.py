@@ -14,10 +14,10 @@ from ppo_core.data.rows.row_error import RowError
 
 MAX_RANKED = 16
 """Maximum number of responses of a ranked list that are compared. The number of pairs grows with
-the square of this number, so a prompt with more responses would outweigh other prompts."""
+the square of the number of compared responses, so a prompt with many would outweigh the others."""
 
 MAX_PAIRS = MAX_RANKED * (MAX_RANKED - 1) // 2
-"""Maximum number of pairs from a prompt's single judgments; a full ranked list gives as many."""
+"""Maximum number of pairs from a prompt's single judgments; `MAX_RANKED` responses give as many."""
 
 _Ranked: TypeAlias = tuple[float, str]
 """Quality of a response (a larger number is better), and the response."""
@@ -92,8 +92,8 @@ class _Judged:
     def pairs(self) -> Iterator[tuple[int, int]]:
         """Yield pairs of a preferred and a rejected judgment, at most `MAX_PAIRS` pairs.
 
-        If more pairs are possible, all preferred judgments are used about equally often, each time
-        with another rejected judgment.
+        If more pairs are possible, the preferred judgments, or the first `MAX_PAIRS` of them, are
+        used about equally often. A preferred judgment has another rejected judgment each time.
         """
         first, second = len(self.preferred), len(self.rejected)
         for number in range(min(first * second, MAX_PAIRS)):

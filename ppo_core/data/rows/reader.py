@@ -381,7 +381,8 @@ def _check_left_out(made: Cached, source: str, limit: float, earlier: int = 0) -
 def _passing(fraction: float) -> float:
     """Return a value of `max_left_out` that allows leaving out this fraction of the rows.
 
-    The value is the fraction rounded up to three decimals, or the fraction if that would be 1.
+    The value is the fraction rounded up to three decimals, or the exact fraction if rounding up
+    gives 1.
     """
     rounded = math.ceil(fraction * 1000) / 1000
     return rounded if rounded < 1 else fraction

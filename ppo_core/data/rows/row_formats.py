@@ -403,7 +403,7 @@ def _nothing(row: RawRow) -> None:
 
 
 def _messages_beside_answers(column: str) -> Callable[[RawRow], Any]:
-    """Return a function that reads from a column the messages before the answer.
+    """Return a function that reads a column's messages without the answer at their end.
 
     The function returns None if the column has no messages, or if `chosen` is a whole conversation,
     because `chosen` then includes these messages.

@@ -58,8 +58,8 @@ class TemplateProcess:
             seconds: maximum time for rendering.
 
         Raises:
-            TimeoutError: the template took longer.
-            MemoryError: the template took more memory, or its text is too long.
+            TimeoutError: the template took longer than `seconds`.
+            MemoryError: the template needs too much memory, or its text is too long.
             SyntaxError: the syntax of the template is wrong.
             ValueError: the template raised an error; the ValueError has the same message.
         """

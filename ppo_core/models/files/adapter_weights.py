@@ -26,7 +26,7 @@ def merged_copy(
     *,
     weights: Mapping[str, Tensor] | None = None,
 ) -> PreTrainedModel:
-    """Return a plain transformers model: the base with one adapter (default: the active) merged.
+    """Return a plain transformers model: the base merged with an adapter (default: the active one).
 
     Saving and loading the copy do not need peft. The PeftModel is not changed. If the PeftModel is
     sharded, pass its unsharded state dict as `weights`, and use the copy only for saving. If the

@@ -55,7 +55,7 @@ def write_critic(
 
 
 def load_critic(path: str | Path) -> Critic:
-    """Return the critic that `write_critic` has written, in fp32.
+    """Return, in fp32, the critic that `write_critic` has written.
 
     Raises:
         ModelError: a file is refused, the folder has no value head, or the head does not fit the

@@ -33,7 +33,7 @@ EXACT = frozenset(
     """.split()
 )
 """Language models for which sampling and scoring compute the log-probabilities of the model's own
-forward pass; `make architectures` measures them (tests/benchmarks/ARCHITECTURES.md)."""
+forward pass. `make architectures` measures the differences (tests/benchmarks/ARCHITECTURES.md)."""
 
 SCORING_ENCODERS = frozenset(
     """

@@ -53,7 +53,7 @@ def attend(
     must describe the mask. The mask may be None if PyTorch computes causal attention.
     """
     batch, heads, length, size = queries.shape
-    # PyTorch's attention would also compute the scores that a branched mask hides.
+    # With a branched mask, PyTorch's attention would also compute the scores of all later keys.
     if masking is Masking.BRANCHED or uses_own_attention(length, keys.shape[2], queries.device):
         blocks = _blocks(length, keys.shape[2], masking)
         assert mask is not None

@@ -13,8 +13,8 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _ONE_MIB, _FOUR_MIB, _ONE_GIB = 2**20, 2**22, 2**30
 
 KEPT_MATMULS = 48
-"""Capacity of each cache, in compiled matmuls. A forward and backward pass through one bfloat16
-layer needs about 30; with a capacity of 24, training in bfloat16 is slower."""
+"""Number of compiled matmuls that PyTorch and oneDNN each keep. A forward and backward pass through
+one bfloat16 layer needs about 30. If only 24 are kept, training in bfloat16 is slower."""
 
 _CAPACITIES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 

@@ -69,7 +69,7 @@ class BranchedPairs(FullSequences):
 
         common | rest of the first | rest of the second
 
-    The rest of the second sequence does not attend to the rest of the first, and its positions
+    The rest of the second does not attend to the rest of the first, and the positions of both rests
     follow the positions of the common start. So a row has the same hidden states as the two
     sequences. `ids` (B, R) are the token ids of the rows.
     """
@@ -80,12 +80,12 @@ class BranchedPairs(FullSequences):
         """Take right-padded token ids (B, 2, S), and the lengths (B, 2), at least 1."""
         first = lengths[:, :1]
         alike = (pairs[:, 0] == pairs[:, 1]).long().cumprod(dim=1).sum(dim=1, keepdim=True)
-        # The common start never contains a sequence's last token, because its state is read.
+        # Each rest has at least the sequence's last token, whose state `last_states` reads there.
         common = torch.minimum(alike, lengths.amin(dim=1, keepdim=True) - 1)
         self.lengths = lengths.sum(dim=1) - common[:, 0]
         column = torch.arange(int(self.lengths.max()), device=pairs.device)
         is_second = column >= first
-        # Padding at the end of a row has the last position.
+        # Only padding at the end of a row can exceed this maximum.
         after = (column - first + common).clamp(max=pairs.shape[2] - 1)
         self.positions = torch.where(is_second, after, column)
         row = torch.arange(len(pairs), device=pairs.device)[:, None]

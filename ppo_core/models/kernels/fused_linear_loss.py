@@ -85,7 +85,7 @@ def distribution(logits: Tensor, chosen: Tensor) -> Distribution:
 
 
 class FusedLinearLoss(torch.autograd.Function):
-    """Summed loss of chosen tokens; the logits of a chunk are freed before the next chunk.
+    """Summed loss of chosen tokens; the logits of only one chunk are in memory at a time.
 
     `apply(hidden, targets, token_loss, head, *head.module.parameters())`, with hidden states
     (N, D) and token ids (N,), returns the summed token loss (), log-probabilities (N,) and
@@ -135,7 +135,7 @@ class FusedLinearLoss(torch.autograd.Function):
 
 
 class _PlainLinear:
-    """A head of one weight matrix, without bias, hooks or rule, in one precision.
+    """A head of one weight matrix, without bias, hooks or rule, in the hidden states' precision.
 
     The gradients are written by hand, so that the only passes over (n, V) are the matmuls, the
     softmax and the entropy:

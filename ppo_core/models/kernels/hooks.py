@@ -12,7 +12,7 @@ _HOOKS = (
     "_state_dict_hooks",
 )
 """Attributes of a module that hold its hooks. Hooks on loading a state dict are not listed:
-quantized layers have such hooks, and they run before any forward pass."""
+quantized layers have such hooks, and these hooks run before any forward pass."""
 
 
 def is_hooked(module: nn.Module) -> bool:
