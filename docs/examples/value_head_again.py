@@ -16,9 +16,11 @@ tokenizer = load_tokenizer(folder)
 
 # The folder also contains the value head, which returns the value of each token.
 model = AutoModelForCausalLMWithValueHead.from_pretrained(folder).eval()
+inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
 with torch.no_grad():
-    _, _, values = model(**tokenizer(prompt, return_tensors="pt", return_token_type_ids=False))
-for token, value in zip(tokenizer.tokenize(prompt), values[0].tolist(), strict=True):
+    _, _, values = model(**inputs)
+tokens = tokenizer.convert_ids_to_tokens(inputs["input_ids"][0])
+for token, value in zip(tokens, values[0].tolist(), strict=True):
     print(f"{token}: {value:.3f}")
 
 # For a service, the model without its value head is a plain transformers model.

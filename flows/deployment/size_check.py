@@ -141,7 +141,11 @@ def _planned(
         if gpu is None:
             lines.append(
                 f"sizes: {name} is not compared with steps.{step}, whose type of GPU is not known. "
-                "Name it in the settings file: [hardware] gpu."
+                + (
+                    f"gpu_type={resources.gpu_type!r} is none of the devices in flows/gpus.toml."
+                    if resources.gpu_type
+                    else "Name it in the settings file: [hardware] gpu."
+                )
             )
             continue
         number = (settings.processes or resources.gpu) * settings.num_nodes

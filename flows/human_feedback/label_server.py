@@ -55,8 +55,10 @@ class _Handler(BaseHTTPRequestHandler):
         elif not size.isdecimal() or int(size) > MOST_BYTES:
             self._reply(413, "text/plain", "The request is too large.")
         else:
+            # Read before the lock is taken: a client may be slow.
+            body = self.rfile.read(int(size))
             with self.server.lock:
-                self._label(self.rfile.read(int(size)))
+                self._label(body)
 
     def _label(self, body: bytes) -> None:
         try:

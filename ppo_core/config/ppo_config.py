@@ -406,7 +406,10 @@ def _check_rewards(config: PPOConfig) -> None:
         raise ConfigError(
             "use_score_norm=True takes effect only with use_score_scaling=True. Set both to True."
         )
-    if config.reward_weights is not None and not any(config.reward_weights):
+    if (weights := config.reward_weights) is not None:
+        are_numbers = isinstance(weights, list | tuple) and all(map(_is_finite, weights))
+        require(config, "reward_weights", are_numbers, "a list of finite numbers")
+    if weights is not None and not any(weights):
         raise ConfigError(
             f"reward_weights={config.reward_weights} is empty or all 0, so nothing would be "
             "learned. Set a weight other than 0."
@@ -423,9 +426,6 @@ def _check_rewards(config: PPOConfig) -> None:
             f"response_length={config.response_length}, so every response would be penalized. "
             "Set overlong_buffer to at most response_length."
         )
-    if config.reward_weights is not None:
-        are_finite = all(map(isfinite, config.reward_weights))
-        require(config, "reward_weights", are_finite, "a list of finite numbers")
 
 
 def _check_sampling(config: PPOConfig) -> None:
@@ -486,10 +486,19 @@ def _is_address(url: str) -> bool:
     return True
 
 
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and isfinite(value)
+
+
 def _check_vllm(config: PPOConfig) -> None:
     url = config.vllm_server_base_url
-    is_root = url.startswith(("http://", "https://")) and not url.rstrip("/").endswith("/v1")
-    is_valid = is_root and url.isprintable() and _is_address(url)
+    is_valid = (
+        isinstance(url, str)
+        and url.startswith(("http://", "https://"))
+        and not url.rstrip("/").endswith("/v1")
+        and url.isprintable()
+        and _is_address(url)
+    )
     require(config, "vllm_server_base_url", is_valid, "http://HOST:PORT, without /v1")
     if config.use_vllm and config.vllm_weights_dir is None:
         raise ConfigError(

@@ -131,7 +131,7 @@ INSTEAD: Unsupported = {
     "fsdp_config": ((None,), _SHARDING),
     "local_rank": ((-1,), _LAUNCHER),
     "do_train": ((True,), "trainer.train() trains"),
-    "do_eval": ((), "set eval_strategy='steps' and eval_steps"),
+    "do_eval": ((False,), "set eval_strategy='steps' and eval_steps"),
     "do_predict": ((False,), "call trainer.generate_completions()"),
     # fields that TRL's PPOConfig computes
     "world_size": ((None,), _LAUNCHER),

@@ -77,7 +77,8 @@ class JudgeError(PPOError, RuntimeError):
 def library_errors(kind: type[PPOError], failure: str, next_move: str) -> Iterator[None]:
     """Raise every error of the block as `kind`, with the message "FAILURE: REASON. NEXT_MOVE".
 
-    Use this for calls of libraries that parse files from outside. A PPOError passes unchanged.
+    Use this for calls of libraries that parse files from outside. A PPOError passes unchanged. If
+    memory is full, a TrainingError says so, because neither file nor model is wrong.
     """
     try:
         yield
@@ -86,7 +87,11 @@ def library_errors(kind: type[PPOError], failure: str, next_move: str) -> Iterat
     # The parsers raise DatasetsError, ArrowException, HfHubHTTPError, and KeyError, TypeError or
     # RecursionError for damaged input. Exception is the only base class of all of them.
     except Exception as error:
-        raise kind(f"{failure}: {reason_of(error)}. {next_move}") from error
+        # This module imports the present one.
+        from ppo_core.errors.out_of_memory import full_memory
+
+        full = full_memory(error, "Use a GPU with more memory, or a smaller model.")
+        raise full or kind(f"{failure}: {reason_of(error)}. {next_move}") from error
     # A Rust library, such as tokenizers, raises a panic as a BaseException whose class cannot be
     # imported.
     except BaseException as error:

@@ -80,11 +80,18 @@ def explained_out_of_memory(next_move: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not _is_out_of_memory(error):
-            raise
-        raise TrainingError(
-            f"The training ran out of memory ({_peak(str(error))}): {error} {next_move}"
-        ) from error
+        if full := full_memory(error, next_move):
+            raise full from error
+        raise
+
+
+def full_memory(error: BaseException, next_move: str) -> TrainingError | None:
+    """Return the error to raise in place of `error` if memory is full; otherwise None."""
+    if not (isinstance(error, RuntimeError) and _is_out_of_memory(error)):
+        return None
+    return TrainingError(
+        f"The training ran out of memory ({_peak(str(error))}): {error} {next_move}"
+    )
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:

@@ -187,6 +187,10 @@ class RewardEnsemble(RewardModel):
         """Return the models whose mean score is used."""
         return self._members
 
+    def can_read(self, row: Sequence[int]) -> bool:
+        """Return whether a token sequence has a token and fits the contexts of all members."""
+        return all(member.can_read(row) for member in self._members)
+
     def score_rows(self, ids: Tensor, lengths: Tensor) -> Tensor:
         """Return the mean scores (B,), see `RewardModel.score_rows`."""
         return torch.stack([one.score_rows(ids, lengths) for one in self.members]).mean(dim=0)

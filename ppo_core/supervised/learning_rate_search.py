@@ -59,7 +59,7 @@ def find_learning_rate(
 ) -> tuple[float, dict[str, float]]:
     """Return the best of three learning rates for a reward model, and the loss with each.
 
-    The result of a search is written to `file`. If the file `earlier` has a result for the same
+    The result is written to `file`. If the file `earlier` has a result for the same
     settings, pairs and model, that result is returned without a search, because a resumed training
     needs the rate of its checkpoints. `model` describes the model to train. For the other arguments
     see `search_learning_rate`.
@@ -79,9 +79,10 @@ def find_learning_rate(
         found = engine.peers.of_main(
             search_learning_rate(make_ranker, pairs.rows, config, middle, engine)
         )
-        record = json.dumps({"rate": found[0], "losses": found[1], "inputs": inputs})
-        engine.peers.together(lambda: write_atomically(file, record) if engine.is_main else None)
     rate, losses = found
+    # Also if the result is from `earlier`: the checkpoints beside `file` need it when they resume.
+    record = json.dumps({"rate": rate, "losses": losses, "inputs": inputs})
+    engine.peers.together(lambda: write_atomically(file, record) if engine.is_main else None)
     return rate, losses
 
 

@@ -36,6 +36,9 @@ class TrlParser(HfArgumentParser):
             ConfigError: the file cannot be read, or a name in it is unknown or not supported.
         """
         words = list(sys.argv[1:] if args is None else args)
+        if equals := [word for word in words if word.startswith(f"{CONFIG}=")]:
+            place = words.index(equals[0])
+            words[place : place + 1] = equals[0].split("=", maxsplit=1)
         values: dict[str, Any] = {}
         if CONFIG in words:
             place = words.index(CONFIG)

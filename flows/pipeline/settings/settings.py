@@ -426,7 +426,9 @@ class Settings:
                 "this reward model is not trained",
             ),
             (
-                f"fresh_pairs.count={self.fresh_pairs.count}",
+                f"fresh_pairs.count={self.fresh_pairs.count}"
+                if self.fresh_pairs.count
+                else f"fresh_pairs.labels={self.fresh_pairs.labels!r}",
                 self.fresh_pairs.wanted,
                 "no version lists the pairs of samples that trained its reward model, so pairs "
                 "that are held out now may be among them",

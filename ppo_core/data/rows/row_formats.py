@@ -332,8 +332,8 @@ def _feedback(columns: Collection[str], is_chat: bool) -> RowFormat:
         prompt = as_prompt(read(row), is_chat=is_chat)
         return {"prompt": prompt, **answers, WEIGHT: 1.0 if weight is None else weight}
 
-    used = ("completion", "label") if is_judged else ("chosen", "rejected", WEIGHT)
-    reading = {"prompt": described} | {name: name for name in used if name in columns}
+    used = ("completion", "label") if is_judged else ("chosen", "rejected")
+    reading = {"prompt": described} | {name: name for name in (*used, WEIGHT) if name in columns}
     schema = _schema(is_chat, "chosen", "rejected").append(pyarrow.field(WEIGHT, pyarrow.float64()))
     return RowFormat(reading, schema, convert)
 

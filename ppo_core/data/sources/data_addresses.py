@@ -2,6 +2,7 @@
 
 import re
 import time
+from http.client import HTTPResponse
 from pathlib import Path
 from typing import IO, Any
 from urllib.request import HTTPRedirectHandler, build_opener
@@ -66,10 +67,11 @@ class _NoRedirects(HTTPRedirectHandler):
         return None
 
 
-def _copy(reply: IO[bytes], file: IO[bytes]) -> None:
+def _copy(reply: HTTPResponse, file: IO[bytes]) -> None:
     ends = time.monotonic() + DOWNLOAD_SECONDS
     size = 0
-    while part := reply.read(1 << 16):
+    # Unlike `read`, `read1` returns what has arrived, so a slow server meets the limit of time.
+    while part := reply.read1(1 << 16):
         size += len(part)
         if size > MAX_DOWNLOAD_BYTES:
             raise ValueError(f"it is larger than {MAX_DOWNLOAD_BYTES >> 30} GiB")

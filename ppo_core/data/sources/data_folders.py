@@ -1,7 +1,8 @@
 """Find the files of each split in a folder of data files."""
 
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -67,8 +68,7 @@ def files_by_split(
 def _splits_of_names(folder: Path, suffixes: tuple[str, ...]) -> dict[str, list[Path]]:
     move = "Name a folder that you may read."
     with library_errors(DataError, f"'{folder}' cannot be read", move):
-        entries = sorted(islice(folder.rglob("*"), MOST_ENTRIES + 1))
-        found = [path.relative_to(folder) for path in entries]
+        found = sorted(islice(_visible_entries(folder), MOST_ENTRIES + 1))
     if len(found) > MOST_ENTRIES:
         raise DataError(
             f"'{folder}' has more than {MOST_ENTRIES} files and folders below it, so it is hardly "
@@ -78,7 +78,6 @@ def _splits_of_names(folder: Path, suffixes: tuple[str, ...]) -> dict[str, list[
         path
         for path in found
         if str(path).endswith(suffixes)
-        and not any(part.startswith((".", "__")) for part in path.parts)
         # Spark writes folders with such names.
         and not (folder / path).is_dir()
     ]
@@ -92,6 +91,20 @@ def _splits_of_names(folder: Path, suffixes: tuple[str, ...]) -> dict[str, list[
     for path in named or files:
         splits.setdefault(_split_of(path) or "train", []).append(folder / path)
     return splits
+
+
+def _visible_entries(folder: Path) -> Iterator[Path]:
+    """Yield the files and folders below a folder, relative to it, without hidden ones."""
+    for place, folders, files in os.walk(folder):
+        folders[:] = filter(_is_visible, folders)
+        yield from (
+            Path(place, name).relative_to(folder)
+            for name in (*folders, *filter(_is_visible, files))
+        )
+
+
+def _is_visible(name: str) -> bool:
+    return not name.startswith((".", "__"))
 
 
 def _splits_of_card(folder: Path, config: str | None) -> dict[str, list[Path]] | None:

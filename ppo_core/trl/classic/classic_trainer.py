@@ -28,7 +28,7 @@ from ppo_core.trl.classic.classic_config import ClassicPPOConfig
 from ppo_core.trl.classic.classic_step import ClassicStep, StepInputs
 from ppo_core.trl.classic.dataloader import shuffled_batches, without_unused_columns
 from ppo_core.trl.classic.generation import Generation, generate_responses
-from ppo_core.trl.classic.step_inputs import Masks, check_vectors
+from ppo_core.trl.classic.step_inputs import Masks, as_numbers, check_vectors
 from ppo_core.trl.classic.step_stats import Stats, numbers, texts_table
 from ppo_core.trl.script_settings import protect_copy
 
@@ -261,7 +261,7 @@ class ClassicPPOTrainer:
         """
         if self.config.log_with is None:
             return
-        values = [float(reward) for reward in rewards]
+        values = as_numbers(rewards)
         all_rewards = torch.tensor(self.engine.gather_objects(values))
         self._reporter.state.global_step += 1
         self._reporter.log(

@@ -41,7 +41,12 @@ def check_scores(scores: Sequence[Tensor | float], batch_size: int) -> Tensor:
                 f"Score {number} is {score!r:.80}. Pass one number per response, as a number or a "
                 "tensor () or (1,)."
             )
-    return torch.tensor([float(score) for score in scores])
+    return torch.tensor(as_numbers(scores))
+
+
+def as_numbers(scores: Sequence[Tensor | float]) -> list[float]:
+    """Return scores as numbers; NumPy converts no array (1,) by `float`."""
+    return [score.item() if hasattr(score, "item") else float(score) for score in scores]
 
 
 def make_rollout(
@@ -94,7 +99,7 @@ def make_rollout(
 def _check_count(name: str, values: Sequence[object], batch_size: int) -> None:
     if len(values) != batch_size:
         raise DataError(
-            f"step() got {len(values)} rows of {name}, but batch_size is {batch_size}. Pass full "
+            f"step() got {len(values)} rows as {name}, but batch_size is {batch_size}. Pass full "
             "batches, or change batch_size."
         )
 

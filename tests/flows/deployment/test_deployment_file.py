@@ -271,6 +271,22 @@ def test_a_judge_with_a_key_needs_a_secret_of_the_judging_step(tmp_path: Path):
     assert check_settings(write_deployment(tmp_path, "argo", {}, rewards))
 
 
+@pytest.mark.parametrize(
+    ("changes", "step"),
+    [({}, "load_reward_model"), ({"num_nodes": 2, "processes": 2}, "load_policy")],
+    ids=["one machine", "two machines"],
+)
+def test_a_labeler_with_a_key_needs_a_secret_of_the_labeling_step(
+    changes: dict[str, Any], step: str, tmp_path: Path
+):
+    settings = {"fresh_pairs": {"count": 64, "labeller": "openai:labeler"}, **changes}
+    with pytest.raises(ConfigError, match=rf"fresh_pairs\.labeller=.* steps\.{step}\.secrets"):
+        without = {"steps": {step: {"secrets": []}}}
+        check_settings(write_deployment(tmp_path, "argo", without, settings))
+    secret = {"steps": {step: {"secrets": ["labeler"]}}}
+    assert check_settings(write_deployment(tmp_path, "argo", secret, settings))
+
+
 def test_a_named_gpu_needs_a_number_of_processes(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"Set processes to the number of GPUs of steps\.train_p"):
         check_settings(write_deployment(tmp_path, "argo", settings={"processes": 0}))

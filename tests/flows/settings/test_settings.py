@@ -144,6 +144,10 @@ def test_the_plain_dict_holds_every_setting():
             r"cannot be used with fresh_pairs\.count=64",
         ),
         (
+            {"start_from": "champion", "fresh_pairs": {"labels": "labels.jsonl"}},
+            r"cannot be used with fresh_pairs\.labels='labels\.jsonl'",
+        ),
+        (
             {"start_from": "champion", "ppo": {"advantage_estimator": "reinforce"}},
             r"cannot be used with ppo\.advantage_estimator='reinforce': there is no critic",
         ),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ppo_core.errors import TrainingError
+from ppo_core.errors import ModelError, TrainingError, library_errors
 from ppo_core.errors.out_of_memory import BatchSize, explained_out_of_memory
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.training.answer_prompts import answer_prompts
@@ -127,6 +127,12 @@ def test_the_peak_is_that_of_the_memory_that_is_full(monkeypatch):
     for message, place in (("CUDA error: out of memory", "on the GPU"), (OF_CPU, "of the machine")):
         with pytest.raises(TrainingError, match=place), explained_out_of_memory("x"):
             raise RuntimeError(message)
+
+
+def test_full_memory_is_no_fault_of_a_file_or_model():
+    reading = library_errors(ModelError, "The model cannot be run", "Use another model.")
+    with pytest.raises(TrainingError, match=r"ran out of memory .* Use a GPU with more"), reading:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
 
 
 def test_another_error_passes():

@@ -64,6 +64,14 @@ def test_members_with_different_tokenizers_are_refused():
         RewardEnsemble(members)
 
 
+def test_an_ensemble_reads_what_all_of_its_members_read():
+    long, short = (RewardModel(make_classifier(), make_tokenizer()) for _ in range(2))
+    short.model.config.max_position_embeddings = 8
+    ensemble = RewardEnsemble([long, short])
+    assert long.can_read([5] * 9)
+    assert ensemble.can_read([5] * 8) and not ensemble.can_read([5] * 9)
+
+
 def test_a_text_longer_than_the_reward_model_reads_is_refused():
     reward_model = RewardModel(make_classifier(), make_tokenizer())
     with pytest.raises(DataError, match=r"65 tokens .* context is 64"):

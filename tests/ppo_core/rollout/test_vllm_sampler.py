@@ -392,6 +392,7 @@ def test_weights_that_cannot_be_written_are_a_clear_error(server, tmp_path):
         ({"vllm_server_base_url": "http://host:80000"}, "must be http://HOST:PORT"),
         ({"vllm_server_base_url": "http://host:port"}, "must be http://HOST:PORT"),
         ({"vllm_server_base_url": "http://"}, "must be http://HOST:PORT"),
+        ({"vllm_server_base_url": None}, "must be http://HOST:PORT"),
         ({"vllm_server_base_url": "http://host:8000\n"}, "must be http://HOST:PORT"),
         ({"vllm_server_timeout": 0.0}, "above 0"),
         ({"vllm_mode": "colocate"}, "vllm serve"),

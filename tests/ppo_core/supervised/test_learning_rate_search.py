@@ -105,6 +105,8 @@ def test_a_resumed_training_takes_the_rate_of_its_search(base, tmp_path, monkeyp
     checkpoint = tmp_path / "rm" / f"checkpoint-{first['steps']}"
     elsewhere = train_reward_model(base, rows, config, tmp_path / "elsewhere", resume=checkpoint)
     assert {**elsewhere, "seconds": 0} == {**first, "seconds": 0}
+    interrupted = train_reward_model(base, rows, config, tmp_path / "elsewhere", resume=True)
+    assert {**interrupted, "seconds": 0} == {**first, "seconds": 0}
     with pytest.raises(ConfigError, match="belongs to an earlier run"):
         train_reward_model(base, rows, config, tmp_path / "rm")
     with pytest.raises(AssertionError, match="the search is repeated"):

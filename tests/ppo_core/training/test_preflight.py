@@ -141,6 +141,8 @@ def test_a_folder_that_cannot_be_made_is_refused_before_training(tmp_path):
         ({"kl_coef": float("inf")}, "kl_coef=inf must be a finite number"),
         ({"seed": None}, "seed=None must be a whole number"),
         ({"bf16": "yes"}, "bf16='yes' must be True or False"),
+        ({"reward_weights": 1.0}, r"reward_weights=1\.0 must be a list of finite numbers"),
+        ({"reward_weights": ["1"]}, r"reward_weights=\['1'\] must be a list of finite numbers"),
         ({"kl_target": 6.0, "kl_coef": 0.0}, "stay 0"),
         ({"kl_horizon": 100}, "kl_horizon=100 takes effect only with kl_target"),
         ({"lr_scheduler_type": "polynomial", "learning_rate": 1e-7}, "=1e-07 must be larger"),

@@ -42,6 +42,13 @@ def test_flags_override_the_file(tmp_path, monkeypatch):
     assert os.environ["OF_RECIPE"] == "5"
 
 
+def test_the_file_may_follow_an_equals_sign(tmp_path):
+    (tmp_path / "recipe=1.yaml").write_text("seed: 5\ntotal_episodes: 8")
+    words = ["--total_episodes", "16", f"--config={tmp_path / 'recipe=1.yaml'}"]
+    (config,) = TrlParser(PPOConfig).parse_args_and_config(words)
+    assert (config.seed, config.total_episodes) == (5, 16)
+
+
 def test_a_script_without_a_file_has_flags_alone(monkeypatch):
     monkeypatch.setattr("sys.argv", ["script.py", "--seed", "4"])
     (config,) = TrlParser(PPOConfig).parse_args_and_config()

@@ -152,6 +152,17 @@ def test_a_pattern_of_a_card_that_matches_too_many_files_is_refused(tmp_path, mo
         load(tmp_path)
 
 
+def test_hidden_folders_do_not_count(tmp_path, monkeypatch):
+    (tmp_path / ".git" / "objects").mkdir(parents=True)
+    (tmp_path / "__pycache__").mkdir()
+    (tmp_path / "train.jsonl").write_text('{"prompt": "a"}\n')
+    monkeypatch.setattr(data_folders, "MOST_ENTRIES", 1)
+    assert [row["prompt"] for row in load(tmp_path)] == ["a"]
+    (tmp_path / "test.jsonl").write_text('{"prompt": "b"}\n')
+    with pytest.raises(DataError, match="has more than 1 files and folders below it"):
+        load(tmp_path)
+
+
 def test_the_card_of_a_folder_has_configurations(tmp_path):
     write_card(
         tmp_path,

@@ -335,6 +335,13 @@ def test_minibatches_and_accumulation_are_optimizer_steps():
     assert optimizer.steps == 4
 
 
+@pytest.mark.parametrize("form", [np.array, torch.tensor])
+def test_a_score_may_be_an_array_with_one_number(form):
+    expected = step(make_trainer())["ppo/mean_scores"]
+    given = [form([score]) for score in SCORES]
+    assert step(make_trainer(), scores=given)["ppo/mean_scores"] == pytest.approx(expected)
+
+
 def test_scores_are_scaled_centred_and_clipped():
     first = step(make_trainer(changed(use_score_scaling=True)))
     scores = torch.tensor(SCORES)
@@ -849,10 +856,10 @@ def test_arguments_that_cannot_work_are_refused(changes, error, words: str):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((QUERIES[:5], RESPONSES, SCORES), "5 rows of query, but batch_size is 6"),
-        ((QUERIES, RESPONSES[:5], SCORES), "5 rows of response"),
-        ((QUERIES, RESPONSES, SCORES[:5]), "5 rows of score"),
-        ((QUERIES, RESPONSES, SCORES, [torch.ones(4)]), "1 rows of mask"),
+        ((QUERIES[:5], RESPONSES, SCORES), "5 rows as query, but batch_size is 6"),
+        ((QUERIES, RESPONSES[:5], SCORES), "5 rows as response"),
+        ((QUERIES, RESPONSES, SCORES[:5]), "5 rows as score"),
+        ((QUERIES, RESPONSES, SCORES, [torch.ones(4)]), "1 rows as mask"),
         ((QUERIES, RESPONSES, [torch.ones(2)] * 6), r"Score 0 is tensor\(\[1., 1.\]\)"),
         ((QUERIES, RESPONSES, [torch.ones(1, 1)] * 6), r"Score 0 is tensor\(\[\[1.\]\]\)"),
         ((QUERIES, RESPONSES, [float("nan")] * 6), "must be finite"),
