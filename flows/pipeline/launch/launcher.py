@@ -162,7 +162,7 @@ def _follow(
         if stall.has_stalled():
             raise _stalled(child.pid, stall, folder)
         if (interruption.requested or _has_spot_notice()) and not forwarded:
-            # Not to torchrun, which would kill the training processes after 30 seconds.
+            # Do not signal torchrun, which would kill the training processes after 30 seconds.
             terminate(_training_processes(child.pid))
             forwarded = True
         if time.monotonic() >= next_look:

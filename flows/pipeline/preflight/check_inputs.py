@@ -105,7 +105,7 @@ def _check_judge(data: RunData, setting: str, spec: str, reward_model: str = "")
     try:
         check_judge(spec, reward_model, data.settings.judging)
     except PPOError as error:
-        # The message names the setting `judge`.
+        # The message already names the setting `judge`, but no other setting.
         raise error if setting == "judge" else type(error)(f"{setting}: {error}") from error
     try_judges(data, setting, spec)
 
