@@ -108,7 +108,7 @@ def _read(path: str) -> Settings:
 def fill_settings(settings: Settings, source: str) -> None:
     """Check DeepSpeed's settings, and add the trainer's settings in place.
 
-    `source` describes in error messages where the settings come from.
+    `source` is the origin of the settings, for error messages.
 
     Raises:
         ConfigError: the trainer does not support a setting; the message names the setting.

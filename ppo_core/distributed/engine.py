@@ -140,7 +140,7 @@ class Engine:
 
     @property
     def is_plain(self) -> bool:
-        """Whether PyTorch alone trains a prepared module, unsharded and in one process."""
+        """Whether a prepared module is trained unsharded and in one process."""
         return self.num_processes == 1 and self.sharding in ("none", "ddp")
 
     def place(self, model: Model) -> Model:

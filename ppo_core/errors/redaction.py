@@ -4,7 +4,7 @@ A secret is
 
 - the value of an environment variable with a name such as OPENAI_API_KEY or DB_PASSWORD;
 - a password or token within the value of any environment variable, for example the password in
-  MLFLOW_TRACKING_URI, even where the password appears without that address;
+  MLFLOW_TRACKING_URI, even if the password appears without that address;
 - a text in the form of a well-known token, for example hf_..., or of a private key;
 - the value after `Authorization:`, `Bearer` or `Basic`;
 - the user, the password and the query of any URL, and the password in `user:password@host`.

@@ -43,7 +43,7 @@ SAMPLING_SHARE, SCORING_SHARE, WAITING_SHARE = 0.8, 0.5, 0.5
 """Limits for the fraction of a run's time in sampling, in scoring, and outside all phases."""
 
 SECONDS_THAT_MATTER = 1.0
-"""Minimum number of seconds per update for reporting lost time."""
+"""Lost time is reported only above this number of seconds per update."""
 
 
 @dataclass(frozen=True, kw_only=True)

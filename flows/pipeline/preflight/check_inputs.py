@@ -67,7 +67,7 @@ def check_inputs(settings: Settings, quarantine: Path | None = None) -> None:
         ModelError: a model cannot be used.
     """
     check_outputs(settings.output_dir, settings.summary_json)
-    # Remove the lists of an earlier check, which would look like lists of this check.
+    # Remove the files of an earlier check, which would look like files of this check.
     quarantine = quarantine or Path(settings.output_dir) / QUARANTINE
     shutil.rmtree(quarantine, ignore_errors=True)
     _check_trainings(settings)
