@@ -69,7 +69,7 @@ def refuse_scheduler(argv: Sequence[str], num_nodes: int) -> None:
 
 
 def prepare_resume(argv: Sequence[str], flow_name: str) -> None:
-    """Make `resume` record its run as the latest run; print which run it resumes if none is named.
+    """Make `resume` record its run as the latest; if no run is named, print which run is resumed.
 
     Raises:
         ConfigError: no run is named, and the working directory has none.

@@ -35,8 +35,8 @@ COMMANDS = {"argo": "argo-workflows", "step-functions": "step-functions"}
 def quote_parameters(names: Collection[str]) -> None:
     """Make Metaflow use the commands of this module in the jobs that it compiles.
 
-    Metaflow has no hook for this. Therefore `bash_capture_logs` is replaced, with which Metaflow
-    wraps the commands of a job to capture their logs.
+    Metaflow has no hook for this. Therefore this function replaces `bash_capture_logs`, with which
+    Metaflow wraps the commands of a job to capture their logs.
 
     Args:
         names: the parameters of the flow. An execution of Step Functions that sets another

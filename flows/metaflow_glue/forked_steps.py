@@ -95,8 +95,8 @@ class StepServer:
             subprocess.Popen(
                 [sys.executable, "-u", "-c", program, *self._modules],
                 cwd=Path(__file__).parents[1],
-                # When Python starts, it checks whether each stream is seekable. The streams must
-                # not be seekable, because the pipes of a step are not. A socket is not seekable.
+                # Like the pipes of a step, which replace it later, a socket is not seekable. Python
+                # checks this property of each stream only when Python starts.
                 stdin=there.fileno(),
                 stdout=there.fileno(),
                 stderr=there.fileno(),

@@ -1,7 +1,7 @@
 """Show a run of a flow on this machine: a few lines in a log, or a panel on a terminal.
 
 By default, Metaflow prints every line of every step, with time, step and process. This module does
-not change the logs of the steps that Metaflow stores and that its command `logs` prints.
+not change the stored logs, which Metaflow's command `logs` prints.
 """
 
 import os
@@ -33,7 +33,7 @@ from ppo_core.errors.redaction import redact
 from ppo_core.io.progress_bar import PROGRESS
 
 QUIET, QUIET_VARIABLE = "--quiet", "METAFLOW_QUIET"
-"""Metaflow's option before the command `run`, and the environment variable with its meaning."""
+"""Metaflow's option before the command `run`, and the environment variable that replaces it."""
 
 HELD_LINES = 10_000
 """Maximum number of lines of a failed step that are shown, counted from the end."""

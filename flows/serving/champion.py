@@ -260,7 +260,7 @@ def manifest_digest(tags: Mapping[str, str], tag: str, what: str) -> str:
             what,
             f"it has no tag '{tag}', so its files cannot be verified; the flow did not register it",
         )
-    # The digest becomes a folder name in the cache, where any other text could be an unsafe path.
+    # The digest becomes the name of a folder in the cache. Any other text could be an unsafe path.
     if not is_digest(digest):
         raise refusal(what, f"its tag '{tag}' is not a SHA-256: {digest!r:.80}")
     return digest

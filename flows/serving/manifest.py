@@ -24,7 +24,7 @@ CARD = "README.md"
 downloaded."""
 
 WITHOUT_DIGEST = frozenset({MANIFEST, CARD, "registered_model_meta"})
-"""Files without a digest; MLflow adds `registered_model_meta` to a store on the same machine."""
+"""Files without a digest; MLflow adds `registered_model_meta` to a store that is a local folder."""
 
 PICKLES = frozenset(".bin .pt .pth .pkl .pickle .ckpt .joblib .npy .npz".split())
 CODE = frozenset(".py .pyc .pyd .so".split())

@@ -40,7 +40,7 @@ class Fingerprint:
         """Return a phrase for each difference from a checkpoint's fingerprint `saved`."""
         old, new = _in_use(saved["settings"]), _in_use(self.settings)
         old.setdefault(PRETRAIN_DATASET, new.get(PRETRAIN_DATASET))
-        # Earlier versions stored False although a launcher made the passes compute in bfloat16.
+        # Earlier versions stored bf16=False even if a launcher made passes compute in bfloat16.
         if new.get("bf16") and launched_precision() == "bf16":
             old["bf16"] = True
         settings = [
@@ -64,7 +64,7 @@ ADDED = {
 
 
 def _in_use(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings in use, because defaults of unused settings may change by version."""
+    """Return the settings without unused ones, whose defaults may differ between versions."""
     unused = () if settings.get("kl_target") else ("kl_horizon",)
     current = {OLD_NAMES.get(name, name): value for name, value in settings.items()}
     return {name: value for name, value in {**ADDED, **current}.items() if name not in unused}

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 MANIFEST = "manifest.json"
-"""File of a checkpoint that is written last."""
+"""The last file that is written into a checkpoint."""
 
 STATE = "trainer_state.json"
 """File of a checkpoint with all state other than tensors."""
@@ -17,7 +17,7 @@ FOLDER_NAME = re.compile(r"checkpoint-(\d+)(\.old)?")
 
 
 def finished_checkpoints(output_dir: str | Path) -> dict[int, Path]:
-    """Return finished checkpoints by step; a `.old` folder only if the step has no other folder."""
+    """Return finished checkpoints by step; a `.old` folder only if no other one has its step."""
     found: dict[int, Path] = {}
     for path in sorted(Path(output_dir).glob("checkpoint-*"), reverse=True):
         match = FOLDER_NAME.fullmatch(path.name)

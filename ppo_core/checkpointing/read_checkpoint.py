@@ -9,8 +9,8 @@
 
 Each process writes its own files into a hidden folder, and computes their digests. When the folder
 is complete, one process renames it. A folder without a manifest is not a checkpoint. If the
-processes write to several disks, each disk has some of the files. Before a run resumes, each disk
-must have all files.
+processes write to several disks, each disk gets only some of the files. Before a run resumes, the
+missing files must be copied to each disk.
 """
 
 import hashlib

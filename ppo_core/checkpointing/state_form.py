@@ -1,7 +1,7 @@
 """The form that the JSON files of a checkpoint must have, so that a run can resume from it.
 
-Keys that later versions of this library have added are not required. Metrics may be NaN, because
-a batch with a score that is not finite is skipped. Numbers that training uses must be finite.
+Keys that later versions of this library have added are not required. Metrics may be NaN: training
+continues after a batch with a score that is not finite. Numbers that training uses must be finite.
 """
 
 import math

@@ -38,7 +38,7 @@ class Part:
     """The files of a checkpoint that one process writes; processes must not write the same file."""
 
     groups: Mapping[str, Tensors] = field(default_factory=dict)
-    """File stem, which is a group's name or "<group>-<rank>" -> tensors by name."""
+    """File stem (a group's name or "<group>-<rank>") -> tensors by name."""
 
     documents: Mapping[str, str] = field(default_factory=dict)
     """Text of JSON files by file name."""

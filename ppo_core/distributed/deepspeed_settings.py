@@ -36,7 +36,8 @@ _ACCEPTED = {
     "zero_optimization.offload_optimizer.device": _OFFLOADS,
     "zero_optimization.offload_param.device": _OFFLOADS,
 }
-"""Accepted values of settings in `_REFUSED`; of all others, False and 0 are accepted."""
+"""Accepted values of some settings in `_REFUSED`; any other setting in `_REFUSED` must be absent,
+False or 0."""
 
 
 def make_plugin(
@@ -107,7 +108,7 @@ def _read(path: str) -> Settings:
 def fill_settings(settings: Settings, source: str) -> None:
     """Check DeepSpeed's settings, and add the trainer's settings in place.
 
-    `source` describes in error messages where the settings come from.
+    `source` is the origin of the settings, for error messages.
 
     Raises:
         ConfigError: the trainer does not support a setting; the message names the setting.
@@ -116,8 +117,8 @@ def fill_settings(settings: Settings, source: str) -> None:
     for key, instead in _REFUSED.items():
         if (value := _lookup(settings, key, source)) not in _ACCEPTED.get(key, (None, False, 0)):
             raise ConfigError(f"{key}={value!r} in {source} is not supported: {instead}.")
-    # The engine itself marks the last microbatch of a step, because steps differ in the number of
-    # microbatches.
+    # DeepSpeed must not count microbatches: their number differs between steps, and `Engine` marks
+    # the last microbatch of each step.
     ours = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,

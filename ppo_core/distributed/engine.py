@@ -140,7 +140,7 @@ class Engine:
 
     @property
     def is_plain(self) -> bool:
-        """Whether PyTorch alone trains a prepared module, unsharded and in one process."""
+        """Whether a prepared module is trained unsharded and in one process."""
         return self.num_processes == 1 and self.sharding in ("none", "ddp")
 
     def place(self, model: Model) -> Model:
@@ -157,9 +157,8 @@ class Engine:
     def prepare(self, module: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         """Return the module and its optimizer, ready for training in all processes.
 
-        In one unsharded process the same two objects are returned. The optimizer keeps its
-        parameter groups, so an existing learning-rate schedule stays valid. Prepare each module
-        only once.
+        With sharding "none", the same two objects are returned. The optimizer keeps its parameter
+        groups, so an existing learning-rate schedule stays valid. Prepare each module only once.
         """
         self.place(module)
         if self._bf16:
@@ -188,8 +187,8 @@ class Engine:
     def accumulate_only(self, module: nn.Module, accumulate: bool) -> AbstractContextManager[None]:
         """Return a context for the forward and backward pass of one microbatch.
 
-        `accumulate` is True for all but the last microbatch of a step. The gradients of such a
-        microbatch need not be reduced over the processes yet.
+        `accumulate` is False only for the last microbatch of a step. The gradients of the earlier
+        microbatches need not be reduced over the processes yet.
         """
         if accumulate and isinstance(module, DistributedDataParallel):
             return module.no_sync()

@@ -1,8 +1,8 @@
 """FSDP2: shard parameters, and unshard them for forward passes and for reading.
 
-Each layer of a model is an FSDP group, which is unsharded only during the layer's passes.
-Embeddings, head and norms form the root's group. After a pass without gradients, the root's group
-stays unsharded until `gathered` ends.
+Each layer of a model is an FSDP group. Outside `gathered`, this group is unsharded only during the
+layer's passes. Embeddings, head and norms form the root's group. After a pass without gradients,
+the root's group stays unsharded until `gathered` ends.
 """
 
 from collections.abc import Iterator

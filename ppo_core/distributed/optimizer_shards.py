@@ -91,7 +91,7 @@ def check_shape(name: str, expected: torch.Size, found: torch.Size) -> None:
 
 
 def unsharded(tensor: Tensor) -> Tensor:
-    """Return the full tensor in every process; return a tensor that is not sharded unchanged."""
+    """Return the full tensor in every process; an unsharded tensor is returned as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

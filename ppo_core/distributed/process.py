@@ -45,8 +45,8 @@ def large_imports() -> Iterator[None]:
 
     torch, transformers and MLflow create a million objects that live until the process ends. The
     collector would traverse them many times during the imports, and again at exit. Each step of a
-    flow would pay this cost, because each step is a process. Only import inside the block: objects
-    that exist when the block ends are never collected.
+    flow would pay this cost, because each step is a process. Do nothing but import inside the
+    block: objects that exist when the block ends are never collected.
     """
     gc.disable()
     try:
@@ -108,7 +108,7 @@ def quiet_libraries() -> None:
 
 
 def name_log_levels() -> None:
-    """Begin each line of a logger without a handler with its level, such as `WARNING: `."""
+    """Let loggers without a handler write the level before each message, such as `WARNING: `."""
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
 

@@ -37,8 +37,8 @@ class ProcessGroup:
     def meet(cls, timeout: float) -> "ProcessGroup":
         """Return all processes of the run, connected by a new gloo group; all must call this.
 
-        The group works on the CPU, also in a thread, and is independent of the training's
-        connections. A process waits `timeout` seconds for the other processes.
+        The group communicates on the CPU, and not over the training's connections, so another
+        thread may use the group. A process waits `timeout` seconds for the other processes.
         """
         if _num_processes() == 1:
             return cls()

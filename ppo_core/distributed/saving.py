@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def gather_weights(
     engine: Engine, model: PreTrainedModel, adapted: "PeftModel | None"
 ) -> dict[str, Tensor] | None:
-    """Return the weights that `save_plain` needs in the main process; all processes must call this.
+    """Return, in the main process, the weights for `save_plain`; all processes must call this.
 
     `adapted` is the PeftModel around the model, or None. The result is None in the other
     processes, and also for an unsharded PeftModel, which `save_plain` reads directly.

@@ -74,7 +74,7 @@ def fsdp_offloads() -> bool:
 def _check_number_launched() -> None:
     """Raise if `accelerate launch` was asked for several processes but started only one.
 
-    In this case, accelerate sets MASTER_ADDR, to connect the processes, but not WORLD_SIZE.
+    In this case, accelerate sets MASTER_ADDR for connecting processes, but not WORLD_SIZE.
     """
     by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ
     if by_accelerate and "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:

@@ -1,8 +1,8 @@
 """Run torchrun for a launcher: `python -m ppo_core.distributed.torchrun TORCHRUN_ARGUMENTS`.
 
-This process ends when its parent process ends, and the processes that it starts end with it. If
-one of these processes fails, a report of the first failure is written to the file that the variable
-TORCHELASTIC_ERROR_FILE names.
+This process ends when its parent process ends, and each process that torchrun starts ends when this
+process ends. If a process that torchrun started fails, a report of the first failure is written to
+the file that the variable TORCHELASTIC_ERROR_FILE names.
 """
 
 import json

@@ -127,7 +127,7 @@ class _RedactedBuffer:
     def write(self, data: bytes) -> int:
         self._text.release()
         self._text._stream.flush()
-        # Bytes that are no UTF-8, or a part of a character, become surrogates, and bytes again.
+        # Bytes that are not UTF-8, such as a part of a character, become surrogates and then bytes.
         clean = _redact_lines(bytes(data).decode("utf-8", "surrogateescape"))
         is_terminal = self._text._is_terminal()
         clean_bytes = clean.encode("utf-8", "surrogateescape")

@@ -4,7 +4,7 @@ A secret is
 
 - the value of an environment variable with a name such as OPENAI_API_KEY or DB_PASSWORD;
 - a password or token within the value of any environment variable, for example the password in
-  MLFLOW_TRACKING_URI, even where the password appears without that address;
+  MLFLOW_TRACKING_URI, even if the password appears without that address;
 - a text in the form of a well-known token, for example hf_..., or of a private key;
 - the value after `Authorization:`, `Bearer` or `Basic`;
 - the user, the password and the query of any URL, and the password in `user:password@host`.
@@ -110,8 +110,8 @@ def _without_user(found: re.Match[str]) -> str:
 def mask_secrets(text: str) -> str:
     """Return `text` with known secrets, tokens, keys and authorizations masked.
 
-    Unlike `redact`, keep user, password and query of URLs, except for secrets in them. Use
-    this for documents that quote models and data sets, in which a URL's query is not secret.
+    Unlike `redact`, keep all other parts of the user, password and query of URLs. Use this for
+    documents that quote models and data sets, in which a URL's query is not secret.
     """
     for secret in known_secrets():
         text = text.replace(secret, MASK)

@@ -37,8 +37,8 @@ _IN_LOGS = (
 _WITHOUT_TOTAL = "{desc}: {n_fmt}{unit}, {rate_noinv_fmt}, {elapsed}"
 
 PROGRESS = "PPO_CORE_PROGRESS"
-"""Environment variable with the file to which the current phase is written for another process,
-which shows it on a terminal; see `read_progress`."""
+"""Environment variable with the path of a file. This process writes its current phase to the file,
+and another process shows the phase on a terminal; see `read_progress`."""
 
 PROGRESS_FILE = "progress.txt"
 """Name of the file that `ProgressFile` writes into the folder of a job."""
@@ -104,7 +104,7 @@ def tell_moved(phase: str) -> None:
 
 
 class PhaseLines:
-    """Listener that refreshes a bar during a long step, and adds the phase inside the step."""
+    """Listener that refreshes a bar during a long step, with the name of the phase in the step."""
 
     def __init__(self, bar: "ProgressBar") -> None:
         """Take the bar."""
@@ -240,10 +240,10 @@ def progress(
 ) -> ProgressBar:
     """Return a progress bar: a context manager with the method `update(n)`.
 
-    On a terminal the bar is redrawn in place. A log (of a Metaflow task, for example) has no bar
-    but a line for each 10 %, at most one in SECONDS_BETWEEN_LINES, and a line at the end. `total`
-    is None if the total is unknown. A phase that ends within `delay` seconds shows no bar; with a
-    delay, a phase shorter than SECONDS_BETWEEN_LINES has no line in a log.
+    On a terminal the bar is redrawn in place. A log (of a Metaflow task, for example) has lines
+    instead of a bar: a line for each 10 %, at most one in SECONDS_BETWEEN_LINES, and a line at the
+    end. `total` is None if the total is unknown. A phase that ends within `delay` seconds shows no
+    bar; with a delay, a phase shorter than SECONDS_BETWEEN_LINES has no line in a log.
     """
     if sys.stderr.isatty():
         return ProgressBar(

@@ -84,7 +84,7 @@ def describe_error(error: ValidationError, name: str = "") -> str:
     """Describe the place of an error in the value `name`, and the fault at this place."""
     # If the type is a union, prefer errors of a member whose fields the value has.
     wrong = min(error.errors(), key=lambda one: one["type"] == "missing")
-    # For a union, pydantic adds the member's class name, which begins with an underscore.
+    # For a union, `loc` also has the class name of the member, which begins with an underscore.
     inner = [str(part) for part in wrong["loc"] if not str(part).startswith("_")]
     place = ".".join([name, *inner] if name else inner)
     if wrong["type"] == "missing":
@@ -95,8 +95,8 @@ def describe_error(error: ValidationError, name: str = "") -> str:
 def describe_fault(wrong: ErrorDetails, kind: Any = None) -> str:
     """Return what is wrong with a value of a type, such as `must be above 0`.
 
-    pydantic reports only the bound that the value exceeds. The description of a type with two
-    bounds names both bounds. If the type has a description, the result contains the description.
+    For a value out of bounds, pydantic reports only one bound. If the type has a description, which
+    names all bounds, the result contains the description instead.
     """
     context = wrong.get("ctx", {})
     for name in context.keys() & _BOUNDS.keys():

@@ -189,7 +189,7 @@ class Reporter:
         self._call("on_log", logs=logs)
 
     def evaluated(self, metrics: Metrics) -> None:
-        """Call on_evaluate with an evaluation's metrics; first call `log` with the same metrics."""
+        """Call on_evaluate with an evaluation's metrics, after the caller passed them to `log`."""
         self._call("on_evaluate", metrics=metrics)
 
     def saved(self) -> None:

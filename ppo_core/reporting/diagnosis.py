@@ -20,7 +20,7 @@ Updates: TypeAlias = Sequence[Mapping[str, float]]
 """Metrics of all updates in order, each with the number of the update as `update`."""
 
 FEWEST_UPDATES = 2 * WINDOW
-"""Number of updates from which every trend is judged."""
+"""Minimum number of updates for judging every trend; some trends need fewer."""
 
 STOPPED_AT_FIRST, STOPPED_AT_LAST, EVER_STOPPED = 0.05, 0.01, 0.002
 """Limits for the fraction of responses that end with a stop token. A policy has forgotten to stop
@@ -43,7 +43,7 @@ SAMPLING_SHARE, SCORING_SHARE, WAITING_SHARE = 0.8, 0.5, 0.5
 """Limits for the fraction of a run's time in sampling, in scoring, and outside all phases."""
 
 SECONDS_THAT_MATTER = 1.0
-"""Minimum number of seconds per update for reporting lost time."""
+"""Lost time is reported only above this number of seconds per update."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class Trend:
     """A rule about the metrics of a whole run."""
 
     evidence: Callable[[PPOConfig, Updates], str]
-    """Function that describes the metrics that show the fault; empty if there is no fault."""
+    """Function that describes the metrics that show the fault, or returns "" without a fault."""
 
     advice: str
     """Probable cause, and what to change."""

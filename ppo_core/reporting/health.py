@@ -59,7 +59,7 @@ class Guard:
     """Function of the settings and the metric's first finite value; returns the limit."""
 
     rule: str
-    """Origin of the limit, shown in the warning."""
+    """Setting of the limit, or explanation of the limit or the metric; shown in the warning."""
 
     updates: int = 1
     """Number of consecutive updates with bad values before the warning."""
@@ -68,7 +68,7 @@ class Guard:
     """Probable cause, and advice, shown in the warning."""
 
     source: str
-    """Publication, issue or document that the rule comes from."""
+    """Publication, issue or document that the guard comes from."""
 
     note: Callable[[PPOConfig], str] = lambda _: ""
     """Function of the settings; returns a text at the end of the warning."""

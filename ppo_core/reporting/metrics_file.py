@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class MetricsFile:
-    """A file with a JSON object for some or all updates: the number as `update`, and the metrics.
+    """A file with JSON lines for some or all updates: the number as `update`, and the metrics.
 
     A run that resumes from a checkpoint computes all later updates again. The run therefore removes
     the lines of these updates, so that no update has two lines.

@@ -22,8 +22,8 @@ a process."""
 def answer_processes(asked: int, prompts: int) -> int:
     """Return the number of processes for answering `prompts` prompts.
 
-    The number is one per GPU, but at most `asked` (0 for no limit), and at most the number with
-    which each process has LEAST_PROMPTS prompts. Without a GPU, one process uses all cores.
+    The number is one per GPU, but at most `asked` (0 for no limit), and so low that each process
+    has at least LEAST_PROMPTS prompts. Without a GPU, one process uses all cores.
     """
     found = gpus()
     wanted = min(asked or found, found)

@@ -64,7 +64,7 @@ def command(
         rendezvous = [
             f"--nnodes={machines.count}",
             # The static backend keeps the ranks of the machines. c10d would rank machines by name.
-            # Rank 0 must be on the first machine, because it writes the policy and the metrics.
+            # Rank 0 writes the policy and the metrics, so it must be on the first machine.
             "--rdzv-backend=static",
             f"--node-rank={machines.index}",
             f"--rdzv-endpoint={machines.main_address}:{port}",
@@ -80,7 +80,7 @@ class FoundGpu:
     """A GPU of this machine."""
 
     name: str
-    """Name of the GPU that CUDA or ROCm reports."""
+    """Name that CUDA or ROCm reports."""
 
     memory: int
     """Bytes of memory."""
@@ -133,7 +133,7 @@ def threads_of_a_process(processes: int) -> int:
     """Return the number of threads of each process if several processes share this machine.
 
     With more spinning threads than cores, training is many times slower. A lower OMP_NUM_THREADS
-    applies; of a list such as 8,2, OpenMP uses the first number for the outer threads.
+    applies. Of a list such as 8,2, the first number counts: OpenMP uses it for the outer threads.
     """
     share = max(len(os.sched_getaffinity(0)) // processes, 1)
     given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()

@@ -60,8 +60,8 @@ def as_error(ended: Ended, frozen: list[str], folder: Path) -> PPOError:
             f"{frozen[0]} of the training was frozen (SIGSTOP) and not resumed, while the other "
             f"processes waited, so the flow killed the process. {further}"
         )
-    # After the first process has saved and ended, torchrun ends the other processes, which may
-    # then fail.
+    # The exit code is not enough: after the first process has saved and ended, torchrun ends the
+    # other processes, so a process that has reported the interruption may end by a signal.
     was_interrupted = ended.report is not None and ended.report.kind == RunInterruptedError.__name__
     if ended.exit_code == EXIT_CODE or was_interrupted:
         return RunInterruptedError(

@@ -71,7 +71,7 @@ def train(
 
     Args:
         job: settings file of the job; all output is written to its folder.
-        processes: number of processes; 0 for one per GPU, or for one process without a GPU.
+        processes: number of processes; 0 for one per GPU, and for one if there is no GPU.
         machines: the machines of the training.
         program: module that the processes run, and its arguments before the job; PPO by default.
         stall_minutes: time without progress after which the training is ended. If 20 times the
@@ -162,7 +162,7 @@ def _follow(
         if stall.has_stalled():
             raise _stalled(child.pid, stall, folder)
         if (interruption.requested or _has_spot_notice()) and not forwarded:
-            # Not to torchrun, which would kill the training processes after 30 seconds.
+            # Do not signal torchrun, which would kill the training processes after 30 seconds.
             terminate(_training_processes(child.pid))
             forwarded = True
         if time.monotonic() >= next_look:

@@ -29,23 +29,22 @@ SPENT_FILE = "language-model-calls.jsonl"
 one line for each batch of requests."""
 
 BESIDE_CHECKPOINT = (METRICS_FILE, SELF_CHECK_FILE, RATE_FILE, SPENT_FILE)
-"""Files of a training that a resume needs beside its checkpoint."""
+"""Files of a training that a resume needs in addition to a checkpoint."""
 
 
 @contextmanager
 def mirrored(workspace: Workspace, folder: Path, here: Machines = ONE_MACHINE) -> Iterator[None]:
     """Keep a copy of the newest checkpoint, and of the policies saved before it, in S3.
 
-    On one machine, a missing or empty folder is first filled from the copy. With several machines,
-    the folder is always replaced with the newest common checkpoint. During the context, finished
-    checkpoints are copied in the background. At the end of the context, the newest checkpoint is
-    copied, unless it was copied before, so that the last finished checkpoint is not lost. If the
-    workspace has no store in S3, nothing is copied.
+    On one machine, a missing or empty folder is first filled from the copy. During the context,
+    finished checkpoints are copied in the background. At the end of the context, the newest
+    checkpoint is copied, unless it was copied before, so that the last finished checkpoint is not
+    lost. If the workspace has no store in S3, nothing is copied.
 
     With several machines, each machine copies the files of its own processes. It prefers a
-    checkpoint that another machine has already copied. The training continues from the newest
-    checkpoint that all machines have copied. In S3, each machine keeps its files of this common
-    checkpoint and of the newest checkpoint that it copied itself.
+    checkpoint that another machine has already copied. At the start, the folder is always replaced
+    with the newest checkpoint that all machines have copied. In S3, each machine keeps its files of
+    this common checkpoint and of the newest checkpoint that it copied itself.
 
     Args:
         workspace: the workspace of the run.
@@ -104,7 +103,7 @@ class _Mirror:
         names = [copy.look() for copy in self._copies]
         newest = _newest_common(names)
         if newest:
-            # The first machine comes last: it writes the metrics, and the others copy older ones.
+            # The first machine comes last, so that its metrics replace the others' older metrics.
             for copy, found in reversed([*zip(self._copies, names, strict=True)]):
                 beside = {*BESIDE_CHECKPOINT, *_of(POLICIES, found), *_of(COMPLETIONS, found)}
                 copy.read_files(_of(newest, found) | beside)
@@ -172,9 +171,9 @@ class _Mirror:
     def _still_needed(self) -> set[str]:
         """Return the names of this machine's files in S3 that a restart may need.
 
-        With several machines, these are the files of the newest checkpoint that all machines have
-        copied, and of this machine's last copy, which other machines may still be copying. With one
-        machine, the result is empty.
+        With several machines, these are the files of two checkpoints: the newest that all machines
+        have copied, and the last that this machine has copied, because other machines may still be
+        copying their files of it. With one machine, the result is empty.
         """
         if self._here.count == 1:
             return set()

@@ -1,4 +1,4 @@
-"""Run SFT or the training of a reward model in separate processes, as PPO runs."""
+"""Run SFT or the training of a reward model, like PPO, in processes of their own."""
 
 from pathlib import Path
 from typing import Literal
@@ -57,7 +57,7 @@ def train_supervised(
         rows: demonstrations or pairs.
         settings: settings of the run.
         folder: folder of the job, its metrics and its checkpoints.
-        machines: the machines of the training, which share `folder` and the job's `model_dir`.
+        machines: the machines of the training; if they share no disk, see `mirrored`.
         on_metrics: see `train`.
 
     Raises:

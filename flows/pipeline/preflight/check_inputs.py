@@ -67,7 +67,7 @@ def check_inputs(settings: Settings, quarantine: Path | None = None) -> None:
         ModelError: a model cannot be used.
     """
     check_outputs(settings.output_dir, settings.summary_json)
-    # Remove the lists of an earlier check, which would look like lists of this check.
+    # Remove the files of an earlier check, which would look like files of this check.
     quarantine = quarantine or Path(settings.output_dir) / QUARANTINE
     shutil.rmtree(quarantine, ignore_errors=True)
     _check_trainings(settings)
@@ -105,7 +105,7 @@ def _check_judge(data: RunData, setting: str, spec: str, reward_model: str = "")
     try:
         check_judge(spec, reward_model, data.settings.judging)
     except PPOError as error:
-        # The message names the setting `judge`.
+        # The message already names the setting `judge`, but no other setting.
         raise error if setting == "judge" else type(error)(f"{setting}: {error}") from error
     try_judges(data, setting, spec)
 

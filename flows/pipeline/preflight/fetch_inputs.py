@@ -50,8 +50,8 @@ def fetch_inputs(given: Settings) -> Settings:
 
     Raises:
         ConfigError: an address is invalid, or S3 refuses the access.
-        DataError: nothing is stored at an address, or the hub has no such data set.
-        ModelError: the registry has no such version.
+        DataError: nothing is stored at an address, or the hub lacks a data set.
+        ModelError: the registry lacks a version.
         StorageError: a file could not be transferred.
     """
     workspace = workspace_of(given)
@@ -83,8 +83,8 @@ def share_inputs(settings: Settings, run: FlowRun) -> Settings:
 
     Raises:
         ConfigError: S3 refuses the access.
-        DataError: the hub has no such data set.
-        ModelError: the hub has no such model.
+        DataError: the hub lacks a data set.
+        ModelError: the hub lacks a model.
         StorageError: a file could not be transferred.
     """
     workspace = run.workspace

@@ -45,7 +45,7 @@ def try_guards(data: RunData) -> None:
 
 
 def try_tasks(settings: Settings) -> None:
-    """Score a model that answers at random on documents of each task that the settings name.
+    """Score random answers to some documents of each task that the settings name.
 
     Raises:
         ConfigError: see `load_tasks`; or a task is a file, and the steps share no disk.

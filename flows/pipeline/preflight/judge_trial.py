@@ -26,8 +26,9 @@ def try_judges(data: RunData, setting: str, spec: str) -> None:
     """Ask each judge of a setting about a held-out pair in both orders, and print its answer.
 
     A judge that gives no verdict is asked about the next pair, up to `MOST_PAIRS` pairs. Replies of
-    servers are cached, so a later run with the same pairs does not pay again. A model that does not
-    fit this machine is not asked, and neither is a server whose key only the judging step has.
+    servers are cached, so a later run with the same pairs does not pay again. Two kinds of judges
+    are skipped: a model that is too large for this machine, and a server whose key only the judging
+    step has.
 
     Raises:
         ConfigError: a judge cannot be called with prompts and pairs.
@@ -58,7 +59,7 @@ def watched_trial(settings: Settings) -> AbstractContextManager[None]:
 
 
 def ask_judge(judge: Judge, pairs: Sequence[LabeledPair]) -> str:
-    """Ask a judge about one pair in both orders; return the result as text.
+    """Ask a judge about pairs in both orders, until it gives a verdict; return the result as text.
 
     Raises:
         JudgeError: the judge gives no verdict on the first `MOST_PAIRS` pairs.

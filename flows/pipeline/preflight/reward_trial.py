@@ -43,7 +43,7 @@ def try_rewards(data: RunData) -> None:
         ModelError: a function fails, or returns no numbers; or a model cannot score.
     """
     rewards = RunRewards(data)
-    # An error of `prompts` already names its function, so no entry of `rewards` is added to it.
+    # Called outside `named_in_errors`, because an error of `prompts` already names its function.
     rows = rewards.prompts() if rewards.functions else []
     number, delay = len(rewards.named), BAR_DELAY
     with watched_trial(data.settings), progress(number, "trying", "reward", delay=delay) as bar:
