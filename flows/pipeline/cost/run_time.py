@@ -1,7 +1,8 @@
 """Estimate the time of a run's trainings before it starts, from their sizes and the devices.
 
 A forward pass takes 2 operations for each weight and token, and a backward pass 4
-(arXiv:2001.08361, section 2.1). Sampling reads all weights for each token of a batch of responses.
+(arXiv:2001.08361, section 2.1). Sampling reads all weights once to draw one token of each response
+in a batch.
 """
 
 from dataclasses import dataclass, replace
@@ -28,7 +29,7 @@ PEAK_SHARE = 0.4
 the training of large language models, 0.3 to 0.5 are reported (arXiv:2204.02311)."""
 
 LINK_SHARE = 0.7
-"""Assumed fraction of the bandwidth between processes that collectives reach."""
+"""Assumed fraction that collectives reach of the bandwidth between processes."""
 
 PUBLISHED_RATE, PUBLISHED_LAYERS = 49.94, 24
 """Tokens per second that Qwen2-0.5B-Instruct generates with transformers on an A100 at batch size 1
@@ -40,7 +41,7 @@ layer takes at least this time for each sampled token, even on a faster GPU. The
 assumed for every other forward pass, and for every backward pass."""
 
 OPTIMIZER_NUMBERS = 7
-"""Numbers in fp32 that AdamW reads or writes per parameter: weight and two moments are read and
+"""How many fp32 values AdamW reads or writes per parameter: weight and two moments are read and
 written, the gradient is read."""
 
 

@@ -125,9 +125,9 @@ def compare_with_annotators(votes: Sequence[Vote], outcomes: Sequence[str]) -> A
         outcomes: the judge's outcome for each vote. A vote with the outcome `invalid` is left out.
 
     Returns:
-        The result; None if no vote has an annotator. A person is tested only if other people also
-        labeled at least LEAST_PAIRS of the person's pairs. The labels of a person who is not tested
-        still count for the tests of the others.
+        The result; None if no vote with a valid outcome has an annotator. A person is tested only
+        if other people also labeled at least LEAST_PAIRS of the person's pairs. The labels of a
+        person who is not tested still count for the tests of the others.
     """
     labels, judged = _labels_by_pair(votes, outcomes)
     if not labels:
@@ -209,8 +209,8 @@ def _p_value(wins: Array) -> float:
 def doubts_about_judge(people: HumanAgreement, *, min_kappa: float) -> list[str]:
     """Return the reasons why disagreement with people makes the result inconclusive; may be empty.
 
-    There is no reason if kappa is None although there are valid pairs. In this case, the judge and
-    people gave the same label to all pairs.
+    If there are valid pairs but kappa is None, the judge and people gave the same label to all
+    pairs, so the list is empty.
     """
     if people.n == 0:
         return [f"The judge gave no verdict on the {people.invalid} pairs that people labeled."]

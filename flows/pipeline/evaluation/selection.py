@@ -224,7 +224,7 @@ class _Candidates:
         return divergence
 
     def leave_only(self, chosen: TriedPolicy) -> None:
-        """Leave only the chosen policy in the folder; leave it empty for the end of PPO."""
+        """Leave only the chosen policy in the folder, or nothing if PPO ended with this policy."""
         if chosen.weight == 1:
             shutil.rmtree(self._folder)
             self._folder.mkdir()
