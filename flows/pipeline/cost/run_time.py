@@ -124,8 +124,8 @@ class TableSpeed:
     def decoding(self, model: ModelSize) -> float:
         """Return seconds to sample one token for each sequence of a batch.
 
-        The time is the time to read all weights from memory, because each weight takes part in few
-        operations. In a small model, launching the kernels takes longer than reading.
+        Reading all weights from memory sets the time, because each weight takes part in few
+        operations. In a small model, launching the kernels takes longer and sets the time.
         """
         size = BF16 if self.autocast else FP32
         assert self.gpu.bandwidth is not None
@@ -155,8 +155,9 @@ class TableSpeed:
     def reducing(self, parameters: ParameterCount) -> float:
         """Return the seconds to sum gradients over the processes.
 
-        An all-reduce is a reduce-scatter and an all-gather, so it takes twice as long. DeepSpeed's
-        ZeRO-1 and ZeRO-2 use an all-reduce too (default use_multi_rank_bucket_allreduce).
+        An all-reduce is a reduce-scatter and an all-gather, so it takes twice as long as either.
+        DeepSpeed's ZeRO-1 and ZeRO-2 use an all-reduce too (default
+        use_multi_rank_bucket_allreduce).
         """
         return (1 if self.sharding in SHARD_WEIGHTS else 2) * self.gathering(parameters)
 

@@ -89,7 +89,7 @@ def agree_with_people(judge: Judge, votes: Sequence[Vote]) -> HumanAgreement:
         [vote.first for vote in votes],
         [vote.second for vote in votes],
     )
-    # No error if no pair is valid, because the win rate does not depend on the agreement.
+    # Without a valid pair, raise no error: the win rate does not depend on the agreement.
     both = _valid_for_all([[vote.label for vote in votes], comparison.outcomes])
     people, judged = [label for label, _ in both], [outcome for _, outcome in both]
     counts = Counter(zip(people, judged, strict=True))

@@ -78,8 +78,8 @@ def length_controlled_rate(comparison: Comparison) -> LengthControlledRate:
     half a win and half a loss.
 
     If all pairs have the same d or the same outcome, length and quality cannot be separated, and
-    the raw rate is returned. If no pair has about equal lengths, the rate is None. With few such
-    pairs the rate is nearly an extrapolation, so read `rate_by_length_ratio` as well.
+    the raw rate is returned. In any case, the rate is None if no pair has about equal lengths. With
+    few such pairs the rate is nearly an extrapolation, so read `rate_by_length_ratio` as well.
 
     Raises:
         DataError: no pair has a verdict.

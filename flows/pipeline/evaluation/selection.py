@@ -34,7 +34,7 @@ ABOVE_TARGET = 1.1
 
 BELOW_LIMIT = 0.9
 """Largest divergence of the chosen policy, as a fraction of `promotion.max_kl`. The fraction is
-below 1 because the promotion gate uses other prompts, where the divergence differs by about 5 %."""
+below 1 because the divergence differs by about 5 % on the other prompts of the promotion gate."""
 
 AIM = 0.95
 """Target divergence of the search, as a fraction of the limit."""

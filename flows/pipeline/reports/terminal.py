@@ -93,7 +93,7 @@ def reward_verdict(report: RewardReport) -> str:
 
 
 def reward_model_in_words(report: RewardReport) -> str:
-    """Describe a reward model: the verdict on it, the win rate of its choices, and its accuracy."""
+    """Describe a reward model: verdict, wins of its choices, agreement with people, accuracy."""
     accuracy, chosen = report.accuracy, ""
     if found := report.on_policy:
         chosen = (
@@ -185,7 +185,7 @@ def _the_rest(summary: Summary) -> list[str | Table]:
 
 
 def cost_in_words(cost: RunCost) -> str:
-    """Return the measured cost of a run in one line, also if its price is unknown."""
+    """Return the measured cost of a run in one line, even if the price is unknown."""
     cpu, judged = sum(step.cpu_seconds for step in cost.steps.values()), cost.judge_tokens
     parts = [
         f"{cost.gpu_hours:.2f} GPU hours, {cpu / 3600:.2f} CPU hours",

@@ -78,7 +78,7 @@ class RunFacts:
 
     @property
     def settings_file(self) -> str:
-        """Path of the settings file that repeats the run, or its name among the artifacts."""
+        """Path of the settings file for repeating the run; with a store, its name in MLflow."""
         return self.place_of(SETTINGS_FILE)
 
     def place_of(self, file: str) -> str:
