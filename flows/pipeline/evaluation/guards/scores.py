@@ -75,5 +75,5 @@ def _by_function(
 
 
 def _asked_in(prompt: JudgedPrompt) -> str:
-    """Return the text whose language the answer should have: the prompt, or a chat's last message."""
+    """Return the text whose language an answer should have: the prompt or a chat's last message."""
     return prompt[-1]["content"] if is_messages(prompt) else str(prompt)
