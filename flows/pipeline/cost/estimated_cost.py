@@ -184,8 +184,8 @@ def _assumed_decoding(size: PPOSize, speed: Speed) -> str:
 def _speeds_here(works: Sequence[TrainingCost], settings: Settings) -> SpeedOf:
     """Measure this machine with the batches of PPO; return a function that returns the speed.
 
-    The speed is measured once for each precision and sharding among the trainings. All measurements
-    together take at most `MAX_SECONDS`.
+    The speed is measured once for each combination of precision and sharding that a training has.
+    All measurements together take at most `MAX_SECONDS`.
 
     Raises:
         ConfigError: see `measure_speed`.

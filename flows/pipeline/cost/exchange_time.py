@@ -19,8 +19,9 @@ from pipeline.cost.memory.sizes import FP32, ModelSize, Shards
 from pipeline.cost.memory.supervised_memory import SupervisedSize
 
 REUSED = 500_000_000
-"""Largest number of parameters for which ZeRO-3 keeps the gathered weights between the passes. It
-is half of DeepSpeed's stage3_max_reuse_distance, which counts the parameters of both passes."""
+"""Largest number of parameters for which ZeRO-3 keeps the weights gathered between the forward and
+the backward pass. The number is half of DeepSpeed's stage3_max_reuse_distance, which counts the
+parameters of both passes."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ def cost_of_run(
         config: prices of GPUs and judges.
         trained: the policy after PPO, with the numbers of sampled and trained tokens; None before
             PPO.
-        spent: calls and tokens of each judge, in the validation and the evaluation.
+        spent: calls and tokens of each judge and language model in the run so far.
     """
     gpus, attempts = read_gpus(config), recorded_attempts(run)
     steps = {}

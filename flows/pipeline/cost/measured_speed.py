@@ -98,8 +98,8 @@ class MeasuredSpeed:
 
         gathered, exchange = line("gathering"), line("exchange")
         if size.shards_weights:
-            # Subtract the time to gather weights in a pass, see `exchange_time`. The measured
-            # models have at most `REUSED` parameters.
+            # Subtract the time to gather weights in a pass, see `exchange_time`. zero3 gathers them
+            # once, because the measured models have at most `REUSED` parameters.
             exchange = exchange.minus(gathered, layers=2 if size.sharding == "fsdp2" else 1)
         return cls(
             model=size.policy,

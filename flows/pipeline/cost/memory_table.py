@@ -23,7 +23,7 @@ RANK = 16
 """Assumed rank of LoRA adapters for a training that has none in the settings."""
 
 WIDTH = 106
-"""Characters of the table."""
+"""Maximum number of characters in a line of the table."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -71,7 +71,7 @@ class SupervisedRows:
     """Tokens of each row in up to `SOME_STEPS` optimizer steps."""
 
     def passes(self, batch_size: int, size: SupervisedSize) -> float:
-        """Return the mean number of passes of a process in an optimizer step."""
+        """Return the mean number of forward-backward passes of a process in an optimizer step."""
         device = torch.device("cpu" if size.on_cpu else "cuda")
         return mean(
             len(passes_of_step(tokens, batch_size, device=device, processes=size.processes))

@@ -1,7 +1,8 @@
 """Estimate the time of a run's trainings before it starts, from their sizes and the devices.
 
 A forward pass takes 2 operations for each weight and token, and a backward pass 4
-(arXiv:2001.08361, section 2.1). Sampling reads all weights for each token of a batch of responses.
+(arXiv:2001.08361, section 2.1). Sampling reads all weights once to draw one token of each response
+in a batch.
 """
 
 from dataclasses import dataclass, replace
@@ -28,7 +29,7 @@ PEAK_SHARE = 0.4
 the training of large language models, 0.3 to 0.5 are reported (arXiv:2204.02311)."""
 
 LINK_SHARE = 0.7
-"""Assumed fraction of the bandwidth between processes that collectives reach."""
+"""Assumed fraction that collectives reach of the bandwidth between processes."""
 
 PUBLISHED_RATE, PUBLISHED_LAYERS = 49.94, 24
 """Tokens per second that Qwen2-0.5B-Instruct generates with transformers on an A100 at batch size 1
@@ -40,7 +41,7 @@ layer takes at least this time for each sampled token, even on a faster GPU. The
 assumed for every other forward pass, and for every backward pass."""
 
 OPTIMIZER_NUMBERS = 7
-"""Numbers in fp32 that AdamW reads or writes per parameter: weight and two moments are read and
+"""How many fp32 values AdamW reads or writes per parameter: weight and two moments are read and
 written, the gradient is read."""
 
 
@@ -123,8 +124,8 @@ class TableSpeed:
     def decoding(self, model: ModelSize) -> float:
         """Return seconds to sample one token for each sequence of a batch.
 
-        The time is the time to read all weights from memory, because each weight takes part in few
-        operations. In a small model, launching the kernels takes longer than reading.
+        Reading all weights from memory sets the time, because each weight takes part in few
+        operations. In a small model, launching the kernels takes longer and sets the time.
         """
         size = BF16 if self.autocast else FP32
         assert self.gpu.bandwidth is not None
@@ -154,8 +155,9 @@ class TableSpeed:
     def reducing(self, parameters: ParameterCount) -> float:
         """Return the seconds to sum gradients over the processes.
 
-        An all-reduce is a reduce-scatter and an all-gather, so it takes twice as long. DeepSpeed's
-        ZeRO-1 and ZeRO-2 use an all-reduce too (default use_multi_rank_bucket_allreduce).
+        An all-reduce is a reduce-scatter and an all-gather, so it takes twice as long as either.
+        DeepSpeed's ZeRO-1 and ZeRO-2 use an all-reduce too (default
+        use_multi_rank_bucket_allreduce).
         """
         return (1 if self.sharding in SHARD_WEIGHTS else 2) * self.gathering(parameters)
 

@@ -98,7 +98,7 @@ def measured(step: str, run: FlowRun, machines: int) -> Iterator[None]:
 def recorded_attempts(run: FlowRun) -> list[Attempt]:
     """Return the attempts of all steps so far, in the order of their start.
 
-    A damaged file is left out with a warning, because a step must not fail because of its cost.
+    A damaged file is left out with a warning, so that no step fails because of its cost.
     """
     attempts = []
     for file in (run.folder / FOLDER).glob("*.json"):
@@ -118,7 +118,7 @@ def gpu_hours(run: FlowRun) -> float:
 
 
 def _write(run: FlowRun, attempt: Attempt) -> None:
-    """Write the file of an attempt. A step must not fail because its cost cannot be written."""
+    """Write the file of an attempt. A disk error is only printed, so it does not end the step."""
     file = run.folder / FOLDER / f"{attempt.step}-{attempt.started:.3f}.json"
     try:
         file.parent.mkdir(exist_ok=True)

@@ -43,7 +43,7 @@ def read_facts(prompt: str) -> frozenset[tuple[str, str]]:
 
 
 def grade(facts: frozenset[tuple[str, str]], summary: str) -> int:
-    """Return the points of a summary: 5 per stated fact, -5 per wrong fact, -1 per needless word.
+    """Return the points of a summary: 5 per correct fact, -5 per wrong fact, -1 per needless word.
 
     A statement is the word of a slot followed by a value of the slot. Words of a repeated
     statement and words outside of statements are needless.

@@ -99,7 +99,7 @@ RAMBLES = (
 
 @dataclass(frozen=True)
 class Post:
-    """A prompt and its facts; `facts` maps the word of each slot to the value."""
+    """A prompt and its facts; `facts` maps the word of each used slot to the value."""
 
     prompt: str
     facts: Mapping[str, str]

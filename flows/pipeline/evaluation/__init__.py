@@ -1,1 +1,1 @@
-"""Sample answers, judge them, and measure the win rates by which `promotion.gate` decides."""
+"""Sample answers, judge them, and measure the win rates for `promotion.promotion_gate`."""

@@ -89,7 +89,7 @@ def agree_with_people(judge: Judge, votes: Sequence[Vote]) -> HumanAgreement:
         [vote.first for vote in votes],
         [vote.second for vote in votes],
     )
-    # No error if no pair is valid, because the win rate does not depend on the agreement.
+    # Without a valid pair, raise no error: the win rate does not depend on the agreement.
     both = _valid_for_all([[vote.label for vote in votes], comparison.outcomes])
     people, judged = [label for label, _ in both], [outcome for _, outcome in both]
     counts = Counter(zip(people, judged, strict=True))
@@ -125,9 +125,9 @@ def compare_with_annotators(votes: Sequence[Vote], outcomes: Sequence[str]) -> A
         outcomes: the judge's outcome for each vote. A vote with the outcome `invalid` is left out.
 
     Returns:
-        The result; None if no vote has an annotator. A person is tested only if other people also
-        labeled at least LEAST_PAIRS of the person's pairs. The labels of a person who is not tested
-        still count for the tests of the others.
+        The result; None if no vote with a valid outcome has an annotator. A person is tested only
+        if other people also labeled at least LEAST_PAIRS of the person's pairs. The labels of a
+        person who is not tested still count for the tests of the others.
     """
     labels, judged = _labels_by_pair(votes, outcomes)
     if not labels:
@@ -209,8 +209,8 @@ def _p_value(wins: Array) -> float:
 def doubts_about_judge(people: HumanAgreement, *, min_kappa: float) -> list[str]:
     """Return the reasons why disagreement with people makes the result inconclusive; may be empty.
 
-    There is no reason if kappa is None although there are valid pairs. In this case, the judge and
-    people gave the same label to all pairs.
+    If there are valid pairs but kappa is None, the judge and people gave the same label to all
+    pairs, so the list is empty.
     """
     if people.n == 0:
         return [f"The judge gave no verdict on the {people.invalid} pairs that people labeled."]

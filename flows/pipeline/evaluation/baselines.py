@@ -35,8 +35,8 @@ SAMPLES = 4
 """Number n of samples of which the reward model chooses one."""
 
 KL_OF_BEST = log(SAMPLES) - (SAMPLES - 1) / SAMPLES
-"""Largest KL divergence of the best of n samples from a single sample: ln n - (n - 1) / n nats. The
-divergence has this value if no two samples have equal scores (arXiv:2401.01879)."""
+"""Largest KL divergence that the best of n samples can have from one sample: ln n - (n - 1) / n
+nats. The divergence has this value if no two samples have equal scores (arXiv:2401.01879)."""
 
 Score = Callable[[Sequence[JudgedPrompt], Sequence[str]], Array]
 """Function that returns the rewards (N,) of one answer to each of N prompts."""

@@ -83,7 +83,7 @@ def compare(
     candidates: Sequence[str],
     opponents: Sequence[str],
 ) -> Comparison:
-    """Ask a judge about all pairs of answers to the same prompts, in both orders."""
+    """Ask a judge about two answers to each prompt, in both orders."""
     straight = judge(prompts, list(zip(candidates, opponents, strict=True)))
     back = judge(prompts, list(zip(opponents, candidates, strict=True)))
     return Comparison(
@@ -105,7 +105,7 @@ def first_pairs(comparison: Comparison, count: int) -> Comparison:
 def joined(parts: Sequence[Comparison], positions: Sequence[int]) -> Comparison:
     """Join several comparisons by one judge, and sort their pairs by position.
 
-    `positions` has one number for each pair, in the order of `parts`.
+    `positions` has the position of each pair, in the order of `parts`.
     """
     order = sorted(range(len(positions)), key=positions.__getitem__)
     columns: dict[str, Any] = {}

@@ -392,7 +392,7 @@ def _answer_as_champion(
         folder,
         tokenizer=champion.tokenizer,
         prompt_format="auto",
-        # A champion without a stop token was judged, and is served, with answers of full length.
+        # If the champion has no stop token, its answers have full length, as when it is served.
         stop="own",
         stop_token_id=None,
         reference=None,

@@ -67,7 +67,7 @@ def length_controlled_rate(comparison: Comparison) -> LengthControlledRate:
         rate = (sigmoid(a + c) + sigmoid(a - c)) / 2
 
     The paper's regression has no term c, and its rate is sigmoid(a). The term c is needed because
-    P(win) has a step at d = 0 if a judge prefers the longer answer by any margin. Where the
+    P(win) has a step at d = 0 if a judge prefers the longer answer however small d is. If the
     distribution of d is skewed, the term b cannot fit this step, and a absorbs the error: the rate
     of a judge that decides by length alone then differs from 50 % by up to 25 points. With c, the
     rate is the mean of the predictions just below and just above d = 0. With fewer than `MIN_PAIRS`
@@ -78,8 +78,8 @@ def length_controlled_rate(comparison: Comparison) -> LengthControlledRate:
     half a win and half a loss.
 
     If all pairs have the same d or the same outcome, length and quality cannot be separated, and
-    the raw rate is returned. If no pair has about equal lengths, the rate is None. With few such
-    pairs the rate is nearly an extrapolation, so read `rate_by_length_ratio` as well.
+    the raw rate is returned. In any case, the rate is None if no pair has about equal lengths. With
+    few such pairs the rate is nearly an extrapolation, so read `rate_by_length_ratio` as well.
 
     Raises:
         DataError: no pair has a verdict.
@@ -117,8 +117,8 @@ class StyleControlledRate:
 def style_controlled_rate(comparison: Comparison) -> StyleControlledRate:
     """Return the win rate at equal length and equal Markdown.
 
-    The regression of `length_controlled_rate` gets two more terms for each kind of MARKDOWN. It
-    also gets the second term for all kinds together:
+    The regression of `length_controlled_rate` gets the following two terms for each kind of
+    MARKDOWN, and the second of them also for all kinds together:
 
         f tanh(m / deviation(m)) + g sign(k)
         k = number in the candidate - number in the opponent

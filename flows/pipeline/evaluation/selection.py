@@ -34,7 +34,7 @@ ABOVE_TARGET = 1.1
 
 BELOW_LIMIT = 0.9
 """Largest divergence of the chosen policy, as a fraction of `promotion.max_kl`. The fraction is
-below 1 because the promotion gate uses other prompts, where the divergence differs by about 5 %."""
+below 1 because the divergence differs by about 5 % on the other prompts of the promotion gate."""
 
 AIM = 0.95
 """Target divergence of the search, as a fraction of the limit."""
@@ -224,7 +224,7 @@ class _Candidates:
         return divergence
 
     def leave_only(self, chosen: TriedPolicy) -> None:
-        """Leave only the chosen policy in the folder; leave it empty for the end of PPO."""
+        """Leave only the chosen policy in the folder, or nothing if PPO ended with this policy."""
         if chosen.weight == 1:
             shutil.rmtree(self._folder)
             self._folder.mkdir()

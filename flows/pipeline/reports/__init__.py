@@ -1,1 +1,1 @@
-"""Reports for people: model cards, HTML pages, tables and figures."""
+"""Reports for people: Metaflow cards, HTML pages, tables and figures."""

@@ -1,8 +1,8 @@
 """Render a document as components of a Metaflow card.
 
-Metaflow's Markdown component passes HTML and links to the browser, so it gets only fixed headings.
-Text from models and data sets is put into tables, value boxes, bars and charts, which display the
-text literally.
+Metaflow's Markdown component passes HTML and links to the browser, so the component gets only fixed
+headings. Text from models and data sets is put into tables, value boxes, bars and charts, which
+display the text literally.
 """
 
 import math
@@ -78,7 +78,7 @@ def _bar(progress: ShownProgress) -> list[MetaflowCardComponent]:
 
 
 def _readings(readings: tuple[Reading, ...]) -> Table:
-    """Return prompts with their answers as a table; each `Reading` has the same answer titles."""
+    """Return prompts with their answers as a table; all readings have the same answer titles."""
     rows = [
         [
             reading.title,

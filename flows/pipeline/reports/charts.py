@@ -57,7 +57,7 @@ def _line_chart(curve: Curve, shows: str) -> Markup:
         _grid(x, (points[0][0], points[-1][0]), y, (min(ys), max(ys)), height),
         *(_mark(x(at), height) for at in curve.marks),
         Markup('<polyline class="line" points="{}"/>').format(path),
-        # A line of one point is invisible.
+        # The last point is also a dot, because a line of one point is invisible.
         Markup('<circle class="dot" cx="{}" cy="{}" r="2.5"/>').format(x(points[-1][0]), y(ys[-1])),
     ]
     return _svg(parts, height, shows)

@@ -115,7 +115,7 @@ class ShownProgress:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A section of a report, with a table, charts, or both."""
+    """A section of a report. Only the title is required."""
 
     title: str
     """Heading, which never contains text of a model or a data set."""
@@ -189,7 +189,7 @@ def as_evidence(rate: WinRate) -> str:
 
 
 def as_points(of: PairedDifference | GuardResult) -> tuple[str, str]:
-    """Return a difference of rates and its interval as text, such as `+40.3 points`."""
+    """Return a difference of rates as text, such as `+40.3 points`, and its interval as text."""
     difference, low, high = (f"{100 * end:+z.1f}" for end in (of.difference, of.low, of.high))
     return f"{difference} points", f"{low} .. {high}"
 

@@ -23,7 +23,7 @@ LITTLE = 0.1
 """Weight of the judge below which its verdicts add little to people's labels."""
 
 REWARD_MODEL = {True: "fit", False: "accepted by hand", None: "not used"}
-"""Words for a reward model by `reward_model_fit`."""
+"""`reward_model_fit` -> words for the reward model."""
 
 
 def promotion_document(

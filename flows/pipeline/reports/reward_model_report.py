@@ -60,7 +60,7 @@ def reward_document(report: RewardReport) -> Document:
 
 
 def reward_reasons(report: RewardReport) -> tuple[str, ...]:
-    """Return the reasons for the verdict on a reward model, and its consequences."""
+    """Return the reasons for the verdict on a reward model, what follows for PPO, and warnings."""
     return (
         *(report.reasons or ["It keeps every limit of the gate."]),
         *([WHAT_FOLLOWS[report.on_policy.usefulness]] if report.on_policy else []),

@@ -37,9 +37,10 @@ SHOWN_METRICS = ("objective/scores", "objective/rlhf_reward", "objective/kl", "o
 
 
 def render_summary(summary: Summary) -> str:
-    """Return the summary as text; a line has at most WIDTH characters and no leading spaces.
+    """Return the summary as text; a line has at most WIDTH characters.
 
-    The HTML page of the run has all tables. Metaflow would remove leading spaces.
+    No line begins with a space, because Metaflow would remove it. The HTML page of the run has more
+    tables.
     """
     # Markup is off, because names of judges and data sets may contain brackets.
     console = Console(file=io.StringIO(), width=WIDTH, markup=False, emoji=False, color_system=None)
@@ -76,7 +77,7 @@ def render_places(*, page: str, run_id: str, mlflow: str, model: str, decision: 
 
 
 def decision_in_words(decision: Decision) -> str:
-    """Return `champion`, or, if the version is not the champion, a text about the refusal."""
+    """Return `champion` if the version was promoted; otherwise, a text about the refusal."""
     if decision.is_promoted:
         return "champion"
     if decision.champion is None:
@@ -92,7 +93,7 @@ def reward_verdict(report: RewardReport) -> str:
 
 
 def reward_model_in_words(report: RewardReport) -> str:
-    """Describe a reward model: the verdict on it, the win rate of its choices, and its accuracy."""
+    """Describe a reward model: verdict, wins of its choices, agreement with people, accuracy."""
     accuracy, chosen = report.accuracy, ""
     if found := report.on_policy:
         chosen = (
@@ -141,12 +142,12 @@ def _guards(guards: Mapping[str, GuardResult]) -> list[str | Table]:
 
 
 NAME_WIDTH = 30
-"""Columns of a table's first column; a longer name would cut the numbers off."""
+"""Maximum characters in the first column; a longer name would leave no room for the numbers."""
 
 
 def _table(first_column: str, columns: Iterable[str]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="")
-    # If a row were wrapped, its second line would begin with spaces.
+    # A wrapped row would begin its second line with spaces, which Metaflow would remove.
     table.add_column(first_column, no_wrap=True, overflow="ellipsis", max_width=NAME_WIDTH)
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
@@ -184,7 +185,7 @@ def _the_rest(summary: Summary) -> list[str | Table]:
 
 
 def cost_in_words(cost: RunCost) -> str:
-    """Return the measured cost of a run in one line, also if its price is unknown."""
+    """Return the measured cost of a run in one line, even if the price is unknown."""
     cpu, judged = sum(step.cpu_seconds for step in cost.steps.values()), cost.judge_tokens
     parts = [
         f"{cost.gpu_hours:.2f} GPU hours, {cpu / 3600:.2f} CPU hours",

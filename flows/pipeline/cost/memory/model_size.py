@@ -1,4 +1,4 @@
-"""Read the sizes of a model, for `pipeline.cost.memory`, from a model without weights."""
+"""Read the sizes of a model from an instance without weights, for `pipeline.cost.memory`."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -212,7 +212,7 @@ def _full_weights(size: PPOSize) -> int:
 
 
 def _weights(size: PPOSize) -> int:
-    """Bytes of all models in a process, including the policy's running average, in fp32."""
+    """Bytes of all models in a process, including the running average of the policy in fp32."""
     average = FP32 * (size.adapter or size.policy.parameters) if size.averages else 0
     return size.weights(_full_weights(size)) + average
 
@@ -229,8 +229,8 @@ def _copies(size: PPOSize) -> int:
 def _gathered(size: PPOSize, weights: int) -> int:
     """Bytes of the gathered weights of a model that has `weights` bytes in full.
 
-    Without `gathers`, these are at most two layers and the weights outside the layers, with the
-    sizes of the policy in fp32.
+    Without `gathers`, at most two layers and the weights outside the layers are gathered, and
+    each model is assumed to have the sizes of the policy in fp32.
     """
     if not size.shards_weights:
         return 0

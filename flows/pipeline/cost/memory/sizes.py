@@ -95,7 +95,7 @@ class Memory:
     """Copies of weights and optimizer states for a checkpoint."""
 
     process: int
-    """Memory of a process on a CPU in addition to its tensors, such as libraries. It is 0 on a GPU:
+    """Memory of a process on a CPU for everything but tensors, such as libraries. It is 0 on a GPU:
     CUDA's context (about 1 GiB) and the allocator's fragmentation are not counted, so a tenth of
     the GPU's memory should stay free."""
 

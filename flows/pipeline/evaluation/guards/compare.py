@@ -1,4 +1,4 @@
-"""Test whether a policy loses properties of its rival's answers."""
+"""Test whether a policy's answers lose properties that its rival's answers have."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple

@@ -20,7 +20,7 @@ def load_guards(config: GuardsConfig) -> dict[str, LoadedFunction]:
     """Return the guard functions of the user, by name of the guard.
 
     Raises:
-        ConfigError: a function does not exist, cannot be imported, or takes other arguments.
+        ConfigError: a function does not exist, cannot be imported, or does not take two lists.
     """
     return {name: _load(name, source) for name, source in config.functions.items()}
 

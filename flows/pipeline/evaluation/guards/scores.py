@@ -30,7 +30,7 @@ def guards_of(config: GuardsConfig) -> dict[str, tuple[str, Guard]]:
     """Return the source and the scoring function of each guard of the settings, by name.
 
     Raises:
-        ConfigError: a function does not exist, cannot be imported, or takes other arguments.
+        ConfigError: a function does not exist, cannot be imported, or does not take two lists.
     """
     built_in: dict[str, Guard] = {
         "stops": _stops,
@@ -75,5 +75,5 @@ def _by_function(
 
 
 def _asked_in(prompt: JudgedPrompt) -> str:
-    """Return the text whose language the answer should have: the last message of a chat."""
+    """Return the text whose language an answer should have: the prompt or a chat's last message."""
     return prompt[-1]["content"] if is_messages(prompt) else str(prompt)

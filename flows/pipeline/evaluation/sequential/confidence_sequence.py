@@ -20,7 +20,7 @@ values."""
 
 @dataclass(frozen=True)
 class Values:
-    """One value for each of N independent prompts, in an order that ignores the values."""
+    """One value for each of N independent prompts, in an order that no value affects."""
 
     values: Array
     """Values (N,); their mean is the quantity of interest, such as a win rate."""

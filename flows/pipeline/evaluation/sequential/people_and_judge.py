@@ -109,7 +109,7 @@ def corrected_values(judged: Array, people: Array, share: float) -> Values:
     """
     labeled = ~np.isnan(people)
     f, y = judged - 0.5, np.where(labeled, people, 0.5) - 0.5
-    # The prior is one pair that people call a tie, so the weight is 0 before the first label.
+    # One pair that people call a tie is added as a prior, so L is 0 before the first label.
     products = np.cumsum(labeled * f * y) - labeled * f * y
     squares = np.cumsum(labeled * f * f) - labeled * f * f + 0.25
     guess = 0.5 + np.clip(products / squares, 0, 1) * f

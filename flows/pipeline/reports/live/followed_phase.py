@@ -25,7 +25,7 @@ class FollowedPhase:
             TaskProgressColumn(),
             TextColumn("{task.completed:,.0f}/{task.total:,.0f} {task.fields[unit]}", markup=False),
             TextColumn("{task.fields[notes]}", markup=False),
-            # Two updates of PPO may be minutes apart.
+            # Estimate the rate from the last hour, because two updates of PPO may be minutes apart.
             speed_estimate_period=3600.0,
         )
         """The phase as a bar for a terminal."""

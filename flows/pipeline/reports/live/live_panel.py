@@ -69,7 +69,7 @@ class LivePanel:
         return Panel(Group(*parts), title=Text(f"Run {self._run}"), title_align="left", width=WIDTH)
 
     def _describe_time_left(self, seconds: float, phase: Task | None) -> str:
-        """Return the rate if it is known, and the time left for the step and for the run."""
+        """Return the rate if it is known, and the time left for the phase, the step and the run."""
         parts = [] if phase is None else describe_speed(phase)
         if phase is not None and phase.time_remaining is not None:
             parts.append(f"phase: {as_clock(phase.time_remaining)} left")

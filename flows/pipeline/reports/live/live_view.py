@@ -37,7 +37,7 @@ LOOK_SECONDS = 1.0
 """Seconds between two readings of the progress file, from which the rate is estimated."""
 
 FIRST_SECONDS = 5.0
-"""Seconds before the first page and card; a shorter training needs neither."""
+"""Seconds before the first page and card; a shorter training is shown only at its end."""
 
 PROGRESS_FILE = "phase.json"
 """Name of the file with the current phase in the folder of a run, if PROGRESS is not set."""
@@ -58,7 +58,7 @@ class LiveView:
     def watching(self) -> Iterator[None]:
         """Show the training until the context ends, and keep its last state as the card's content.
 
-        A thread does the work, so that an error in it does not end the step.
+        A thread does the work, so that its errors do not end the step.
         """
         file = Path(os.environ.get(PROGRESS) or self._run.folder / PROGRESS_FILE)
         self._phase = FollowedPhase(file)
@@ -154,5 +154,5 @@ def _by_update(curves: Curves) -> list[Mapping[str, Any]]:
     for name, points in curves.items():
         for update, value in points:
             updates.setdefault(update, {UPDATE: update})[name] = value
-    # SFT and reward training count their own steps.
+    # Numbers without EPISODE are only steps of SFT or reward training.
     return [updates[number] for number in sorted(updates) if EPISODE in updates[number]]

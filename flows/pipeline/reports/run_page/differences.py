@@ -74,8 +74,8 @@ def compare_runs(first: str, second: str) -> tuple[list[tuple[str, ...]], list[t
         second: MLflow id of the second run's parent run.
 
     Returns:
-        Rows of `differing` for settings, code and data, and packages; and for each result, a row
-        with its name and both values.
+        The rows of `differing` for settings, code, data and packages; and the results, one row for
+        each, with its name and both values.
 
     Raises:
         ModelError: MLflow does not answer, or does not have the settings of a run.
@@ -129,6 +129,6 @@ def _inputs(tags: Mapping[str, str]) -> dict[str, str]:
 
 def _origin(tags: Mapping[str, str], run: FlowRun) -> dict[str, str]:
     """Return the tags of code, data and given models, without tags that repeat other rows."""
-    # The tags of a version also contain the digests of models that its run trained.
+    # A version of older code also has the digest of a reward model that its run trained.
     left_out = {"settings_digest", "seed", *({"model/reward_model"} - run.origin.keys())}
     return {name: value for name, value in _inputs(tags).items() if name not in left_out}

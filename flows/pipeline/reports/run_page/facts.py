@@ -43,7 +43,7 @@ class RunFacts:
     """Step that failed, and its error; empty if no step has failed."""
 
     registered: RegisteredPolicy | None = None
-    """The version, the decision and the evaluation, whose files are on this machine."""
+    """The version, the decision, and the evaluation with its files on this machine."""
 
     cost: RunCost | None = None
 
@@ -73,12 +73,12 @@ class RunFacts:
 
     @property
     def has_outcome(self) -> bool:
-        """Whether the run has decided; a run that failed may still be resumed."""
+        """Whether the run has decided. A failure is no outcome, because the run may be resumed."""
         return bool(self.registered) or self.is_reward_model_refused
 
     @property
     def settings_file(self) -> str:
-        """Path of the settings file that repeats the run, or its name among the artifacts."""
+        """Path of the settings file for repeating the run; with a store, its name in MLflow."""
         return self.place_of(SETTINGS_FILE)
 
     def place_of(self, file: str) -> str:

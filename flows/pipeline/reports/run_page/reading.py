@@ -24,7 +24,7 @@ from ppo_core.io.validation import read_record
 NUM_PROMPTS, NUM_PAIRS, PAIRS_OF_A_KIND = 8, 20, 5
 
 MOST_CHARACTERS = 1500
-"""Number of characters of a text that the page shows; the rest is cut."""
+"""Maximum number of characters that the page shows of a text; the rest is cut."""
 
 OUTCOMES = {
     "first": "PPO won in both orders",
@@ -36,10 +36,10 @@ PAIRS, PROMPTS = "Which answers won and lost? Pairs to read", "What did it learn
 """Titles of the sections."""
 
 WATCHED = "How did its answers change during PPO?"
-"""Title of the section with the same prompts over the run."""
+"""Title of the section with answers to the same prompts at several times of the training."""
 
 NEWEST_SAMPLES = "What does it say now? Newest samples"
-"""Title of the section while PPO trains."""
+"""Title of the section with samples, which the page has only while PPO trains."""
 
 Row = TypeVar("Row")
 
@@ -61,7 +61,11 @@ class JudgedPair:
 
     @property
     def strength(self) -> float:
-        """How clearly the candidate won, from 0 to 1: mean probability or points of both orders."""
+        """How clearly the candidate won, from 0 to 1.
+
+        Mean over both orders of the probability that the candidate is better, or of its points if
+        the judge gives no probability.
+        """
         found = (
             POINTS[one.winner] if one.probability is None else one.probability
             for one in (self.straight, self.swapped)
@@ -164,7 +168,7 @@ def choose_pairs(rows: Sequence[JudgedPair]) -> list[tuple[str, JudgedPair]]:
 
     take("Best", [row for row in left if row.strength > 0.5])
     take("Worst", [row for row in reversed(left) if row.strength < 0.5])
-    # Equal answers come last, because they tell a reader nothing.
+    # Among equally close pairs, equal answers come last, because they tell a reader nothing.
     take("Closest", sorted(left, key=lambda row: (abs(row.strength - 0.5), row.is_equal)))
     take("Random", random.Random(0).sample(left, len(left)), NUM_PAIRS - len(chosen))
     return chosen
@@ -271,5 +275,5 @@ def _plain(title: str, text: str) -> Answer:
 
 
 def _evenly(count: int, wanted: int) -> list[int]:
-    """Return at most `wanted` numbers below `count`, at equal distances."""
+    """Return at most `wanted` indices below `count`, at equal distances."""
     return sorted({number * count // wanted for number in range(wanted)}) if count else []

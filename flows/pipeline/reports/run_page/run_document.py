@@ -262,7 +262,7 @@ def _commands(facts: RunFacts) -> Section:
             )
             commands.append(("Write 200 pairs of its answers for people to label", ask))
     elif not facts.is_reward_model_refused:
-        # A resumed run has an id of its own.
+        # In a resumed run, `facts.run.id` is the id of the original run.
         number = current.run_id or facts.run.id.rpartition("/")[2]
         resume = f"python flows/rlhf.py resume --origin-run-id {number}"
         commands.append(("Continue this run after a correction", resume))

@@ -36,7 +36,8 @@ LIMITS = {
     "policy/clipfrac_avg": (0.0, 0.3),
     "val/explained_variance": (0.0, 1.0),
 }
-"""Metric -> healthy range in docs/metrics.md. The limit of a warning replaces an end of a range."""
+"""Metric -> healthy range in docs/metrics.md. If PPO warns at a limit of the metric, this limit
+replaces one end of the range."""
 
 MOST = 1e100
 """Absolute value from which a chart leaves a value out, because no chart has room for it. NaN is
@@ -46,7 +47,7 @@ REWARDS = "rewards/"
 """Prefix of PPO's metrics of single rewards."""
 
 SUPERVISED = ("loss", "accuracy", "margin")
-"""Metrics of supervised trainings that have a curve: the last parts of their names."""
+"""Last parts of the names of those metrics of supervised trainings that are shown as curves."""
 
 
 def ppo_section(facts: RunFacts) -> Section:
@@ -89,7 +90,7 @@ def supervised_section(facts: RunFacts) -> Section:
 
 
 def healthy_range(config: PPOConfig, metric: str, first: float) -> tuple[float, float]:
-    """Return the healthy range of a metric of PPO, from the limits of the warnings and LIMITS.
+    """Return the healthy range of a metric of PPO, from LIMITS and the limits of the warnings.
 
     Args:
         config: settings of PPO, with the limits of the warnings.

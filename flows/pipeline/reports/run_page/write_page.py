@@ -16,7 +16,7 @@ from ppo_core.errors.redaction import mask_secrets
 from ppo_core.io.atomic_files import explained_writes, write_atomically
 
 RELOADS = re.compile('<meta http-equiv="refresh"')
-"""Mark of a page without an outcome."""
+"""Mark on the page of a run that has no outcome yet."""
 
 PAGE_FILE = "index.html"
 """Name of the page in the folder of a run, and among the artifacts of its MLflow parent run."""
@@ -35,8 +35,8 @@ def write_run_page(facts: RunFacts, parent: RunLog) -> str:
 def write_failure(run: FlowRun, settings: Settings, failure: str) -> None:
     """Say on the page of a run that a step failed, unless the page has the outcome of the run.
 
-    Without a disk that all steps share, there is no such page. An error of the page is printed, so
-    that the error of the step is raised.
+    Without a disk that all steps share, there is no such page. An error in writing the page is only
+    printed, so that the step still raises its own error.
     """
     path = run.folder / PAGE_FILE
     if run.workspace.store or not path.is_file():
