@@ -19,7 +19,7 @@ Read = TypeVar("Read")
 
 
 def reply_key(model: str, wording: str, prompt: str, first: str, second: str, attempt: int) -> str:
-    """Return the key of a reply: a digest of everything that determines its question.
+    """Return the key of a reply: a digest of the model and of what determines the question.
 
     Args:
         model: version of the chat model.

@@ -117,7 +117,7 @@ def _score_by(
 
 
 def _with_limits_now(settings: Settings) -> Settings:
-    """Return the settings with `alpha` computed from the decisions on the registered model."""
+    """Return the settings; with a `false_promotion_rate`, earlier decisions determine `alpha`."""
     if settings.promotion.false_promotion_rate is None:
         return settings
     # Imported here, because the module imports MLflow, which a short step does not need.
@@ -182,7 +182,7 @@ def _choose(
 
 
 def fetch_again(settings: Settings, champion: FetchedChampion | None) -> FetchedChampion | None:
-    """Return the champion of an earlier step; if its files are gone, fetch the current champion.
+    """Return the champion that an earlier step fetched; without its files, fetch the current one.
 
     The files are gone if this step runs on another machine, or if somebody emptied the cache.
 

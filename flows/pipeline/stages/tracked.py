@@ -125,8 +125,8 @@ def watched(
 ) -> Iterator[None]:
     """Return a context that ends a step that hangs, and shares encoded rows through S3.
 
-    See `watched_step` and `Workspace.sharing_rows`. The first step has no settings and no run yet,
-    so the context does nothing.
+    See `watched_step` and `Workspace.sharing_rows`. In the first step, the context does nothing,
+    because there are no settings and no run yet.
     """
     if settings is None or run is None:
         yield
