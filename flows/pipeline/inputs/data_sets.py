@@ -208,7 +208,7 @@ class RunData:
         return without_copies(rows, self._training_rows(), self.settings.max_overlap)
 
     def _training_rows(self) -> list[Rows]:
-        """Read the data sets that train a model of the run, as texts."""
+        """Read the texts of the data sets that train a model of the run."""
         settings = self.settings
         return [
             self.training_prompts(),

@@ -1,4 +1,4 @@
-"""Record of one run of the flow, which all steps share."""
+"""Record that all steps of one run of the flow share."""
 
 from dataclasses import dataclass
 from pathlib import Path

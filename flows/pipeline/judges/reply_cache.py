@@ -84,7 +84,7 @@ class ReplyCache:
         """Return and store the reply of another machine from S3; return None if there is none."""
         if self._shared is None:
             return None
-        # Imported here because it imports boto3, which a run without S3 does not need.
+        # Imported here, because `objects` imports boto3, which a run without S3 does not need.
         from pipeline.storage.objects import read_object
 
         found = read_object(self._address(key))

@@ -120,7 +120,7 @@ def _with_limits_now(settings: Settings) -> Settings:
     """Return the settings; with a `false_promotion_rate`, earlier decisions determine `alpha`."""
     if settings.promotion.false_promotion_rate is None:
         return settings
-    # Imported here, because the module imports MLflow, which a short step does not need.
+    # Imported here, because the import loads MLflow, which a short step does not need.
     with large_imports():
         from pipeline.registry.alias_sync import sync_aliases
     decisions = sync_aliases(settings.registered_model).decisions
@@ -192,7 +192,7 @@ def fetch_again(settings: Settings, champion: FetchedChampion | None) -> Fetched
     """
     if champion is None or Path(champion.model).is_dir():
         return champion
-    # Imported here, because the module imports MLflow, which a short step does not need.
+    # Imported here, because the import loads MLflow, which a short step does not need.
     with large_imports():
         from pipeline.promotion.fetch_champion import find_champion
     return find_champion(settings)

@@ -92,7 +92,7 @@ def track(run: FlowRun, step: str, *, patient: bool = False) -> Iterator[Tracker
     with shared_journal(run):
         tracker = Tracker(run.folder, run.tracking, step, patience=patience)
         if run.workspace.store and current.retry_count:
-            # Imported here, because the module imports MLflow, which a short step does not need.
+            # Imported here, because the import loads MLflow, which a short step does not need.
             from pipeline.tracking.mlflow_runs import remember_sent_metrics
 
             remember_sent_metrics(tracker.journal, [tracker.step.run, tracker.parent.run])

@@ -16,7 +16,7 @@ from ppo_core.errors import ConfigError
 from ppo_core.io.folder_cache import sharing
 
 if TYPE_CHECKING:
-    # This module imports boto3, which a run on one disk does not need.
+    # `shared_folder` imports boto3, which a run on one disk does not need.
     from pipeline.storage.shared_folder import SharedFolder
 
 Record = TypeVar("Record")
