@@ -44,7 +44,7 @@ class Retrain(FlowSpec):
 
     @step
     def start(self) -> None:
-        """Withdraw the champion if users prefer the previous one; fetch inputs, find new ones."""
+        """Withdraw the champion if users prefer the previous one; fetch and compare the inputs."""
         with explained_errors():
             from retraining.new_inputs import find_new_inputs
             from retraining.retrain import watch_feedback

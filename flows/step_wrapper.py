@@ -110,7 +110,7 @@ def is_permanent(error: BaseException) -> bool:
 def is_last_attempt(step: Any, *, is_permanent: bool = True) -> bool:
     """Return whether the run ends if this attempt of a step fails.
 
-    A scheduler retries the step after a permanent error too; otherwise, the run ends at once.
+    Without a scheduler, a permanent error ends the run at once. A scheduler retries it.
     """
     is_retried = runs_remotely() or not is_permanent
     return not is_retried or current.retry_count + 1 >= most_attempts(step)

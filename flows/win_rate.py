@@ -1,4 +1,4 @@
-"""Measure, with a judge, the win rate of a model against the references of a data set.
+"""Let a judge measure the win rate of a model against the references of a data set.
 
     python flows/win_rate.py --model PATH_OR_URI --judge openai:MODEL --num-examples 1000
 

@@ -214,7 +214,7 @@ class _Found:
         self._equal: set[int] = set()
 
     def look_in(self, batch: _Words) -> None:
-        """Record the n-grams of the prompts that are in training texts, and the equal texts."""
+        """Record which n-grams of the prompts are in the texts, and which texts equal a prompt."""
         self._equal.update(np.intersect1d(batch.keys, self.evaluated.keys).tolist())
         made, texts = batch.ngrams()
         if not len(made) or not len(self.grams):
@@ -230,7 +230,7 @@ class _Found:
         return np.isin(self.evaluated.keys, np.array([*self._equal], np.uint64))
 
     def overlaps(self) -> tuple[Numbers, Numbers]:
-        """Return two numbers for each prompt, without the n-grams of templates.
+        """Return two numbers for each prompt; n-grams of templates are not counted.
 
         The first is the largest number of n-grams that the prompt shares with one training text.
         The second is the number of n-grams of the prompt.

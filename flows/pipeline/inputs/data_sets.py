@@ -121,7 +121,7 @@ class RunData:
         rows = self._read(self.settings.preferences, "pairs")
         if not self.settings.preferences_test:
             rows = held_out(rows, self.settings.held_out_share)[0]
-        # Pairs are compared before long texts are shortened, because this would change the keys.
+        # Compare pairs before long texts are shortened: shortened texts have other keys.
         return training_pairs_of(rows, self._validation_pairs())
 
     def encoded_demonstrations(self) -> Rows:
@@ -208,7 +208,7 @@ class RunData:
         return without_copies(rows, self._training_rows(), self.settings.max_overlap)
 
     def _training_rows(self) -> list[Rows]:
-        """Read the data sets that train a model of the run, as texts."""
+        """Read the texts of the data sets that train a model of the run."""
         settings = self.settings
         return [
             self.training_prompts(),
@@ -456,7 +456,7 @@ def held_out(rows: Rows, share: float, most: int | None = None) -> tuple[Rows, R
 def _between_prompts(rows: Rows, cut: int) -> int:
     """Return the first position at or after `cut` between two ranked lists or prompts.
 
-    If there is none, return the last such position before `cut`; raise if there is none either.
+    If there is none, return the last such position before `cut`; if there is none at all, raise.
     """
     numbers = rows.table.with_format("arrow")[ROW]
     places = chain(range(cut, len(rows)), range(cut - 1, 0, -1))
@@ -481,7 +481,7 @@ def judged_rows(rows: Rows, config: EvaluationConfig, champion: int | None = Non
     judged rows are the first rows of `rows`, and are always the same.
 
     Raises:
-        DataError: there are too few other rows.
+        DataError: there are too few rows to draw from.
     """
     judged = min(config.num_examples, len(rows))
     rotated = round(config.rotate * judged)

@@ -1,4 +1,4 @@
-"""Record of one run of the flow, which all steps share."""
+"""Record that all steps of one run of the flow share."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +8,7 @@ from pipeline.inputs.lineage import DataSet
 from pipeline.storage.workspace import Workspace
 
 SETTINGS_FILE = "settings.toml"
-"""File in the folder of a run with all settings of the run. A new run can use it again."""
+"""File with all settings of a run, in the folder of the run. A new run can use the file again."""
 
 QUARANTINE = "quarantine"
 """Folder for the rows that were left out, in the folder of the run or, without a run, in

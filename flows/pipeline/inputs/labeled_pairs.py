@@ -42,7 +42,7 @@ class LabeledPair:
     """Number of people who voted."""
 
     agreement: float | None = None
-    """Fraction of the votes for the most frequent opinion; None for a single vote."""
+    """Fraction of the votes that have the most frequent opinion; None for a single vote."""
 
 
 def label_pairs(rows: Iterable[Row]) -> list[LabeledPair]:

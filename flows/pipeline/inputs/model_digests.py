@@ -1,4 +1,4 @@
-"""Compute digests of models, which identify models and reveal changed files."""
+"""Compute digests of models; a digest identifies a model and reveals changed files."""
 
 from pathlib import Path
 

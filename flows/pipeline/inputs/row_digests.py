@@ -134,8 +134,8 @@ def write_digests(
     """Write the digests of data sets to a file, see ROWS_FILE.
 
     Args:
-        data: for each data set, the given rows, and the rows that the run reads. Only the numbers
-            of the read rows are used, because their texts may be shortened or encoded.
+        data: for each data set, the given rows, and the rows that the run reads. Of the read rows,
+            only the column ROW is used, because their texts may be shortened or encoded.
         path: file to write.
         inherited: further digests, of rows that trained the models from which the run starts.
     """

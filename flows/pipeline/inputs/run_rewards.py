@@ -75,7 +75,7 @@ class RunRewards:
         return {one.name: self._digest_of(one) for one in self.named if not one.is_own}
 
     def decides_the_result(self) -> dict[str, Any]:
-        """Return what the policy depends on besides the reward model; {} if `rewards` is empty."""
+        """Return what `rewards` adds to the inputs of the policy; {} if `rewards` is empty."""
         if not self.named:
             return {}
         digests = self.digests()

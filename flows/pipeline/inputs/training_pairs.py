@@ -120,7 +120,7 @@ def join_by_weight(parts: Sequence[tuple[Rows, float]]) -> Rows:
 
 
 def _with_weight(rows: Rows, weight: float) -> Rows:
-    """Multiply the weight of each row by `weight`; rows without weights get the margin 0."""
+    """Multiply the weight of each row by `weight`; unweighted rows have weight 1 and margin 0."""
     is_weighted = WEIGHT in rows.table.column_names
 
     def convert(row: Row) -> Row:

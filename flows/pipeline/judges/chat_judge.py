@@ -44,7 +44,7 @@ class ChatJudge:
         """Return one verdict per pair; equal prompts and pairs get equal verdicts.
 
         A verdict is `invalid` if no attempt gave a readable verdict, or if the model gave no reply.
-        Only replies are stored, so a later call repeats a question without a reply.
+        Only replies are stored, so a later call repeats the questions that got no reply.
 
         Raises:
             JudgeError: the model cannot be asked, or the budget is spent. All earlier replies are

@@ -22,7 +22,7 @@ class Spent:
     calls: int
 
     tokens: int | None
-    """Tokens of questions and replies; None if one reply of the server did not report them."""
+    """Tokens of questions and replies; None if at least one reply did not report its tokens."""
 
 
 def sum_spent(*parts: Mapping[str, Spent]) -> dict[str, Spent]:

@@ -141,13 +141,13 @@ def _check_server(named: str, base_url: str, *, needs_key: bool) -> None:
 
 
 def check_reward_names(rewards: Sequence[str], judge: str, base_url: str) -> None:
-    """Raise if a reward of PPO is also a judge of the run, or if its server cannot be asked.
+    """Raise if a reward of PPO is also a judge of the run, or if a reward's server cannot be asked.
 
     The judge may be one member of an ensemble.
 
     Raises:
-        ConfigError: a reward is also a judge of the run, or its package is missing; or see
-            `read_access`.
+        ConfigError: a reward is also a judge of the run, or the package for a reward is missing;
+            or see `read_access`.
     """
     for one in read_rewards(rewards):
         if one.kind == "openai":
@@ -173,7 +173,7 @@ def _is_judge(reward: NamedReward, judge: JudgePart) -> bool:
 def read_access(base_url: str, *, needs_key: bool | None = None) -> ServerAccess:
     """Return the address and the key of the server that openai:MODEL asks; make no call.
 
-    The address is the first that is not empty of: `base_url`, the environment variable
+    The address is the first of these that is not empty: `base_url`, the environment variable
     OPENAI_BASE_URL, and OpenAI's address. The key is the environment variable OPENAI_API_KEY. A key
     is required only for OpenAI's server, and only if `needs_key` is true. By default, `needs_key`
     is true in a step that may ask the judge.

@@ -1,4 +1,4 @@
-"""Write the question about a pair of answers for a chat model, and read its reply."""
+"""Ask a chat model about a pair of answers: write the question, and read the reply."""
 
 import hashlib
 import json
@@ -36,8 +36,8 @@ VERDICT: A
 VERDICT: B
 VERDICT: TIE"""
 
-# Special tokens of chat models begin with one of these characters, and a tokenizer recognizes
-# special tokens in any text.
+# Special tokens of chat models begin with one of these characters. They are escaped, because a
+# tokenizer recognizes special tokens in any text.
 _ESCAPED = str.maketrans({"<": "\\u003c", "[": "\\u005b"})
 
 _MARKUP = r"[\s*_`'\"#.!()\[\]]*"
@@ -70,9 +70,9 @@ def line_of_data(texts: Mapping[str, str]) -> str:
 
 
 def delimiter_of(*parts: str | int) -> str:
-    """Return a line that depends only on the question and that no text in it contains."""
-    # A text cannot contain its own digest, so the writer of an answer cannot know the delimiter,
-    # although it is not random.
+    """Return a line that depends only on the question, and is in no text of the question."""
+    # A text cannot contain its own digest. So the writer of an answer cannot know the delimiter,
+    # although the delimiter is not random.
     return "DATA-" + hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
@@ -101,7 +101,7 @@ def read_verdict(text: str) -> Verdict:
 
 
 def without_thoughts(text: str) -> str:
-    """Remove the reasoning of a reply; its opening tag may be missing.
+    """Remove the reasoning of a reply, even if the opening tag of the reasoning is missing.
 
     Some chat templates write the opening tag before the reply.
     """

@@ -163,7 +163,7 @@ class OpenAIModel:
         """
         error = state.outcome.exception() if state.outcome else None
         asked = error.retry_after if isinstance(error, CallError) else None
-        # If the server asks several calls to wait equally long, the back-off spreads them.
+        # Without Retry-After, the jitter spreads calls that failed at the same time.
         return max(asked or 0.0, _back_off(state) * self._random.uniform(0.5, 1.0))
 
     def _take_stock(self, reply: Reply) -> None:

@@ -19,7 +19,7 @@ Read = TypeVar("Read")
 
 
 def reply_key(model: str, wording: str, prompt: str, first: str, second: str, attempt: int) -> str:
-    """Return the key of a reply: a digest of everything that determines its question.
+    """Return the key of a reply: a digest of the model and of what determines the question.
 
     Args:
         model: version of the chat model.
@@ -84,7 +84,7 @@ class ReplyCache:
         """Return and store the reply of another machine from S3; return None if there is none."""
         if self._shared is None:
             return None
-        # Imported here because it imports boto3, which a run without S3 does not need.
+        # Imported here, because `objects` imports boto3, which a run without S3 does not need.
         from pipeline.storage.objects import read_object
 
         found = read_object(self._address(key))

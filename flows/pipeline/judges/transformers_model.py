@@ -36,7 +36,7 @@ class TransformersModel:
     """
 
     def __init__(self, path: str, config: JudgingConfig, precision: Precision = "auto") -> None:
-        """Load the model, with weights in `precision`, and the tokenizer of a folder or hub id.
+        """Load the model and the tokenizer of a folder or hub id; the weights have `precision`.
 
         Raises:
             ModelError: the model does not exist, is not decoder-only, or has no chat template for

@@ -37,14 +37,14 @@ def check_run(given: Settings) -> Iterator[str]:
 
     The texts are, in order:
 
-    1. with `start_from`, where the reward model and the critic would start
+    1. with `start_from`, the models from which the reward model and the critic would start
     2. the sizes of the run
     3. the memory of the run
     4. the result of the self-check, which loads the given models
     5. the time and the price; the estimate may time a computation on this machine
 
-    Nothing is trained or registered, and no run is created. The files of a built-in task and the
-    champion stay in the cache, where a run reuses them.
+    Nothing is trained or registered, and no run is created. The champion and the files of a
+    built-in task stay in the cache, where a run reuses them.
 
     Raises:
         ConfigError: a setting is invalid.

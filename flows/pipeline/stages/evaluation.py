@@ -117,10 +117,10 @@ def _score_by(
 
 
 def _with_limits_now(settings: Settings) -> Settings:
-    """Return the settings with `alpha` computed from the decisions on the registered model."""
+    """Return the settings; with a `false_promotion_rate`, earlier decisions determine `alpha`."""
     if settings.promotion.false_promotion_rate is None:
         return settings
-    # Imported here, because the module imports MLflow, which a short step does not need.
+    # Imported here, because the import loads MLflow, which a short step does not need.
     with large_imports():
         from pipeline.registry.alias_sync import sync_aliases
     decisions = sync_aliases(settings.registered_model).decisions
@@ -182,7 +182,7 @@ def _choose(
 
 
 def fetch_again(settings: Settings, champion: FetchedChampion | None) -> FetchedChampion | None:
-    """Return the champion of an earlier step; if its files are gone, fetch the current champion.
+    """Return the champion that an earlier step fetched; without its files, fetch the current one.
 
     The files are gone if this step runs on another machine, or if somebody emptied the cache.
 
@@ -192,7 +192,7 @@ def fetch_again(settings: Settings, champion: FetchedChampion | None) -> Fetched
     """
     if champion is None or Path(champion.model).is_dir():
         return champion
-    # Imported here, because the module imports MLflow, which a short step does not need.
+    # Imported here, because the import loads MLflow, which a short step does not need.
     with large_imports():
         from pipeline.promotion.fetch_champion import find_champion
     return find_champion(settings)

@@ -93,8 +93,8 @@ def label_round(
 ) -> tuple[FreshPairs, bool]:
     """Return labeled pairs of samples of the current policy, for a round after the first.
 
-    Also return whether enough pairs have a preference to train on. There may be too few, because
-    the samples of a policy become more similar during PPO.
+    Also return whether the pairs with a preference are enough for a training. They may be too few,
+    because the samples of a policy become more similar during PPO.
 
     Args:
         tracker: tracker of the step.
@@ -132,7 +132,7 @@ def label_round(
 def _log_labels(
     tracker: Tracker, made: MadeModel, budget: Budget, number: int | None = None
 ) -> FreshPairs:
-    """Log the counts of labeled pairs as metrics of round `number`; return the pairs."""
+    """Log the counts of labeled pairs, as metrics if `number` names a round; return the pairs."""
     numbers = {f"fresh_pairs/{name}": float(value) for name, value in made.values.items()}
     if number is None:
         tracker.parent.log_figures(numbers)
@@ -144,7 +144,7 @@ def _log_labels(
 
 
 def sample_pairs(data: RunData, policy: str, folder: Path, number: int = 1) -> SampledPairs:
-    """Sample two answers, as PPO does, to each prompt of a round; see `RunData.fresh_prompts`."""
+    """Sample two answers to each prompt of a round, see `answer_as_ppo` and `fresh_prompts`."""
     settings, asked = data.settings, data.fresh_prompts(number)
     texts = answer_as_ppo(settings, policy, folder, [prompt for prompt in asked for _ in range(2)])
     return SampledPairs(asked, texts[::2], texts[1::2])

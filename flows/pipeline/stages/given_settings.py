@@ -60,7 +60,7 @@ def _parameters(policy: str) -> int:
     with large_imports():
         from ppo_core.models.files.model_folder import check_model_folder
         from ppo_core.models.loading import check_policy_config, count_parameters
-    # Checked first: its error says what a folder without a policy contains instead.
+    # Check the folder first: the error then says what the folder contains instead of a policy.
     check_model_folder(policy)
     check_policy_config(policy)
     return count_parameters(policy)

@@ -218,7 +218,7 @@ def _read_rows(
     tokenizer: PreTrainedTokenizerBase,
     options: ReadOptions,
 ) -> Rows:
-    """Return the prompts and references; print which columns were read and which rows left out."""
+    """Return prompts and references; print which columns were read and which rows were left out."""
     is_chat = tokenizer.chat_template is not None
     rows = read_rows(source, "prompts", is_chat=is_chat, options=options)
     fitting = fit_prompts(

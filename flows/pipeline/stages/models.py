@@ -76,10 +76,9 @@ def load_policy(
 ) -> tuple[PreparedModel, FreshPairs | None]:
     """Return the policy from which PPO starts, and labeled pairs of its samples.
 
-    The policy is the setting `policy`, or this model fine-tuned on `sft_data`. On one machine, the
-    pairs are None, because `load_reward_models` labels them. With several machines, the pairs are
-    None unless the settings ask for them; at the same time, the other machines call
-    `load_policy_as_worker`.
+    The policy is the setting `policy`, or this model fine-tuned on `sft_data`. The pairs are None
+    if the settings ask for none, and also on one machine: `load_reward_models` labels them there.
+    With several machines, the other machines call `load_policy_as_worker` at the same time.
     """
     if settings.sft_data:
         policy = _train_and_log(_policy_training(settings, run), run, here, tracker)
@@ -110,8 +109,8 @@ def load_reward_models(
 
     The reward model is the setting `reward_model`, or a model that this step trains.
 
-    If the settings ask for pairs of the policy's samples, `label_samples` labels them, unless the
-    given model already agrees with the judge. With several machines, `load_policy` has labeled the
+    If the settings ask for pairs of the policy's samples, `label_samples` labels them, unless this
+    reward model already agrees with the judge. With several machines, `load_policy` has labeled the
     pairs `fresh` instead. A second reward model is trained on the pairs, and the better of the two
     models is returned. Without labeled pairs, the returned pairs are None.
 
@@ -298,7 +297,7 @@ def _train_once(
     """Return the model NAME-DIGEST, trained if it is not cached, and whether it was cached."""
     name, job = training.name, run.folder / training.name
 
-    # judge/accuracy is the accuracy of the trained judge on held-out pairs.
+    # The name judge/accuracy is taken: it is the trained judge's accuracy on held-out pairs.
     curves = f"{JUDGE}-training" if name == JUDGE else name
 
     def log_curves(step: int, metrics: Mapping[str, float]) -> None:
@@ -323,7 +322,7 @@ def _train_once(
 
 
 def _shown(training: _Training, run: FlowRun, tracker: Tracker) -> AbstractContextManager[None]:
-    """Return a context that shows a training live; `train_policy` already shows its own card."""
+    """Show a training live in the context, except in `train_policy`, which already shows PPO."""
     if tracker.name == "train_policy":
         return nullcontext()
     # Imported here, because a step that reuses its models does not need it.
@@ -335,8 +334,8 @@ def _shown(training: _Training, run: FlowRun, tracker: Tracker) -> AbstractConte
 def _members(training: _Training) -> list[_Training]:
     """Return the trainings of the members of a reward model.
 
-    If the model to start from has members, each member starts from the member with its number.
-    Otherwise all members start from the same model.
+    If the model to start from has members, each new member starts from the old member with the same
+    number. Otherwise all members start from the same model.
     """
     section = training.data.settings.reward_model_training
     starts = [*map(str, member_folders(training.model))] or [training.model] * section.members
@@ -414,7 +413,7 @@ def _log_result(tracker: Tracker, training: str, values: Mapping[str, float]) ->
 def _given_model(place: str, run: FlowRun) -> PreparedModel:
     folder = run.workspace.fetch(place)
     if folder != place:
-        # The first step did not check the weights if the model came from the hub.
+        # The model may come from the hub; then the first step did not check its weights.
         require_finite_weights(folder)
     digest = digest_of_model(folder)
     return PreparedModel(path=place, digest=digest, metrics={})

@@ -40,7 +40,7 @@ class ScaledReward:
 
 
 def decides_the_rounds(data: RunData, fresh: FreshPairs | None) -> dict[str, Any]:
-    """Return what the policy depends on besides the first reward model; {} for a single round."""
+    """Return what later rounds add to the inputs of the policy; {} for a single round."""
     settings = data.settings
     if settings.fresh_pairs.rounds == 1:
         return {}
@@ -71,7 +71,7 @@ class Rounds:
     sft: PreparedModel
 
     policy: PreparedModel
-    """Folder of the policy when PPO pauses; its digest covers all that decides the policy."""
+    """Folder of the policy when PPO pauses, and a digest of all that determines the policy."""
 
     updates: int
     """Number of updates of PPO in all rounds together."""
@@ -95,7 +95,7 @@ class Rounds:
         for number in range(1, self.count):
             labeled, are_enough = self._label(reward, fresh, number)
             spent = sum_spent(spent, labeled.spent)
-            # The labels may come from an earlier run, whose checkpoints this run does not have.
+            # If the labels come from an earlier run, this run may not have trained up to the round.
             if self._updates_done() < self._end_of(number):
                 self._train_until(reward, number)
             if not are_enough:

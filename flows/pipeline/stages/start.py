@@ -76,7 +76,7 @@ def _print_versions_that_saw(settings: Settings) -> None:
 
 
 def find_inputs(given: Settings) -> Settings:
-    """Fetch the inputs to this machine, and return the settings with their paths; check nothing."""
+    """Fetch the inputs to this machine, unchecked; return the settings with the inputs' paths."""
     require_writable(Path(given.output_dir), "output_dir")
     return _make_demo_task(given) if given.task else fetch_inputs(given)
 
@@ -112,12 +112,12 @@ def start_run(
     """Create the folder and the MLflow runs of a run of the flow, and record its lineage.
 
     Args:
-        given: settings before `prepare_inputs`, which can repeat the run on another machine.
+        given: settings before `prepare_inputs`; a run on another machine can use them again.
         settings: settings that `prepare_inputs` returned.
         flow: name of the flow.
         number: Metaflow's id of the run.
         steps: names of the steps that get an MLflow run.
-        champion: the champion; with `start_from`, the models start from those of its run.
+        champion: the champion; with `start_from`, reward model and critic start from its run.
 
     Raises:
         ConfigError, DataError, ModelError: see `find_start`; or MLflow does not answer.
@@ -149,7 +149,7 @@ def start_run(
 
 @contextmanager
 def ended_if_it_fails(run: FlowRun) -> Iterator[None]:
-    """Return a context of the first step that ends the MLflow runs of the run if the step fails."""
+    """Return a context for the first step: if the step fails, end the MLflow runs of the run."""
     try:
         yield
     except (Exception, KeyboardInterrupt, SystemExit) as error:
@@ -161,7 +161,7 @@ def ended_if_it_fails(run: FlowRun) -> Iterator[None]:
 def _record_inputs(
     run: FlowRun, given: Settings, settings: Settings, start: ChampionStart | None, packages: str
 ) -> None:
-    """Write the settings and the digests of the rows to the run's folder, and log both texts."""
+    """Write settings and digests of rows to the run's folder; log the settings and `packages`."""
     (run.folder / SETTINGS_FILE).write_text(settings_text(given), encoding="utf-8")
     inherited = None if start is None else inherited_rows(read_start_rows(start.path))
     write_digests(RunData(settings).digested(), run.folder / ROWS_FILE, inherited)

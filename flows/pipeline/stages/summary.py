@@ -46,7 +46,7 @@ def summarize(
     validation, registered = fetch_files(validation), fetch_files(registered)
     evaluation, reward_model = registered.evaluation.report(), validation.report()
     with track(run, PARENT) as tracker:
-        # Inside `track`, which fetches the files that earlier steps wrote on other machines.
+        # `track` has fetched what earlier steps wrote on other machines; `cost_of_run` reads it.
         labeled = fresh.spent if fresh else {}
         spent = sum_spent(labeled, policy.spent, validation.spent, evaluation.spent)
         cost = cost_of_run(run, settings.hardware, policy, spent)

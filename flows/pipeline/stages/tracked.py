@@ -92,7 +92,7 @@ def track(run: FlowRun, step: str, *, patient: bool = False) -> Iterator[Tracker
     with shared_journal(run):
         tracker = Tracker(run.folder, run.tracking, step, patience=patience)
         if run.workspace.store and current.retry_count:
-            # Imported here, because the module imports MLflow, which a short step does not need.
+            # Imported here, because the import loads MLflow, which a short step does not need.
             from pipeline.tracking.mlflow_runs import remember_sent_metrics
 
             remember_sent_metrics(tracker.journal, [tracker.step.run, tracker.parent.run])
@@ -125,8 +125,8 @@ def watched(
 ) -> Iterator[None]:
     """Return a context that ends a step that hangs, and shares encoded rows through S3.
 
-    See `watched_step` and `Workspace.sharing_rows`. The first step has no settings and no run yet,
-    so the context does nothing.
+    See `watched_step` and `Workspace.sharing_rows`. In the first step, the context does nothing,
+    because there are no settings and no run yet.
     """
     if settings is None or run is None:
         yield

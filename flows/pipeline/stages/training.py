@@ -210,7 +210,7 @@ def _move_policy(run: FlowRun, folder: Path) -> dict[str, Any]:
 
 
 def _watched(job: Path) -> list[WatchedPrompt]:
-    """Return the watched prompts; a damaged file causes a warning, as only the page needs them."""
+    """Return the watched prompts; only the page needs them, so a damaged file causes a warning."""
     try:
         return read_watched(job)
     except DataError as error:
@@ -224,7 +224,7 @@ def _copied_once(
     """Return a result of PPO other than the policy, from the cache if possible.
 
     `name` is a key of `_SOURCES`, and `inputs` is everything that the result depends on. If the
-    result is missing, `train` trains the policy; it is None if the run has just trained.
+    result is missing, `train` trains the policy; `train` is None if the run has just trained.
     """
 
     def copy_into(folder: Path) -> dict[str, Any]:
@@ -238,7 +238,7 @@ def _copied_once(
 
 
 def _beside_the_policy(data: RunData, inputs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the inputs of each result of PPO besides the policy, whose inputs are `inputs`."""
+    """Return the inputs of each result of PPO besides the policy, which has the inputs `inputs`."""
     settings, needed = data.settings, {}
     if saved := settings.ppo.save_policies:
         needed[EARLIER] = {**inputs, "save_policies": saved}

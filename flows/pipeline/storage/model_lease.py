@@ -138,8 +138,8 @@ class Lease:
     def release(self, run: str | None = None) -> None:
         """Release the lease, so that the next run does not wait for `LIMIT`.
 
-        Do nothing if the lease now belongs to another run. If `run` is None, release the lease for
-        any run of the flow RLHF that the owner has started.
+        Do nothing if the lease now belongs to another run. If `run` is None, release the lease, no
+        matter which run of the flow RLHF uses it.
 
         Raises:
             StorageError: S3 does not answer.

@@ -37,8 +37,8 @@ ATTEMPTS = 10
 """Maximum number of attempts of a call."""
 
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.25, 20.0
-"""Maximum of the random wait in seconds: before the second attempt, and before any later attempt.
-The maximum doubles with each attempt, from the first value up to the second value."""
+"""Each attempt after the first waits a random number of seconds. The maximum of this wait is the
+first value for the second attempt; it doubles with each attempt, up to the second value."""
 
 TEMPORARY = {
     "ExpiredToken",

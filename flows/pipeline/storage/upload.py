@@ -45,7 +45,7 @@ def publish(source: Path, address: S3Address) -> S3Address:
 
 
 def publish_by_content(source: Path, address: S3Address) -> S3Address:
-    """Publish a file or folder at ADDRESS-DIGEST, with the manifest's digest; see `publish`."""
+    """Publish a file or folder at ADDRESS-DIGEST, see `publish`; DIGEST is the manifest's."""
     files = files_of(source)
     manifest = manifest_of(files, is_file=source.is_file())
     named = dataclasses.replace(address, key=f"{address.key}-{manifest.digest[:16]}")
@@ -88,7 +88,7 @@ def replace(
             raise _overtaken(address) from error
         written = current[1]
     needed = {stored_at(address, name, file).key for name, file in manifest.files.items()}
-    # The manifest is written: after an error here, the caller could not replace this version again.
+    # Ignore an error: the manifest is written, and the caller needs its version for the next call.
     with suppress(StorageError):
         stored = {each["Key"] for each in list_objects(address)}
         remove_objects(address, stored - needed - {address.below(MANIFEST).key})
@@ -126,7 +126,7 @@ def _upload(files: Mapping[str, Path], manifest: Manifest, address: S3Address) -
         stored_at(address, name, file).key: (files[name], file)
         for name, file in manifest.files.items()
     }
-    # Small files first: the error of a file is raised only after the transfers of earlier files.
+    # Small files first: errors are raised in this order, so the error of a small file comes soon.
     missing = sorted(
         (key for key, (_, file) in described.items() if stored.get(key) != file.size),
         key=lambda key: described[key][1].size,

@@ -16,7 +16,7 @@ from ppo_core.errors import ConfigError
 from ppo_core.io.folder_cache import sharing
 
 if TYPE_CHECKING:
-    # This module imports boto3, which a run on one disk does not need.
+    # `shared_folder` imports boto3, which a run on one disk does not need.
     from pipeline.storage.shared_folder import SharedFolder
 
 Record = TypeVar("Record")
@@ -88,9 +88,9 @@ class Workspace:
     def publish(self, path: Path) -> str:
         """Publish a file or folder of the workspace; return its address.
 
-        A file in the cache has an address without a digest in its name, so `find` finds it by its
-        path. The address of a result of a run has a digest in its name, because a repeated step
-        may produce another result.
+        The address of a file in the cache has no digest in its name, so `find` needs only the path.
+        The address of a result of a run has a digest in its name, because a repeated step may
+        produce another result.
 
         Raises:
             ConfigError: S3 refuses the access.
@@ -126,7 +126,7 @@ class Workspace:
         return None if found is None else str(found)
 
     def fetch(self, name: str, *, weights: bool = True) -> str:
-        """Fetch an address in S3 and return its path here; return other names unchanged.
+        """Fetch the content of an address in S3; return the path here. Return other names as is.
 
         Without `weights`, the files with the weights of a model are left out.
 

@@ -31,8 +31,8 @@ class Journal:
     `journal.jsonl`, which is append-only with one entry per line; `journal.sent`, the number of
     bytes sent; `journal.refused`, refused entries with the reasons; and `files`.
 
-    An entry survives the end of the process, but may be lost in a power cut, because fsync would
-    dominate the time of an update.
+    An entry survives the end of the process, but may be lost in a power cut: the journal calls no
+    fsync, which would dominate the time of an update.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -118,7 +118,7 @@ class Journal:
         return self.folder / "files" / run / artifact
 
     def next_step(self, run: str, prefix: str) -> int:
-        """Return the step number after the last step of a run's metrics with a prefix."""
+        """Return the number after the last step at which a run has metrics with a prefix."""
         with self._writing():
             steps = [
                 step
@@ -128,7 +128,7 @@ class Journal:
         return max(steps, default=-1) + 1
 
     def curves(self, run: str) -> dict[str, list[tuple[int, float]]]:
-        """Return the metrics of a run with a step: (step, value) in order of the steps, by name."""
+        """Return the metrics of a run that have steps: name -> (step, value), ordered by step."""
         found: dict[str, list[tuple[int, float]]] = {}
         with self.path.open("rb") as file:
             # Parse only lines with the id of the run, because most lines belong to other runs.
@@ -175,7 +175,7 @@ class Journal:
         return entry | {"path": str(self.folder / entry["path"])}
 
     def refuse(self, entry: Entry, reason: str) -> None:
-        """Write an entry that MLflow will never accept to `journal.refused`."""
+        """Write to `journal.refused` an entry that MLflow will never accept."""
         with explained_writes(self.refused), self.refused.open("a", encoding="utf-8") as file:
             file.write(json.dumps({**entry, "refused": reason}) + "\n")
 

@@ -37,7 +37,7 @@ def end_killed_runs(folder: Path, flow: str) -> None:
 def end_failed_start(folder: Path, runs: Mapping[str, str], error: BaseException) -> None:
     """End the MLflow runs that the failed first step created; an error is printed.
 
-    The first step has no `Tracker`.
+    In the other steps, `Tracker` does this.
 
     Args:
         folder: folder of the run of the flow.

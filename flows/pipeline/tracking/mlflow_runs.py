@@ -158,8 +158,8 @@ def experiment_of(client: MlflowClient) -> str:
 def artifact_root(*, create: bool) -> str:
     """Return the address of the folder with the artifacts of the runs of the flow.
 
-    The address belongs to the experiment. If the experiment does not exist, it is created
-    if `create` is True; otherwise the result is an empty text.
+    The address belongs to the experiment. If the experiment does not exist, `create` decides: True
+    creates it, and False returns an empty text.
 
     Raises:
         ModelError: MLflow does not answer.
@@ -182,7 +182,7 @@ def log_data(run_id: str, data: Sequence[DataSet]) -> None:
 
 
 def remember_sent_metrics(journal: Journal, runs: Sequence[str]) -> None:
-    """Make the journal skip the metrics of runs that MLflow already has.
+    """Make the journal skip those metrics of `runs` that MLflow already has.
 
     A machine that was lost with its journal has sent these metrics. If MLflow does not answer,
     print a warning and continue: at worst, MLflow shows some points of a curve twice, with equal

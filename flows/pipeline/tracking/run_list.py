@@ -94,7 +94,7 @@ def _has_begun(folder: Path) -> bool:
 
 
 def find_run(runs: Sequence[ListedRun], name: str) -> ListedRun:
-    """Return the run with the id FLOW/NUMBER, or with this number.
+    """Return the run whose id FLOW/NUMBER, or the number in its id, is `name`.
 
     Raises:
         ConfigError: there is no such run; the message names the newest runs.

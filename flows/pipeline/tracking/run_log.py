@@ -41,7 +41,7 @@ class RunLog:
         self.run = run
 
     def log_metrics(self, values: Mapping[str, float], step: int | None = None) -> None:
-        """Log metrics of `step`, or of the full run if None; a step keeps its first values."""
+        """Log metrics of `step`; None means the full run. A step keeps its first values."""
         self.journal.log_metrics(self.run, values, step)
 
     def log_figures(self, values: Mapping[str, float]) -> None:
@@ -125,7 +125,7 @@ def description(outcome: str, sentences: Sequence[str] = ()) -> str:
 
 
 def read_figures(text: str) -> dict[str, float | None]:
-    """Return the values by name in the text of a table FIGURES; a value that is not finite is None.
+    """Return name -> value from the text of a table FIGURES; a value that is not finite is None.
 
     Raises:
         ValueError: the text is not such a table.

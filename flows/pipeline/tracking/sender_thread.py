@@ -37,7 +37,7 @@ class Sender:
     """
 
     def __init__(self, journal: Journal, *, patience: float = 0.0) -> None:
-        """Send entries of `journal` after `patience` seconds, or at the first `flush`."""
+        """Send entries of `journal` from `patience` seconds on, or from the first `flush`."""
         self.trouble = ""
         """Error of the last attempt; empty while MLflow answers."""
         self.sends = patience == 0

@@ -146,7 +146,7 @@ class Tracker:
             remove_record(self.journal.folder)
 
     def _not_finished(self) -> dict[str, str]:
-        """Return the ids of the runs of the parent, of this step, and of the later steps."""
+        """Return the ids of the parent run, and of the runs of this step and the later steps."""
         names = [name for name in self._runs if name != PARENT]
         later = [] if self.name == PARENT else names[names.index(self.name) :]
         return {name: self._runs[name] for name in [PARENT, *later]}

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @cache
 def _language_models(folder: Path) -> "LanguageModels":
-    # Imported here because it imports torch, and a wrong flag should be reported at once.
+    # Imported here, because `job` imports torch, and a wrong flag should be reported at once.
     from pipeline.judges.rubric.job import load_job
 
     return load_job(folder)

@@ -112,7 +112,7 @@ class LanguageModels:
         )
 
     def _keep_spent(self) -> None:
-        """Append the calls and tokens since the last append to the file of the training."""
+        """Append to the file of the training what was spent since the last call of this method."""
         if self.folder is None:
             return
         now = self.budget.spent({})

@@ -11,7 +11,7 @@ from ppo_core.config.reward_names import NamedReward
 from ppo_core.errors import JudgeError
 
 LAST_ANSWERS = 256
-"""Number of latest answers of a process in which the fraction of invalid answers is limited."""
+"""Number of latest answers in each process, of which only a fraction may be invalid."""
 
 LEAST_ANSWERS = 64
 """Minimum number of answers for this limit; with fewer answers, the fraction is uncertain."""
@@ -21,8 +21,8 @@ class RubricReward:
     """Scores responses from 1 to 10 by a rubric; it is a reward function of PPO.
 
     If the model's answer about a response is invalid, the response gets the mean of the valid
-    scores of the same call. If this call has no valid score, it gets the mean of the last valid
-    scores.
+    scores of the same call. If this call has no valid score, the response gets the mean of the last
+    valid scores.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Write a question about the quality of one response for a chat model, and read its reply."""
+"""Ask a chat model about the quality of one response: write the question, and read the reply."""
 
 import re
 from dataclasses import dataclass
