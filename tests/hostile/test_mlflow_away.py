@@ -283,18 +283,35 @@ class Runs:
 
     def kill_in(self, step: str) -> None:
         """Kill a step together with its scheduler, a shell."""
-        code = (
+        self._end_in(
+            step,
+            "tracker.Tracker(Path(folder), runs, step, patience=99).__enter__()\n"
+            f"os.kill(os.getpid(), {signal.SIGKILL})\n",
+        )
+
+    def fail_in(self, step: str) -> None:
+        """Let a step fail while MLflow is away; then its scheduler, a shell, ends."""
+        self._end_in(
+            step,
+            "tracker.FAILED_SECONDS = 0.5\n"
+            "with tracker.Tracker(Path(folder), runs, step, patience=99):\n"
+            "    raise ModelError('no')\n",
+            MLFLOW_TRACKING_URI="http://127.0.0.1:1",
+            MLFLOW_HTTP_REQUEST_MAX_RETRIES="0",
+        )
+
+    def _end_in(self, step: str, code: str, **variables: str) -> None:
+        imports = (
             "import json, os, sys\n"
             "from pathlib import Path\n"
-            "from pipeline.tracking.tracker import Tracker\n"
+            "from pipeline.tracking import tracker\n"
+            "from ppo_core.errors import ModelError\n"
             "folder, runs, step = json.loads(sys.argv[1])\n"
-            "Tracker(Path(folder), runs, step, patience=99).__enter__()\n"
-            f"os.kill(os.getpid(), {signal.SIGKILL})\n"
         )
         words = json.dumps([str(self.folder), self.ids, step])
         subprocess.run(
-            ["sh", "-c", '"$0" -c "$1" "$2"; true', sys.executable, code, words],
-            env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'flows'}"},
+            ["sh", "-c", '"$0" -c "$1" "$2"; true', sys.executable, imports + code, words],
+            env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'flows'}"} | variables,
             check=True,
         )
 
@@ -396,6 +413,18 @@ def test_the_runs_of_a_killed_run_are_ended_by_the_next_run(runs: Runs, capsys):
     assert not (runs.folder / RECORD).exists()
     runs.finish(*STEPS[1:], PARENT)
     assert set(runs.statuses.values()) == {"FINISHED"}
+
+
+def test_a_run_that_failed_while_mlflow_was_away_keeps_its_reason(runs: Runs, capsys):
+    runs.finish("load_policy")
+    runs.fail_in("train_policy")
+    assert was_killed(runs.folder)
+    assert runs.statuses[PARENT] == "RUNNING"
+    end_killed_runs(runs.folder.parent, "RLHF")
+    assert runs.statuses["train_policy"] == runs.statuses[PARENT] == "FAILED"
+    assert runs.description().startswith("**Failed**\n\n- train\\_policy failed: no")
+    assert "was killed" not in capsys.readouterr().out
+    assert not (runs.folder / RECORD).exists()
 
 
 def test_a_run_whose_scheduler_lives_is_not_ended(runs: Runs):

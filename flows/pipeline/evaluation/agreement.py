@@ -217,7 +217,10 @@ def doubts_about_judge(people: HumanAgreement, *, min_kappa: float) -> list[str]
     if people.kappa is None or people.kappa >= min_kappa:
         return []
     advice = "Choose another judge or criterion, or check the labels."
-    if sum(any(row.values()) for row in people.confusion.values()) == 1:
+    labels = [label for label, row in people.confusion.items() if any(row.values())]
+    if labels == ["tie"]:
+        advice = "All labels are ties, so kappa cannot be above 0: label pairs that differ."
+    elif len(labels) == 1:
         advice = (
             "All labels are equal, so kappa cannot be above 0: exchange first and second in half "
             "of the rows."

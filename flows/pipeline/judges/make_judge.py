@@ -75,6 +75,7 @@ def make_judge(
     end_of_text: bool,
     precision: Precision = "auto",
     budget: Budget | None = None,
+    setting: str = "judge",
 ) -> Judge:
     """Return the judge that `spec` names.
 
@@ -88,6 +89,7 @@ def make_judge(
         end_of_text: whether a reward model reads an end-of-sequence token after each answer.
         precision: precision of a chat model on this machine.
         budget: counter of the calls to servers; None for a new budget with the limits of `config`.
+        setting: name of the setting that has `spec`, for errors.
 
     Raises:
         ConfigError: `spec` is unknown, names a judge twice, or names a missing function.
@@ -98,12 +100,14 @@ def make_judge(
     judges = []
     replies = ReplyCache(cache_folder, shared_cache)
     for part in read_judges(spec):
-        with _named_in_errors(part):
+        with _named_in_errors(part, setting):
             judges.append(_make_one(part, config, budget, replies, end_of_text, precision))
     return judges[0] if len(judges) == 1 else Ensemble(judges)
 
 
-def make_judge_of_run(settings: Settings, spec: str, budget: Budget | None = None) -> Judge:
+def make_judge_of_run(
+    settings: Settings, spec: str, budget: Budget | None = None, *, setting: str = "judge"
+) -> Judge:
     """Return a judge whose replies are stored for all runs of the same workspace.
 
     Raises:
@@ -119,6 +123,7 @@ def make_judge_of_run(settings: Settings, spec: str, budget: Budget | None = Non
         end_of_text=settings.reward_model_training.end_of_text,
         precision=settings.precision,
         budget=budget,
+        setting=setting,
     )
 
 
@@ -165,7 +170,7 @@ def check_judge(spec: str, reward_model: str, config: JudgingConfig) -> None:
     """
     check_judge_name(spec, reward_model, config.base_url)
     for part in read_judges(spec):
-        with _named_in_errors(part):
+        with _named_in_errors(part, "judge"):
             _check_one(part, config)
 
 
@@ -208,9 +213,9 @@ def _check_one(part: JudgePart, config: JudgingConfig) -> None:
 
 
 @contextmanager
-def _named_in_errors(part: JudgePart) -> Iterator[None]:
-    """Prefix the message of an error with the user's specification of the judge."""
+def _named_in_errors(part: JudgePart, setting: str) -> Iterator[None]:
+    """Prefix the message of an error with the setting and the user's specification of a judge."""
     try:
         yield
     except PPOError as error:
-        raise type(error)(f"judge={part.spec!r}: {error}") from error
+        raise type(error)(f"{setting}={part.spec!r}: {error}") from error

@@ -158,13 +158,12 @@ class OpenAIModel:
     def _wait(self, state: RetryCallState) -> float:
         """Return the seconds to wait before the next attempt.
 
-        This is the larger of the server's Retry-After and a back-off of 1, 2, 4 ... 60 seconds with
-        jitter.
+        This is the server's Retry-After, plus a back-off of 1, 2, 4 ... 60 seconds with jitter,
+        which spreads calls that failed at the same time.
         """
         error = state.outcome.exception() if state.outcome else None
         asked = error.retry_after if isinstance(error, CallError) else None
-        # Without Retry-After, the jitter spreads calls that failed at the same time.
-        return max(asked or 0.0, _back_off(state) * self._random.uniform(0.5, 1.0))
+        return (asked or 0.0) + _back_off(state) * self._random.uniform(0.5, 1.0)
 
     def _take_stock(self, reply: Reply) -> None:
         if reply.text is not None:
@@ -173,9 +172,11 @@ class OpenAIModel:
             self._has_answered = True
             return
         self._given_up_in_a_row += 1
-        if self._given_up_in_a_row >= DOWN_AFTER:
+        # One short outage can end all questions that are asked at the same time.
+        enough = max(DOWN_AFTER, 2 * self._config.concurrency)
+        if self._given_up_in_a_row >= enough:
             raise JudgeError(
-                f"{self._server.url} seems to be down: {DOWN_AFTER} questions in a row to "
+                f"{self._server.url} seems to be down: {enough} questions in a row to "
                 f"{self.name} got no answer. The last error: {reply.error}\n"
                 f"All replies are stored, and {self._left} questions are left to ask. Run again "
                 "when the server is up."

@@ -88,6 +88,8 @@ def answer_as_ppo(
         prompt_format=settings.prompt_format,
         response_length=settings.ppo.response_length,
         temperature=settings.ppo.temperature,
+        top_k=settings.ppo.top_k,
+        top_p=settings.ppo.top_p,
         stop=settings.ppo.stop_token,
         stop_token_id=settings.ppo.stop_token_id,
         seed=settings.seed,

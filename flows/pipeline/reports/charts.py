@@ -111,16 +111,17 @@ def _front_chart(points: Mapping[str, tuple[float, Interval]], shows: str) -> Ma
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """Return at most MOST_POINTS points: the lowest and the highest in each part of the line."""
+    """Return at most MOST_POINTS points: both ends, and the extremes in each part of the line."""
     if len(points) <= MOST_POINTS:
         return list(points)
-    size = math.ceil(len(points) / (MOST_POINTS // 2))
-    parts = (points[start : start + size] for start in range(0, len(points), size))
-    return [
+    size = math.ceil((len(points) - 2) / (MOST_POINTS // 2 - 1))
+    parts = (points[start : start + size] for start in range(1, len(points) - 1, size))
+    extremes = [
         point
         for part in parts
         for point in sorted({min(part, key=lambda one: one[1]), max(part, key=lambda one: one[1])})
     ]
+    return [points[0], *extremes, points[-1]]
 
 
 def _axis(values: Sequence[float], start: float, end: float) -> ChartAxis:

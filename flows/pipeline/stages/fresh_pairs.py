@@ -24,6 +24,9 @@ from ppo_core.data.rows.row_formats import Row
 from ppo_core.errors import DataError
 from ppo_core.io.folder_cache import digest_of, digest_of_code
 
+LABELLER = "fresh_pairs.labeller"
+"""Name of the setting, for errors."""
+
 FRESH_PAIRS = "fresh-pairs"
 """Name of the pairs, and first part of the name of their folder in the cache."""
 
@@ -71,7 +74,7 @@ def label_samples(tracker: Tracker, data: RunData, sft: PreparedModel, run: Flow
     elif config.labeller == PEOPLE:
         _ask_people(tracker, sample_pairs(data, sft.path, run.folder), run)
     else:
-        labeller = make_judge_of_run(settings, config.judge, budget)
+        labeller = make_judge_of_run(settings, config.judge, budget, setting=LABELLER)
         made = make_or_reuse(
             run.workspace,
             FRESH_PAIRS,
@@ -121,7 +124,7 @@ def label_round(
     def make(folder: Path) -> dict[str, int]:
         pause()
         pairs = sample_pairs(data, policy.path, run.folder, number)
-        labeller = make_judge_of_run(settings, settings.fresh_pairs.judge, budget)
+        labeller = make_judge_of_run(settings, settings.fresh_pairs.judge, budget, setting=LABELLER)
         return _ask(labeller, pairs, folder, least=0)
 
     made = make_or_reuse(run.workspace, FRESH_PAIRS, inputs, make)

@@ -89,7 +89,7 @@ def replace(
         written = current[1]
     needed = {stored_at(address, name, file).key for name, file in manifest.files.items()}
     # Ignore an error: the manifest is written, and the caller needs its version for the next call.
-    with suppress(StorageError):
+    with suppress(StorageError, ConfigError):
         stored = {each["Key"] for each in list_objects(address)}
         remove_objects(address, stored - needed - {address.below(MANIFEST).key})
     return manifest, written

@@ -7,7 +7,14 @@ from mlflow.exceptions import MlflowException
 
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.mlflow_runs import find_runs
-from pipeline.tracking.run_record import describe_failure, end_runs, remove_record, was_killed
+from pipeline.tracking.run_record import (
+    OUTCOME,
+    PARENT,
+    describe_failure,
+    end_runs,
+    remove_record,
+    was_killed,
+)
 from pipeline.tracking.sender_thread import Sender
 from ppo_core.errors import PPOError
 from ppo_core.errors.redaction import redact
@@ -57,8 +64,11 @@ def _end(folder: Path, flow_run: str) -> None:
     if not runs:
         return  # another server tracked the run
     journal = Journal(folder)
-    end_runs(journal, runs, "killed", REASON)
-    if _send(journal):
+    # A step that failed while MLflow was away has ended the runs, but MLflow does not know it.
+    has_failed = journal.tag(runs[PARENT], OUTCOME) in ("failed", "refused")
+    if not has_failed:
+        end_runs(journal, runs, "killed", REASON)
+    if _send(journal) and not has_failed:
         print(
             f"{flow_run} was killed. Its runs in MLflow are ended; it can be resumed.", flush=True
         )

@@ -268,6 +268,7 @@ def test_a_run_of_a_million_episodes_and_of_long_texts_has_a_small_page(
     assert re.search(r"\[cut: [\d,]+ more characters\]", text)
     reward = facts.curves["objective/rlhf_reward"]
     assert (99, 30.0) in thinned(reward)
+    assert [thinned(reward)[end] for end in (0, -1)] == [reward[end] for end in (0, -1)]
     assert max(map(len, re.findall(r'<div class="text">([^<]*)', text))) < 8 * MOST_CHARACTERS
 
 
@@ -412,11 +413,12 @@ def test_the_page_of_a_failed_run_says_so_and_how_to_continue(
     with live_view.LiveView(run, facts.settings, tracker, LiveCard(None)).watching():
         pass
     assert "The run is not finished" in page.read_text()
+    assert (warning := "Update 3. Length growth") in page.read_text()
     assert "<progress" not in page.read_text()
     fail()
     text = page.read_text()
     assert "The run failed" in text and "train_policy failed: Out of &lt;script&gt;" in text
-    assert "Value loss" in text
+    assert "Value loss" in text and warning in text
     assert f"rlhf.py resume --origin-run-id {run.id.removeprefix('RLHF/')}" in text
     write_failure(run, facts.settings, "evaluate_win_rate failed: again")
     assert "evaluate_win_rate failed: again" in page.read_text()

@@ -29,7 +29,7 @@ _PHRASES = (
     r"\bi (?:respectfully |politely )?(?:decline|refuse) to (?:\w+ )?" + _SERVE,
     r"\bas an? (?:ai|artificial intelligence|(?:large )?language model|virtual assistant)\b.{0,60}"
     r"\b(?:can ?not|can't|unable|not able|don't|do not|won't|will not|must not|not)\b",
-    r"\b(?:it is|it's|it would be|would not be|wouldn't be|is) (?:not |un|in)"
+    r"\b(?:(?:it is|it's|it would be|is) (?:not |un|in)|(?:would not|wouldn't) be )"
     r"(?:appropriate|ethical) for me to\b",
     r"\bagainst my (?:programming|guidelines|principles|policy|policies|values)\b",
     # German

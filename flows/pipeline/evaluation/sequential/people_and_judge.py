@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.evaluation.comparison import POINTS, Comparison, valid_pairs
+from pipeline.evaluation.comparison import POINTS, Comparison
 from pipeline.evaluation.rates import Array
 from pipeline.evaluation.sequential.confidence_sequence import Values, mean_interval
 from pipeline.inputs.votes_to_pairs import Vote
@@ -81,10 +81,12 @@ class Labels:
         """
         judged: dict[str, list[float]] = {}
         people: dict[str, list[float]] = {}
-        for number in valid_pairs(comparison):
+        for number, outcome in enumerate(comparison.outcomes):
+            if outcome == "invalid":
+                continue
             prompt = comparison.prompts[number]
             pair = prompt, comparison.candidates[number], comparison.opponents[number]
-            judged.setdefault(prompt, []).append(POINTS[comparison.outcomes[number]])
+            judged.setdefault(prompt, []).append(POINTS[outcome])
             people.setdefault(prompt, []).extend([self.points[pair]] if pair in self.points else [])
         return (
             np.array([np.mean(each) for each in judged.values()]),

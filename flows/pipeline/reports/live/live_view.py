@@ -3,14 +3,11 @@
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from pipeline.inputs.flow_run import PPO, FlowRun
-from pipeline.launch.job import ppo_config
+from pipeline.inputs.flow_run import FlowRun
 from pipeline.reports.document import Document, ShownProgress
 from pipeline.reports.live.followed_phase import (
     FollowedPhase,
@@ -19,16 +16,13 @@ from pipeline.reports.live.followed_phase import (
     plural,
 )
 from pipeline.reports.live.live_card import LiveCard
-from pipeline.reports.run_page.facts import EPISODE, Curves, RunFacts, curves_of
+from pipeline.reports.run_page.facts import RunFacts, curves_of
+from pipeline.reports.run_page.ppo_so_far import with_ppo_so_far
 from pipeline.reports.run_page.run_document import REFRESH_SECONDS, run_document
 from pipeline.reports.run_page.write_page import write_page_file
-from pipeline.results.watched_prompts import read_watched
 from pipeline.settings.settings import Settings
 from pipeline.tracking.tracker import Tracker
-from ppo_core.errors import DataError
 from ppo_core.io.progress_bar import PROGRESS
-from ppo_core.reporting.diagnosis import diagnose
-from ppo_core.reporting.metrics_file import NEWEST_SAMPLES_FILE, UPDATE
 
 REST = 100
 """Minimum time between two pages, as a multiple of the CPU time for a page."""
@@ -130,29 +124,4 @@ class LiveView:
     def _facts(self, progress: ShownProgress | None) -> RunFacts:
         curves = curves_of(self._run, self._journal)
         facts = RunFacts(run=self._run, settings=self._settings, curves=curves, progress=progress)
-        updates = _by_update(curves)
-        if self._step != "train_policy" or not updates:
-            return facts
-        folder, watched = self._run.folder / PPO, []
-        try:
-            watched = read_watched(folder)
-        except DataError as error:
-            self._warn(str(error))
-        samples = folder / NEWEST_SAMPLES_FILE
-        findings = diagnose(ppo_config(self._settings), updates)
-        return replace(
-            facts,
-            warnings=[str(one) for one in findings],
-            samples=samples if samples.exists() else None,
-            watched=watched,
-        )
-
-
-def _by_update(curves: Curves) -> list[Mapping[str, Any]]:
-    """Return the metrics of each update with its number, in the format of PPO's metrics file."""
-    updates: dict[int, dict[str, float]] = {}
-    for name, points in curves.items():
-        for update, value in points:
-            updates.setdefault(update, {UPDATE: update})[name] = value
-    # Numbers without EPISODE are only steps of SFT or reward training.
-    return [updates[number] for number in sorted(updates) if EPISODE in updates[number]]
+        return with_ppo_so_far(facts, self._warn) if self._step == "train_policy" else facts

@@ -7,6 +7,7 @@ from pipeline.inputs.flow_run import FlowRun
 from pipeline.reports.document import Document
 from pipeline.reports.html_page import document_page
 from pipeline.reports.run_page.facts import RunFacts, curves_of
+from pipeline.reports.run_page.ppo_so_far import with_ppo_so_far
 from pipeline.reports.run_page.run_document import run_document
 from pipeline.settings.settings import Settings
 from pipeline.tracking.journal import Journal
@@ -46,6 +47,7 @@ def write_failure(run: FlowRun, settings: Settings, failure: str) -> None:
             return
         curves = curves_of(run, Journal(run.folder))
         facts = RunFacts(run=run, settings=settings, curves=curves, failure=failure)
+        facts = with_ppo_so_far(facts, lambda problem: print(f"Warning: {problem}", flush=True))
         if wrong := write_page_file(run_document(facts), run.folder):
             raise wrong
     except (PPOError, OSError, ValueError) as error:
