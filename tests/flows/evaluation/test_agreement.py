@@ -200,6 +200,9 @@ def test_labels_that_are_all_equal_are_named_as_the_cause():
     people = agree_with_people(RuleJudge(longer), rows("first", "first", "first"))
     (doubt,) = doubts_about_judge(people, min_kappa=0.2)
     assert "kappa is 0.00 on 3" in doubt and "exchange first and second in half" in doubt
+    ties = agree_with_people(RuleJudge(longer), rows("tie", "tie", "tie"))
+    (doubt,) = doubts_about_judge(ties, min_kappa=0.2)
+    assert "All labels are ties, so kappa cannot be above 0: label pairs that differ" in doubt
 
 
 def test_a_judge_that_always_agrees_is_not_doubted_without_a_kappa():

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 from pipeline.launch import answers
-from pipeline.launch.answers import PROGRAM, answer, answer_processes
+from pipeline.launch.answers import PROGRAM, answer, answer_as_ppo, answer_processes
+from pipeline.settings.make_settings import make_settings
 from ppo_core.errors import ModelError, TrainingError
 from ppo_core.io.progress_bar import PROGRESS_FILE
 from ppo_core.models.loading import is_same_architecture
 from ppo_core.rollout.token_sampling import ServerSettings
 from ppo_core.training.answer_job import AnswerJob, run_answer_job, write_answer_job
-from tests.helpers.inputs.pipeline_inputs import write_model
+from tests.helpers.inputs.pipeline_inputs import tiny_table, write_model
 from tests.helpers.models.tiny import make_policy
 from tests.helpers.runs.forked_python import run_python
 from tests.helpers.servers.vllm_server import VLLMServerOfTests, vllm_server
@@ -48,6 +49,26 @@ def test_two_processes_answer_as_one(tmp_path):
     assert len(set(one.texts)) > 1
     assert two.kl == pytest.approx(one.kl, abs=1e-5)
     assert not folder.exists()
+
+
+@pytest.mark.slow
+def test_samples_are_cut_as_ppo_cuts_them(tmp_path):
+    table = tiny_table(tmp_path)
+    table["ppo"] |= {"top_k": 1, "kl_estimator": "k3"}
+    settings = make_settings(table | {"processes": 1}, {})
+    prompts = [f"w{number}" for number in range(11)]
+    sampled = answer_as_ppo(settings, settings.policy, tmp_path, prompts)
+    length = settings.ppo.response_length
+    greedy = AnswerJob(
+        policy=settings.policy,
+        tokenizer=settings.policy,
+        prompts=prompts,
+        prompt_format="auto",
+        response_length=length,
+        temperature=0.0,
+        seed=1,
+    )
+    assert sampled == run_answer_job(greedy).texts
 
 
 # --- Answers of a vLLM server --------------------------------------------------

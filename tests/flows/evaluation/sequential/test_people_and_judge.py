@@ -202,6 +202,22 @@ def test_labels_of_pairs_without_a_verdict_give_no_rate():
     assert labels.rate(judged) is None
 
 
+def test_a_first_batch_without_a_verdict_ends_nothing():
+    class Late(Biased):
+        def __call__(
+            self, prompts: Sequence[str], pairs: Sequence[tuple[str, str]]
+        ) -> list[Verdict]:
+            is_first = not self.asked
+            given = super().__call__(prompts, pairs)
+            return [Verdict("invalid")] * len(pairs) if is_first else given
+
+    pairs = contest(600)
+    rows = [row(n, "first") for n in range(60)]
+    rule = StoppingRule(least=0.5, gain=None, alpha=0.001)
+    found = compare_until_decided(Late(), *pairs, rule, labels=Labels.of(rows, *pairs), seed=1)
+    assert found.test.decided == "better"
+
+
 def test_values_follow_the_order_of_asking():
     """The weight of the judge depends on earlier prompts alone."""
     rows = [row(n, "first" if n % 3 else "second") for n in range(60)]
