@@ -10,7 +10,7 @@ from pipeline.evaluation.selection import choose_policy, divergence_limit
 from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.inputs.model_digests import require_unchanged
-from pipeline.judges.judge_budget import Budget
+from pipeline.judges.judge_budget import Budget, as_payment, spent_by
 from pipeline.judges.make_judge import make_judge_of_run
 from pipeline.judges.verdict import JudgedPrompt
 from pipeline.registry.alpha_spending import limits_now
@@ -167,12 +167,11 @@ def _choose(
             require_unchanged(earlier.path, earlier.digest, "The folder of the earlier policies")
             path = Path(earlier.path)
         selection = choose_policy(data, sft.path, trained.path, judge, folder, earlier=path)
-        return {"selection": asdict(selection)}
+        return {"selection": asdict(selection)} | as_payment(run.id, budget.spent({}))
 
     made = make_or_reuse(run.workspace, SELECTED, inputs, choose)
     selection = read_record(made.values["selection"], Selection)
-    if not made.reused:
-        selection = replace(selection, spent=budget.spent({}))
+    selection = replace(selection, spent=spent_by(run.id, made.values))
     print(f"{SELECTED}: {selection}", flush=True)
     metrics = {"selection/weight": selection.weight, "selection/max_kl": selection.limit}
     if selection.update is not None:

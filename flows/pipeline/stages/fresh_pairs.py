@@ -10,7 +10,7 @@ from pipeline.inputs.flow_run import FlowRun
 from pipeline.inputs.json_lines import write_jsonl
 from pipeline.inputs.labeled_pairs import label_pairs
 from pipeline.inputs.votes_to_pairs import pairs_of_votes, unlabeled_rows
-from pipeline.judges.judge_budget import Budget
+from pipeline.judges.judge_budget import PAYMENT, Budget, as_payment, spent_by
 from pipeline.judges.make_judge import make_judge_of_run
 from pipeline.judges.verdict import Judge, JudgedPrompt
 from pipeline.launch.answers import answer_as_ppo
@@ -79,9 +79,12 @@ def label_samples(tracker: Tracker, data: RunData, sft: PreparedModel, run: Flow
             run.workspace,
             FRESH_PAIRS,
             _inputs(data, sft, labeller),
-            lambda folder: _ask(labeller, sample_pairs(data, sft.path, run.folder), folder),
+            lambda folder: (
+                _ask(labeller, sample_pairs(data, sft.path, run.folder), folder)
+                | as_payment(run.id, budget.spent({}))
+            ),
         )
-    return _log_labels(tracker, made, budget)
+    return _log_labels(tracker, made, run)
 
 
 def label_round(
@@ -121,29 +124,30 @@ def label_round(
         "code": digest_of_code(__name__),
     }
 
-    def make(folder: Path) -> dict[str, int]:
+    def make(folder: Path) -> dict[str, Any]:
         pause()
         pairs = sample_pairs(data, policy.path, run.folder, number)
         labeller = make_judge_of_run(settings, settings.fresh_pairs.judge, budget, setting=LABELLER)
-        return _ask(labeller, pairs, folder, least=0)
+        counts = _ask(labeller, pairs, folder, least=0)
+        return counts | as_payment(run.id, budget.spent({}))
 
     made = make_or_reuse(run.workspace, FRESH_PAIRS, inputs, make)
-    labeled = _log_labels(tracker, made, budget, number)
+    labeled = _log_labels(tracker, made, run, number)
     return labeled, made.values["pairs"] >= LEAST_PAIRS
 
 
 def _log_labels(
-    tracker: Tracker, made: MadeModel, budget: Budget, number: int | None = None
+    tracker: Tracker, made: MadeModel, run: FlowRun, number: int | None = None
 ) -> FreshPairs:
     """Log the counts of labeled pairs, as metrics if `number` names a round; return the pairs."""
-    numbers = {f"fresh_pairs/{name}": float(value) for name, value in made.values.items()}
+    counts = {name: value for name, value in made.values.items() if name != PAYMENT}
+    numbers = {f"fresh_pairs/{name}": float(value) for name, value in counts.items()}
     if number is None:
         tracker.parent.log_figures(numbers)
     else:
         tracker.parent.log_metrics(numbers, step=number)
-    print(f"{FRESH_PAIRS}: {describe_labels(made.values)}", flush=True)
-    spent = {} if made.reused else budget.spent({})
-    return FreshPairs(path=made.place, spent=spent)
+    print(f"{FRESH_PAIRS}: {describe_labels(counts)}", flush=True)
+    return FreshPairs(path=made.place, spent=spent_by(run.id, made.values))
 
 
 def sample_pairs(data: RunData, policy: str, folder: Path, number: int = 1) -> SampledPairs:
@@ -178,7 +182,7 @@ def _inputs(data: RunData, sft: PreparedModel, labeller: Judge) -> dict[str, Any
 
 def _ask(
     labeller: Judge, pairs: SampledPairs, folder: Path, *, least: int = LEAST_PAIRS
-) -> dict[str, int]:
+) -> dict[str, Any]:
     """Let a labeler compare the pairs in both orders, and write the pairs with a preference.
 
     `least` is the minimum number of pairs with a preference. A pair of equal texts counts as a
