@@ -133,8 +133,9 @@ GUARDS = {
         limit=lambda config, first: config.warn_entropy * first,
         rule="warn_entropy x the value in the first update",
         words="The policy has become nearly deterministic and samples almost identical responses "
-        "to a prompt, so training no longer explores. Resume from an earlier checkpoint with "
-        "resume_anyway and a lower learning_rate, a higher kl_coef or a higher temperature.",
+        "to a prompt, so training no longer explores. Start again with a lower "
+        "learning_rate, a higher kl_coef or a higher temperature, or resume from an earlier "
+        "checkpoint with one of these settings and resume_anyway.",
         source="arXiv:2503.14476 (DAPO), section 3.1: entropy collapse ends exploration",
     ),
     "critic explains nothing": Guard(
