@@ -14,7 +14,10 @@ FOLDER = Path(__file__).resolve().parent
 COMMANDS = {
     "Train": {
         "run": ("rlhf run", "train, judge and register a policy: run [SETTINGS.toml] [options]"),
-        "check": ("rlhf run --check", "check all inputs and print the sizes of a run; start none"),
+        "check": (
+            "rlhf run --check",
+            "check all inputs and print the sizes of a run; start no run",
+        ),
         "resume": ("rlhf resume", "continue the last run, or the run --origin-run-id"),
         "card": ("rlhf card", "show the card of a step, also while it runs: card view STEP"),
         "logs": ("rlhf logs", "print everything that a step has printed: logs RUN/STEP"),

@@ -168,9 +168,9 @@ def _settings_of(run_folder: str) -> "Settings":
 
 
 def _say_what_is_next(output: Path, pairs: int, wanted: int, how: str, why: str) -> None:
-    print(f"{output} has {pairs} of {wanted} pairs {how}.")
+    print(f"{output} has {pairs} pairs {how}.")
     if pairs < wanted:
-        print(f"There are fewer pairs than asked for: the other prompts {why}.")
+        print(f"{wanted} pairs were asked for, but the other prompts {why}.")
     print(f"Next: python flows/feedback.py label {shlex.quote(str(output))}")
 
 

@@ -242,7 +242,7 @@ class RLHF(FlowSpec):
         if self.check:
             raise ConfigError(
                 "check is a flag of `python flows/rlhf.py run` on this machine. A scheduled run "
-                "would start all steps, so leave it out."
+                "would start all steps, so leave check out."
             )
         # Store the settings first: an error releases the lease only if the settings are stored.
         self.settings = given = self._given_settings()

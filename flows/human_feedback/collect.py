@@ -128,7 +128,8 @@ def describe_feedback(found: Collected, silent: int) -> list[str]:
         f"{len(found.opinions)} opinions of {len(users)} known users: {liked} answers liked, "
         f"{disliked} disliked, {pairs} preferred to another answer.",
         f"Versions: {', '.join(versions) or 'unknown'}. {silent} answers have no feedback.",
-        f"Users disagree on {found.contradictions} answers; all of these opinions are used.",
+        f"Users disagree on {found.contradictions} answers or pairs of answers; all opinions on "
+        "them are used.",
     ]
     for reason, count in Counter(one.reason for one in found.left_out).most_common():
         lines.append(f"Left out: {count} ({reason}).")

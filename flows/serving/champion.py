@@ -244,7 +244,7 @@ def _find_version(name: str, alias: str, version: str | int | None, timeout: flo
             ) from None
         raise ModelError(
             f"The MLflow registry at {registry} gives no answer: {error}. Set MLFLOW_TRACKING_URI "
-            "to a running registry, or install the missing package."
+            "to a running registry. If the error names a missing package, install it."
         ) from None
 
 

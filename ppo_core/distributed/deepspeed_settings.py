@@ -56,7 +56,7 @@ def make_plugin(
     if path is not None and "ACCELERATE_CONFIG_DS_FIELDS" in os.environ:
         raise ConfigError(
             f"deepspeed={path!r} is set, but accelerate launch has DeepSpeed settings too. Only "
-            "one of the two sources can be used. Remove the other."
+            "one of the two sources can be used. Remove one of them."
         )
     path = path or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
     if path is not None:

@@ -82,8 +82,8 @@ def _check_copyable(model: nn.Module) -> None:
     # PEFT sets this attribute on a module to which it added an adapter.
     if any(getattr(module, "peft_config", None) for module in model.modules()):
         raise ModelError(
-            f"{type(model).__name__} has an adapter: its reference is the model itself with the "
-            "adapter disabled, without a copy. Pass ref_model=None."
+            f"{type(model).__name__} has an adapter, so no copy is needed: the reference is "
+            f"{type(model).__name__} itself with the adapter switched off. Pass ref_model=None."
         )
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise ModelError(
@@ -100,8 +100,8 @@ def _first_parameters(model: nn.Module, layers: int, pattern: str | None) -> set
     if not numbers:
         tried = pattern or " or ".join(LAYER_PATTERNS)
         raise ModelError(
-            f"{type(model).__name__} has no layers named {tried}. A parameter of it is "
-            f"{names[len(names) // 2]}: give a pattern that matches."
+            f"{type(model).__name__} has no layers named {tried}. One of its parameters is "
+            f"{names[len(names) // 2]}. Give a pattern that matches such names."
         )
     count = max(numbers.values()) + 1
     if not 1 <= layers <= count:

@@ -100,7 +100,7 @@ GUARDS = {
         metric="objective/kl",
         side="below",
         limit=lambda config, _: -1.0,
-        rule="the divergence is never negative, and its estimate only slightly",
+        rule="the true divergence is never negative, and an estimate is at most slightly negative",
         words="Sampling and training probably use different distributions, for example because "
         "truncated sampling, padding, dropout or the temperature affects only one of the two. Set "
         "top_k=0 and top_p=1, and check that val/first_ratio_error is near 0.",
@@ -133,8 +133,9 @@ GUARDS = {
         limit=lambda config, first: config.warn_entropy * first,
         rule="warn_entropy x the value in the first update",
         words="The policy has become nearly deterministic and samples almost identical responses "
-        "to a prompt, so training no longer explores. Resume from an earlier checkpoint with a "
-        "lower learning_rate, a higher kl_coef or a higher temperature.",
+        "to a prompt, so training no longer explores. Start again with a lower "
+        "learning_rate, a higher kl_coef or a higher temperature, or resume from an earlier "
+        "checkpoint with one of these settings and resume_anyway.",
         source="arXiv:2503.14476 (DAPO), section 3.1: entropy collapse ends exploration",
     ),
     "critic explains nothing": Guard(
@@ -196,7 +197,8 @@ GUARDS = {
         side="above",
         # Allow rounding errors of bfloat16, which a frozen base may use even with bf16=False.
         limit=lambda config, _: 0.05,
-        rule="the first pass over a batch trains the policy that sampled it, so its ratio is 1",
+        rule="in the first pass over a batch, the policy is still the one that sampled, so the "
+        "ratio is 1",
         words="Sampling and training compute different probabilities, for example because dropout "
         "is on or a layer is not deterministic. Every update starts from wrong ratios. Remove "
         "callbacks that change the models, and set bf16=False to rule out rounding.",

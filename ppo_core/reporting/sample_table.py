@@ -48,8 +48,8 @@ class Completions:
         for name, column in self.others.items():
             if len(column) != len(self.scores) or name in COLUMNS:
                 raise DataError(
-                    f"The column {name!r} has {len(column)} rows. A further column must not be "
-                    f"named {', '.join(COLUMNS)}, and must have {len(self.scores)} rows."
+                    f"The column {name!r} has {len(column)} rows. A further column must have "
+                    f"{len(self.scores)} rows, and a name other than {', '.join(COLUMNS)}."
                 )
         if not len(self.queries) == len(self.responses) == len(self.scores):
             raise DataError(

@@ -247,9 +247,10 @@ def load_prompts(
     if watched:
         if config.eval_strategy == "steps" or config.num_sample_generations == 0:
             raise ConfigError(
-                f"watched_prompts={watched} would be ignored, because of eval_strategy="
-                f"{config.eval_strategy!r} or num_sample_generations="
-                f"{config.num_sample_generations}. Remove one of these settings."
+                f"watched_prompts={watched} would be ignored: it needs eval_strategy='no' "
+                f"(now {config.eval_strategy!r}) and num_sample_generations above 0 (now "
+                f"{config.num_sample_generations}). Change these settings, or remove "
+                "watched_prompts."
             )
         count = min(watched, len(rows))
         return rows, rows.select([number * len(rows) // count for number in range(count)])

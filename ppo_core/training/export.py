@@ -57,9 +57,9 @@ class PolicyExporter(RunContext):
         if self.engine.any(self.engine.is_main and bool(missing)):
             raise TrainingError(
                 f"save_policies={self.config.save_policies} saves the policies after the updates "
-                f"{', '.join(map(str, due))}, but '{self._earlier(0).parent}' lacks policies up "
-                f"to update {self.run.updates}, after which the run continues. Copy them there, "
-                "resume with save_policies=0, or start a new run."
+                f"{', '.join(map(str, due))}. The run resumes after update {self.run.updates}, and "
+                f"in '{self._earlier(0).parent}' some policies up to this update are missing. Copy "
+                "the missing policies there, resume with save_policies=0, or start a new run."
             )
 
     def _earlier(self, update: int) -> Path:

@@ -42,8 +42,8 @@ def test_the_rate_is_printed_with_its_interval_size_and_judge(capsys):
     # No answer of 6 words has the 9 that the reference has; The bets exclude 52.4 % and more.
     assert line[1] == "0.00% (95% CI 0.0-52.4, n=8, judge python:counts.py:judge)"
     assert (
-        "Won 0, lost 8, tied 0, no verdict 0; the judge chose the same position in both orders "
-        in told
+        "Won 0, lost 8, tied 0, no verdict 0; in 0.0% of the pairs, the judge chose the same "
+        "position in both orders.\n" in told
     )
 
 

@@ -172,7 +172,7 @@ JUDGEMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "prompt of a number": ({"prompt": 7}, "in the prompt"),
     "empty prompt": ({"prompt": ""}, "empty prompt"),
     "source of a number": ({"source": 7}, "in source"),
-    "alone": ({}, "without a rejected completion of the same prompt"),
+    "alone": ({}, "whose prompt has no rejected completion"),
 }
 """What is wrong with a judgement, and what the message says."""
 

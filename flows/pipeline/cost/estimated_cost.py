@@ -174,9 +174,9 @@ def _time_and_price(
 def _assumed_decoding(size: PPOSize, speed: Speed) -> str:
     """Return a line with the assumed time to sample one token for each response of a batch."""
     return (
-        f"\nassumed: {1000 * speed.decoding(size.policy):.1f} ms for a token of each of "
-        f"{size.sampled_rows} responses sampled together, which is at least "
-        f"{1000 * LAUNCHES:.2f} ms for each layer, because Python launches its kernels. A larger "
+        f"\nassumed: {1000 * speed.decoding(size.policy):.1f} ms to sample one token of "
+        f"each of {size.sampled_rows} responses together. Each layer takes at least "
+        f"{1000 * LAUNCHES:.2f} ms, because Python launches its kernels. A larger "
         "local_rollout_forward_batch_size takes less time and more memory."
     )
 

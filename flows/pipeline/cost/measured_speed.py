@@ -23,7 +23,7 @@ from ppo_core.training.speed.job import WORKS, FoundSpeed, SpeedJob, read_speed,
 PROGRAM = ("ppo_core.training.speed",)
 """Module that measures the speed, see `pipeline.launch.commands.PPO`."""
 
-NAME_A_GPU = "Name a GPU with all its numbers: [hardware] gpu."
+NAME_A_GPU = "Set hardware.gpu to a GPU whose speeds are known."
 """Advice in an error if this machine cannot be timed."""
 
 MAX_LAYERS = 6

@@ -490,9 +490,9 @@ def judged_rows(rows: Rows, config: EvaluationConfig, champion: int | None = Non
     if len(others) < 2 * rotated:
         raise DataError(
             f"evaluation.rotate={config.rotate:g} draws {rotated} of {judged} judged rows anew for "
-            f"each champion, from only {len(others)} rows of {rows.source} beside the fixed "
-            f"{fixed}, so most would repeat. Add {2 * rotated - len(others)} rows to eval_prompts, "
-            "lower num_examples, or remove rotate."
+            f"each champion. Only {len(others)} rows of {rows.source} are left besides the {fixed} "
+            f"fixed rows, so most drawn rows would repeat. Add {2 * rotated - len(others)} rows to "
+            "eval_prompts, lower num_examples, or remove rotate."
         )
     drawn = np.random.default_rng(champion or 0).permutation(others)[:rotated]
     return list(rows.table.select([*range(fixed), *sorted(drawn.tolist())]))

@@ -130,7 +130,7 @@ class OpenAIClient:
             return "Set OPENAI_API_KEY to a key that may use this model, and run again."
         if 300 <= status < 400:
             return (
-                "It redirects to another address, and a redirect is not followed. Set "
+                "The server redirects to another address, and a redirect is not followed. Set "
                 "judging.base_url to the address of the server itself."
             )
         if status == 404:

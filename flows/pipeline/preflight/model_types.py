@@ -28,8 +28,8 @@ def check_model_types(settings: Settings) -> None:
         if found not in allowed:
             raise ModelError(
                 f"{name}='{original_names(path)}' has the model type {found!r}, which "
-                f"{_reason(found, settings.model_types)}. It was not loaded. If you trust the "
-                "model, name the types of all models of the run in the setting, as in "
+                f"{_reason(found, settings.model_types)}. The model was not loaded. If you "
+                "trust the model, name the types of all models of the run in the setting, as in "
                 f'model_types = ["llama", "{found}"].'
             )
 
@@ -57,6 +57,6 @@ def _reason(found: str, given: Collection[str]) -> str:
     if found in UNTRAINABLE:
         return f"cannot be trained: {UNTRAINABLE[found]}"
     return (
-        "is not among the types whose numbers this project has checked: the run could train on "
-        "wrong log-probabilities or scores, with code of transformers that few people use"
+        "is not among the types for which this project has checked log-probabilities and scores: "
+        "the code of transformers for it is rarely used, so the run could train on wrong values"
     )

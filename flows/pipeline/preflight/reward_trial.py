@@ -88,8 +88,8 @@ def _try_language_model(one: NamedReward, rewards: RunRewards) -> None:
     first, second = models.reward(one).scores([prompt, prompt], [pair.chosen, ""])
     if first.value is None:
         raise JudgeError(
-            f"it gave no score to a chosen answer, so PPO would have no reward: {first.reason} Ask "
-            "for one number in the rubric, or name a model that can follow it."
+            f"it gave no score to a chosen answer, so PPO would have no reward: {first.reason} In "
+            "the rubric, ask for one number, or name a model that can follow the rubric."
         )
     empty = "no score" if second.value is None else f"{second.value:g}"
     _print_scores(one, f"{first.value:g} for a chosen answer, {empty} for an empty one")

@@ -138,7 +138,8 @@ def _require_fitting(data: RunData, start: Path, which: str) -> None:
     if len(members) != (wanted := settings.reward_model_training.members):
         raise ConfigError(
             f"start_from='champion': the reward model of {which} has {len(members)} members, and "
-            f"reward_model_training.members={wanted}. Set it to {len(members)}. {REMEDY}"
+            f"reward_model_training.members={wanted}. Set members to {len(members)}, or "
+            "remove start_from to start this run from nothing."
         )
     own = data.policy_tokenizer
     for folder in members:

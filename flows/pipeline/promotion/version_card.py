@@ -38,8 +38,8 @@ LIMITS = (
     "result does not carry over to other tasks, languages or lengths of prompts.",
     "The model learned to answer so that a reward model gives high scores, and may exploit errors "
     "of this reward model and of the preferences that the reward model was trained on.",
-    "Nobody checked whether the answers are true, safe or legal. Do not use it for decisions "
-    "about people, or for medical, legal or financial advice.",
+    "Nobody checked whether the answers are true, safe or legal. Do not use the model for "
+    "decisions about people, or for medical, legal or financial advice.",
 )
 """Limits that the card of every version states."""
 
@@ -98,7 +98,7 @@ def version_card(facts: VersionFacts) -> str:
         f"{as_line(without_folders(facts.models['base'].name))}, tuned with proximal policy "
         "optimization (PPO, [arXiv:1707.06347](https://arxiv.org/abs/1707.06347)) so that a reward "
         "model scores its answers higher.",
-        _section("Promotion", _decision(facts.decision)),
+        _section("Promotion", _decision(facts)),
         _section("Win rates", _win_rates(facts)),
         _section("Without PPO", _without_ppo(facts.evaluation)),
         _section("Guards", _guards(facts)),
@@ -117,7 +117,7 @@ def version_card(facts: VersionFacts) -> str:
 def version_description(facts: VersionFacts) -> str:
     """Return the decision, the win rates and how to load the version, as Markdown."""
     parts = (
-        _decision(facts.decision),
+        _decision(facts),
         _win_rates(facts),
         _loading(facts),
         f"{CARD} among the artifacts of the version is the model card: guards, models, data, cost, "
@@ -140,14 +140,18 @@ def _title(facts: VersionFacts) -> str:
     return facts.name if number is None else f"{facts.name}, version {number}"
 
 
-def _decision(decision: Decision | None) -> str:
+def _decision(facts: VersionFacts) -> str:
+    decision = facts.decision
     if decision is None:
         return "Not decided yet."
     head = (
         f"**{as_markdown(decision.action).capitalize()}** by {as_markdown(decision.by)} at "
         f"{as_markdown(decision.at)}."
     )
-    later = "Later decisions are in the tags of the version and in the history of the model name."
+    later = (
+        "The tags of the version have its last decision, and the MLflow experiment promotions of "
+        f"{as_markdown(facts.name)} has all decisions."
+    )
     return "\n\n".join(part for part in (head, _bullets(decision.reasons), later) if part)
 
 
@@ -157,8 +161,9 @@ def _loading(facts: VersionFacts) -> str:
     return (
         "```python\nimport mlflow\n\n"
         f"pipeline = mlflow.transformers.load_model({uri})\n```\n\n"
-        "`pipeline(prompt, return_full_text=False)` returns the answer alone; otherwise it begins "
-        "with the prompt. A chat model takes messages as its prompt.\n\n"
+        "`pipeline(prompt, return_full_text=False)` returns the answer alone; without this "
+        "argument, the returned text begins with the prompt. A chat model takes messages as "
+        "its prompt.\n\n"
         "For a service, `load_champion` in `flows/champion.py` verifies every file and loads the "
         "model. "
         "By default the model decodes as in its evaluation:\n\n"

@@ -137,9 +137,10 @@ def roll_back(name: str, *, reason: str, by: str, champion: int | None = None) -
         if made:
             return made
         now = sync_aliases(name)
+    present = "no version" if now.champion is None else f"version {now.champion}"
     raise ModelError(
-        f"The champion of '{name}' changed from version {withdrawn} to version {now.champion} "
-        "after your request, so nothing was withdrawn. Read `python flows/registry.py history "
+        f"The champion of '{name}' changed from version {withdrawn} to {present} after your "
+        "request, so nothing was withdrawn. Read `python flows/registry.py history "
         f"{quote(name)}`, and repeat the request if it is still needed."
     )
 

@@ -246,7 +246,7 @@ def _length_ratios(win_rates: Mapping[str, ContestResult]) -> Section:
         for name, rate in win_rates.items()
     }
     return Section(
-        title="Wins by how many times as long the answer is as its opponent",
+        title="Wins by the length of the answer divided by the length of its opponent",
         headers=("Characters", *(CONTEST_TITLES[name] for name in win_rates)),
         rows=tuple(
             (ratio, *(_share_of(parts.get(ratio)) for parts in bins.values()))
@@ -295,7 +295,8 @@ def _people(people: HumanAgreement | None) -> Section:
 def _alternative(people: HumanAgreement | None) -> Section:
     test = people and people.alternative
     return Section(
-        title="Judge and people, each compared with all other people (alternative annotator test)",
+        title="For each person: who agrees more with the other people, the judge or this person? "
+        "(alternative annotator test)",
         headers=("Person", "Pairs", "Judge at least as near", "Person at least as near", "p", ""),
         rows=tuple(
             (
@@ -342,7 +343,8 @@ def _judges(contest: str, agreement: EnsembleAgreement) -> list[tuple[str, ...]]
 
 def _guards(guards: Mapping[str, GuardResult]) -> Section:
     return Section(
-        title="Guards: what the policy must not lose against its rival, the champion or SFT",
+        title="Guards: what the policy must not lose against the champion (or SFT without a "
+        "champion)",
         headers=("Guard", *GUARD_COLUMNS, "Prompts or documents"),
         rows=tuple(
             (guard_title(name), *guard_cells(guard), str(guard.n)) for name, guard in guards.items()

@@ -31,8 +31,8 @@ from pipeline.results.reward_report import (
 
 WHAT_FOLLOWS = {
     "useless": "Useless for this policy: PPO would gain nothing that the judge sees.",
-    "usable": "Usable for this policy: PPO moves it far for what it gains. A reward model trained "
-    "on labeled pairs of the policy's own answers gains more.",
+    "usable": "Usable for this policy: PPO moves the policy far from SFT for little gain. With a "
+    "reward model trained on labeled pairs of the policy's own answers, PPO gains more.",
     "good": "Good for this policy: what PPO gains from this model, the judge sees as well.",
 }
 """Usefulness of a reward model on the policy's own answers -> the consequence for PPO."""

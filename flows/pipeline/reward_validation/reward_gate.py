@@ -169,9 +169,9 @@ def _short_answers(lengths: Lengths, limits: RewardGateConfig) -> str:
     if shorter is None or shorter.high >= limits.min_shorter_accuracy:
         return ""
     return (
-        f"Where people prefer the shorter response, it is right in {shorter.accuracy:.1%} of "
-        f"{shorter.n} pairs, below min_shorter_accuracy={limits.min_shorter_accuracy:.1%}: it "
-        "prefers the longer response whatever its content."
+        f"It is right in {shorter.accuracy:.1%} of the {shorter.n} pairs in which people prefer "
+        f"the shorter response, below min_shorter_accuracy={limits.min_shorter_accuracy:.1%}: it "
+        "prefers longer responses whatever their content."
     )
 
 

@@ -71,9 +71,9 @@ def score_pairs(scorer: TextScorer, pairs: Sequence[LabeledPair]) -> tuple[Array
         first = broken[0]
         raise ModelError(
             f"The reward model's scores of {broken.size} of {len(pairs)} labeled pairs are not "
-            f"finite, so PPO would learn nothing from them. The first such pair is pair {first}, "
-            f"with scores {chosen[first]} and {rejected[first]}: {pairs[first]}. Train the reward "
-            "model again with a lower learning rate or in fp32."
+            f"finite, so PPO would learn nothing from them. The first such pair is number "
+            f"{first + 1}, with scores {chosen[first]} and {rejected[first]}: {pairs[first]}. "
+            "Train the reward model again with a lower learning rate or in fp32."
         )
     return chosen, rejected
 

@@ -16,8 +16,9 @@ _REFUSED: dict[str, Unsupported] = {
 FILE_FORM = "python flows/rlhf.py --config settings FILE run"
 
 ONLY_IN_FILE = (
-    "num_nodes decides the steps of the run, which Metaflow reads before it reads flags. Write it "
-    f"at the top of the settings file, as in num_nodes = 2: {FILE_FORM}"
+    "Metaflow reads num_nodes before it reads flags, because num_nodes decides the steps of the "
+    "run. Write `num_nodes = 2` at the top of the settings file, and start with: "
+    f"{FILE_FORM}"
 )
 """Advice to a user who sets num_nodes on the command line."""
 

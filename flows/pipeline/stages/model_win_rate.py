@@ -105,8 +105,8 @@ def _refuse_what_has_no_effect(arguments: WinRateArguments, config: EvaluationCo
         )
     if config.rotate:
         raise ConfigError(
-            f"rotate={config.rotate:g} draws prompts for each champion, and this command knows "
-            "none. Leave rotate out."
+            f"rotate={config.rotate:g} draws prompts for each champion, and this command has no "
+            "champion. Leave rotate out."
         )
     if config.baseline_prompts != EvaluationConfig.baseline_prompts:
         raise ConfigError(
@@ -156,15 +156,15 @@ def describe_result(result: ModelWinRate) -> str:
     lines = [
         f"Model win rate: {describe(rate)}",
         f"Evidence that the model is better: {as_evidence(rate)}.",
-        f"Won {rate.wins}, lost {rate.losses}, tied {rate.ties}, no verdict {rate.invalid}; the "
-        f"judge chose the same position in both orders in {rate.flip_rate:.1%}.",
+        f"Won {rate.wins}, lost {rate.losses}, tied {rate.ties}, no verdict {rate.invalid}; in "
+        f"{rate.flip_rate:.1%} of the pairs, the judge chose the same position in both orders.",
         f"Length-controlled win rate: {as_equal_length_rate(rate)}.",
     ]
     if labeled := rate.people:
         lines.append(
-            f"By {labeled.labels} labels of people and the judge together: {labeled.rate:.2%} (95% "
-            f"CI {100 * labeled.low:.1f}-{100 * labeled.high:.1f}), as precise as "
-            f"{labeled.worth:.0f} labels alone."
+            f"{labeled.labels} labels of people and the judge's verdicts together: "
+            f"{labeled.rate:.2%} (95% CI {100 * labeled.low:.1f}-{100 * labeled.high:.1f}). "
+            f"Without the judge, {labeled.worth:.0f} labels would be as precise."
         )
     if people := result.people:
         lines.append(

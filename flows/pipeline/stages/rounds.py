@@ -124,8 +124,9 @@ class Rounds:
         done, end = self._updates_done(), self._end_of(number)
         if done > end:
             raise DataError(
-                f"PPO has done {done} updates in {self.run.folder / PPO}, but the labels for which "
-                f"it paused after {end} are not in the cache any more. Start a new run."
+                f"PPO paused after {end} updates for labels. These labels are not in the cache any "
+                f"more, and PPO in {self.run.folder / PPO} is already at update {done}. Start a "
+                "new run."
             )
         # A checkpoint at the end of the previous round was written with the previous reward model.
         is_new = 0 < done == self._end_of(number - 1)

@@ -250,8 +250,8 @@ def _comparer(settings: Settings, trained: PreparedModel | None, budget: Budget)
             seed=settings.seed,
         )
     print(
-        f"Warning: judge={settings.judge} is not asked about the policy's samples, because this "
-        "step has no key of the judge, so only the accuracy on held-out pairs decides. To measure "
+        f"Warning: this step has no key for judge={settings.judge}, so the judge is not asked "
+        "about the policy's samples. Only the accuracy on held-out pairs decides. To measure "
         "the reward model on the policy's samples, too, give steps.validate_reward_model the "
         "secret of steps.evaluate_win_rate in the deployment file.",
         flush=True,

@@ -156,7 +156,7 @@ class Sender:
             self._refused.add(kind)
             print(
                 f"Warning: MLflow refuses {entry['kind']} {', '.join(names)} of run "
-                f"{entry.get('run')}: {reason}. This entry and all of its kind are stored in "
-                f"{self._journal.refused}.",
+                f"{entry.get('run')}: {reason}. This entry, and later refused entries with "
+                f"the same names, are stored in {self._journal.refused}.",
                 flush=True,
             )

@@ -141,7 +141,7 @@ def pairing(
             if not (of_prompt.preferred and of_prompt.rejected):
                 missing = "rejected" if of_prompt.preferred else "preferred"
                 yield RowError(
-                    f"without a {missing} completion of the same prompt (label)",
+                    f"whose prompt has no {missing} completion (column label)",
                     "Add judgments of other completions, or remove these rows.",
                 )
             elif key in done:

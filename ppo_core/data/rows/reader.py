@@ -368,12 +368,12 @@ def _check_left_out(made: Cached, source: str, limit: float, earlier: int = 0) -
     left_out = sum(counts.values())
     if not left_out or (fraction := (left_out + earlier) / (total + earlier)) <= limit:
         return
-    so_far = f" and {earlier} were left out before" if earlier else ""
+    before = f" Rows left out before: {earlier}." if earlier else ""
     without_them = f", or set max_left_out={_passing(fraction)} to go on without these rows"
     raise DataError(
-        f"{left_out} of the {total} rows of '{source}' cannot be used{so_far}: "
-        f"{list_reasons(counts)}. The first is row {first[ROW]}: {first['values']}. At most "
-        f"{100 * limit:g}% of the rows may be left out (max_left_out={limit:g}). "
+        f"{left_out} of the {total} rows of '{source}' cannot be used: "
+        f"{list_reasons(counts)}. The first is row {first[ROW]}: {first['values']}.{before} At "
+        f"most {100 * limit:g}% of the rows may be left out (max_left_out={limit:g}). "
         f"{first['move'].removesuffix('.')}{without_them if fraction < 1 else ''}."
     )
 

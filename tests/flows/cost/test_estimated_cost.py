@@ -276,8 +276,8 @@ def test_a_laptop_checks_for_a_cluster(tmp_path):
     assert "main memory: about " in words
     assert "cheapest of the table: 1 x " in words
     # Two layers, at 0.83 ms each.
-    assert "\nassumed: 1.7 ms for a token of each of " in words
-    assert "at least 0.83 ms for each layer, because Python launches its kernels" in words
+    assert "\nassumed: 1.7 ms to sample one token of each of " in words
+    assert "at least 0.83 ms, because Python launches its kernels" in words
     cheaper = table | {
         "hardware": {"gpu": "h100-80gb", "gpus": {"h100-80gb": {"price_per_hour": 2.5}}}
     }
@@ -379,7 +379,7 @@ def test_without_time_to_measure_only_time_and_price_are_unknown(tmp_path, monke
     assert "Memory per process in GiB" in words
     (line,) = (line for line in words.splitlines() if line.startswith("time:"))
     assert re.search("not computed, .* longer than 180 s, so time and price are unknown", line)
-    assert "Name a GPU with all its numbers: [hardware] gpu." in line
+    assert "Set hardware.gpu to a GPU whose speeds are known." in line
     assert processes() <= before
 
 

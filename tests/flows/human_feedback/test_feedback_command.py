@@ -66,7 +66,7 @@ def test_judgments_and_corrections_of_people_become_rows(name: str, tmp_path: Pa
     told = capsys.readouterr().out
     assert "5 opinions of 2 known users: 2 answers liked, 2 disliked, 1 preferred" in told
     assert "1 answers have no feedback." in told
-    assert "Users disagree on 1 answers" in told
+    assert "Users disagree on 1 answers or pairs of answers" in told
 
 
 def test_what_cannot_be_used_is_left_out_by_name(name: str, tmp_path: Path, capsys):

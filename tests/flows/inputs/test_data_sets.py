@@ -235,7 +235,7 @@ def test_a_part_of_the_judged_prompts_is_drawn_for_each_champion(tmp_path: Path)
 def test_a_rotation_without_further_rows_is_refused(tmp_path: Path):
     table = tiny_table(tmp_path)
     table["evaluation"] = {"num_examples": 1000, "rotate": 0.5}
-    with pytest.raises(DataError, match=r"rotate=0\.5 draws .* so most would repeat"):
+    with pytest.raises(DataError, match=r"rotate=0\.5 draws .* so most drawn rows would repeat"):
         RunData(make_settings(table, {})).examples()
 
 

@@ -509,6 +509,14 @@ def test_a_rollback_withdraws_the_champion_that_was_there_when_it_was_asked(
     assert_aliases(served, 3, previous=2)
 
 
+def test_a_rollback_after_the_alias_was_deleted_says_that_there_is_no_champion(model: str):
+    judge(model, 1)
+    connect().delete_registered_model_alias(model, "champion")
+    with pytest.raises(ModelError, match=r"changed from version 1 to no version after your"):
+        roll_back(model, reason="No.", by="person ada", champion=1)
+    assert_aliases(model, None)
+
+
 def test_promotions_by_hand_of_nothing_and_of_the_champion_are_refused(model: str):
     judge(model, 1)
     with pytest.raises(ModelError, match="has no version 9, or"):

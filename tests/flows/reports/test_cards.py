@@ -67,7 +67,10 @@ RUN = FlowRun(id="RLHF/1", workspace=Workspace("outputs"), tracking={}, origin={
 
 CHROMIUM = shutil.which("chromium")
 
-ALTERNATIVE = "Judge and people, each compared with all other people (alternative annotator test)"
+ALTERNATIVE = (
+    "For each person: who agrees more with the other people, the judge or this person? "
+    "(alternative annotator test)"
+)
 WITHOUT_PPO = "What SFT reaches without PPO, on the same prompts"
 
 FLOW = """
@@ -556,7 +559,7 @@ def test_wins_by_length_are_shown_for_each_contest(evaluation: Evaluation):
         for name, rate in evaluation.win_rate.items()
     }
     document = evaluation_document(replace(evaluation, win_rate=win_rates))
-    title = "Wins by how many times as long the answer is as its opponent"
+    title = "Wins by the length of the answer divided by the length of its opponent"
     assert row_of(document, title, "<0.5") == ("<0.5", "", "", "25.0% of 4")
     assert row_of(document, title, ">2") == (">2", "", "", "")
 
@@ -580,7 +583,7 @@ def test_the_contest_against_the_champion_is_shown_everywhere_where_there_is_one
     document = evaluation_document(rematch)
     for title in ("Win rates", "Without the advantage of length"):
         assert row_of(document, title, contest)
-    (ratios,) = [part for part in document.sections if part.title.startswith("Wins by how many")]
+    (ratios,) = [part for part in document.sections if part.title.startswith("Wins by the length")]
     assert ratios.headers[-1] == contest
     assert row_of(document, "The answers", "Champion")[1] == ""
     assert contest not in repr(evaluation_document(evaluation))

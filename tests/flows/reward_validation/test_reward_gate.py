@@ -122,7 +122,7 @@ class TestStories:
         assert report.lengths.correlation > 0.9
         found = "\n".join(report.reasons)
         assert "Its score follows the length of a response (correlation +0.9" in found
-        assert "prefers the longer response whatever its content" in found
+        assert "prefers longer responses whatever their content" in found
 
     def test_a_rate_that_is_too_low_is_refused_with_a_next_step_that_works(self, tmp_path: Path):
         reports = {}

@@ -72,7 +72,7 @@ def test_an_unknown_type_is_refused_wherever_it_is_named(tmp_path: Path, setting
     message = str(refusal.value)
     assert message.startswith(f"{setting}=")
     assert f"'{path}' has the model type 'rwkv'" in message
-    assert "could train on wrong log-probabilities" in message
+    assert "the run could train on wrong values" in message
     assert 'model_types = ["llama", "rwkv"]' in message
 
 

@@ -287,7 +287,7 @@ def test_what_mlflow_refuses_is_set_aside_by_name_and_the_rest_goes_on(client, t
     assert "never-written.txt is gone" in refused[4]["refused"]
     printed = capsys.readouterr().out
     assert printed.count("MLflow refuses metrics reward@2") == 1
-    assert f"This entry and all of its kind are stored in {tracker.journal.refused}." in printed
+    assert f"with the same names, are stored in {tracker.journal.refused}." in printed
 
 
 # --- MLflow is away ------------------------------------------------------------------

@@ -43,7 +43,7 @@ def test_a_number_of_machines_that_the_graph_cannot_have_is_refused(
     assert message in ended.stderr
     assert "Traceback" not in ended.stderr
     if arguments:
-        assert "Write it at the top of the settings file" in " ".join(ended.stderr.split())
+        assert "`num_nodes = 2` at the top of the settings file" in " ".join(ended.stderr.split())
 
 
 @pytest.mark.parametrize(

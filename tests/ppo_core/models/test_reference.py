@@ -174,7 +174,7 @@ def test_an_adapter_is_its_own_reference():
     injected = make_model("gpt2")
     injected.add_adapter(copy.deepcopy(lora))
     for model in (adapted, AutoModelForCausalLMWithValueHead(adapted), injected):
-        with pytest.raises(ModelError, match="adapter disabled"):
+        with pytest.raises(ModelError, match="adapter switched off"):
             create_reference_model(model)
 
 

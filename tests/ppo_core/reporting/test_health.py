@@ -8,6 +8,7 @@ from random import Random
 import pytest
 
 from ppo_core.config.ppo_config import PPOConfig
+from ppo_core.config.script_arguments import ScriptArguments
 from ppo_core.errors import TrainingError
 from ppo_core.reporting.health import GUARDS, REWARD, HealthMonitor
 from ppo_core.reporting.reward_drop import RewardDrop
@@ -224,7 +225,7 @@ def test_a_state_of_an_earlier_version_is_resumed():
 
 @pytest.mark.parametrize("guard", GUARDS.values(), ids=GUARDS)
 def test_what_a_guard_tells_to_change_are_settings(guard):
-    settings = {field.name for field in fields(PPOConfig)}
+    settings = {field.name for given in (PPOConfig, ScriptArguments) for field in fields(given)}
     text = re.sub(r"\b\w+/\w+", "", f"{guard.rule} {guard.words}")
     named = set(re.findall(r"\b(?:bf16|[a-z0-9]+(?:_[a-z0-9]+)+)\b", text))
     assert named <= settings

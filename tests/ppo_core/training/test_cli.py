@@ -302,7 +302,7 @@ def test_watched_prompts_are_at_equal_distances_and_trained_on(watched, names, t
 @pytest.mark.parametrize("other", [{"eval_strategy": "steps"}, {"num_sample_generations": 0}])
 def test_watched_prompts_that_would_be_ignored_are_refused(other, data):
     script = ScriptArguments(dataset_name=str(data), watched_prompts=1)
-    with pytest.raises(ConfigError, match="watched_prompts=1 would be ignored"):
+    with pytest.raises(ConfigError, match="watched_prompts=1 would be ignored: it needs"):
         load_prompts(PPOConfig(**other), script, make_tokenizer(), None)
 
 

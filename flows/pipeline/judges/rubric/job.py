@@ -153,7 +153,8 @@ def _share_of_budget(job: RubricJob, spent: Mapping[str, Spent]) -> Budget:
         for limit, each in zip((job.judging.max_calls, job.judging.max_tokens), used, strict=True)
     )
     is_part = job.processes > 1 or any(used)
-    note = f" (what this one of {job.processes} processes may still spend)" if is_part else ""
+    shared = f", shared equally by {job.processes} processes" if job.processes > 1 else ""
+    note = f" (what was left{shared})" if is_part else ""
     return Budget(calls, tokens, note=note)
 
 

@@ -64,7 +64,7 @@ def ppo_section(facts: RunFacts) -> Section:
         title=TITLE,
         text=(
             "Each curve has its last value in its caption. The shaded area is the healthy range; "
-            "! marks an update with a warning. docs/metrics.md explains each metric.",
+            "a dashed line marks an update with a warning. docs/metrics.md explains each metric.",
             *told,
         ),
         charts=tuple(

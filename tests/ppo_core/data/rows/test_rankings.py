@@ -144,13 +144,13 @@ def test_a_judgement_without_another_one_is_left_out_with_a_reason(tmp_path: Pat
     read = read_rows(path, "pairs")
     assert len(read) == 150
     assert read.left_out == {
-        "without a rejected completion of the same prompt (label)": 2,
-        "without a preferred completion of the same prompt (label)": 1,
+        "whose prompt has no rejected completion (column label)": 2,
+        "whose prompt has no preferred completion (column label)": 1,
     }
     with pytest.raises(
         DataError,
-        match=r"3 of the 303 rows .* cannot be used: 2 without a rejected completion of the same "
-        r"prompt \(label\), 1 without .* set max_left_out=0.01 to",
+        match=r"3 of the 303 rows .* cannot be used: 2 whose prompt has no rejected completion "
+        r"\(column label\), 1 whose .* set max_left_out=0.01 to",
     ):
         read_rows(path, "pairs", options=ReadOptions(max_left_out=0.005))
 
@@ -159,7 +159,7 @@ def test_a_faulty_judgement_counts_with_the_unpaired_ones():
     rows = [judged("q", "a", True), judged("q", "b", False)] * 100
     read = rows_of("pairs", [*rows, judged("q", 7, True), judged("alone", "a", True)])
     assert len(read.left_out) == 2 and sum(read.left_out.values()) == 2
-    with pytest.raises(DataError, match=r"1 were left out before"):
+    with pytest.raises(DataError, match=r"Rows left out before: 1\."):
         rows_of("pairs", [*rows, judged("q", 7, True), *[judged("alone", "a", True)] * 2])
 
 

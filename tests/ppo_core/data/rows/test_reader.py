@@ -186,7 +186,7 @@ def test_the_limit_that_an_error_names_lets_the_rows_pass_and_changes_no_row(tmp
 def test_a_conversion_counts_with_the_limit_of_its_rows(tmp_path):
     path = write_rows(tmp_path / "rows.jsonl", [*PROMPTS, {"prompt": ""}])
     rows = read_rows(path, "prompts", options=ReadOptions(max_left_out=0.2))
-    with pytest.raises(DataError, match=r"1 were left out before.* set max_left_out=0.223 to"):
+    with pytest.raises(DataError, match=r"Rows left out before: 1.* set max_left_out=0.223 to"):
         derive(rows, "one more", {}, each(leave_out_first))
     rows = read_rows(path, "prompts", options=ReadOptions(max_left_out=0.223))
     found = derive(rows, "one more", {}, each(leave_out_first))
