@@ -217,7 +217,9 @@ def _seconds(updates: Updates) -> dict[str, float]:
     phases = ("sampling", "scoring", "updating")
     seconds = {name: sum(_values(updates, f"time/{name}")) for name in phases}
     last = updates[-1]
-    total = last.get("episode", 0.0) / last["eps"] if last.get("eps") else 0.0
+    # `episode` also counts the updates before a resume, which may have no metrics here.
+    episodes = last.get("episode", 0.0) / last[UPDATE] * len(updates)
+    total = episodes / last["eps"] if last.get("eps") else 0.0
     return seconds | {"waiting": max(0.0, total - sum(seconds.values()))}
 
 

@@ -173,6 +173,12 @@ def test_a_trend_begins_beyond_its_limit(rule: str, good, bad):
     assert [rule in rules for rules in found] == [False, True]
 
 
+@pytest.mark.parametrize(("time", "found"), [(5.0, False), (4.9, True)])
+def test_a_resumed_run_without_the_metrics_before_it_has_waited_only_since(time, found: bool):
+    resumed = run_of(**{"time/updating": [time] * 20})[10:]
+    assert ("time lost to waiting" in {each.rule for each in diagnose(CONFIG, resumed)}) is found
+
+
 def test_without_an_update_nothing_is_wrong():
     assert diagnose(CONFIG, []) == []
 
