@@ -326,6 +326,10 @@ def test_the_judge_of_a_given_reward_model_learns_from_all_pairs(tmp_path: Path)
             r"\[sft\]: sharding='none' is for one process, but 2 processes",
         ),
         (
+            {"sft": {"sharding": "none"}, "processes": 1, "num_nodes": 2},
+            r"\[sft\]: sharding='none' is for one process, but 2 processes",
+        ),
+        (
             {"reward_model_training": {"learning_rate": "auto", "sharding": "zero2"}},
             r"\[reward_model_training\]: learning_rate='auto' trains several models",
         ),
