@@ -130,7 +130,7 @@ def test_a_folder_that_the_system_refuses_to_look_at_is_one_message(command, tmp
     """A name that is too long is refused to root, too; a closed folder is not."""
     with (
         tracking_to(f"sqlite:///{tmp_path / ('long' * 99) / 'mlflow.db'}"),
-        pytest.raises(ModelError, match="cannot be read: File name too long|there is no folder"),
+        pytest.raises(ModelError, match=r"cannot be read: File name too long|there is no folder"),
     ):
         COMMANDS[command]()
 
