@@ -364,6 +364,9 @@ def test_too_few_pairs_for_a_judge_are_refused(tmp_path: Path):
 def test_columns_of_other_names_are_read_and_a_wrong_name_is_refused(tmp_path: Path):
     posts = write_rows(tmp_path / "posts.jsonl", [{"post": "w1"}, {"post": "w2"}])
     check(tmp_path, prompts=posts, columns={"prompt": "post"})
+    rows = [{"prompt": "w1", "summary": "w2", "spare": None}, {"prompt": "w2", "spare": "w3"}]
+    both = write_rows(tmp_path / "both.jsonl", rows)
+    check(tmp_path, prompts=both, columns={"reference": "summary", "completion": "spare"})
     with pytest.raises(ConfigError, match="reference=sumary was not used: no data set"):
         check(tmp_path, columns={"reference": "sumary"})
     # No file of votes is read, which could have this column.
