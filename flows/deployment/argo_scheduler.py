@@ -111,7 +111,7 @@ class ArgoScheduler:
 
 def _times_of(cron: Mapping[str, Any]) -> str:
     """Return the start times of a cron workflow, in the form of Argo 4 or of earlier versions."""
-    return "".join(cron.get("schedules") or []) or cron.get("schedule") or ""
+    return "; ".join(cron.get("schedules") or []) or cron.get("schedule") or ""
 
 
 def _template_of(run: Any) -> str:

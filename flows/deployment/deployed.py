@@ -32,7 +32,8 @@ class DeployedFlow:
     """Metaflow's production token, with which other users may change the deployment."""
 
     cron: str = ""
-    """Times at which the scheduler starts the flow, in cron format; empty without a schedule."""
+    """Times at which the scheduler starts the flow, in cron format; empty without a schedule. Argo
+    may have several, separated by "; "."""
 
     timezone: str = ""
     """Time zone of `cron`; empty for UTC."""

@@ -118,8 +118,8 @@ def _starts(schedule: Schedule) -> str:
 
 
 def _next_start(cron: str, timezone: str) -> str:
-    at = next_run(cron, timezone)
-    return f"{at:%Y-%m-%d %H:%M %Z}" if at else "unknown"
+    found = [at for each in cron.split("; ") if (at := next_run(each, timezone)) is not None]
+    return f"{min(found):%Y-%m-%d %H:%M %Z}" if found else "unknown"
 
 
 def _code(tags: Mapping[str, str]) -> str:

@@ -29,7 +29,7 @@ from mlflow.store.artifact.artifact_repo import ArtifactRepository
 from sqlalchemy.exc import SQLAlchemyError
 
 from ppo_core.config.placement import Precision, placement_for_reading
-from ppo_core.errors import ModelError, PPOError
+from ppo_core.errors import ModelError, PPOError, TrainingError
 from ppo_core.errors.deadline import ANSWER_SECONDS, answer_within
 
 from .artifact_store import download, open_store, prepare_mlflow
@@ -139,10 +139,16 @@ def load_champion(
             load_tokenizer(tokenizer),
         )
     except (PPOError, torch.OutOfMemoryError) as error:
-        raise ModelError(
-            f"{what} is unchanged since it was registered, but it cannot be loaded: {error} Point "
-            "the alias at another version, or install the packages in the version's "
+        next_move = (
+            "Point the alias at another version, or install the packages in the version's "
             "requirements.txt."
+        )
+        # `load_policy` raises a TrainingError if memory is full.
+        if isinstance(error, TrainingError | torch.OutOfMemoryError):
+            next_move = "Free memory of the GPU or of the machine, or load it in precision='bf16'."
+        raise ModelError(
+            f"{what} is unchanged since it was registered, but it cannot be loaded: {error} "
+            f"{next_move}"
         ) from error
 
 

@@ -33,7 +33,11 @@ def check_database(uri: str, *, must_exist: bool = False, is_written: bool = Fal
     path = sqlite_file(uri)
     if path is None:
         return
-    fault = _fault(path, must_exist=must_exist, is_written=is_written)
+    try:
+        fault = _fault(path, must_exist=must_exist, is_written=is_written)
+    # Python 3.11 to 3.13 raise if a folder may not be entered.
+    except OSError as error:
+        fault = f"{path} cannot be read: {error.strerror}"
     if fault is not None:
         raise ModelError(
             f"MLflow cannot use the database {redact(uri)}: {fault}. Correct "
@@ -77,8 +81,6 @@ def _fault_of_content(path: Path) -> str | None:
             if file.read(len(SQLITE_HEADER)) != SQLITE_HEADER:
                 return f"{path} is not a sqlite database"
         tables = _tables(path)
-    except OSError as error:
-        return f"{path} cannot be read: {error.strerror}"
     except sqlite3.DatabaseError as error:
         if getattr(error, "sqlite_errorcode", None) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             return None  # another process is writing; MLflow waits for its turn

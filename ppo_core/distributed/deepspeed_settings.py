@@ -23,6 +23,7 @@ _REFUSED = {
     "adam_beta2 and adam_epsilon",
     "scheduler": "the trainer makes the schedule. Set lr_scheduler_type and warmup_ratio",
     "gradient_clipping": "the trainer sets it. Set max_grad_norm",
+    "managed_gradient_accumulation": "the trainer marks the last microbatch of a step. Remove it",
     "zero_optimization.compute_grad_norm": "the trainer needs the norm in each step. Remove it",
     "zero_optimization.offload_optimizer.device": "checkpoints could not contain the states. Set "
     "cpu or none",
@@ -32,6 +33,7 @@ _REFUSED = {
 
 _OFFLOADS = (None, "none", "cpu")
 _ACCEPTED = {
+    "managed_gradient_accumulation": (None, True),
     "zero_optimization.compute_grad_norm": (None, True),
     "zero_optimization.offload_optimizer.device": _OFFLOADS,
     "zero_optimization.offload_param.device": _OFFLOADS,

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -182,6 +183,20 @@ def publish_folder(unfinished: Path, folder: Path) -> None:
     except OSError:
         if not folder.is_dir():
             raise
+
+
+def link_or_copy(source: str, target: str) -> None:
+    """Make a hard link to a file, or a copy of the file if the disk allows no hard link.
+
+    Raises:
+        OSError: `target` exists, or the file cannot be copied.
+    """
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        raise
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 def _cached(folder: Path, *, reused: bool) -> Cached:

@@ -133,7 +133,9 @@ class ProgressFile:
         """Write the phase, whose bar began or advanced."""
         now = time.monotonic()
         if now - self._written >= SECONDS_BETWEEN_WRITES:
-            self._path.write_text(phase + "\n", encoding="utf-8")
+            # A full disk ends the training only when a file that a resume needs is written.
+            with suppress(OSError):
+                self._path.write_text(phase + "\n", encoding="utf-8")
             self._written = now
 
     def ended(self, phase: str) -> None:

@@ -205,9 +205,10 @@ def _endless_warmup(config: PPOConfig, updates: Updates) -> str:
     if len(rates) < WINDOW or not all(a < b for a, b in pairwise(rates)):
         return ""
     last = updates[-1]
-    is_complete = last.get("episode", 0.0) >= (config.total_episodes or 0)
+    # Without total_episodes and max_steps, the number of prompts decides where the run ends.
+    is_complete = last.get("episode", 0.0) >= (config.total_episodes or math.inf)
     if not is_complete and last[UPDATE] != config.max_steps:
-        return ""  # the run has not ended
+        return ""  # the run has not ended, or may not have ended
     return f"lr rises in each update, from {rates[0]:.2g} to {rates[-1]:.2g} in the last"
 
 
@@ -216,7 +217,9 @@ def _seconds(updates: Updates) -> dict[str, float]:
     phases = ("sampling", "scoring", "updating")
     seconds = {name: sum(_values(updates, f"time/{name}")) for name in phases}
     last = updates[-1]
-    total = last.get("episode", 0.0) / last["eps"] if last.get("eps") else 0.0
+    # `episode` also counts the updates before a resume, which may have no metrics here.
+    episodes = last.get("episode", 0.0) / last[UPDATE] * len(updates)
+    total = episodes / last["eps"] if last.get("eps") else 0.0
     return seconds | {"waiting": max(0.0, total - sum(seconds.values()))}
 
 

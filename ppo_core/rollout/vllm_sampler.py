@@ -1,6 +1,7 @@
 """Sample responses by a vLLM server that receives the policy's weights."""
 
 import shutil
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -66,6 +67,10 @@ class VLLMSampler:
         self._server = VLLMServer(server.url, timeout=server.timeout, at_once=server.at_once)
         longest = max(map(len, prompts)) + response_length
         self._peers.together(partial(self._server.check, prompts[0], longest))
+        self._folder = Path(server.weights_dir).resolve()
+        # Other machines may use the folder, too. A server serves one run at a time.
+        place = f"{socket.gethostname()} {server.url}"
+        self._prefix = f"weights-{blake2b(place.encode(), digest_size=8).hexdigest()}-"
 
     def synchronize(self) -> str:
         """Make the server load the policy's weights; return a name for this version of the weights.
@@ -81,11 +86,14 @@ class VLLMSampler:
 
     def _publish(self, weights: dict[str, Tensor] | None) -> str:
         # Each version has a new name, because the server and network file systems cache by name.
-        name = f"weights-{uuid4().hex}"
+        name = f"{self._prefix}{uuid4().hex}"
         if not self._engine.is_main:
             return name
-        folder = Path(self._settings.weights_dir).resolve() / name
+        folder = self._folder / name
         try:
+            # A killed run leaves its weights, often in memory (/dev/shm).
+            for leftover in self._folder.glob(f"{self._prefix}*"):
+                shutil.rmtree(leftover, ignore_errors=True)
             with _no_progress_bar(), safetensors_as_os_errors():
                 save_plain(self._policy.model, self._adapted, folder, weights)
             self._server.load(folder)

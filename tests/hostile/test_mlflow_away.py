@@ -126,6 +126,16 @@ def test_the_registry_command_says_so_with_exit_code_1(unusable, capsys):
 
 
 @pytest.mark.parametrize("command", ["champion_version", "load_champion"])
+def test_a_folder_that_the_system_refuses_to_look_at_is_one_message(command, tmp_path):
+    """A name that is too long is refused to root, too; a closed folder is not."""
+    with (
+        tracking_to(f"sqlite:///{tmp_path / ('long' * 99) / 'mlflow.db'}"),
+        pytest.raises(ModelError, match=r"cannot be read: File name too long|there is no folder"),
+    ):
+        COMMANDS[command]()
+
+
+@pytest.mark.parametrize("command", ["champion_version", "load_champion"])
 def test_a_consumer_creates_no_database(command, tmp_path):
     with (
         tracking_to(f"sqlite:///{tmp_path / 'typo.db'}"),

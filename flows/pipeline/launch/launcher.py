@@ -27,7 +27,6 @@ from pipeline.launch.process_tree import (
     rank_of,
     take_over,
     terminate,
-    tree,
 )
 from pipeline.launch.stall_watch import STALL_MINUTES, StallWatch
 from pipeline.settings.environment import runs_remotely
@@ -202,8 +201,11 @@ def _name(process: psutil.Process) -> str:
 
 def _training_processes(pid: int) -> list[psutil.Process]:
     """Return the processes that torchrun started, or the only process of the training."""
-    below = [each for each in tree(pid)[1:] if rank_of(each) is not None]
-    return below or tree(pid)[:1]
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        # The processes that a reward function starts inherit RANK, but are no children of torchrun.
+        return [each for each in process.children() if rank_of(each) is not None] or [process]
+    return []
 
 
 class _ChangedFile:

@@ -83,9 +83,12 @@ class _Mirror:
             self._own.read()
         else:
             self._read_common()
-        self._copied = newest_checkpoint(self._folder)
-        if self._copied is not None:
-            print(f"The training continues from {self._copied.name}.", flush=True)
+        newest = newest_checkpoint(self._folder)
+        if newest is not None:
+            print(f"The training continues from {newest.name}.", flush=True)
+            # An earlier attempt on this disk may have ended before it had copied the checkpoint.
+            if _of(newest.name, self._own.names):
+                self._copied = newest
         self._thread.start()
 
     def stop(self) -> None:

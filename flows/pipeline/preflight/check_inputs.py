@@ -151,7 +151,7 @@ def _check_training(
             section.sharding,
             deepspeed=None,
             offload=section.offload,
-            processes=settings.processes or gpus() or 1,
+            processes=(settings.processes or gpus() or 1) * settings.num_nodes,
         )
         if section.learning_rate == "auto":
             refuse_sharded_search(sharding)

@@ -33,7 +33,7 @@ from ppo_core.data.sources.hub_data import HubData
 from ppo_core.data.sources.source import find_hub_data
 from ppo_core.errors import ModelError, library_errors
 from ppo_core.io.atomic_files import explained_writes
-from ppo_core.io.folder_cache import publish_folder
+from ppo_core.io.folder_cache import link_or_copy, publish_folder
 from ppo_core.models.loading import commit_of
 
 DATA = tuple(name for name in INPUTS if name not in MODELS)
@@ -179,7 +179,9 @@ def _fetch_version(address: str, workspace: Workspace) -> str:
         try:
             with explained_writes(unfinished):
                 for part in (model, tokenizer):
-                    shutil.copytree(part, unfinished, dirs_exist_ok=True, copy_function=os.link)
+                    shutil.copytree(
+                        part, unfinished, dirs_exist_ok=True, copy_function=link_or_copy
+                    )
             publish_folder(unfinished, folder)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)

@@ -25,12 +25,19 @@ def check_model_types(settings: Settings) -> None:
     for name, path, known in _named_models(settings):
         allowed = frozenset(settings.model_types) or known
         found = load_config(path).model_type
-        if found not in allowed:
+        cannot_train = name == "policy" and found in UNTRAINABLE
+        if found not in allowed or cannot_train:
+            reason = _reason(found, settings.model_types)
+            next_move = (
+                "If you trust the model, name the types of all models of the run in the setting, "
+                f'as in model_types = ["llama", "{found}"].'
+            )
+            if cannot_train:
+                reason = f"cannot be trained: {UNTRAINABLE[found]}"
+                next_move = "Use another model."
             raise ModelError(
-                f"{name}='{original_names(path)}' has the model type {found!r}, which "
-                f"{_reason(found, settings.model_types)}. The model was not loaded. If you "
-                "trust the model, name the types of all models of the run in the setting, as in "
-                f'model_types = ["llama", "{found}"].'
+                f"{name}='{original_names(path)}' has the model type {found!r}, which {reason}. "
+                f"The model was not loaded. {next_move}"
             )
 
 
@@ -54,8 +61,6 @@ def _reason(found: str, given: Collection[str]) -> str:
     """Return why a type is refused, as the end of a sentence."""
     if given:
         return f"is not in model_types={list(given)}"
-    if found in UNTRAINABLE:
-        return f"cannot be trained: {UNTRAINABLE[found]}"
     return (
         "is not among the types for which this project has checked log-probabilities and scores: "
         "the code of transformers for it is rarely used, so the run could train on wrong values"

@@ -10,7 +10,6 @@ The models are artifacts of the MLflow run of a version, in the folder START:
 The models are not files of the version itself, so a service never downloads them.
 """
 
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -22,7 +21,7 @@ from pipeline.registry.logged_models import uploading
 from pipeline.registry.seen_rows import ANSWER_SECONDS
 from pipeline.tracking.mlflow_client import connect, explained
 from ppo_core.io.atomic_files import explained_writes
-from ppo_core.io.folder_cache import MADE_FILE
+from ppo_core.io.folder_cache import MADE_FILE, link_or_copy
 from serving.artifact_store import open_store_at, prepare_mlflow
 from serving.champion import fetch_verified, manifest_digest
 from serving.manifest import write_manifest
@@ -59,7 +58,7 @@ def publish_start(run_id: str, reward_model: Path, critic: Path, rows: Path, scr
         folder = Path(name)
         with explained_writes(folder):
             for model, part in ((reward_model, REWARD_MODEL), (critic, CRITIC)):
-                shutil.copytree(model, folder / part, ignore=left_out, copy_function=os.link)
+                shutil.copytree(model, folder / part, ignore=left_out, copy_function=link_or_copy)
             shutil.copyfile(rows, folder / ROWS_FILE)
             digest = write_manifest(folder)
         with uploading(f"the models for the next run, of run {run_id}"):

@@ -36,7 +36,9 @@ def require_columns_read(renamed: Mapping[str, str], *read: Rows) -> None:
     Raises:
         ConfigError: a column was not read; the message names the field and the column.
     """
-    columns = {column for rows in read for column in rows.reading.values()}
+    described = {columns for rows in read for columns in rows.reading.values()}
+    # A field may be read from several columns; a name in a file may contain a comma, too.
+    columns = described | {column for columns in described for column in columns.split(", ")}
     for field, name in renamed.items():
         if name not in columns:
             raise ConfigError(

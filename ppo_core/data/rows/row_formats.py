@@ -129,7 +129,10 @@ def find_row_format(
     form = finders[kind](names, is_chat)
     if not known:
         return form
-    reading = {field: known.get(name, name) for field, name in form.reading.items()}
+    reading = {
+        field: ", ".join(known.get(name, name) for name in described.split(", "))
+        for field, described in form.reading.items()
+    }
 
     def convert(row: RawRow) -> Row | list[Row]:
         return form.convert({**row, **{field: row.get(name) for field, name in known.items()}})
@@ -142,8 +145,8 @@ def _prompts(columns: Collection[str], is_chat: bool) -> RowFormat:
     is_judged = _are_judgements(columns)
     # In single judgments, the completion may be rejected, so it cannot be the reference.
     known = _REFERENCE_COLUMNS[: 1 if is_judged else None]
-    named = next((name for name in known if name in columns), None)
-    is_pair = named is None and {"chosen", "rejected"} <= set(columns)
+    named = [name for name in known if name in columns]
+    is_pair = not named and {"chosen", "rejected"} <= set(columns)
 
     def convert(row: RawRow) -> Row:
         prompt, answer = read(row), None
@@ -160,7 +163,7 @@ def _prompts(columns: Collection[str], is_chat: bool) -> RowFormat:
 
     reading = {"prompt": described}
     if named:
-        reading["reference"] = named
+        reading["reference"] = ", ".join(named)
     elif is_pair:
         reading["reference"] = "chosen"
     elif described in _CONVERSATIONS:

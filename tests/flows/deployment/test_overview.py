@@ -9,9 +9,9 @@ import pytest
 
 from deployment import step_functions_scheduler
 from deployment.argo_scheduler import ArgoScheduler
-from deployment.deployed import CHANGES, COMMIT, DEPLOYED, SETTINGS
+from deployment.deployed import CHANGES, COMMIT, DEPLOYED, DEPLOYMENT, SETTINGS
 from deployment.deployment_file import read_deployment
-from deployment.overview import next_run, render_deployment
+from deployment.overview import next_run, render_deployment, render_status
 from deployment.step_functions_scheduler import StepFunctionsScheduler
 from pipeline.settings.overrides import merge_tables
 from ppo_core.errors import ConfigError
@@ -63,6 +63,14 @@ def test_the_state_on_argo_has_a_schedule_of_either_form(tmp_path: Path, monkeyp
             found = ArgoScheduler(deployment).find("Retrain")
             assert found is not None
             assert (found.cron, found.tags) == ("0 3 * * MON", {SETTINGS: "77"})
+        two = {"schedules": ["0 0 29 FEB *", "30 3 1 1 *"]}
+        cluster.objects[path.format("cronworkflows")] = {"spec": two}
+        found = ArgoScheduler(deployment).find("Retrain")
+        assert found is not None
+        assert found.cron == "0 0 29 FEB *; 30 3 1 1 *"
+        tags = dict.fromkeys((SETTINGS, DEPLOYMENT), "")
+        starts = [next_run(cron, "") for cron in two["schedules"]]
+        assert f"{min(starts):%Y-%m-%d %H:%M} UTC" in render_status({"Retrain": found}, tags)
 
 
 def test_a_state_machine_was_deployed_when_its_definition_was_written(monkeypatch):

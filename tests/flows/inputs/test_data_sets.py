@@ -326,6 +326,10 @@ def test_the_judge_of_a_given_reward_model_learns_from_all_pairs(tmp_path: Path)
             r"\[sft\]: sharding='none' is for one process, but 2 processes",
         ),
         (
+            {"sft": {"sharding": "none"}, "processes": 1, "num_nodes": 2},
+            r"\[sft\]: sharding='none' is for one process, but 2 processes",
+        ),
+        (
             {"reward_model_training": {"learning_rate": "auto", "sharding": "zero2"}},
             r"\[reward_model_training\]: learning_rate='auto' trains several models",
         ),
@@ -360,6 +364,9 @@ def test_too_few_pairs_for_a_judge_are_refused(tmp_path: Path):
 def test_columns_of_other_names_are_read_and_a_wrong_name_is_refused(tmp_path: Path):
     posts = write_rows(tmp_path / "posts.jsonl", [{"post": "w1"}, {"post": "w2"}])
     check(tmp_path, prompts=posts, columns={"prompt": "post"})
+    rows = [{"prompt": "w1", "summary": "w2", "spare": None}, {"prompt": "w2", "spare": "w3"}]
+    both = write_rows(tmp_path / "both.jsonl", rows)
+    check(tmp_path, prompts=both, columns={"reference": "summary", "completion": "spare"})
     with pytest.raises(ConfigError, match="reference=sumary was not used: no data set"):
         check(tmp_path, columns={"reference": "sumary"})
     # No file of votes is read, which could have this column.

@@ -18,7 +18,7 @@ import pytest
 from pipeline.launch import process_tree
 from pipeline.launch.commands import THIS_MACHINE, Machines, command, environment_of
 from pipeline.launch.failure import Ended, as_error
-from pipeline.launch.launcher import train
+from pipeline.launch.launcher import _training_processes, train
 from pipeline.launch.process_tree import FrozenProcesses, take_over
 from ppo_core.distributed.process import ErrorReport
 from ppo_core.distributed.torchrun import Failure, first_failure
@@ -471,6 +471,17 @@ def test_a_process_that_has_ended_needs_no_signal():
         process = psutil.Process(child.pid)
     for end in (process_tree.terminate, process_tree.kill):
         end([process])
+
+
+@pytest.mark.parametrize("rank", ["RANK=0", ""], ids=["torchrun", "one process"])
+def test_what_a_reward_function_starts_is_no_process_of_the_training(rank: str):
+    # The shells stand for torchrun, a process of the training, and what a reward function starts.
+    lines = [f"{rank} sh -c 'sleep 60 & wait' & wait", "sleep 60 & wait"]
+    with subprocess.Popen(["sh", "-c", lines[0 if rank else 1]]) as root:
+        wait_until(lambda: len(process_tree.tree(root.pid)) == (3 if rank else 2))
+        found, everything = _training_processes(root.pid), process_tree.tree(root.pid)
+        process_tree.kill(everything)
+    assert found == [everything[1 if rank else 0]]
 
 
 def test_a_process_is_frozen_when_it_was_stopped_at_every_one_of_some_looks(monkeypatch):

@@ -232,6 +232,22 @@ def test_a_new_machine_gets_the_policies_before_the_checkpoint(
     s3_client.cache_clear()
 
 
+def test_a_checkpoint_that_an_attempt_left_uncopied_is_copied_by_the_next(
+    store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name, value in store.items():
+        monkeypatch.setenv(name, value)
+    s3_client.cache_clear()
+    workspace, folder = Workspace(str(tmp_path), f"s3://{BUCKET}/uncopied"), tmp_path / "ppo"
+    with mirrored(workspace, folder):
+        finish_checkpoint(folder, 5)
+    finish_checkpoint(folder, 10)
+    with mirrored(workspace, folder):
+        wait_for_copies(store, "uncopied/ppo/machine-0", 10)
+    assert copied(store, "uncopied/ppo/machine-0") == {"checkpoint-10"}
+    s3_client.cache_clear()
+
+
 def test_metrics_come_from_the_first_machine(
     store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

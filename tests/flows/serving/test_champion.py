@@ -12,7 +12,9 @@ from typing import Any
 
 import boto3
 import pytest
+import torch
 from mlflow import MlflowClient
+from transformers import PreTrainedModel
 
 from ppo_core.errors import ModelError
 from serving.champion import champion_version, fetch_champion, load_champion
@@ -463,6 +465,19 @@ class TestRefusals:
             ModelError, match=f"Version 1 of '{NAME}' is unchanged since it was registered"
         ):
             load_champion(NAME, cache=tmp_path / "cache")
+
+    @pytest.mark.parametrize("call", ["from_pretrained", "to"])
+    def test_full_memory_is_no_fault_of_the_version(
+        self, call, client, version, tmp_path, monkeypatch
+    ):
+        def fail(*given: Any, **options: Any) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
+
+        register(client, version)
+        monkeypatch.setattr(PreTrainedModel, call, fail)
+        with pytest.raises(ModelError, match=r"out of memory.* precision='bf16'\.$") as refused:
+            load_champion(NAME, cache=tmp_path / "cache")
+        assert "alias" not in str(refused.value)
 
     def refuses(self, reason: str, tmp_path: Path) -> None:
         with pytest.raises(ModelError, match=reason) as refused:

@@ -76,11 +76,13 @@ def test_an_unknown_type_is_refused_wherever_it_is_named(tmp_path: Path, setting
     assert 'model_types = ["llama", "rwkv"]' in message
 
 
-def test_a_type_that_cannot_be_trained_is_refused_with_its_reason(tmp_path: Path):
-    settings = given(tmp_path)
+@pytest.mark.parametrize("model_types", [[], ["llama"], ["llama", "reformer"]])
+def test_a_type_that_cannot_be_trained_is_refused_with_its_reason(tmp_path: Path, model_types):
+    settings = given(tmp_path, model_types=model_types)
     config = tmp_path / "policy" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "model_type": "reformer"}))
-    with pytest.raises(ModelError, match=r"'reformer', which cannot be trained: .* evaluation"):
+    expected = r"'reformer', which cannot be trained: .* evaluation.* loaded\. Use another model\.$"
+    with pytest.raises(ModelError, match=expected):
         check_model_types(settings)
 
 

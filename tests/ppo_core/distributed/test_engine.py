@@ -82,6 +82,7 @@ def test_a_full_state_dict_is_a_copy_in_which_tied_weights_stay_tied():
             "offload_optimizer.device='nvme' .* checkpoints .* Set cpu",
         ),
         ({"zero_optimization": {"compute_grad_norm": False}}, "compute_grad_norm=False .* norm"),
+        ({"managed_gradient_accumulation": False}, "accumulation=False .* last microbatch"),
         ({"zero_optimization": {"stage": 4}}, "stage=4 in 'zero.json' is not a ZeRO stage"),
         ({"zero_optimization": {"stage": "2"}}, "stage='2' in 'zero.json' is not a ZeRO stage"),
     ],
@@ -98,6 +99,7 @@ def test_automatic_deepspeed_settings_are_filled():
         "optimizer": None,
         "gradient_clipping": "auto",
         "train_batch_size": 1,
+        "managed_gradient_accumulation": True,
         "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "offload_param": None},
     }
     fill_settings(settings, "'zero.json'")
@@ -106,6 +108,7 @@ def test_automatic_deepspeed_settings_are_filled():
         "bf16": {"enabled": False},
         "gradient_clipping": 0.0,
         "train_batch_size": 1,
+        "managed_gradient_accumulation": True,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "zero_optimization": {"stage": 3},

@@ -4,7 +4,13 @@ from pathlib import Path
 import pytest
 
 from ppo_core.io import folder_cache
-from ppo_core.io.folder_cache import digest_of, digest_of_file, digest_of_folder, make_once
+from ppo_core.io.folder_cache import (
+    digest_of,
+    digest_of_file,
+    digest_of_folder,
+    link_or_copy,
+    make_once,
+)
 
 
 def test_the_same_inputs_are_made_once(tmp_path: Path):
@@ -94,3 +100,16 @@ def test_a_file_is_read_again_only_if_it_changed(tmp_path: Path, monkeypatch: py
     path.unlink()
     path.write_text("two")
     assert digest_of_file(path) != first
+
+
+def test_a_file_is_copied_where_no_hard_link_is_possible(tmp_path: Path):
+    one, other = tmp_path / "one", tmp_path / "other"
+    one.write_text("content")
+    link_or_copy(str(one), str(other))
+    assert one.samefile(other)
+    # No link leads to another file system.
+    link_or_copy("/proc/version", str(tmp_path / "version"))
+    assert (tmp_path / "version").read_text() == Path("/proc/version").read_text()
+    with pytest.raises(FileExistsError):
+        link_or_copy("/proc/version", str(other))
+    assert one.read_text() == "content"

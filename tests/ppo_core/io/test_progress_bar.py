@@ -1,9 +1,18 @@
 """Progress within a step: who is told, and which lines a log has."""
 
+from pathlib import Path
+
 import pytest
 
 from ppo_core.io import progress_bar
-from ppo_core.io.progress_bar import PhaseLines, each_pass, listening, progress
+from ppo_core.io.progress_bar import (
+    PROGRESS_FILE,
+    PhaseLines,
+    ProgressFile,
+    each_pass,
+    listening,
+    progress,
+)
 
 
 class Heard:
@@ -24,6 +33,11 @@ def test_each_pass_tells_the_listeners_before_it_and_at_the_end():
     assert heard.said == ["scoring", "scoring", "scoring ended"]
     assert list(each_pass([3], "scoring")) == [3]
     assert len(heard.said) == 3
+
+
+def test_a_full_disk_for_the_progress_file_ends_no_phase(tmp_path: Path):
+    (tmp_path / PROGRESS_FILE).symlink_to("/dev/full")
+    ProgressFile(tmp_path).moved("scoring")
 
 
 class Clock:

@@ -62,7 +62,8 @@ BAD_RUNS = {
 NOT_RECORDED = {"negative divergence", "ratio too low", "falling reward"}
 """Guards whose limits only `test_health` tries: no setting of today brings them about quickly."""
 
-CONFIG = PPOConfig()
+CONFIG = PPOConfig(total_episodes=1)
+"""Default settings of a run that has ended."""
 
 
 def rules_of(path: Path, config: PPOConfig = CONFIG) -> set[str]:
@@ -172,14 +173,30 @@ def test_a_trend_begins_beyond_its_limit(rule: str, good, bad):
     assert [rule in rules for rules in found] == [False, True]
 
 
+@pytest.mark.parametrize(("time", "found"), [(5.0, False), (4.9, True)])
+def test_a_resumed_run_without_the_metrics_before_it_has_waited_only_since(time, found: bool):
+    resumed = run_of(**{"time/updating": [time] * 20})[10:]
+    assert ("time lost to waiting" in {each.rule for each in diagnose(CONFIG, resumed)}) is found
+
+
 def test_without_an_update_nothing_is_wrong():
     assert diagnose(CONFIG, []) == []
 
 
 @pytest.mark.parametrize(
-    ("total", "steps", "found"), [(20_000, -1, True), (20_001, -1, False), (20_001, 20, True)]
+    ("total", "steps", "found"),
+    [
+        (20_000, -1, True),
+        (20_001, -1, False),
+        (20_001, 20, True),
+        (None, -1, False),
+        (None, 21, False),
+        (None, 20, True),
+    ],
 )
-def test_a_warm_up_is_not_endless_before_the_run_has_ended(total: int, steps: int, found: bool):
+def test_a_warm_up_is_not_endless_before_the_run_has_ended(
+    total: int | None, steps: int, found: bool
+):
     config = PPOConfig(total_episodes=total, max_steps=steps)
     rules = {each.rule for each in diagnose(config, run_of(lr=[*range(20)]))}
     assert ("endless warm-up" in rules) is found

@@ -98,6 +98,20 @@ def test_after_synchronising_greedy_tokens_are_the_policys_and_before_they_are_n
     assert list((tmp_path / "weights").iterdir()) == []
 
 
+def test_weights_that_a_killed_run_left_are_removed_by_the_next_run_with_the_server(
+    server, tmp_path
+):
+    policy, folder = LanguageModel(make_policy()), tmp_path / "weights"
+    left = folder / make_sampler(server, tmp_path, policy).synchronize()
+    left.mkdir()
+    with vllm_server(make_policy()) as another:
+        other = folder / make_sampler(another, tmp_path, policy).synchronize()
+    other.mkdir()
+    assert {*folder.iterdir()} == {left, other}
+    make_sampler(server, tmp_path, policy).synchronize()
+    assert {*folder.iterdir()} == {other}
+
+
 def test_a_prompt_that_is_asked_again_is_not_answered_from_what_old_weights_left(server, tmp_path):
     policy = LanguageModel(make_policy())
     sampler = make_sampler(server, tmp_path, policy)

@@ -420,6 +420,14 @@ def test_a_missing_column_is_named_with_the_columns_that_are_there(kind, columns
         find_row_format(kind, columns, is_chat=False)
 
 
+def test_all_columns_of_a_field_are_named_as_in_the_file():
+    renamed = {"reference": "good, or best", "completion": "spare"}
+    found = find_row_format(
+        "prompts", ["input", "instruction", *renamed.values()], is_chat=False, renamed=renamed
+    )
+    assert found.reading == {"prompt": "instruction, input", "reference": "good, or best, spare"}
+
+
 def test_every_field_that_can_have_another_name_is_read():
     rows = [
         ("pairs", ["prompt", "chosen", "rejected", *LABEL_FIELDS]),
