@@ -79,7 +79,7 @@ class StepResources:
 
     retries: _Retries | None = None
     """Number of further attempts after a failed first attempt, at most 4; None for the number in
-    the flow's code. Each attempt of a training continues from its last checkpoint."""
+    the flow's code. Each further attempt continues from the training's last checkpoint."""
 
     mounts: dict[str, str] = field(default_factory=dict)
     """Volume -> folder in the container: persistent volume claims on Argo, ids of EFS file systems

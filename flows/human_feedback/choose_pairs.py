@@ -32,7 +32,7 @@ from ppo_core.io.validation import Count, Seed
 from ppo_core.models.loading import member_folders
 
 CANDIDATES = 4
-"""Number of prompts to answer for each pair that reward models choose."""
+"""Number of prompts to answer for each wanted pair, if a reward model chooses the pairs."""
 
 SPARE = 1.25
 """Number of prompts to answer for each random pair. It is above 1, because a prompt yields no pair
@@ -73,16 +73,15 @@ class PairChoice:
         check_fields(self)
         if self.samples * len(self.policies) < 2:
             raise ConfigError(
-                "samples=1 of one policy is one answer, and a pair has two. Raise samples, or name "
-                "a second policy."
+                "One policy with samples=1 gives one answer per prompt, but a pair needs two. "
+                "Raise samples, or name a second policy."
             )
         if self.reward_model and len(self.members) < 2:
             has = "has only one member" if Path(self.reward_model).is_dir() else "is not a folder"
             raise ConfigError(
-                f"reward_model='{self.reward_model}' {has}. Uncertainty is the "
-                "disagreement between members: train several (reward_model_training.members=3) "
-                "and name the folder that contains member-1, or name no reward model to draw "
-                "pairs at random."
+                f"reward_model='{self.reward_model}' {has}. Pairs are chosen by the disagreement "
+                "between members, so train several (reward_model_training.members=3) and name the "
+                "folder that contains member-1. To draw pairs at random, leave reward_model out."
             )
 
     @cached_property
@@ -120,7 +119,7 @@ def pairs_to_label(choice: PairChoice) -> list[Pair]:
 
 
 def disputed_pairs(settings: Settings, folder: Path, reward_model: str, labels: int) -> list[Pair]:
-    """Return pairs that judge and reward model order differently; PPO wrote the first answer.
+    """Return pairs that judge and reward model order differently, PPO's answer first.
 
     The pairs are sorted by the difference between the reward model's scores, largest first. Each
     prompt has at most one pair.
@@ -137,7 +136,9 @@ def disputed_pairs(settings: Settings, folder: Path, reward_model: str, labels: 
     """
     judged = [one for one in read_judged_pairs(folder / JUDGEMENTS) if _decides_about_ppo(one)]
     if not judged:
-        raise DataError(f"'{folder}': the judge named a winner in no pair with an answer of PPO.")
+        raise DataError(
+            f"'{folder}': the judge named no winner in the pairs with an answer of PPO."
+        )
     # A verdict has the prompt as text, as the judge read it. The samples have the original prompt.
     asked = (row["prompt"] for row in read_jsonl(folder / SAMPLES) if "prompt" in row)
     as_asked = {shown_prompt(prompt): prompt for prompt in asked}
@@ -211,7 +212,10 @@ def _scores(
     prompts: Sequence[str | Messages],
     answers: Sequence[Sequence[str]],
 ) -> Array:
-    """Return scores (N, K, M) of K answers to N prompts by M models; load one model at a time."""
+    """Return scores (N, K, M) of K answers to each of N prompts by M models.
+
+    One model is loaded at a time.
+    """
     repeated = [prompt for prompt, texts in zip(prompts, answers, strict=True) for _ in texts]
     flat = [text for texts in answers for text in texts]
     found = []

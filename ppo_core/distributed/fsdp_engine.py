@@ -2,7 +2,7 @@
 
 Each layer of a model is an FSDP group. Outside `gathered`, this group is unsharded only during the
 layer's passes. Embeddings, head and norms form the root's group. After a pass without gradients,
-the root's group stays unsharded until `gathered` ends.
+the root's group stays unsharded until the surrounding or the next `gathered` ends.
 """
 
 from collections.abc import Iterator

@@ -68,7 +68,8 @@ class VLLMSampler:
         longest = max(map(len, prompts)) + response_length
         self._peers.together(partial(self._server.check, prompts[0], longest))
         self._folder = Path(server.weights_dir).resolve()
-        # Other machines may use the folder, too. A server serves one run at a time.
+        # Folders with this prefix are leftovers: other hosts that use `weights_dir` have other
+        # prefixes, and a server serves one run at a time.
         place = f"{socket.gethostname()} {server.url}"
         self._prefix = f"weights-{blake2b(place.encode(), digest_size=8).hexdigest()}-"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from ppo_core.config.row_settings import Overlong, PromptFormat
 from ppo_core.distributed.process import is_main_process, large_imports
-from ppo_core.errors import ConfigError
+from ppo_core.errors import ConfigError, PPOError
 from ppo_core.io.atomic_files import explained_writes, write_atomically
 from ppo_core.io.progress_bar import ProgressFile, listening
 from ppo_core.supervised.supervised_config import SupervisedConfig
@@ -67,7 +67,8 @@ def read_result(folder: Path) -> dict[str, float]:
 def run_job(file: Path, prepare: Callable[..., None]) -> dict[str, float]:
     """Run a job, or resume it from its newest checkpoint; return its metrics.
 
-    `prepare` sets up the process; it is called with the sharding, and with `trains_adapter`.
+    `prepare` sets up the process. It is called with the sharding, and with `trains_adapter`:
+    whether only an adapter is trained.
 
     Raises:
         ConfigError: the file cannot be read or is not a valid job, or a setting cannot be used.
@@ -78,6 +79,9 @@ def run_job(file: Path, prepare: Callable[..., None]) -> dict[str, float]:
     """
     try:
         job = SupervisedJob(**json.loads(file.read_text(encoding="utf-8")))
+        config = SupervisedConfig(**job.config)
+    except PPOError:
+        raise
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
             f"'{file}' is not a job of this version: {error}. To train from a shell, give flags: "
@@ -96,7 +100,7 @@ def run_job(file: Path, prepare: Callable[..., None]) -> dict[str, float]:
         metrics = train(
             job.model,
             read_written_rows(folder),
-            SupervisedConfig(**job.config),
+            config,
             folder,
             prompt_format=job.prompt_format,
             overlong=job.overlong,

@@ -30,17 +30,19 @@ NO_ESTIMATE = "The settings guarantee that the divergence can be estimated."
 
 ABOVE_TARGET = 1.1
 """Largest divergence of the chosen policy, as a fraction of `ppo.kl_target`. The fraction is above
-1 because a run reaches its target only to within 15 %."""
+1 because runs can end above their target; most end within 15 % of it."""
 
 BELOW_LIMIT = 0.9
 """Largest divergence of the chosen policy, as a fraction of `promotion.max_kl`. The fraction is
-below 1 because the divergence differs by about 5 % on the other prompts of the promotion gate."""
+below 1 because the promotion gate measures the divergence on other prompts, where it differs by
+about 5 %."""
 
 AIM = 0.95
 """Target divergence of the search, as a fraction of the limit."""
 
 NEAR = 0.85
-"""Smallest divergence at which the search stops, as a fraction of the limit."""
+"""Smallest divergence of an interpolated policy that ends the search early, as a fraction of the
+limit."""
 
 
 def choose_policy(
@@ -90,9 +92,10 @@ def divergence_limit(settings: Settings) -> float:
 
 
 def nearest_within(divergence: Callable[[float], float], limit: float) -> list[TriedPolicy]:
-    """Measure policies until a divergence is within and near the limit; return all measurements.
+    """Measure policies until one diverges by NEAR to 1 times the limit; return all measurements.
 
-    The search starts at the end of PPO, w = 1, and measures at most MOST_TRIES policies. It assumes
+    The search starts at the end of PPO, w = 1, where any divergence within the limit suffices. It
+    measures at most MOST_TRIES policies. It assumes
     that the KL divergence is proportional to w^e. At first, e is 2, which holds for small changes
     of the weights. Later values of e fit the last two measurements.
 

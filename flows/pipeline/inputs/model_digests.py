@@ -16,8 +16,8 @@ def require_unchanged(folder: str, digest: str, what: str) -> None:
     if (found := digest_of_folder(Path(folder))) != digest:
         raise ModelError(
             f"{what} in '{folder}' was changed after it was written: its digest is {found}, not "
-            f"{digest}. The evaluation and the registered version would use a different model. "
-            "Find out which program writes there, and start the run again."
+            f"{digest}. The evaluation and the registered version would use another model than "
+            "was written. Find out which program writes there, and start the run again."
         )
 
 

@@ -65,8 +65,8 @@ def check_machine() -> None:
         if is_missing or uri.startswith(("sqlite:", "file:", "/", ".")):
             raise ConfigError(
                 f"{variable}={uri!r} would give each step an MLflow of its own on a machine that "
-                "is deleted after the step, and the runs and the version would be lost. Set "
-                f"{variable} to the address of an MLflow server, for example with @environment."
+                "is deleted after the step, and its runs and the registered version would be lost. "
+                f"Set {variable} to the address of an MLflow server, for example with @environment."
             )
 
 
@@ -91,6 +91,6 @@ def refuse_proxied_artifacts(root: str, policy: str) -> None:
             f"Artifacts pass through the MLflow server ({root}), which cannot transfer a policy of "
             f"{policy_bytes / 1e9:.1f} GB, so the registration would fail after the training. "
             "Start the server with --no-serve-artifacts and --default-artifact-root "
-            f"s3://BUCKET/PREFIX, and rename the experiment '{EXPERIMENT}', because it keeps its "
-            "old artifact root."
+            f"s3://BUCKET/PREFIX. Then rename the experiment '{EXPERIMENT}' in MLflow, which keeps "
+            f"its old artifact root; the next run creates a new '{EXPERIMENT}'."
         )

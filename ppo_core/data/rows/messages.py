@@ -19,7 +19,7 @@ _MEDIA = (
     *("image", "image_url", "input_image", "audio", "input_audio", "video", "video_url"),
     *("file", "input_file", "document", "tool_use", "tool_result", "thinking"),
 )
-"""Types of message parts that are refused; the error message names the type."""
+"""Known types of message parts other than text. All of them are refused by name."""
 
 _TOOLS = ("tool_calls", "function_call", "tool_call_id")
 """Keys of messages that call a tool or contain its result."""
@@ -33,7 +33,8 @@ def plain_messages(value: Any) -> Any:
     becomes a list. Any value that is not messages is returned unchanged.
 
     Raises:
-        RowError: a speaker is unknown, a part is not text, or a message calls tools.
+        RowError: a speaker is unknown, a part is not text, a list has no parts, or a message
+            calls a tool or is its result.
     """
     if isinstance(value, Mapping) and ({"from", "value"} <= set(value) or _is_message(value)):
         value = [value]

@@ -74,13 +74,8 @@ def _splits_of_names(folder: Path, suffixes: tuple[str, ...]) -> dict[str, list[
             f"'{folder}' has more than {MOST_ENTRIES} files and folders below it, so it is hardly "
             "a data set. Name the folder of the data."
         )
-    files = [
-        path
-        for path in found
-        if str(path).endswith(suffixes)
-        # Spark writes folders with such names.
-        and not (folder / path).is_dir()
-    ]
+    # Spark writes folders whose names end as those of files.
+    files = [path for path, is_file in found if is_file and str(path).endswith(suffixes)]
     if not files:
         raise DataError(
             f"'{folder}' is a folder without a {', '.join(suffixes)} file. Name another folder, or "
@@ -93,14 +88,23 @@ def _splits_of_names(folder: Path, suffixes: tuple[str, ...]) -> dict[str, list[
     return splits
 
 
-def _visible_entries(folder: Path) -> Iterator[Path]:
-    """Yield the files and folders below a folder, relative to it, without hidden ones."""
-    for place, folders, files in os.walk(folder):
+def _visible_entries(folder: Path) -> Iterator[tuple[Path, bool]]:
+    """Yield the path of each file and folder below a folder, and whether it is a file.
+
+    The paths are relative to the folder. Hidden files and folders are left out.
+
+    Raises:
+        OSError: the folder, or a folder in it, cannot be read.
+    """
+
+    def stop(error: OSError) -> None:
+        raise error
+
+    for place, folders, files in os.walk(folder, onerror=stop):
         folders[:] = filter(_is_visible, folders)
-        yield from (
-            Path(place, name).relative_to(folder)
-            for name in (*folders, *filter(_is_visible, files))
-        )
+        kinds = ((folders, False), (filter(_is_visible, files), True))
+        for names, is_file in kinds:
+            yield from ((Path(place, name).relative_to(folder), is_file) for name in names)
 
 
 def _is_visible(name: str) -> bool:
@@ -157,7 +161,7 @@ def _list(value: Any) -> list[Any]:
 
 
 def _text(value: Any, folder: Path) -> str:
-    # Do not show the value: the text of a nested YAML value may be larger than the memory.
+    # Do not show the value: aliases of YAML can make its text larger than the memory.
     if not isinstance(value, str):
         raise DataError(
             f"The README.md of '{folder}' has a {type(value).__name__} where `configs` needs a "

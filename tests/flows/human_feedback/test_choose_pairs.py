@@ -121,7 +121,7 @@ def test_without_a_reward_model_pairs_are_random(inputs: Path, tmp_path: Path, c
     [
         (("--reward-model", "members/member-1"), "has only one member"),
         (("--reward-model", "membres"), "membres' is not a folder"),
-        (("--samples", "1"), "samples=1 of one policy is one answer"),
+        (("--samples", "1"), "One policy with samples=1 gives one answer"),
         (("--seed", "-1"), "seed=-1"),
         (("--prompts", "nothing.jsonl"), "nothing.jsonl"),
     ],
@@ -195,7 +195,7 @@ def test_pairs_that_judge_and_reward_model_order_differently(inputs: Path, tmp_p
         ([{"prompt": "a", "completion": "b"}], "is damaged"),
         (
             [judgement("a", "b", "c", "tie")],
-            "the judge named a winner in no pair",
+            "the judge named no winner in the pairs",
         ),
         ([judgement("a", "b", "c", "first") | {"candidate": None}], "is damaged"),
     ],

@@ -23,8 +23,8 @@ transformers 5.23: 587 MiB are resident before the models, `KEPT_MATMULS` compil
 about 1 MiB each, and the threads and connections of a training take the rest."""
 
 LOGIT_COPIES = 3
-"""Number of fp32 copies of the logits: always while tokens are sampled, and in the loss only under
-autocast. In the loss, autograd keeps the logits, the probabilities and the gradient."""
+"""Number of fp32 copies of the logits while tokens are sampled, and in the loss under autocast,
+where autograd keeps the logits, the probabilities and the gradient."""
 
 ZERO_BUCKET = 500_000_000
 """Number of gradients that DeepSpeed collects before it sends them (default of its setting
@@ -159,7 +159,7 @@ class Shards:
     def send_buffers(self, trained: int) -> int:
         """Return the bytes of the buffers that DistributedDataParallel allocates at its start.
 
-        Other shardings have no such buffers.
+        Only the sharding "ddp" with several processes has such buffers.
         """
         return FP32 * trained if self.sharding == "ddp" and self.processes > 1 else 0
 
@@ -179,7 +179,7 @@ class Shards:
 
         Args:
             models: the trained models.
-            numbers: bytes of a weight.
+            numbers: bytes per weight, FP32 or BF16.
         """
         sent = FP32 * ZERO_BUCKET if self.sharding.startswith("zero") else 0
         if self.shards_weights:
@@ -194,8 +194,8 @@ def kept_activations(
 ) -> int:
     """Return the bytes of the activations that a backward pass reads.
 
-    For each token, a layer keeps: the input, the normalized input and the output of each of its two
-    norms; queries, keys, values and the attention output; and 4 tensors inside a gated MLP, or 2
+    For each token, a layer keeps: for each of its two norms, the norm's input, normalized input and
+    output; queries, keys, values and the attention output; and 4 tensors inside a gated MLP, or 2
     inside an ungated MLP. With adapters, it also keeps the input of each adapted linear layer. If
     activations are recomputed, every layer keeps its input, and only one layer at a time keeps the
     other activations.
@@ -230,8 +230,8 @@ def attention_weights(model: ModelSize, tokens: int, longest: int, texts: int = 
 
     A row has `texts` texts of up to `longest` tokens. The kernel computes blocks of queries, each
     with the keys of its row up to the end of the block. For texts that are too long for the
-    kernel, PyTorch computes the attention and keeps no weights. The batches of shorter texts still
-    use the kernel, so longer texts count as the longest text that the kernel takes.
+    kernel, PyTorch computes the attention and keeps no weights. But other batches have shorter
+    texts and use the kernel, so `longest` is capped at the longest text that the kernel takes.
     """
     length = texts * min(longest, isqrt(MAX_SCORES))
     keys = min(length, (length + BLOCK) // 2)

@@ -21,7 +21,7 @@ DATA_SECONDS = 10.0
 
 
 class LiveCard:
-    """The card of the current step with the id CARD; without this card, nothing is shown."""
+    """The card with the id CARD of the current step; without this card, nothing is shown."""
 
     def __init__(self, card: Any) -> None:
         """Store `card`, Metaflow's `current.card`; it is None if the step has no card."""
@@ -32,9 +32,9 @@ class LiveCard:
         """Write the card in the background, unless it was written less than CARD_SECONDS ago.
 
         A new list of components makes Metaflow write the whole card, which `card view` shows. A
-        later call writes the card's data; then a browser that shows the card reloads it. After the
-        first card, no data are written until the next card, because no browser can show an older
-        card.
+        call at least DATA_SECONDS later writes the card's data, which makes a browser that still
+        shows the previous card load the new one. The first card has no previous card, so no data
+        are written after it.
         """
         now = time.monotonic()
         if self._card is None:
