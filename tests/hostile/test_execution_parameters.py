@@ -201,7 +201,7 @@ def test_null_is_no_value_where_the_default_is_none_and_a_text_elsewhere():
 def test_no_word_of_the_command_switches_the_quoting_off(
     words: tuple[str, ...], machines: StateMachines, tmp_path: Path
 ):
-    for scheduler in COMMANDS:
+    for scheduler in COMMANDS.values():
         command = (scheduler, "create", "--only-json", *words)
         made = flow_command(tmp_path, *command, variables=machines.variables)
         assert made.returncode == 0, made.stderr[-3000:]
