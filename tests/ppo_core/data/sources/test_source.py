@@ -207,9 +207,7 @@ def test_a_card_of_nested_aliases_is_refused_without_writing_them_out(tmp_path):
 
 
 def test_the_root_folder_is_refused_before_all_of_it_is_listed():
-    with pytest.raises(
-        DataError, match=r"'/' (has more than \d+ files .* Name|cannot be read)"
-    ):
+    with pytest.raises(DataError, match=r"'/' (has more than \d+ files .* Name|cannot be read)"):
         load("/")
 
 
