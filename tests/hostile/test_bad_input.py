@@ -662,10 +662,10 @@ JUDGES = {
     "a-number": ("    return 3", "returned 3"),
     "an-array-as-winner": (
         "    import numpy\n    return [{'winner': numpy.zeros(3)}]",
-        "for pair 0",
+        "for pair 1",
     ),
-    "nan-probability": ("    return [{'winner': 'tie', 'probability': float('nan')}]", "pair 0"),
-    "huge-probability": ("    return [{'winner': 'tie', 'probability': 10**400}]", "pair 0"),
+    "nan-probability": ("    return [{'winner': 'tie', 'probability': float('nan')}]", "pair 1"),
+    "huge-probability": ("    return [{'winner': 'tie', 'probability': 10**400}]", "pair 1"),
     "error-without-words": (
         "    raise Odd\n\nclass Odd(Exception):\n    def __str__(self): return 1 / 0",
         r"Odd in .*own\.py:2",

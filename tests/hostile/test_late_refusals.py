@@ -69,8 +69,8 @@ JUDGES: dict[str, tuple[Change, type[PPOError], str]] = {
     "a number": (judge("def judge(p, q): return 3"), DataError, r"judge\.py:1\) returned 3"),
     "none": (judge("def judge(p, q): print(p)"), DataError, "returned None"),
     "a coroutine": (judge("async def judge(p, q): return q"), DataError, "returned <coroutine"),
-    "numbers": (judge("def judge(p, q): return [1] * len(q)"), DataError, "gave 1 for pair 0"),
-    "a word": (judge("def judge(p, q): return ['A'] * len(q)"), DataError, "gave 'A' for pair 0"),
+    "numbers": (judge("def judge(p, q): return [1] * len(q)"), DataError, "gave 1 for pair 1"),
+    "a word": (judge("def judge(p, q): return ['A'] * len(q)"), DataError, "gave 'A' for pair 1"),
     "one verdict": (judge("def judge(p, q): return ['first']"), DataError, "1 verdicts for 2"),
     "an error": (
         judge("def judge(p, q):\n    return [{}[one] for one in p]"),

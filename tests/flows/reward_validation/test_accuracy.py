@@ -54,7 +54,7 @@ def test_scores_that_are_not_finite_are_refused_with_their_pair(
     with torch.no_grad():
         reward_model.model.get_input_embeddings().weight[7 + 3] = value
     bad = pair("w7", "w2") if side == "chosen" else pair("w2", "w7")
-    with pytest.raises(ModelError, match=r"1 of 2 labeled pairs .* not finite.* pair 1, .*'w7'"):
+    with pytest.raises(ModelError, match=r"1 of 2 labeled pairs .* not finite.* number 2, .*'w7'"):
         score_pairs(TextScorer(reward_model), [pair("w1", "w2"), bad])
 
 

@@ -42,7 +42,7 @@ def test_the_message_has_the_reasons_the_report_and_the_next_command(tmp_path, m
     monkeypatch.chdir(tmp_path)
     message = refusal(tmp_path / "my outputs" / "7")
     assert "- It repeats itself.\n- It counts characters.\n" in message
-    assert "card view validate_reward_model), my outputs/7/reward-model.json, and" in message
+    assert "validate_reward_model), the file my outputs/7/reward-model.json, and" in message
     assert message.splitlines()[-1] == (
         "python flows/rlhf.py --config settings 'my outputs/7/runs/7/settings.toml' run "
         "--accept-reward-model"
@@ -52,7 +52,7 @@ def test_the_message_has_the_reasons_the_report_and_the_next_command(tmp_path, m
 
 
 def test_a_report_outside_the_working_directory_has_its_full_path(tmp_path):
-    assert f"{tmp_path / 'reward-model.json'}, and in MLflow" in refusal(tmp_path)
+    assert f"{tmp_path / 'reward-model.json'}, and reward-model/report" in refusal(tmp_path)
 
 
 def test_faults_of_a_reward_model_that_ppo_does_not_learn_from_end_no_run():

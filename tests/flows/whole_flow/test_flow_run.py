@@ -104,7 +104,7 @@ def test_the_report_on_a_refused_reward_model_is_there_to_be_read(journey: Journ
     assert description.startswith(f"**Refused**\n\n- {why}\n- ")
     assert "\n- It prefers degenerate text" in description
     (report,) = re.findall(
-        r"(outputs/runs/\d+/reward-model\.json), and in MLflow", journey.refused.log
+        r"(outputs/runs/\d+/reward-model\.json), and reward-model/report", journey.refused.log
     )
     assert not json.loads((journey.folder / report).read_text())["fit"]
     kept = artifacts_of(journey.folder, runs["validate_reward_model"], "reward-model")
@@ -158,7 +158,7 @@ def test_a_policy_that_won_nothing_is_registered_and_refused(
 
 def test_a_failing_step_says_what_to_mend_and_registers_nothing(journey: Journey):
     assert journey.failed.code == 1
-    assert "gave 'maybe' for pair 0. Return one of" in journey.failed.log
+    assert "gave 'maybe' for pair 1. Return one of" in journey.failed.log
     assert "If you corrected something other than the settings, continue with" in journey.failed.log
     assert "If you corrected something" not in journey.refused.log
     assert "Traceback" not in journey.failed.log
