@@ -1,6 +1,7 @@
 # Two verbs do everything on a machine with Python 3.11 and make: `make run` and `make test`.
 # The others: lint, types, soak, phases, remote, deployed, hostile, forms, architectures, tldr, stories and
-# fresh-stories (for three seeds each), weeks, year, bench, test-gpu, bench-gpu, docs, install, lock, audit, clean.
+# fresh-stories (for three seeds each), weeks, year, bench, test-gpu, bench-gpu, docs, screenshots, install, lock,
+# audit, clean.
 
 PYTHON ?= python3
 VENV := .venv
@@ -32,7 +33,7 @@ IMAGE_EXTRAS := $(addprefix --extra ,deploy evaluation judge peft quantised vllm
 COMPILE = $(BIN)/uv pip compile --quiet --generate-hashes --no-annotate $(WHEELS) $(LOCK_ARGS) \
 	--python-platform x86_64-manylinux_2_28 --custom-compile-command "make lock"
 
-.PHONY: run test soak phases remote deployed hostile forms architectures lint types tldr stories fresh-stories weeks year bench test-gpu bench-gpu docs install lock audit clean
+.PHONY: run test soak phases remote deployed hostile forms architectures lint types tldr stories fresh-stories weeks year bench test-gpu bench-gpu docs screenshots install lock audit clean
 
 run: $(VENV)/installed ## Run the flow on the built-in task and print the result.
 	$(BIN)/python flows/rlhf.py run $(RUN_ARGS)
@@ -123,6 +124,9 @@ bench-gpu: $(if $(filter $(BIN)/%,$(GPU_PYTHON)),$(VENV)/installed-dev) $(TRL_FO
 
 docs: $(VENV)/installed-dev ## The site of the documentation, in build/docs; a broken link ends the build.
 	PYTHONPATH=.:flows OMP_NUM_THREADS=1 $(BIN)/python -m tests.docs.build_site
+
+screenshots: $(VENV)/installed-dev ## Pictures of the newest run's pages, in docs/images; needs Chromium.
+	PYTHONPATH=.:flows $(BIN)/python -m tests.docs.screenshots
 
 # DeepSpeed is built with the setuptools of build.txt, since pip would fetch another one without a hash.
 install: | $(VENV)/bin/python ## Install exactly the packages of LOCK, in the place of newer ones.

@@ -13,6 +13,7 @@ from ppo_core.algorithm.losses import importance_weights
 from ppo_core.algorithm.masking import masked_sum
 from ppo_core.algorithm.repetition import most_frequent_share, repeated_share
 from ppo_core.data.types import Experience, Rollout, Scores, TokenSums
+from ppo_core.reporting.metrics_file import SPREAD
 
 Metrics = dict[str, float]
 
@@ -49,8 +50,8 @@ class PhaseTimer:
 def objective_metrics(rollout: Rollout, scores: Scores, kl: Tensor, *, kl_coef: float) -> Metrics:
     """Return metrics of a scored batch: mostly means over the responses, such as score and KL.
 
-    `val/num_eos_tokens` is a number of responses. kl (B, T) must be 0 at tokens that are not
-    counted.
+    `val/num_eos_tokens` is a number of responses. Names that end in `_p10` and `_p90` are quantiles
+    over the responses. kl (B, T) must be 0 at tokens that are not counted.
     """
     response_kl = kl.sum(dim=1)
     sums = {
@@ -66,10 +67,19 @@ def objective_metrics(rollout: Rollout, scores: Scores, kl: Tensor, *, kl_coef: 
     totals = torch.stack([value.to(kl) for value in sums.values()]).tolist()
     means = {name: total / len(rollout) for name, total in zip(sums, totals, strict=True)}
     means["val/num_eos_tokens"] *= len(rollout)
+    means |= spread("objective/scores", scores.scores)
+    means |= spread("val/response_length", rollout.response_lengths)
     means["val/repetition_reward"] = repetition_reward(rollout, scores.scores)
     means["objective/kl_coef"] = kl_coef
     means["objective/rlhf_reward"] = means["objective/non_score_reward"] + means["objective/scores"]
     return means
+
+
+def spread(name: str, values: Tensor) -> Metrics:
+    """Return the 10 % and the 90 % quantile of values (B,), between which most responses lie."""
+    values = values.double()
+    found = values.quantile(values.new_tensor(list(SPREAD.values()))).tolist()
+    return {f"{name}_{end}": value for end, value in zip(SPREAD, found, strict=True)}
 
 
 def repetition_reward(rollout: Rollout, scores: Tensor) -> float:

@@ -29,6 +29,9 @@ COMPLETIONS = "completions"
 UPDATE = "update"
 """Key of the update's number in a line."""
 
+SPREAD = {"p10": 0.1, "p90": 0.9}
+"""End of a metric's name -> quantile of the responses that the metric has."""
+
 logger = logging.getLogger(__name__)
 
 

@@ -19,7 +19,7 @@ from metaflow.cards import (
     VegaChart,
 )
 
-from pipeline.reports.charts import thinned
+from pipeline.reports.charts import MOST_POINTS, thinned
 from pipeline.reports.document import (
     Chart,
     Curve,
@@ -78,19 +78,24 @@ def _bar(progress: ShownProgress) -> list[MetaflowCardComponent]:
 
 
 def _readings(readings: tuple[Reading, ...]) -> Table:
-    """Return prompts with their answers as a table; all readings have the same answer titles."""
-    rows = [
-        [
-            reading.title,
-            reading.prompt,
-            *("".join(text for _, text in answer.pieces) for answer in reading.answers),
-            " ".join(reading.notes),
-        ]
-        for reading in readings
-    ]
+    """Return prompts with their answers as a table.
+
+    If all readings have the same answer titles, these are the headers; otherwise each answer has
+    its title in its cell.
+    """
     titles = [answer.title for answer in readings[0].answers]
+    is_same = all([answer.title for answer in one.answers] == titles for one in readings)
+    headers = titles if is_same else [""] * max(len(one.answers) for one in readings)
+    rows = []
+    for reading in readings:
+        answers = [
+            ("" if is_same else f"{answer.title}: ") + "".join(text for _, text in answer.pieces)
+            for answer in reading.answers
+        ]
+        answers += [""] * (len(headers) - len(answers))
+        rows.append([reading.title, reading.prompt, *answers, " ".join(reading.notes)])
     cells = [[mask_secrets(text) for text in row] for row in rows]
-    return Table(cells, headers=["", "Prompt", *titles, ""])
+    return Table(cells, headers=["", "Prompt", *headers, ""])
 
 
 def _charts(charts: Sequence[Chart]) -> Table:
@@ -128,6 +133,11 @@ def _line_layers(curve: Curve) -> list[dict[str, Any]]:
     if curve.healthy != (-math.inf, math.inf) and low < high:
         area = {"type": "rect", "color": "#d8f0e0"}
         layers.append(_layer(area, [{"low": low, "high": high}], y="low", y2="high"))
+    if curve.spread:
+        around = {"type": "area", "opacity": 0.2}
+        stride = math.ceil(len(curve.spread) / MOST_POINTS)
+        ends = [{"x": x, "low": a, "high": b} for x, a, b in curve.spread[::stride]]
+        layers.append(_layer(around, ends, x="x", y="low", y2="high"))
     line = {"type": "line", "point": len(points) == 1}
     layers.append(_layer(line, [{"x": x, "y": y} for x, y in points], x="x", y="y"))
     if curve.marks:

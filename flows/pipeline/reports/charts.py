@@ -45,20 +45,28 @@ def draw_chart(chart: Chart) -> Markup:
 
 
 def _line_chart(curve: Curve, shows: str) -> Markup:
-    """Draw a line, the range of healthy values as an area, and marks at some values of x."""
+    """Draw a line and its spread, the range of healthy values, and marks at some values of x."""
     points = thinned(curve.points)
-    height, ys = 150, [y for _, y in points]
+    lows = thinned([(x, low) for x, low, _ in curve.spread])
+    highs = thinned([(x, high) for x, _, high in curve.spread])
+    height, ys = 150, [y for _, y in [*points, *lows, *highs]]
     room = 0.06 * (max(ys) - min(ys)) or 0.06 * abs(ys[0]) or 1.0
     x = _axis([x for x, _ in points], LEFT, WIDTH - RIGHT)
     y = ChartAxis(min(ys) - room, max(ys) + room, height - BOTTOM, TOP)
-    path = " ".join(f"{x(a)},{y(b)}" for a, b in points)
+
+    def path(line: Iterable[Point]) -> str:
+        return " ".join(f"{x(a)},{y(b)}" for a, b in line)
+
     parts = [
         _area(y, curve.healthy),
+        Markup('<polygon class="spread" points="{}"/>').format(path([*lows, *reversed(highs)])),
         _grid(x, (points[0][0], points[-1][0]), y, (min(ys), max(ys)), height),
         *(_mark(x(at), height) for at in curve.marks),
-        Markup('<polyline class="line" points="{}"/>').format(path),
+        Markup('<polyline class="line" points="{}"/>').format(path(points)),
         # The last point is also a dot, because a line of one point is invisible.
-        Markup('<circle class="dot" cx="{}" cy="{}" r="2.5"/>').format(x(points[-1][0]), y(ys[-1])),
+        Markup('<circle class="dot" cx="{}" cy="{}" r="2.5"/>').format(
+            x(points[-1][0]), y(points[-1][1])
+        ),
     ]
     return _svg(parts, height, shows)
 

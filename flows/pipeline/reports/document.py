@@ -42,6 +42,9 @@ class Curve:
     marks: tuple[float, ...] = ()
     """Values of x with a warning."""
 
+    spread: tuple[tuple[float, float, float], ...] = ()
+    """Points (x, low, high) of an area around the line, from left to right; values are finite."""
+
 
 Interval = tuple[float, float, float]
 """A rate, and the lower and the upper end of its interval."""
@@ -81,7 +84,7 @@ class Answer:
     """An answer to a prompt."""
 
     title: str
-    """Name of the contestant that gave the answer."""
+    """Who gave the answer, or at which time of the training."""
 
     pieces: Pieces
     """The text; one piece if nothing is compared."""

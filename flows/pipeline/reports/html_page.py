@@ -52,6 +52,7 @@ figcaption small, .notes { color: var(--quiet); font-size: .85rem }
 svg { display: block; width: 100%; height: auto; overflow: visible }
 svg text { font-size: 11px; fill: var(--text) } svg .tick { fill: var(--quiet) }
 svg .line { stroke: var(--line); stroke-width: 1.8; fill: none } svg .dot { fill: var(--line) }
+svg .spread { fill: var(--line); opacity: .2 }
 svg .grid { stroke: var(--rule) } svg .healthy { fill: var(--healthy) }
 svg .half { stroke: var(--quiet); stroke-dasharray: 4 3 }
 svg .warned { stroke: var(--bad); stroke-dasharray: 2 2 }

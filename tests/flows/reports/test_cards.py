@@ -207,9 +207,27 @@ def register(made: Decision, evaluation: Evaluation, folder: Path) -> Registered
     )
 
 
+def changed_answers() -> tuple[Reading, ...]:
+    """Answers at other times for each prompt."""
+    times = (("Before PPO",), ("Before PPO", "After update 9"))
+    return tuple(
+        Reading(
+            title=str(number),
+            prompt="say",
+            answers=tuple(Answer(title=time, pieces=(("same", "yes"),)) for time in answered),
+        )
+        for number, answered in enumerate(times)
+    )
+
+
 def training_document(done: int) -> Document:
     """A training that others named and whose models wrote the samples."""
-    curve = Curve(points=((1.0, 0.5), (2.0, float(done))), healthy=(0.0, 10.0), marks=(2.0,))
+    curve = Curve(
+        points=((1.0, 0.5), (2.0, float(done))),
+        healthy=(0.0, 10.0),
+        marks=(2.0,),
+        spread=((1.0, 0.25, 0.75),),
+    )
     chart = Chart(title=f"KL {HOSTILE}", caption=HOSTILE, data=curve)
     answer = Answer(title="PPO", pieces=(("same", f"It says {HOSTILE}"),))
     return Document(
@@ -227,6 +245,7 @@ def training_document(done: int) -> Document:
                 text=(f"A warning about {HOSTILE}",),
                 charts=(chart,) * 4,
                 readings=(Reading(title="1", prompt=HOSTILE, answers=(answer,), notes=("1",)),),
+                parts=(Section(title="Answers", text=("Two.",), readings=changed_answers()),),
                 commands=(("Repeat this run", f"run '{HOSTILE}'"),),
             ),
         ),
@@ -327,13 +346,18 @@ def test_the_card_of_a_training_shows_it_before_the_step_ends(cards: dict[str, P
         (charts,) = [rows for rows in tables if isinstance(rows[0][0], dict)]
         assert [len(row) for row in charts] == [2, 2]
         spec = charts[0][0]["spec"]
-        area, line, warned = (layer["data"]["values"] for layer in spec["layer"])
+        area, around, line, warned = (layer["data"]["values"] for layer in spec["layer"])
         # Metaflow draws a chart in a table without a width as an empty one.
         assert spec["width"] > 300
         assert area == [{"low": 0.5, "high": 10.0}]
+        assert around == [{"x": 1.0, "low": 0.25, "high": 0.75}]
         assert line == [{"x": 1.0, "y": 0.5}, {"x": 2.0, "y": float(done)}]
         assert warned == [{"x": 2.0}]
         assert [["1", HOSTILE, f"It says {HOSTILE}", "1"]] in tables
+        assert [
+            ["0", "say", "Before PPO: yes", "", ""],
+            ["1", "say", "Before PPO: yes", "After update 9: yes", ""],
+        ] in tables
         assert [[HOSTILE]] in tables
         assert [["Repeat this run", f"run '{HOSTILE}'"]] in tables
 

@@ -68,6 +68,19 @@ def test_a_line_has_its_points_and_its_range():
     assert float(mark.get("x1", "")) == x1
 
 
+def test_the_spread_of_a_line_is_an_area_around_it_that_fits_in_the_chart():
+    around = ((0.0, -3.0, 1.0), (1.0, 2.0, 9.0))
+    svg = drawn(Curve(points=((0.0, 0.0), (1.0, 4.0)), spread=around))
+    (area,) = svg.iter("polygon")
+    corners = [tuple(map(float, one.split(","))) for one in area.get("points", "").split()]
+    (x0, low0), (x1, low1), (x2, high1), (x3, high0) = corners
+    assert (x0, x1) == (x3, x2)
+    # Heights are 4, 7 and 12 units of the same axis.
+    assert low0 - high0 == pytest.approx(4 / 12 * (low0 - high1), abs=0.2)
+    assert low1 - high1 == pytest.approx(7 / 12 * (low0 - high1), abs=0.2)
+    assert 0 < high1 < low0 < 150
+
+
 def charts_of(sections: list[Section]) -> dict[str, Chart]:
     return {chart.title: chart for section in sections for chart in section.charts}
 

@@ -137,7 +137,8 @@ def training(journal: Journal, updates: int) -> None:
     """Metrics of SFT and PPO as the journal of a run has them."""
     names = (
         "objective/scores objective/kl policy/entropy_avg val/ratio policy/clipfrac_avg "
-        "loss/value_avg val/explained_variance val/response_length"
+        "loss/value_avg val/explained_variance val/response_length objective/scores_p10 "
+        "objective/scores_p90"
     ).split()
     with journal.path.open("a") as file:
         for update in range(1, updates + 1):
@@ -280,6 +281,8 @@ def test_curves_have_their_healthy_range_their_warnings_and_a_share_of_stops(fac
     clipped = charts["Clipped tokens of the policy"]
     assert clipped.endswith("Healthy: 0 to 0.3. The last value is outside.")
     assert charts["Policy loss"].endswith("from 2 to 2.")
+    assert charts["Score of a response"].endswith("Area: the middle 80 % of the responses.")
+    assert "Area" not in charts["Tokens of a response"]
     assert "Score of greedy answers to evaluation prompts" not in charts
     assert "Healthy: at most" in charts["Tokens of a response"]
 
@@ -310,18 +313,27 @@ def test_words_that_only_one_answer_has_are_marked():
 
 
 def test_answers_during_ppo_are_shown_with_what_the_first_answer_lacks_marked():
-    answers = {0: ("a b", 0.25), 3: ("a b", 0.25), 12: ("a c", -1.0)}
+    answers = {0: ("a b", 0.25), 3: ("a b", 0.25), 12: ("a c", -1.0), 15: ("a c", -1.0)}
     section = watched_section([WatchedPrompt(prompt="say", answers=answers)])
     (reading,) = section.readings
     assert [one.title for one in reading.answers] == [
-        "Before PPO",
-        "After update 3",
-        "After update 12",
+        "Before PPO, after update 3: score 0.25",
+        "After updates 12, 15: score -1",
     ]
-    first, same, last = (one.pieces for one in reading.answers)
-    assert first == same == (("same", "a b"),)
+    first, last = (one.pieces for one in reading.answers)
+    assert first == (("same", "a b"),)
     assert last == (("same", "a "), ("added", "c"))
-    assert reading.notes == ("Scores: 0.25, 0.25, -1",)
+
+
+def test_an_answer_that_returns_or_has_another_score_is_shown_again():
+    answers = {0: ("a", 1.0), 1: ("b", 1.0), 2: ("a", 1.0), 3: ("a", 2.0)}
+    section = watched_section([WatchedPrompt(prompt="say", answers=answers)])
+    assert [one.title for one in section.readings[0].answers] == [
+        "Before PPO: score 1",
+        "After update 1: score 1",
+        "After update 2: score 1",
+        "After update 3: score 2",
+    ]
 
 
 @pytest.mark.parametrize("content", ["{damaged", "[]", '{"prompt": "a"}', '{"prompt": 1}'])

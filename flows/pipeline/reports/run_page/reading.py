@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
@@ -253,21 +254,31 @@ def _prompt(number: int, row: AnsweredPrompt) -> Reading:
 
 
 def _watched(number: int, watched: WatchedPrompt) -> Reading:
-    texts = {update: shortened_text(text) for update, (text, _) in watched.answers.items()}
-    first = next(iter(texts.values()))
-    scores = ", ".join(f"{score:z.4g}" for _, score in watched.answers.values())
+    """Return a prompt with its answers, in which equal successive answers are shown once."""
+    shown = {
+        update: (shortened_text(text), f"{score:z.4g}")
+        for update, (text, score) in watched.answers.items()
+    }
+    first, _ = next(iter(shown.values()))
     return Reading(
         title=f"Training prompt {number}",
         prompt=shortened_text(watched.prompt),
         answers=tuple(
             Answer(
-                title=f"After update {update}" if update else "Before PPO",
+                title=f"{_times([update for update, _ in equal])}: score {score}",
                 pieces=differing_words(first, text)[1],
             )
-            for update, text in texts.items()
+            for (text, score), equal in groupby(shown.items(), key=itemgetter(1))
         ),
-        notes=(f"Scores: {scores}",),
     )
+
+
+def _times(updates: Sequence[int]) -> str:
+    after = [str(update) for update in updates if update]
+    if not after:
+        return "Before PPO"
+    listed = f"update{'s' * (len(after) > 1)} {', '.join(after)}"
+    return f"Before PPO, after {listed}" if 0 in updates else f"After {listed}"
 
 
 def _plain(title: str, text: str) -> Answer:

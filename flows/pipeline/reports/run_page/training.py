@@ -7,6 +7,7 @@ from pipeline.reports.document import Chart, Curve, Section, as_number
 from pipeline.reports.run_page.facts import EPISODE, Curves, RunFacts
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.reporting.health import GUARDS
+from ppo_core.reporting.metrics_file import SPREAD
 
 TITLE = "How did PPO go? Scores, KL and other curves"
 
@@ -39,6 +40,9 @@ LIMITS = {
 """Metric -> healthy range in docs/metrics.md. If PPO warns at a limit of the metric, this limit
 replaces one end of the range."""
 
+DrawableCurves = dict[str, list[tuple[int, float]]]
+"""Name of a metric -> its values (update, value), all of which a chart can show."""
+
 MOST = 1e100
 """Absolute value from which a chart leaves a value out, because no chart has room for it. NaN is
 also left out."""
@@ -68,7 +72,7 @@ def ppo_section(facts: RunFacts) -> Section:
             *told,
         ),
         charts=tuple(
-            _ppo_chart(facts.settings.ppo, name, title, curves[name], facts.warnings)
+            _ppo_chart(facts, name, title, curves)
             for name, title in titles.items()
             if name in curves
         ),
@@ -106,27 +110,30 @@ def healthy_range(config: PPOConfig, metric: str, first: float) -> tuple[float, 
     return low, high
 
 
-def _ppo_chart(
-    config: PPOConfig,
-    name: str,
-    title: str,
-    points: list[tuple[int, float]],
-    warnings: list[str],
-) -> Chart:
-    low, high = healthy_range(config, name, points[0][1])
+def _ppo_chart(facts: RunFacts, name: str, title: str, curves: DrawableCurves) -> Chart:
+    points, spread = curves[name], _spread(curves, name)
+    low, high = healthy_range(facts.settings.ppo, name, points[0][1])
     caption, last = _ends(points), points[-1][1]
+    if spread:
+        caption += " Area: the middle 80 % of the responses."
     if math.isfinite(low) or math.isfinite(high):
         caption += f" Healthy: {_in_words(low, high)}."
         if not low <= last <= high:
             caption += " The last value is outside."
-    marks = [update for update, metric in map(_warned, warnings) if metric == name]
+    marks = tuple(update for update, metric in map(_warned, facts.warnings) if metric == name)
     if marks:
         caption += f" Warned in update {', '.join(map(str, marks))}."
-    curve = Curve(points=tuple(points), healthy=(low, high), marks=tuple(marks))
+    curve = Curve(points=tuple(points), healthy=(low, high), marks=marks, spread=spread)
     return Chart(title=title, caption=f"{name}: {caption}", data=curve)
 
 
-def _drawable(curves: Curves) -> dict[str, list[tuple[int, float]]]:
+def _spread(curves: DrawableCurves, name: str) -> tuple[tuple[int, float, float], ...]:
+    """Return (update, 10 % quantile, 90 % quantile) of a metric that has quantiles."""
+    lows, highs = (dict(curves.get(f"{name}_{end}", [])) for end in SPREAD)
+    return tuple((update, low, highs[update]) for update, low in lows.items() if update in highs)
+
+
+def _drawable(curves: Curves) -> DrawableCurves:
     """Return the curves that have values, without values that no chart can show."""
     found = {
         name: [(step, value) for step, value in points if abs(value) < MOST]

@@ -1,0 +1,86 @@
+"""`make screenshots`: pictures of the pages of the newest run, for README and the documentation.
+
+Needs Chromium with its driver, and a run of the flow that has ended in this folder (`make run`).
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Thread
+
+from human_feedback.label_server import label_server
+from human_feedback.labeling import Labeling
+from human_feedback.read_votes import read_pairs
+from pipeline.inputs.json_lines import read_jsonl, write_jsonl
+from pipeline.inputs.votes_to_pairs import votes_of
+from tests.helpers.paths import ROOT
+from tests.helpers.servers.browser import CHROMEDRIVER, CHROMIUM, chromium
+
+PICTURES = ROOT / "docs" / "images"
+
+PHONE, DESKTOP = 390, 1200
+"""Widths in pixels."""
+
+AREA = """
+const found = [...document.querySelectorAll("h2, h3")];
+const top = name => found.find(one => one.textContent.startsWith(name))
+  .getBoundingClientRect().top + scrollY;
+const [first, next] = arguments;
+const start = first ? top(first) - 16 : 0;
+return [start, (next ? top(next) - 16 : document.documentElement.scrollHeight) - start];
+"""
+"""Top and height of the part of a page from one heading to another."""
+
+
+def take_pictures(run: Path, folder: Path) -> None:
+    """Write pictures of the page of a run, and of the page that labels pairs."""
+    page = (run / "index.html").as_uri()
+    with TemporaryDirectory() as name, chromium(Path(name)) as browser:
+
+        def picture(file: str, first: str, following: str, width: int = DESKTOP) -> None:
+            browser.look_as(width, dark=width == PHONE)
+            browser.open(page)
+            top, height = browser.run(AREA, first, following)
+            browser.take_picture(folder / file, top=top, height=height, width=width)
+
+        picture("run-page.png", "", "Why was it")
+        picture("run-page-phone.png", "", "Win rates", PHONE)
+        picture("run-page-curves.png", "How did PPO go?", "How did the training of SFT")
+        picture("run-page-answers.png", "How did its answers change", "Training prompt 4")
+        with _labeling(run, Path(name)) as address:
+            browser.look_as(DESKTOP, dark=False)
+            browser.open(address)
+            browser.take_picture(folder / "label-page.png", top=0, height=430, width=DESKTOP)
+
+
+@contextmanager
+def _labeling(run: Path, folder: Path) -> Iterator[str]:
+    """Serve the page on which people label the pairs of a run's evaluation."""
+    rows = read_jsonl(next(run.rglob("samples.jsonl")))
+    pairs = [
+        {"prompt": row["prompt"], "first": row["sft"], "second": row["ppo"], "label": ""}
+        for row in rows
+    ]
+    write_jsonl(folder / "to-label.jsonl", pairs)
+    votes = votes_of(read_pairs(str(folder / "to-label.jsonl")))
+    labeling = Labeling(votes, "ann", folder / "labeled.jsonl")
+    server, address = label_server(labeling, port=0)
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield address
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+if __name__ == "__main__":
+    if not (CHROMIUM and CHROMEDRIVER):
+        sys.exit("Pictures need Chromium and its driver: apt install chromium chromium-driver")
+    pages = sorted((ROOT / "outputs" / "runs").glob("*/index.html"))
+    if not pages:
+        sys.exit("outputs/runs has no page of a run, so there is nothing to show: make run")
+    take_pictures(pages[-1].parent, PICTURES)
