@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import tomli_w
 
+from pipeline.cost.gpu_table import read_gpus
 from pipeline.cost.memory.ppo_memory import peak_memory
+from pipeline.cost.run_time import TableSpeed, ppo_seconds
 from pipeline.cost.training_sizes import Processes, ppo_size
 from pipeline.settings.make_settings import PRESETS, make_settings, read_preset
-from pipeline.settings.settings import Settings
 from pipeline.stages.check import check_run
 from ppo_core.ppo.schedule import make_schedule
 from tests.helpers.inputs.preset_inputs import tiny_preset, write_published_config
@@ -58,16 +59,28 @@ def test_a_preset_passes_every_check_of_a_run(name: str, tmp_path: Path, mlflow_
 LONGEST_PROMPT = {"pythia-1b-tldr": 512}
 """Tokens of the longest prompt that a preset is for; 1,024 where it is not named."""
 
+CARDS = {"24": "l4-24gb", "80": "h100-80gb"}
+"""Gigabytes of a GPU -> its name in flows/gpus.toml."""
+
 
 @pytest.mark.parametrize("name", NAMES)
-def test_readme_has_the_memory_that_is_computed_for_a_preset(name: str, tmp_path: Path):
+def test_the_docs_have_the_memory_and_the_hours_that_are_computed(name: str, tmp_path: Path):
     """The computation sees the sizes of the published models, and the settings of the preset."""
     table = read_preset(name) | {"judge": "openai:gpt"}
     policy = table["policy"].partition("@")[0]
     for setting in {"policy", "reward_model"} & set(table):
         table[setting] = write_published_config(table[setting].partition("@")[0], tmp_path)
     settings = make_settings(table, {})
-    total = peak_memory(_size(settings, LONGEST_PROMPT.get(name, 1024))).total / 2**30
+    longest = LONGEST_PROMPT.get(name, 1024)
+    schedule = make_schedule(settings.ppo, num_prompts=1, num_processes=settings.processes)
+    size = ppo_size(
+        settings,
+        schedule,
+        longest_prompt=longest,
+        processes=Processes(number=settings.processes, on_gpus=True),
+    )
+    assert size is not None
+    total = peak_memory(size).total / 2**30
     gpus = re.search(r"(?:one|over (\d) GPUs of) (\d+) GB", (PRESETS / f"{name}.toml").read_text())
     assert gpus is not None
     assert int(gpus[1] or 1) == settings.processes
@@ -75,6 +88,15 @@ def test_readme_has_the_memory_that_is_computed_for_a_preset(name: str, tmp_path
     # Of 24 GB, CUDA reports 22 GiB.
     reported = 22.0 if gpus[2] == "24" else int(gpus[2]) * 0.99
     assert total < 0.9 * reported
+    gpu = read_gpus(settings.hardware)[CARDS[gpus[2]]]
+    seconds = ppo_seconds(
+        size,
+        schedule,
+        TableSpeed.of(gpu, size),
+        epochs=settings.ppo.num_ppo_epochs,
+        mean_prompt=longest / 2,
+        samples_here=True,
+    )
     method = "LoRA" if settings.lora.r else "all parameters"
     if settings.ppo.sharding:
         method += f", {settings.ppo.sharding}"
@@ -84,18 +106,10 @@ def test_readme_has_the_memory_that_is_computed_for_a_preset(name: str, tmp_path
         method,
         f"{settings.processes} x {gpus[2]} GB",
         f"{total:.1f} GiB",
+        f"{schedule.num_updates * settings.ppo.batch_size:,}",
+        f"{seconds / 3600:.1f} h",
     ]
     assert f"| {' | '.join(cells)} |" in (ROOT / "docs" / "own-data.md").read_text()
-
-
-def _size(settings: Settings, longest_prompt: int):
-    schedule = make_schedule(settings.ppo, num_prompts=1, num_processes=settings.processes)
-    return ppo_size(
-        settings,
-        schedule,
-        longest_prompt=longest_prompt,
-        processes=Processes(number=settings.processes, on_gpus=True),
-    )
 
 
 @pytest.mark.slow
