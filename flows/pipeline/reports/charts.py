@@ -160,10 +160,15 @@ def _grid(
         ).format(LEFT, WIDTH - RIGHT, LEFT - 5, y(row) + 4, shown, y=y(row))
     return lines + Markup("").join(
         Markup('<text class="tick" x="{}" y="{}" text-anchor="{}">{}</text>').format(
-            x(column), height - 5, anchor, f"{column:,.6g}"
+            x(column), height - 5, anchor, _tick(column)
         )
         for column, anchor in zip(columns, ("start", "end"), strict=True)
     )
+
+
+def _tick(value: float) -> str:
+    """Return a number below the x axis; the number of an update keeps all its digits."""
+    return f"{value:,.0f}" if float(value).is_integer() else as_number(value)
 
 
 def _mark(at: float, height: int) -> Markup:

@@ -42,7 +42,7 @@ table { border-collapse: collapse }
 th, td { text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--rule);
          vertical-align: top; font-variant-numeric: tabular-nums }
 th { font-weight: 600; color: var(--quiet) }
-td { max-width: 26rem; overflow-wrap: anywhere }
+td { max-width: 26rem; overflow-wrap: anywhere } td.short { white-space: nowrap }
 @media (max-width: 40rem) { td { min-width: 5.5rem } td:first-child { min-width: 7.5rem } }
 progress { width: 100%; accent-color: var(--line) }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 320px), 1fr));
@@ -85,7 +85,8 @@ ins { background: var(--ins) } del { background: var(--del) }
 <div class="table" tabindex="0" role="region" aria-label="{{ title }}"><table>
 <tr>{% for header in headers %}<th scope="col">{{ header }}</th>{% endfor %}</tr>
 {% for row in rows %}
-<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
+<tr>{% for cell in row %}<td{% if cell | length < 16 %} class="short"{% endif %}>{{ cell }}</td>
+{%- endfor %}</tr>
 {% endfor %}
 </table></div>
 {% endmacro %}
