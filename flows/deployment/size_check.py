@@ -141,11 +141,7 @@ def _planned(
         if gpu is None:
             lines.append(
                 f"sizes: {name} is not compared with steps.{step}, whose type of GPU is not known. "
-                + (
-                    f"gpu_type={resources.gpu_type!r} is none of the devices in flows/gpus.toml."
-                    if resources.gpu_type
-                    else "Name it in the settings file: [hardware] gpu."
-                )
+                f"{_ask_for_gpu(resources, settings)}"
             )
             continue
         number = (settings.processes or resources.gpu) * settings.num_nodes
@@ -188,11 +184,26 @@ def _gpu_of(resources: StepResources, settings: Settings) -> Gpu | None:
     """
     table = read_gpus(settings.hardware).values()
     if resources.gpu_type:
-        # The node label is the GPU name that CUDA reports, with hyphens instead of spaces.
-        return next(
-            (gpu for gpu in table if gpu.device.replace(" ", "-") == resources.gpu_type), None
-        )
+        return next((gpu for gpu in table if _label(gpu) == resources.gpu_type), None)
     return find_gpu(settings.hardware) if settings.hardware.gpu else None
+
+
+def _label(gpu: Gpu) -> str:
+    """Return the node label of a GPU: the name that CUDA reports, with hyphens for spaces."""
+    return gpu.device.replace(" ", "-")
+
+
+def _ask_for_gpu(resources: StepResources, settings: Settings) -> str:
+    """Return what to do if the GPU of a step is not known, as sentences."""
+    if not resources.gpu_type:
+        return "Name it in the settings file: [hardware] gpu."
+    known = ", ".join(_label(gpu) for gpu in read_gpus(settings.hardware).values() if gpu.device)
+    return (
+        f"gpu_type={resources.gpu_type!r} is none of the devices in flows/gpus.toml ({known}). "
+        "Correct it if it is misspelled. Otherwise, describe the GPU in the settings file as "
+        "[hardware.gpus.NAME], name it in [hardware] gpu, and compute the sizes with "
+        "`flows/rlhf.py --config settings FILE run --check`."
+    )
 
 
 def _check_processes(planned: PlannedTraining, settings: Settings) -> list[str]:

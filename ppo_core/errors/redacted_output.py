@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import threading
+from codecs import getincrementaldecoder
 from collections.abc import Iterable, Iterator
 from typing import Any, TextIO, cast
 
@@ -55,7 +56,8 @@ class RedactedStream:
     def __init__(self, stream: TextIO) -> None:
         """Write to `stream`."""
         self._stream = stream
-        self._held = ""
+        self._held = _HeldText()
+        self._bytes = _RedactedBuffer(self)
         self._renew_lock()
         # Otherwise a process that is forked during a write would wait for the lock forever.
         os.register_at_fork(after_in_child=self._renew_lock)
@@ -67,7 +69,7 @@ class RedactedStream:
     @property
     def buffer(self) -> "_RedactedBuffer":
         """The binary buffer of the underlying stream; bytes that are written to it are redacted."""
-        return _RedactedBuffer(self)
+        return self._bytes
 
     def write(self, text: str) -> int:
         """Write `text` without its secrets; return the length of `text`."""
@@ -76,11 +78,8 @@ class RedactedStream:
         kept = len(text)
         text = escape_output(text, is_terminal=self._is_terminal())
         with self._lock:
-            text = self._held + text
-            cut = _end_of_finished(text)
-            self._held = text[cut:]
-            if cut:
-                self._stream.write(_redact_lines(text[:cut]))
+            self._bytes.release()
+            self._pass_on(self._held.add(text))
         return kept
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -94,18 +93,19 @@ class RedactedStream:
         If 4 or more characters at the end of the held text begin a known secret, keep them.
         """
         with self._lock:
-            cut = _end_before_secret(self._held, least=4)
-            ready, self._held = self._held[:cut], self._held[cut:]
-            if ready:
-                self._stream.write(_redact_lines(ready))
+            self._pass_on(self._held.flush())
+            self._bytes.pass_on_finished()
             self._stream.flush()
 
     def release(self) -> None:
         """Write all held text, because no more text follows."""
         with self._lock:
-            if self._held:
-                self._stream.write(_redact_lines(self._held))
-                self._held = ""
+            self._pass_on(self._held.release())
+            self._bytes.release()
+
+    def _pass_on(self, text: str) -> None:
+        if text:
+            self._stream.write(text)
 
     def _is_terminal(self) -> bool:
         return not self._stream.closed and self._stream.isatty()
@@ -116,24 +116,72 @@ class RedactedStream:
 
 
 class _RedactedBuffer:
-    """The bytes of a RedactedStream."""
+    """The bytes of a RedactedStream. Their end is held as the end of a text is.
+
+    Bytes that are not UTF-8 become surrogates, and then bytes again.
+    """
 
     def __init__(self, text: RedactedStream) -> None:
         self._text = text
+        self._held = _HeldText()
+        # It holds the first bytes of a character until the rest follows.
+        self._decoder = getincrementaldecoder("utf-8")("surrogateescape")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._text._stream.buffer, name)
 
     def write(self, data: bytes) -> int:
-        self._text.release()
-        self._text._stream.flush()
-        # Bytes that are not UTF-8, such as a part of a character, become surrogates and then bytes.
-        clean = _redact_lines(bytes(data).decode("utf-8", "surrogateescape"))
-        is_terminal = self._text._is_terminal()
-        clean_bytes = clean.encode("utf-8", "surrogateescape")
-        clean_bytes = escape_bytes(clean_bytes, is_terminal=is_terminal)
-        self._text._stream.buffer.write(clean_bytes)
+        with self._text._lock:
+            self._text._pass_on(self._text._held.release())
+            self._text._stream.flush()
+            self._pass_on(self._held.add(self._decoder.decode(bytes(data))))
         return len(data)
+
+    def writelines(self, lines: Iterable[bytes]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        self._text.flush()
+
+    def pass_on_finished(self) -> None:
+        """Write the held bytes, except the beginning of a known secret or of a character."""
+        self._pass_on(self._held.flush())
+
+    def release(self) -> None:
+        """Write all held bytes."""
+        ready = self._held.add(self._decoder.decode(b"", final=True))
+        self._pass_on(ready + self._held.release())
+
+    def _pass_on(self, text: str) -> None:
+        if text:
+            data = text.encode("utf-8", "surrogateescape")
+            clean = escape_bytes(data, is_terminal=self._text._is_terminal())
+            self._text._stream.buffer.write(clean)
+
+
+class _HeldText:
+    """Redacts text, and holds its last characters while they may begin a secret."""
+
+    def __init__(self) -> None:
+        self._held = ""
+
+    def add(self, text: str) -> str:
+        """Add text; return the redacted text that is finished."""
+        text = self._held + text
+        return self._take(text, _end_of_finished(text))
+
+    def flush(self) -> str:
+        """Return the held text, except 4 or more last characters that begin a known secret."""
+        return self._take(self._held, _end_before_secret(self._held, least=4))
+
+    def release(self) -> str:
+        """Return all held text."""
+        return self._take(self._held, len(self._held))
+
+    def _take(self, text: str, end: int) -> str:
+        self._held = text[end:]
+        return _redact_lines(text[:end]) if end else ""
 
 
 def _redact_lines(text: str) -> str:

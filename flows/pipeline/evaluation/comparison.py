@@ -127,12 +127,13 @@ def valid_pairs(comparison: Comparison) -> list[int]:
         raise DataError(
             f"The judge {comparison.judge} gave no verdict for {len(outcomes)} of "
             f"{len(outcomes)} pairs, so there is no win rate. Check that this judge "
-            f"fits these prompts. {_first_reason(comparison)}"
+            f"fits these prompts. {first_reason(comparison)}"
         )
     return valid
 
 
-def _first_reason(comparison: Comparison) -> str:
+def first_reason(comparison: Comparison) -> str:
+    """Return a sentence with the reason of the first invalid verdict that has one."""
     for verdict in (*comparison.straight, *comparison.swapped):
         if verdict.winner == "invalid" and verdict.reason:
             return f"The first invalid verdict has this reason: {verdict.reason}"

@@ -14,7 +14,7 @@ from statistics import fmean
 
 import numpy as np
 
-from pipeline.evaluation.comparison import POINTS, Comparison, compare, valid_pairs
+from pipeline.evaluation.comparison import POINTS, Comparison, compare, first_reason, valid_pairs
 from pipeline.evaluation.evaluate_policies import answer_as_evaluated
 from pipeline.inputs.data_sets import RunData
 from pipeline.judges.verdict import Judge, JudgedPrompt
@@ -150,17 +150,17 @@ def _points(judged: Comparison, max_invalid: float) -> float:
     """Return the mean points of the pairs with a valid outcome.
 
     Raises:
-        DataError: no pair has a valid outcome.
         JudgeError: the share of invalid pairs is above `max_invalid`.
     """
-    valid, total = valid_pairs(judged), len(judged.outcomes)
-    if total - len(valid) > max_invalid * total:
+    total, invalid = len(judged.outcomes), judged.outcomes.count("invalid")
+    if invalid > max_invalid * total:
         raise JudgeError(
-            f"The judge {judged.judge} gave no valid verdict on {total - len(valid)} of {total} "
+            f"The judge {judged.judge} gave no valid verdict on {invalid} of {total} "
             f"pairs, above evaluation.max_invalid={max_invalid:g}, so it cannot choose the policy. "
-            "Correct the judge and resume the run, or set selection.method='kl'."
+            f"{first_reason(judged)} Correct the judge and resume the run, or set "
+            "selection.method='kl'."
         )
-    return fmean(POINTS[judged.outcomes[number]] for number in valid)
+    return fmean(POINTS[judged.outcomes[number]] for number in valid_pairs(judged))
 
 
 def _best(tried: Sequence[TriedPolicy], limit: float) -> TriedPolicy:

@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import openai
@@ -74,6 +75,9 @@ class OpenAIModel:
         A question gets a reply without text in two cases: all its retries failed, or the server
         rejects this question but accepts a small question.
 
+        `keep` runs in a thread of its own. If it takes long, for example because it writes to S3,
+        the deadlines of the other calls still count only the time of their replies.
+
         Raises:
             JudgeError: the server rejects every call or is down, or the budget is spent. Running
                 calls are canceled.
@@ -100,17 +104,20 @@ class OpenAIModel:
         self, questions: Sequence[Question], keep: Callable[[int, Reply], None]
     ) -> None:
         slots = asyncio.Semaphore(self._config.concurrency)
+        loop = asyncio.get_running_loop()
 
         async def ask_one(number: int, question: Question) -> None:
             async with slots:
                 reply = await self._answer(client, question, self._config.retries)
-                keep(number, reply)
+                # Keep a reply that has arrived, even if another call ends the evaluation.
+                await asyncio.shield(loop.run_in_executor(keeper, keep, number, reply))
                 self._take_stock(reply)
 
         try:
-            async with self._server.client() as client, asyncio.TaskGroup() as group:
-                for number, question in enumerate(questions):
-                    group.create_task(ask_one(number, question))
+            with ThreadPoolExecutor(max_workers=1) as keeper:
+                async with self._server.client() as client, asyncio.TaskGroup() as group:
+                    for number, question in enumerate(questions):
+                        group.create_task(ask_one(number, question))
         except ExceptionGroup as failures:
             # The first error is the cause; canceled calls may have added later errors.
             raise failures.exceptions[0] from None

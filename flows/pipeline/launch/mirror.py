@@ -36,7 +36,8 @@ BESIDE_CHECKPOINT = (METRICS_FILE, SELF_CHECK_FILE, RATE_FILE, SPENT_FILE)
 def mirrored(workspace: Workspace, folder: Path, here: Machines = ONE_MACHINE) -> Iterator[None]:
     """Keep a copy of the newest checkpoint, and of the policies saved before it, in S3.
 
-    On one machine, a missing or empty folder is first filled from the copy. During the context,
+    On one machine, a missing or empty folder is first filled from the copy, and so is the folder of
+    an attempt after which another machine has continued the training. During the context,
     finished checkpoints are copied in the background. At the end of the context, the newest
     checkpoint is copied, unless it was copied before, so that the last finished checkpoint is not
     lost. If the workspace has no store in S3, nothing is copied.
@@ -80,6 +81,9 @@ class _Mirror:
     def start(self) -> None:
         """Fetch the checkpoint to continue from, and start the thread that copies new ones."""
         if self._here.count == 1:
+            if self._own.is_behind():
+                # A later checkpoint of this machine would not fit the metrics of the other one.
+                shutil.rmtree(self._folder, ignore_errors=True)
             self._own.read()
         else:
             self._read_common()

@@ -86,7 +86,7 @@ class _StepWatch:
     ) -> None:
         self._step, self._folder, self._on_hang = step, folder, on_hang
         self._stall_minutes, self._step_minutes = stall_minutes, step_minutes
-        self._started = time.monotonic()
+        self._started = self._checked = time.monotonic()
         self._phases: dict[str, StallWatch] = {}
         self._over = threading.Event()
 
@@ -101,6 +101,14 @@ class _StepWatch:
         """Stop watching a phase that has ended."""
         self._phases.pop(phase, None)
 
+    def seconds(self) -> float:
+        """Return the duration of the step, without suspensions; call this every few seconds."""
+        now = time.monotonic()
+        if (gap := now - self._checked) > SUSPENDED_SECONDS:
+            self._started += gap
+        self._checked = now
+        return now - self._started
+
     def stop(self) -> None:
         """End `watch`."""
         self._over.set()
@@ -108,7 +116,7 @@ class _StepWatch:
     def watch(self) -> None:
         """Check the clock until `stop` is called or this process is ended."""
         while not self._over.wait(LOOK_SECONDS):
-            if self._step_minutes and time.monotonic() - self._started > 60 * self._step_minutes:
+            if self._step_minutes and self.seconds() > 60 * self._step_minutes:
                 self._end(
                     f"{self._step} was not over after step_minutes={self._step_minutes:g}. Raise "
                     "step_minutes"
@@ -157,8 +165,9 @@ def watched_step(
     thread, for at most ON_HANG_SECONDS.
 
     A step hangs if a progress bar does not advance for `stall_minutes`, or for 20 times its median
-    wait if that is longer. A step that takes longer than `step_minutes` is also ended; 0 means no
-    limit. Metaflow retries the step if it has `@retry`.
+    wait if that is longer. A step that takes longer than `step_minutes`, without the time in which
+    this process was suspended, is also ended; 0 means no limit. Metaflow retries the step if it has
+    `@retry`.
     """
     watch = _StepWatch(step, folder, stall_minutes, step_minutes, on_hang)
     thread = threading.Thread(target=watch.watch, name="stall watch", daemon=True)

@@ -61,13 +61,24 @@ def check_machine() -> None:
         )
     for variable in ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI"):
         uri = os.environ.get(variable, "")
-        is_missing = not uri and variable == "MLFLOW_TRACKING_URI"
-        if is_missing or uri.startswith(("sqlite:", "file:", "/", ".")):
+        is_used = uri or variable == "MLFLOW_TRACKING_URI"
+        if is_used and _is_file(uri):
             raise ConfigError(
                 f"{variable}={uri!r} would give each step an MLflow of its own on a machine that "
                 "is deleted after the step, and its runs and the registered version would be lost. "
                 f"Set {variable} to the address of an MLflow server, for example with @environment."
             )
+
+
+def _is_file(uri: str) -> bool:
+    """Return whether MLflow stores its data in a file or folder of this machine.
+
+    An address without a scheme, such as `mlruns`, is a folder, and so is an empty one.
+    """
+    scheme = uri.partition(":")[0]
+    if scheme == uri:
+        return not uri.startswith("databricks")
+    return "/" in scheme or scheme.startswith(("sqlite", "file"))
 
 
 def refuse_proxied_artifacts(root: str, policy: str) -> None:

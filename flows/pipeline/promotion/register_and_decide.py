@@ -18,6 +18,7 @@ from pipeline.promotion.version_card import (
     version_card,
     version_description,
 )
+from pipeline.registry.alpha_spending import limits_now
 from pipeline.registry.artifact import VersionContents, write_artifact
 from pipeline.registry.change_champion import challenge, read_champions
 from pipeline.registry.decisions import Decision
@@ -160,6 +161,7 @@ def register(candidate: Candidate) -> RegisteredPolicy:
         promotion=decision,
         evaluation=evaluation,
         kl=candidate.kl,
+        alpha=limits_now(settings.promotion, before).alpha,
         earlier_decisions=decided_on(
             settings.registered_model, before, EVALUATION_DATA, run.origin[EVALUATION_DATA]
         ),

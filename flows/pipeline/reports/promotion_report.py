@@ -33,6 +33,7 @@ def promotion_document(
     *,
     reward_model_fit: bool | None,
     kl: float,
+    alpha: float,
     earlier_decisions: int,
 ) -> Document:
     """Return the report on a version's promotion, with each measured value and its limit.
@@ -44,6 +45,8 @@ def promotion_document(
         reward_model_fit: whether the reward model passed its validation gate; None if PPO did not
             learn from it.
         kl: KL divergence between the version and SFT, nats per answer.
+        alpha: `alpha` of the decision. It may differ from the `alpha` of the tests, if others
+            decided after the evaluation.
         earlier_decisions: number of earlier versions whose decisions used the same evaluation data.
     """
     return Document(
@@ -53,7 +56,7 @@ def promotion_document(
         reasons=(*promotion.reasons, *evaluation.notes),
         sections=(
             _decision(promotion, evaluation),
-            _figures(evaluation, limits, reward_model_fit, kl, earlier_decisions),
+            _figures(evaluation, limits, reward_model_fit, kl, alpha, earlier_decisions),
         ),
     )
 
@@ -81,6 +84,7 @@ def _figures(
     limits: PromotionConfig,
     reward_model_fit: bool | None,
     kl: float,
+    alpha: float,
     earlier_decisions: int,
 ) -> Section:
     win_rates, contest = evaluation.win_rate, evaluation.direct_contest
@@ -89,8 +93,8 @@ def _figures(
         title="Figures and limits",
         headers=("", "Measured", "Limit"),
         rows=(
-            _win_rate(win_rates, contest, limits.min_win_rate),
-            _win_rate(win_rates, "ppo_vs_reference", limits.min_reference_win_rate),
+            _win_rate(win_rates, contest, limits.min_win_rate, alpha),
+            _win_rate(win_rates, "ppo_vs_reference", limits.min_reference_win_rate, alpha),
             ("People's labels of these pairs", _people(win_rates[contest].people), "no limit"),
             ("KL of an answer from SFT, nats", as_number(kl), _at_most(limits.max_kl)),
             (
@@ -138,14 +142,13 @@ def _guard(name: str, guard: GuardResult) -> tuple[str, str, str]:
 
 
 def _win_rate(
-    win_rates: Mapping[str, ContestResult], contest: str, least: float
+    win_rates: Mapping[str, ContestResult], contest: str, least: float, alpha: float
 ) -> tuple[str, str, str]:
     if contest not in win_rates:
         return CONTEST_TITLES[contest], "there are no references", "not applied"
     rate = win_rates[contest]
-    assert rate.test is not None
     return (
         CONTEST_TITLES[contest],
         f"{as_percent(rate.rate)}, {as_interval(rate)}, evidence {as_evidence(rate)}",
-        f"above {as_percent(least)}, by evidence of {1 / rate.test.alpha:,.0f} : 1",
+        f"above {as_percent(least)}, by evidence of {1 / alpha:,.0f} : 1",
     )

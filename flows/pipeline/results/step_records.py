@@ -288,5 +288,8 @@ class RegisteredPolicy:
     kl: float
     """KL divergence from the SFT policy in nats per answer, as used for the decision."""
 
+    alpha: float
+    """The `alpha` of the decision, see `PromotionConfig`."""
+
     earlier_decisions: int
     """Number of earlier versions whose decisions used the same evaluation data."""

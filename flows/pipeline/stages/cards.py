@@ -44,6 +44,7 @@ def promotion_card(
         limits,
         reward_model_fit=validation.fit if validation.is_used else None,
         kl=registered.kl,
+        alpha=registered.alpha,
         earlier_decisions=registered.earlier_decisions,
     )
     return card_components(document)

@@ -9,6 +9,7 @@ from pipeline.storage.download import fetch_into, published_version
 from pipeline.storage.manifest import StoredFile
 from pipeline.storage.upload import replace
 from ppo_core.errors import PPOError
+from ppo_core.io.atomic_files import write_atomically
 
 
 @contextmanager
@@ -34,11 +35,15 @@ class SharedFolder:
 
     One process at a time changes the folder. If another process has written since the last read,
     `write` fails: see `replace`.
+
+    The file `.FOLDER.version` beside the folder has the version in S3 that this machine read or
+    wrote last. It shows whether another machine has continued the run since then.
     """
 
     def __init__(self, folder: Path, address: S3Address) -> None:
         """Use `folder`; `read` creates it."""
         self._folder, self._address = folder, address
+        self._known = folder.with_name(f".{folder.name}.version")
         self._version = ""
         self._files: dict[str, StoredFile] = {}
 
@@ -50,17 +55,32 @@ class SharedFolder:
     def read(self) -> None:
         """Fetch the newest files into the folder, unless it has files from an earlier attempt.
 
+        If another machine has written since that attempt, its files replace those of the attempt.
+
         Raises:
             DataError, StorageError: see `fetch_into`.
         """
-        names = self.look()
+        is_behind = self.is_behind()
         is_new = not self._folder.exists() or not any(self._folder.iterdir())
         self._folder.mkdir(parents=True, exist_ok=True)
-        if names and is_new:
+        if self._files and is_new:
             # Rename the complete folder, because this process may be killed during the fetch.
             partial = self._folder.with_name(f".{self._folder.name}.part")
-            fetch_into(partial, self._address, names)
+            fetch_into(partial, self._address, self._files)
             partial.rename(self._folder)
+        elif is_behind:
+            fetch_into(self._folder, self._address, self._files)
+        self._remember_version()
+
+    def is_behind(self) -> bool:
+        """Return whether S3 has files that this machine has neither read nor written.
+
+        Raises:
+            StorageError: S3 does not answer.
+        """
+        self.look()
+        known = self._known.read_text(encoding="utf-8") if self._known.exists() else ""
+        return self._version not in ("", known)
 
     def look(self) -> Collection[str]:
         """Return the names of the newest files; after this call, `write` may replace these files.
@@ -96,3 +116,7 @@ class SharedFolder:
         kept = {name: file for name, file in self._files.items() if name in keep}
         manifest, self._version = replace(files, self._address, self._version, kept=kept)
         self._files = manifest.files
+        self._remember_version()
+
+    def _remember_version(self) -> None:
+        write_atomically(self._known, self._version)

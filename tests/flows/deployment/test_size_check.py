@@ -92,6 +92,8 @@ def test_an_unknown_gpu_is_said_and_compared_with_nothing(tmp_path: Path):
     lines = check_sizes(written(tmp_path, "argo", train_policy=strange))
     assert lines[-1].startswith("steps.load_reward_model: ")
     assert "sizes: PPO is not compared with steps.train_policy, whose type of GPU" in lines[0]
+    assert "flows/gpus.toml (NVIDIA-L4, NVIDIA-A10G, " in lines[0]
+    assert "Otherwise, describe the GPU in the settings file as [hardware.gpus.NAME]" in lines[0]
     lines = check_sizes(written(tmp_path, settings={"hardware": {"gpu": ""}}))
     assert len(lines) == 2
 

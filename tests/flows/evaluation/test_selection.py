@@ -282,19 +282,24 @@ def test_a_prompt_that_occurs_twice_is_chosen_on_or_judged_on_and_not_both(
 
 UNSURE = """
 def judge(prompts, pairs):
-    return ["first" if n % 4 else "invalid" for n, _ in enumerate(pairs)]
+    return ["first" if n % %d else "invalid" for n, _ in enumerate(pairs)]
 """
 
 
-def test_a_judge_that_says_nothing_usable_chooses_nothing(world: World, tmp_path: Path, evaluated):
-    (tmp_path / "unsure.py").write_text(UNSURE)
+@pytest.mark.parametrize("one_in", [4, 1])
+def test_a_judge_that_says_nothing_usable_chooses_nothing(
+    world: World, tmp_path: Path, evaluated, one_in: int
+):
+    (tmp_path / "unsure.py").write_text(UNSURE.replace("%d", str(one_in)))
     settings = in_world(
         world,
         tmp_path,
         judge=f"python:{tmp_path / 'unsure.py'}:judge",
         selection=SelectionConfig(method="judge"),
     )
-    with pytest.raises(JudgeError, match=r"no valid verdict on .* of 32 pairs"):
+    with pytest.raises(
+        JudgeError, match=r"no valid verdict on .* of 32 pairs.*selection.method='kl'"
+    ):
         evaluated(settings)
     assert not list((tmp_path / "outputs").glob("cache/selected-policy-*"))
 

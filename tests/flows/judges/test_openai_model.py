@@ -91,13 +91,52 @@ def test_a_reply_is_kept_before_its_slot_is_used_again():
     assert seen == [0, 1, 2, 3]
 
 
-def test_replies_are_kept_in_the_main_thread_and_an_error_of_keeping_is_not_hidden():
+def test_an_error_of_keeping_is_not_hidden():
     def keep(number: int, reply: Reply) -> None:
-        assert threading.current_thread() is threading.main_thread()
         raise OSError("disk full")
 
     with fault_server([say("A")]) as server, pytest.raises(OSError, match="disk full"):
         make_chat(server.url).ask(make_questions(3), keep)
+
+
+def test_the_deadline_of_a_call_does_not_count_the_keeping_of_other_replies():
+    threads: set[threading.Thread] = set()
+
+    def keep(number: int, reply: Reply) -> None:
+        threads.add(threading.current_thread())
+        time.sleep(1.5)
+
+    def answer(request: Request) -> Behavior:
+        # The second reply arrives, within its deadline, while the first is being kept.
+        time.sleep(0.5 if "1" in request.question else 0.0)
+        return say("A")
+
+    with fault_server(answer) as server:
+        make_chat(server.url, concurrency=2, deadline_seconds=1.0, retries=1).ask(
+            make_questions(2), keep
+        )
+
+    assert len(server.requests) == 2
+    assert len(threads) == 1
+
+
+def test_a_reply_that_arrived_is_kept_although_another_call_ends_the_evaluation():
+    kept: list[int] = []
+
+    def keep(number: int, reply: Reply) -> None:
+        time.sleep(0.5)
+        kept.append(number)
+
+    def answer(request: Request) -> Behavior:
+        if "2" not in request.question:
+            return say("A")
+        time.sleep(0.25)
+        return refuse(401)
+
+    with fault_server(answer) as server, pytest.raises(JudgeError, match="401"):
+        make_chat(server.url, concurrency=3).ask(make_questions(3), keep)
+
+    assert sorted(kept) == [0, 1]
 
 
 @pytest.mark.parametrize("sampling, asked", [("greedy", {"temperature": 0.0}), ("default", {})])

@@ -248,6 +248,26 @@ def test_a_checkpoint_that_an_attempt_left_uncopied_is_copied_by_the_next(
     s3_client.cache_clear()
 
 
+def test_a_training_that_returns_to_a_machine_continues_from_the_other_ones_checkpoint(
+    store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    """The checkpoint 15 of machine `a` was not copied, so machine `b` did not continue from it."""
+    for name, value in store.items():
+        monkeypatch.setenv(name, value)
+    s3_client.cache_clear()
+    first, second = (Workspace(str(tmp_path / name), f"s3://{BUCKET}/returned") for name in "ab")
+    with mirrored(first, first.root / "ppo"):
+        finish_checkpoint(first.root / "ppo", 5)
+    finish_checkpoint(first.root / "ppo", 15)
+    with mirrored(second, second.root / "ppo"):
+        finish_checkpoint(second.root / "ppo", 10)
+    capsys.readouterr()
+    with mirrored(first, first.root / "ppo"):
+        assert "continues from checkpoint-10." in capsys.readouterr().out
+    assert copied(store, "returned/ppo/machine-0") == {"checkpoint-10"}
+    s3_client.cache_clear()
+
+
 def test_metrics_come_from_the_first_machine(
     store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.launch import stall_watch
-from pipeline.launch.stall_watch import StallWatch
+from pipeline.launch.stall_watch import StallWatch, _StepWatch
 from tests.helpers.paths import ROOT
 
 STEP = """
@@ -75,6 +75,18 @@ def test_a_suspension_of_the_process_is_no_stall(monkeypatch):
     assert not watch.has_stalled()
     assert not clock.check(watch, 1800)
     assert clock.check(watch, 1)
+
+
+def test_a_suspension_of_the_process_is_no_time_of_the_step(monkeypatch, tmp_path: Path):
+    clock = Clock(monkeypatch)
+    watch = _StepWatch("evaluate", tmp_path, 30, 60, lambda: None)
+    for _ in range(1000):
+        clock.now += 1
+        assert watch.seconds() == clock.now - 1000
+    clock.now += 3 * 3600
+    assert watch.seconds() == 1000
+    clock.now += 1
+    assert watch.seconds() == 1001
 
 
 def run_step(folder: Path, body: str, *, stall: float, step: float) -> subprocess.CompletedProcess:

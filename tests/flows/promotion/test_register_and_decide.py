@@ -19,8 +19,10 @@ from pipeline.inputs.json_lines import read_jsonl
 from pipeline.inputs.lineage import is_input
 from pipeline.inputs.row_digests import ROWS_FILE, write_digests
 from pipeline.promotion import register_and_decide as register_module
+from pipeline.promotion.fetch_champion import find_champion
 from pipeline.registry import change_champion
 from pipeline.registry.aliases import read_version
+from pipeline.registry.alpha_spending import limits_now
 from pipeline.registry.start_models import fetch_start
 from pipeline.results.step_records import (
     EvaluatedPolicy,
@@ -29,6 +31,7 @@ from pipeline.results.step_records import (
     RegisteredPolicy,
     ValidatedReward,
 )
+from pipeline.settings.gate_configs import ALPHA
 from pipeline.settings.make_settings import make_settings, settings_text
 from pipeline.settings.settings import Settings
 from pipeline.storage.workspace import Workspace
@@ -361,6 +364,36 @@ def test_the_models_for_the_next_run_are_beside_the_version_and_no_service_loads
     assert loaded.version == str(version)
     served = {path.name for path in (tmp_path / "served").rglob("*")}
     assert served.isdisjoint({"critic", "reward-model", "value_head.safetensors"})
+
+
+def test_the_alpha_of_a_decision_counts_a_promotion_after_the_evaluation(
+    world: World, name: str, tmp_path: Path
+):
+    """The promotion was rolled back, so the candidate is not judged again."""
+    one = candidate(world, name, tmp_path)
+    change_champion.promote_by_hand(
+        name, world.add_version(name, "weak"), reason="First.", by="person ada"
+    )
+    limits = replace(one.settings.promotion, alpha=ALPHA, false_promotion_rate=0.5)
+    settings = replace(one.settings, promotion=limits)
+    tested = replace(settings, promotion=limits_now(limits, []))
+    evaluation = world.evaluate(tested, "best", one.run.folder, find_champion(settings))
+    change_champion.record_decision(
+        name,
+        version=world.add_version(name, "good"),
+        promote=True,
+        reasons=["It wins."],
+        by="run RLHF/0",
+        key="run RLHF/0",
+        after=change_champion.read_champions(name),
+    )
+    change_champion.roll_back(name, reason="It swears.", by="person ada")
+    registered = register_module.register(replace(one, settings=settings, evaluation=evaluation))
+    assert registered.evaluation == evaluation
+    test = evaluation.report().win_rate["ppo_vs_champion"].test
+    # The share of each of the first decisions is 1/104, and one promotion doubles it.
+    assert test is not None and test.alpha == pytest.approx(0.5 / 104)
+    assert registered.alpha == pytest.approx(2 * 0.5 / 104)
 
 
 @pytest.mark.parametrize(

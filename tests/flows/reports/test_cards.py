@@ -203,6 +203,7 @@ def register(made: Decision, evaluation: Evaluation, folder: Path) -> Registered
         promotion=made,
         evaluation=evaluated(evaluation, folder),
         kl=12.3,
+        alpha=0.0001,
         earlier_decisions=4,
     )
 
@@ -739,6 +740,7 @@ def decided(
         PromotionConfig(max_kl=max_kl),
         reward_model_fit=fit,
         kl=12.3,
+        alpha=0.0001,
         earlier_decisions=4,
     )
 
@@ -780,7 +782,8 @@ def test_the_card_of_a_decision_has_every_figure_beside_its_limit(rematch: Evalu
     def shown(of: ContestResult) -> str:
         return f"{of.rate:.1%}, {of.low:.1%} .. {of.high:.1%}, evidence {as_evidence(of)}"
 
-    limit = "above 50.0%, by evidence of 1,000 : 1"
+    # The alpha of the tests is 0.001, but that of the decision is 0.0001.
+    limit = "above 50.0%, by evidence of 10,000 : 1"
     guard = ("99.0%, +1.0 points, -2.0 .. +4.0", "no shown loss, or a loss of at most 5 points")
     assert rows == {
         "PPO against the champion": (shown(rate), limit),

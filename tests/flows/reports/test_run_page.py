@@ -183,6 +183,7 @@ def facts_of(folder: Path, updates: int, samples: int = 30) -> RunFacts:
             promotion=decision("refused", reasons=(f"min_win_rate is missed: {HOSTILE}",)),
             evaluation=stored,
             kl=12.3,
+            alpha=0.001,
             earlier_decisions=4,
         ),
         cost=run_cost(),

@@ -48,7 +48,9 @@ def test_an_image_without_a_package_is_refused(remote):
         check_machine()
 
 
-@pytest.mark.parametrize("uri", ["", "sqlite:///mlflow.db", "file:///mlruns", "/mlruns", "./m"])
+@pytest.mark.parametrize(
+    "uri", ["", "sqlite:///mlflow.db", "file:///mlruns", "/mlruns", "./m", "mlruns", "a/b:c"]
+)
 def test_an_mlflow_of_one_machine_is_refused(uri: str, remote):
     remote.setenv("MLFLOW_TRACKING_URI", uri)
     with pytest.raises(ConfigError, match=f"MLFLOW_TRACKING_URI='{uri}' would give each step"):
@@ -57,6 +59,14 @@ def test_an_mlflow_of_one_machine_is_refused(uri: str, remote):
     remote.setenv("MLFLOW_REGISTRY_URI", uri or "sqlite:///x.db")
     with pytest.raises(ConfigError, match="MLFLOW_REGISTRY_URI="):
         check_machine()
+
+
+@pytest.mark.parametrize(
+    "uri", ["postgresql://mlflow:5432/db", "databricks", "databricks://team", "arn:aws:sagemaker:x"]
+)
+def test_every_kind_of_server_passes(uri: str, remote):
+    remote.setenv("MLFLOW_TRACKING_URI", uri)
+    check_machine()
 
 
 def test_on_this_machine_a_file_is_enough(remote):

@@ -17,8 +17,9 @@ from pipeline.results.step_records import (
     ValidatedReward,
 )
 from pipeline.settings.settings import Settings
-from pipeline.stages.tracked import track, with_files
+from pipeline.stages.tracked import shared_journal, track, with_files
 from pipeline.storage.workspace import Workspace
+from pipeline.tracking.journal import Journal
 from tests.helpers.servers.mlflow_store import tracking_to
 from tests.helpers.servers.servers import free_port
 
@@ -128,3 +129,28 @@ def test_a_retried_step_continues_while_mlflow_is_away(
         pass
     assert tracker.journal.status("l") == "FINISHED"
     assert "which metrics of the earlier attempt it has (API request" in capsys.readouterr().out
+
+
+def test_a_run_that_returns_to_a_machine_continues_the_journal_of_the_other_one(
+    store: str, tmp_path: Path
+):
+    """The folder on machine `a` still has the journal of the first attempt, which is older."""
+    for name in ("a", "b", "a", "c"):
+        run = machine(tmp_path / name, f"{store}/returned")
+        with shared_journal(run):
+            journal = Journal(run.folder)
+            journal.set_tag("p", f"{journal.end()} bytes before", name)
+    written = [entry["value"] for entry, _ in Journal(run.folder).unsent()]
+    assert written == ["a", "b", "a", "c"]
+
+
+def test_an_attempt_that_was_killed_leaves_its_entries_to_the_next_on_its_machine(
+    store: str, tmp_path: Path
+):
+    run = machine(tmp_path / "a", f"{store}/killed")
+    with shared_journal(run):
+        Journal(run.folder).set_status("p", "RUNNING")
+    # A killed attempt does not write its journal to S3.
+    Journal(run.folder).set_status("p", "KILLED")
+    with shared_journal(run):
+        assert Journal(run.folder).status("p") == "KILLED"

@@ -42,6 +42,36 @@ def test_bytes_are_redacted_as_text_and_a_split_character_is_kept(monkeypatch):
     assert below.buffer.getvalue() == b"key (hidden) \xc3\xa4 \xff\n"
 
 
+def written_bytes(*parts: bytes | str, flush: bool = False) -> bytes:
+    below = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    stream = RedactedStream(below)
+    for part in parts:
+        stream.write(part) if isinstance(part, str) else stream.buffer.write(part)
+        if flush:
+            stream.buffer.flush()
+    stream.release()
+    below.flush()
+    return below.buffer.getvalue()
+
+
+@pytest.mark.parametrize("flush", [False, True])
+@pytest.mark.parametrize("cut", range(5, len("canärÿ/Key+0123".encode())))
+def test_a_secret_split_between_two_writes_of_bytes_is_masked(cut: int, flush: bool, monkeypatch):
+    monkeypatch.setenv("OTHER_API_KEY", "canärÿ/Key+0123")
+    key = "canärÿ/Key+0123".encode()
+    assert written_bytes(b"key ", key[:cut], key[cut:], b".\n", flush=flush) == b"key (hidden).\n"
+
+
+def test_bytes_stay_in_order_with_text_and_none_is_lost():
+    assert written_bytes("sk-", b"eyJ", "hf_", b"\xc3", "x", b"\xc3") == b"sk-eyJhf_\xc3x\xc3"
+
+
+def test_lines_of_bytes_are_redacted():
+    below = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    RedactedStream(below).buffer.writelines([b"key ", KEY.encode(), b"\n"])
+    assert below.buffer.getvalue() == b"key (hidden)\n"
+
+
 @pytest.mark.parametrize("cut", range(4, len(KEY)))
 def test_a_secret_split_by_a_flush_is_masked(cut: int):
     assert written("key ", KEY[:cut], KEY[cut:], ".\n", flush=True) == "key (hidden).\n"

@@ -114,6 +114,7 @@ def _evaluated(facts: RunFacts) -> list[Section]:
             else None
         ),
         kl=registered.kl,
+        alpha=registered.alpha,
         earlier_decisions=registered.earlier_decisions,
     )
     refused = not registered.promotion.is_promoted
