@@ -1,5 +1,6 @@
 """The pages of the reference: settings, commands and functions, as the code describes itself."""
 
+import ast
 import dataclasses
 import importlib
 import inspect
@@ -9,6 +10,7 @@ import re
 import textwrap
 from collections.abc import Callable, Collection, Iterator
 from contextlib import redirect_stdout
+from pathlib import Path
 from typing import Any, get_type_hints
 from unittest.mock import patch
 
@@ -26,6 +28,7 @@ from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
 from ppo_core.supervised.supervised_cli import SupervisedArguments, SupervisedLoraArguments
 from ppo_core.supervised.supervised_config import SupervisedConfig
+from tests.helpers.paths import ROOT
 
 WIDTH = 88
 """Characters of a line of code that a page shows without scrolling."""
@@ -86,6 +89,7 @@ def reference_pages() -> dict[str, str]:
         "commands.md": _commands(),
         "api.md": _api(),
         "formulas.md": _formulas(),
+        "modules.md": _modules(),
     }
 
 
@@ -280,6 +284,30 @@ def _formulas() -> str:
         }
         parts += [_entry(name, one) for name, one in own.items()]
     return "\n".join(parts)
+
+
+def _modules() -> str:
+    """Return the page with each module and the first sentence of its docstring, by package."""
+    parts = [
+        "# Where to find it\n\nEvery module of the project, with the first sentence of its "
+        "docstring. [The architecture](../architecture.md) has the order of the packages.\n"
+    ]
+    for package in sorted({path.parent for path in _sources()}):
+        parts += [f"## {package}\n", "| module | subject |", "|---|---|"]
+        for path in sorted((ROOT / package).glob("*.py")):
+            doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+            if not doc:
+                raise UndocumentedError(f"{path} has no docstring.")
+            first = " ".join(doc.split("\n\n")[0].split()).replace("|", "\\|")
+            parts.append(f"| `{path.name}` | {first} |")
+        parts.append("")
+    return "\n".join(parts)
+
+
+def _sources() -> Iterator[Path]:
+    """Yield the source files, relative to the repository."""
+    for top in ("ppo_core", "flows"):
+        yield from (path.relative_to(ROOT) for path in (ROOT / top).rglob("*.py"))
 
 
 def _entry(name: str, found: Any) -> str:
