@@ -49,8 +49,8 @@ class RedactedStream:
 
     Text is written at once, except the last characters of a line that may begin a secret. These
     characters are held until later text completes or rules out the secret, or until `flush` or
-    `release`. Therefore a secret that is split between two writes is found, and progress bars work
-    as usual.
+    `release`. Therefore a secret that is split between two writes of text is found, and progress
+    bars work as usual.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -76,6 +76,8 @@ class RedactedStream:
         if not isinstance(text, str):
             raise TypeError(f"write() argument must be str, not {type(text).__name__}")
         kept = len(text)
+        if not text:
+            return 0
         text = escape_output(text, is_terminal=self._is_terminal())
         with self._lock:
             self._bytes.release()

@@ -58,7 +58,7 @@ def take_pictures(run: Path, folder: Path) -> None:
 @contextmanager
 def _labeling(run: Path, folder: Path) -> Iterator[str]:
     """Serve the page on which people label the pairs of a run's evaluation."""
-    rows = read_jsonl(next(run.rglob("samples.jsonl")))
+    rows = read_jsonl(run / "evaluation" / "samples.jsonl")
     pairs = [
         {"prompt": row["prompt"], "first": row["sft"], "second": row["ppo"], "label": ""}
         for row in rows
@@ -80,7 +80,7 @@ def _labeling(run: Path, folder: Path) -> Iterator[str]:
 if __name__ == "__main__":
     if not (CHROMIUM and CHROMEDRIVER):
         sys.exit("Pictures need Chromium and its driver: apt install chromium chromium-driver")
-    pages = sorted((ROOT / "outputs" / "runs").glob("*/index.html"))
-    if not pages:
-        sys.exit("outputs/runs has no page of a run, so there is nothing to show: make run")
-    take_pictures(pages[-1].parent, PICTURES)
+    evaluated = sorted((ROOT / "outputs" / "runs").glob("*/evaluation/samples.jsonl"))
+    if not evaluated:
+        sys.exit("outputs/runs has no evaluated run, so there is nothing to show: make run")
+    take_pictures(evaluated[-1].parents[1], PICTURES)

@@ -157,8 +157,8 @@ def _points(judged: Comparison, max_invalid: float) -> float:
         raise JudgeError(
             f"The judge {judged.judge} gave no valid verdict on {invalid} of {total} "
             f"pairs, above evaluation.max_invalid={max_invalid:g}, so it cannot choose the policy. "
-            f"{first_reason(judged)} Correct the judge and resume the run, or set "
-            "selection.method='kl'."
+            f"{first_reason(judged)} Correct the judge's server or function, and resume the "
+            "run; another judge, or selection.method='kl', needs a new run."
         )
     return fmean(POINTS[judged.outcomes[number]] for number in valid_pairs(judged))
 

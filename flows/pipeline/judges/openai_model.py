@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -75,12 +76,12 @@ class OpenAIModel:
         A question gets a reply without text in two cases: all its retries failed, or the server
         rejects this question but accepts a small question.
 
-        `keep` runs in a thread of its own. If it takes long, for example because it writes to S3,
-        the deadlines of the other calls still count only the time of their replies.
+        `keep` runs in a thread of its own, so a slow `keep`, such as a write to S3, does not use up
+        the deadline of another call. After an error of `keep`, no other reply is kept.
 
         Raises:
             JudgeError: the server rejects every call or is down, or the budget is spent. Running
-                calls are canceled.
+                calls are canceled; replies that have arrived are still kept.
         """
         self.budget.require_calls(len(questions))
         self._left = len(questions)
@@ -104,13 +105,19 @@ class OpenAIModel:
         self, questions: Sequence[Question], keep: Callable[[int, Reply], None]
     ) -> None:
         slots = asyncio.Semaphore(self._config.concurrency)
-        loop = asyncio.get_running_loop()
+        loop, broken = asyncio.get_running_loop(), threading.Event()
+
+        def keep_next(number: int, reply: Reply) -> None:
+            if not broken.is_set():
+                broken.set()
+                keep(number, reply)
+                broken.clear()
 
         async def ask_one(number: int, question: Question) -> None:
             async with slots:
                 reply = await self._answer(client, question, self._config.retries)
                 # Keep a reply that has arrived, even if another call ends the evaluation.
-                await asyncio.shield(loop.run_in_executor(keeper, keep, number, reply))
+                await asyncio.shield(loop.run_in_executor(keeper, keep_next, number, reply))
                 self._take_stock(reply)
 
         try:

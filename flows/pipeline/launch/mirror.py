@@ -36,11 +36,11 @@ BESIDE_CHECKPOINT = (METRICS_FILE, SELF_CHECK_FILE, RATE_FILE, SPENT_FILE)
 def mirrored(workspace: Workspace, folder: Path, here: Machines = ONE_MACHINE) -> Iterator[None]:
     """Keep a copy of the newest checkpoint, and of the policies saved before it, in S3.
 
-    On one machine, a missing or empty folder is first filled from the copy, and so is the folder of
-    an attempt after which another machine has continued the training. During the context,
-    finished checkpoints are copied in the background. At the end of the context, the newest
-    checkpoint is copied, unless it was copied before, so that the last finished checkpoint is not
-    lost. If the workspace has no store in S3, nothing is copied.
+    On one machine, a missing or empty folder is first filled from the copy. If another machine has
+    continued the training since the last attempt on this machine, the folder is removed and then
+    filled from the copy. During the context, finished checkpoints are copied in the background. At
+    the end of the context, the newest checkpoint is copied, unless it was copied before, so that
+    the last finished checkpoint is not lost. Without a store in S3, nothing is copied.
 
     With several machines, each machine copies the files of its own processes. It prefers a
     checkpoint that another machine has already copied. At the start, the folder is always replaced
@@ -83,7 +83,9 @@ class _Mirror:
         if self._here.count == 1:
             if self._own.is_behind():
                 # A later checkpoint of this machine would not fit the metrics of the other one.
-                shutil.rmtree(self._folder, ignore_errors=True)
+                print("Another machine has continued this training: its files are fetched.")
+                if self._folder.exists():
+                    shutil.rmtree(self._folder)
             self._own.read()
         else:
             self._read_common()

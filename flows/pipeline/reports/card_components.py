@@ -126,18 +126,19 @@ def _vega(chart: Chart) -> dict[str, Any]:
 
 def _line_layers(curve: Curve) -> list[dict[str, Any]]:
     points = thinned(curve.points)
-    lowest, highest = min(y for _, y in points), max(y for _, y in points)
+    ends = [y for _, *ys in (*points, *curve.spread) for y in ys]
+    lowest, highest = min(ends), max(ends)
     # Limits far outside of the values would flatten the line, so they are clipped.
-    low, high = (min(max(end, lowest), highest) for end in curve.healthy)
+    low, high = (min(max(limit, lowest), highest) for limit in curve.healthy)
     layers = []
     if curve.healthy != (-math.inf, math.inf) and low < high:
         area = {"type": "rect", "color": "#d8f0e0"}
         layers.append(_layer(area, [{"low": low, "high": high}], y="low", y2="high"))
     if curve.spread:
-        around = {"type": "area", "opacity": 0.2}
+        around = {"type": "area", "color": "#1f5f99", "opacity": 0.2}
         stride = math.ceil(len(curve.spread) / MOST_POINTS)
-        ends = [{"x": x, "low": a, "high": b} for x, a, b in curve.spread[::stride]]
-        layers.append(_layer(around, ends, x="x", y="low", y2="high"))
+        values = [{"x": x, "low": a, "high": b} for x, a, b in curve.spread[::stride]]
+        layers.append(_layer(around, values, x="x", y="low", y2="high"))
     line = {"type": "line", "point": len(points) == 1}
     layers.append(_layer(line, [{"x": x, "y": y} for x, y in points], x="x", y="y"))
     if curve.marks:

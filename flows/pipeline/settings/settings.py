@@ -203,8 +203,8 @@ class Settings:
     training is retried from its last checkpoint."""
 
     step_minutes: NotNegative = 0.0
-    """Time limit in minutes of each step, without the time in which its process was suspended; 0
-    for no limit. In the step `start`, it only limits the trials of judges, rewards and guards."""
+    """Time limit in minutes of each step, without suspensions of more than a minute; 0 for no
+    limit. In the step `start`, it only limits the trials of judges, rewards and guards."""
 
     sft: SupervisedSection = field(
         default_factory=lambda: SupervisedSection(**section_defaults(UNKNOWN_SIZE)["sft"])

@@ -7,7 +7,7 @@ from pathlib import Path
 from pipeline.storage.addresses import S3Address
 from pipeline.storage.download import fetch_into, published_version
 from pipeline.storage.manifest import StoredFile
-from pipeline.storage.upload import replace
+from pipeline.storage.upload import remove_unneeded, replace
 from ppo_core.errors import PPOError
 from ppo_core.io.atomic_files import write_atomically
 
@@ -73,14 +73,17 @@ class SharedFolder:
         self._remember_version()
 
     def is_behind(self) -> bool:
-        """Return whether S3 has files that this machine has neither read nor written.
+        """Return whether another machine has written since this machine read or wrote last.
+
+        False on a machine that has neither read nor written the folder.
 
         Raises:
             StorageError: S3 does not answer.
         """
         self.look()
-        known = self._known.read_text(encoding="utf-8") if self._known.exists() else ""
-        return self._version not in ("", known)
+        if not self._known.exists():
+            return False
+        return self._version not in ("", self._known.read_text(encoding="utf-8"))
 
     def look(self) -> Collection[str]:
         """Return the names of the newest files; after this call, `write` may replace these files.
@@ -116,7 +119,9 @@ class SharedFolder:
         kept = {name: file for name, file in self._files.items() if name in keep}
         manifest, self._version = replace(files, self._address, self._version, kept=kept)
         self._files = manifest.files
+        # First remember the version: this process may be killed while objects are removed.
         self._remember_version()
+        remove_unneeded(manifest, self._address)
 
     def _remember_version(self) -> None:
         write_atomically(self._known, self._version)

@@ -61,8 +61,7 @@ def replace(
 ) -> tuple[Manifest, str]:
     """Replace the published files of a folder; return the new manifest and its version.
 
-    Objects that no file of the new manifest needs are removed; if S3 does not answer, the next call
-    removes them.
+    `remove_unneeded` then removes the objects of the replaced files.
 
     Args:
         files: the files by name.
@@ -87,12 +86,18 @@ def replace(
         if current is None or current[0] != manifest.encoded():
             raise _overtaken(address) from error
         written = current[1]
+    return manifest, written
+
+
+def remove_unneeded(manifest: Manifest, address: S3Address) -> None:
+    """Remove the objects of a folder that no file of its manifest needs.
+
+    If S3 does not answer, nothing is removed, and the next call removes the objects.
+    """
     needed = {stored_at(address, name, file).key for name, file in manifest.files.items()}
-    # Ignore an error: the manifest is written, and the caller needs its version for the next call.
     with suppress(StorageError, ConfigError):
         stored = {each["Key"] for each in list_objects(address)}
         remove_objects(address, stored - needed - {address.below(MANIFEST).key})
-    return manifest, written
 
 
 def find(address: S3Address) -> S3Address | None:

@@ -13,7 +13,7 @@ import pytest
 from pipeline.judges.chat_model import Question, Reply
 from pipeline.judges.openai_model import OpenAIModel
 from pipeline.settings.judge_config import JudgingConfig
-from ppo_core.errors import ConfigError, JudgeError
+from ppo_core.errors import ConfigError, JudgeError, StorageError
 from tests.helpers.servers.fault_server import (
     Behavior,
     Request,
@@ -101,10 +101,13 @@ def test_an_error_of_keeping_is_not_hidden():
 
 def test_the_deadline_of_a_call_does_not_count_the_keeping_of_other_replies():
     threads: set[threading.Thread] = set()
+    slept = threading.Event()
 
     def keep(number: int, reply: Reply) -> None:
         threads.add(threading.current_thread())
-        time.sleep(1.5)
+        if not slept.is_set():
+            slept.set()
+            time.sleep(4.0)
 
     def answer(request: Request) -> Behavior:
         # The second reply arrives, within its deadline, while the first is being kept.
@@ -112,7 +115,7 @@ def test_the_deadline_of_a_call_does_not_count_the_keeping_of_other_replies():
         return say("A")
 
     with fault_server(answer) as server:
-        make_chat(server.url, concurrency=2, deadline_seconds=1.0, retries=1).ask(
+        make_chat(server.url, concurrency=2, deadline_seconds=3.0, retries=1).ask(
             make_questions(2), keep
         )
 
@@ -122,21 +125,39 @@ def test_the_deadline_of_a_call_does_not_count_the_keeping_of_other_replies():
 
 def test_a_reply_that_arrived_is_kept_although_another_call_ends_the_evaluation():
     kept: list[int] = []
+    keeping = threading.Event()
 
     def keep(number: int, reply: Reply) -> None:
-        time.sleep(0.5)
+        keeping.set()
+        time.sleep(2.0)
         kept.append(number)
 
     def answer(request: Request) -> Behavior:
         if "2" not in request.question:
             return say("A")
-        time.sleep(0.25)
+        # The other reply arrives, too, while the first is being kept.
+        keeping.wait(20)
+        time.sleep(1.0)
         return refuse(401)
 
     with fault_server(answer) as server, pytest.raises(JudgeError, match="401"):
         make_chat(server.url, concurrency=3).ask(make_questions(3), keep)
 
     assert sorted(kept) == [0, 1]
+
+
+def test_after_a_reply_that_cannot_be_kept_no_other_is_kept():
+    tried: list[int] = []
+
+    def keep(number: int, reply: Reply) -> None:
+        tried.append(number)
+        time.sleep(1.0)
+        raise StorageError("S3 is away")
+
+    with fault_server(lambda request: say("A")) as server, pytest.raises(StorageError):
+        make_chat(server.url, concurrency=3).ask(make_questions(3), keep)
+
+    assert len(tried) == 1
 
 
 @pytest.mark.parametrize("sampling, asked", [("greedy", {"temperature": 0.0}), ("default", {})])

@@ -282,8 +282,8 @@ def test_curves_have_their_healthy_range_their_warnings_and_a_share_of_stops(fac
     clipped = charts["Clipped tokens of the policy"]
     assert clipped.endswith("Healthy: 0 to 0.3. The last value is outside.")
     assert charts["Policy loss"].endswith("from 2 to 2.")
-    assert charts["Score of a response"].endswith("Area: the middle 80 % of the responses.")
-    assert "Area" not in charts["Tokens of a response"]
+    assert charts["Score of a response"].endswith("Blue area: the middle 80 % of the responses.")
+    assert "Blue" not in charts["Tokens of a response"]
     assert "Score of greedy answers to evaluation prompts" not in charts
     assert "Healthy: at most" in charts["Tokens of a response"]
 

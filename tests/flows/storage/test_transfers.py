@@ -23,7 +23,7 @@ from pipeline.storage.local_cache import LocalCache
 from pipeline.storage.objects import list_objects, write_object
 from pipeline.storage.s3_client import CONNECTIONS, s3_client
 from pipeline.storage.transfer_manager import PART_BYTES
-from pipeline.storage.upload import find, publish, replace
+from pipeline.storage.upload import find, publish, remove_unneeded, replace
 from ppo_core.errors import ConfigError, DataError, PPOError, StorageError
 from tests.helpers.paths import ROOT
 from tests.helpers.servers.s3_faults import ERRORS, SPOILT, S3Faults
@@ -333,7 +333,8 @@ def test_a_writer_that_was_overtaken_stops(faults: S3Faults, tmp_path: Path):
     fetched = fetch(at("state"), LocalCache(tmp_path / "cache"))
     assert (fetched / "journal").read_text() == "two"
     # The file of the writer that stopped goes with the next change.
-    replace({"journal": file}, at("state"), newer)
+    manifest, _ = replace({"journal": file}, at("state"), newer)
+    remove_unneeded(manifest, at("state"))
     kept = s3_client().list_objects_v2(Bucket="artifacts", Prefix="state/")["Contents"]
     assert len(kept) == 2
 
@@ -351,9 +352,11 @@ def test_old_files_that_cannot_be_removed_stop_no_writer(
     file.write_text("two")
     with monkeypatch.context() as outage:
         outage.setattr(upload, "remove_objects", stay_away)
-        _, version = replace({"journal": file}, at("outage"), version)
+        manifest, version = replace({"journal": file}, at("outage"), version)
+        remove_unneeded(manifest, at("outage"))
     file.write_text("three")
-    replace({"journal": file}, at("outage"), version)
+    manifest, _ = replace({"journal": file}, at("outage"), version)
+    remove_unneeded(manifest, at("outage"))
     assert len(list_objects(at("outage"))) == 2
 
 

@@ -255,18 +255,15 @@ def _prompt(number: int, row: AnsweredPrompt) -> Reading:
 
 def _watched(number: int, watched: WatchedPrompt) -> Reading:
     """Return a prompt with its answers, in which equal successive answers are shown once."""
-    shown = {
-        update: (shortened_text(text), f"{score:z.4g}")
-        for update, (text, score) in watched.answers.items()
-    }
-    first, _ = next(iter(shown.values()))
+    shown = {update: (text, f"{score:z.4g}") for update, (text, score) in watched.answers.items()}
+    first = shortened_text(next(iter(shown.values()))[0])
     return Reading(
         title=f"Training prompt {number}",
         prompt=shortened_text(watched.prompt),
         answers=tuple(
             Answer(
                 title=f"{_times([update for update, _ in equal])}: score {score}",
-                pieces=differing_words(first, text)[1],
+                pieces=differing_words(first, shortened_text(text))[1],
             )
             for (text, score), equal in groupby(shown.items(), key=itemgetter(1))
         ),

@@ -67,8 +67,9 @@ def ppo_section(facts: RunFacts) -> Section:
     return Section(
         title=TITLE,
         text=(
-            "Each curve has its last value in its caption. The shaded area is the healthy range; "
-            "a dashed line marks an update with a warning. docs/metrics.md explains each metric.",
+            "Each curve has its last value in its caption. The green area is the healthy range, "
+            "the blue area has the middle 80 % of the responses, and a dashed line marks an update "
+            "with a warning. docs/metrics.md explains each metric.",
             *told,
         ),
         charts=tuple(
@@ -115,7 +116,7 @@ def _ppo_chart(facts: RunFacts, name: str, title: str, curves: DrawableCurves) -
     low, high = healthy_range(facts.settings.ppo, name, points[0][1])
     caption, last = _ends(points), points[-1][1]
     if spread:
-        caption += " Area: the middle 80 % of the responses."
+        caption += " Blue area: the middle 80 % of the responses."
     if math.isfinite(low) or math.isfinite(high):
         caption += f" Healthy: {_in_words(low, high)}."
         if not low <= last <= high:
