@@ -4,19 +4,13 @@ Needs Chromium with its driver, and a run of the flow that has ended in this fol
 """
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Thread
 
-from human_feedback.label_server import label_server
-from human_feedback.labeling import Labeling
-from human_feedback.read_votes import read_pairs
 from pipeline.inputs.json_lines import read_jsonl, write_jsonl
-from pipeline.inputs.votes_to_pairs import votes_of
 from tests.helpers.paths import ROOT
 from tests.helpers.servers.browser import CHROMEDRIVER, CHROMIUM, chromium
+from tests.helpers.servers.label_page import served
 
 PICTURES = ROOT / "docs" / "images"
 
@@ -49,32 +43,20 @@ def take_pictures(run: Path, folder: Path) -> None:
         picture("run-page-phone.png", "", "Win rates", PHONE)
         picture("run-page-curves.png", "How did PPO go?", "How did the training of SFT")
         picture("run-page-answers.png", "How did its answers change", "Training prompt 4")
-        with _labeling(run, Path(name)) as address:
+        with served(_pairs_of(run, Path(name)), Path(name) / "labeled.jsonl") as address:
             browser.look_as(DESKTOP, dark=False)
             browser.open(address)
             browser.take_picture(folder / "label-page.png", top=0, height=430, width=DESKTOP)
 
 
-@contextmanager
-def _labeling(run: Path, folder: Path) -> Iterator[str]:
-    """Serve the page on which people label the pairs of a run's evaluation."""
-    rows = read_jsonl(run / "evaluation" / "samples.jsonl")
+def _pairs_of(run: Path, folder: Path) -> str:
+    """Write the pairs of a run's evaluation as a file to label; return its path."""
     pairs = [
         {"prompt": row["prompt"], "first": row["sft"], "second": row["ppo"], "label": ""}
-        for row in rows
+        for row in read_jsonl(run / "evaluation" / "samples.jsonl")
     ]
     write_jsonl(folder / "to-label.jsonl", pairs)
-    votes = votes_of(read_pairs(str(folder / "to-label.jsonl")))
-    labeling = Labeling(votes, "ann", folder / "labeled.jsonl")
-    server, address = label_server(labeling, port=0)
-    thread = Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield address
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    return str(folder / "to-label.jsonl")
 
 
 if __name__ == "__main__":

@@ -108,6 +108,7 @@ class OpenAIModel:
         loop, broken = asyncio.get_running_loop(), threading.Event()
 
         def keep_next(number: int, reply: Reply) -> None:
+            # `broken` stays set if `keep` raises an error.
             if not broken.is_set():
                 broken.set()
                 keep(number, reply)

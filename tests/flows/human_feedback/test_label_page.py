@@ -3,8 +3,6 @@
 import json
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ from pipeline.inputs.votes_to_pairs import votes_of
 from ppo_core.data.rows.reader import read_rows
 from tests.helpers.inputs.pipeline_inputs import write_rows
 from tests.helpers.servers.browser import CHROMEDRIVER, CHROMIUM, Browser, chromium
+from tests.helpers.servers.label_page import served
 
 HOSTILE = "<img src=https://evil.example/x onerror=alert(1)><script>document.title='owned'</script>"
 
@@ -29,19 +28,6 @@ def write_pairs(folder: Path, count: int = 20) -> str:
     ]
     rows[0]["prompt"] = HOSTILE
     return write_rows(folder / "to-label.jsonl", rows)
-
-
-@contextmanager
-def served(pairs: str, file: Path, annotator: str = "ann") -> Iterator[str]:
-    server, address = label_server(Labeling(votes_of(read_pairs(pairs)), annotator, file), 0)
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-    thread.start()
-    try:
-        yield address
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 def read(file: Path) -> list[dict]:
