@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from pipeline.cost.memory.ppo_memory import peak_memory
 from pipeline.cost.training_sizes import Processes, ppo_size
@@ -18,7 +17,7 @@ from ppo_core.ppo.schedule import make_schedule
 from ppo_core.reporting.metrics_file import METRICS_FILE, read_metrics
 from tests.flows.test_presets import LONGEST_PROMPT
 from tests.helpers.inputs.pipeline_inputs import write_rows
-from tests.helpers.inputs.preset_inputs import write_published_config
+from tests.helpers.inputs.preset_inputs import write_published_model
 from tests.helpers.runs.forked_python import run_python
 
 pytestmark = [
@@ -42,7 +41,7 @@ def test_ppo_of_a_preset_needs_the_memory_that_is_computed(name: str, tmp_path: 
     table = read_preset(name)
     rows = table["ppo"]["local_rollout_forward_batch_size"]
     for setting in ("policy", "reward_model"):
-        table[setting] = _write_model(table[setting].partition("@")[0], tmp_path)
+        table[setting] = write_published_model(table[setting].partition("@")[0], tmp_path)
     table["prompts"] = _write_prompts(table["policy"], rows, longest, tmp_path)
     table["ppo"] |= {"total_episodes": UPDATES * rows, "batch_size": rows}
     settings = make_settings(table, {"judge": "openai:gpt"})
@@ -75,21 +74,6 @@ def test_ppo_of_a_preset_needs_the_memory_that_is_computed(name: str, tmp_path: 
     computed = peak_memory(size).total
     assert len(read_metrics(job.parent / METRICS_FILE)) == UPDATES
     assert 0.85 * computed < peaks["allocated"] < 1.05 * computed
-
-
-def _write_model(hub_id: str, folder: Path) -> str:
-    """Write random weights in bfloat16 beside the published configuration."""
-    path = write_published_config(hub_id, folder)
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    scores = "Reward" in hub_id or hub_id.endswith("-rm")
-    kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
-    config.num_labels = 1 if scores else 2
-    with torch.device("cuda"):
-        model = kind.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(path)
-    del model
-    torch.cuda.empty_cache()
-    return path
 
 
 def _write_prompts(policy: str, number: int, longest: int, folder: Path) -> str:

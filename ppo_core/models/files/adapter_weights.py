@@ -28,7 +28,8 @@ def merged_copy(
 ) -> PreTrainedModel:
     """Return a plain transformers model: the base merged with an adapter (default: the active one).
 
-    Saving and loading the copy do not need peft. The PeftModel is not changed. If the PeftModel is
+    Saving and loading the copy do not need peft. The PeftModel is not changed. The copy is on the
+    CPU, because a GPU may have no memory for a second model. If the PeftModel is
     sharded, pass its unsharded state dict as `weights`, and use the copy only for saving. If the
     base is quantized, the copy has the dequantized weights, in the precision in which the base was
     loaded. They are not quantized again, because rounding would change the policy.
@@ -43,8 +44,22 @@ def merged_copy(
     if weights is not None:
         return plain_model(_rebuilt(model, name, weights).merge_and_unload())
     with using_adapter(model, name):
-        copied = copy.deepcopy(model)
+        copied = _copy_on_cpu(model)
     return plain_model(copied.merge_and_unload())
+
+
+def _copy_on_cpu(model: "PeftModel") -> "PeftModel":
+    memo: dict[int, Tensor] = {
+        id(weight): nn.Parameter(_on_cpu(weight), weight.requires_grad)
+        for weight in model.parameters()
+    }
+    memo |= {id(buffer): _on_cpu(buffer) for buffer in model.buffers()}
+    # deepcopy takes the copies of objects from its memo.
+    return copy.deepcopy(model, memo)
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
 
 
 def _rebuilt(model: "PeftModel", name: str, weights: Mapping[str, Tensor]) -> "PeftModel":

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     GPTNeoXConfig,
@@ -30,12 +31,33 @@ from tests.helpers.models.chat_models import (
 Row = dict[str, Any]
 
 
-def tiny_preset(name: str, folder: Path) -> dict[str, Any]:
-    """The table of a preset with stand-ins for everything on the hub, and with small sizes."""
+def write_tiny_model(hub_id: str, folder: Path) -> str:
+    """Write a tiny model with random weights and the architecture of the one on the hub."""
+    make_config, make_tokenizer, scores = MODELS[hub_id]
+    tokenizer = make_tokenizer()
+    config = make_config(tokenizer)
+    torch.manual_seed(len(hub_id))
+    kind: Any = AutoModelForCausalLM
+    if scores:
+        config.num_labels = 1
+        kind = AutoModelForSequenceClassification
+    path = folder / hub_id.rpartition("/")[2]
+    kind.from_config(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+def tiny_preset(
+    name: str, folder: Path, write_model: Callable[[str, Path], str] = write_tiny_model
+) -> dict[str, Any]:
+    """The table of a preset with stand-ins for everything on the hub, and with small sizes.
+
+    `write_model(hub_id, folder)` writes the stand-in of a model and returns its path.
+    """
     table = read_preset(name)
     for setting in ("policy", "reward_model"):
         if hub_id := table.get(setting):
-            table[setting] = _write_model(hub_id.partition("@")[0], folder)
+            table[setting] = write_model(hub_id.partition("@")[0], folder)
     for setting in ("preferences", "preferences_test", "prompts", "eval_prompts"):
         if hub_id := table.get(setting):
             make_row = ROWS[hub_id.partition(":")[0].partition("@")[0]]
@@ -69,21 +91,6 @@ def _minibatches(table: Mapping[str, Any]) -> int:
 
 
 # --- Models ------------------------------------------------------------------------
-
-
-def _write_model(hub_id: str, folder: Path) -> str:
-    make_config, make_tokenizer, scores = MODELS[hub_id]
-    tokenizer = make_tokenizer()
-    config = make_config(tokenizer)
-    torch.manual_seed(len(hub_id))
-    kind: Any = AutoModelForCausalLM
-    if scores:
-        config.num_labels = 1
-        kind = AutoModelForSequenceClassification
-    path = folder / hub_id.rpartition("/")[2]
-    kind.from_config(config).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return str(path)
 
 
 def _qwen_2() -> PreTrainedTokenizerFast:
@@ -170,6 +177,21 @@ def write_published_config(hub_id: str, folder: Path) -> str:
     kind(**PUBLISHED[hub_id]).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return str(path)
+
+
+def write_published_model(hub_id: str, folder: Path) -> str:
+    """Write random weights of the published size in bfloat16, made on the GPU."""
+    path = write_published_config(hub_id, folder)
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    scores = MODELS[hub_id][2]
+    kind: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+    config.num_labels = 1 if scores else 2
+    with torch.device("cuda"):
+        model = kind.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(path)
+    del model
+    torch.cuda.empty_cache()
+    return path
 
 
 # --- Data --------------------------------------------------------------------------
