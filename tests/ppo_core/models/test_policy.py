@@ -10,6 +10,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, T5Config, T5ForConditi
 from ppo_core.errors import ModelError
 from ppo_core.models import token_logprobs
 from ppo_core.models.adapters import add_adapter, plain_model
+from ppo_core.models.kernels import decoder_families
 from ppo_core.models.policy import LanguageModel
 from tests.architectures.zoo import small_model
 from tests.helpers.models.rollouts import TEMPERATURE, make_rollout, row_of
@@ -145,3 +146,12 @@ def test_an_encoder_decoder_that_does_not_tell_its_first_token_is_refused_in_one
     )
     with pytest.raises(ModelError, match=message + ".*does not set decoder_start_token_id, so"):
         LanguageModel(model)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_half_precision_on_a_gpu_keeps_the_fast_path(family: str, monkeypatch: pytest.MonkeyPatch):
+    # The fast path of a GPU, whose bfloat16 rounds differently from the model's own forward.
+    monkeypatch.setattr(decoder_families, "_has_enough_bits", lambda _: True)
+    policy = LanguageModel(make_policy(family).bfloat16())
+    assert policy.backbone.module is policy.model.base_model
+    assert policy.backbone.fast_layers() is not None
