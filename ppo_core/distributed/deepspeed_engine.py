@@ -10,7 +10,7 @@ from accelerate.utils import DeepSpeedPlugin
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ppo_core.distributed import zero_shards
+from ppo_core.distributed import zero_checkpoint_shards
 from ppo_core.distributed.engine import Engine, Model, StateOf
 from ppo_core.distributed.optimizer_shards import check_shape
 
@@ -94,13 +94,13 @@ class DeepSpeedEngine(Engine):
         return _gathered_parameter(tensor)
 
     def _write(self, name: str, parameter: nn.Parameter, weight: Tensor) -> None:
-        check_shape(name, zero_shards.full_shape(parameter), weight.shape)
-        zero_shards.set_weight(parameter, weight)
+        check_shape(name, zero_checkpoint_shards.full_shape(parameter), weight.shape)
+        zero_checkpoint_shards.set_weight(parameter, weight)
 
     def load_weights(self, module: nn.Module, weight_of: Callable[[str], Tensor | None]) -> None:
         """Copy unsharded tensors into the parameters; see `Engine.load_weights`."""
         if zero_stage(module):
-            zero_shards.load_weights(module, weight_of)
+            zero_checkpoint_shards.load_weights(module, weight_of)
         else:
             super().load_weights(module, weight_of)
 
@@ -109,7 +109,7 @@ class DeepSpeedEngine(Engine):
     ) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """Yield the unsharded optimizer states; see `Engine.optimizer_states`."""
         if zero_stage(module):
-            return zero_shards.optimizer_states(module)
+            return zero_checkpoint_shards.optimizer_states(module)
         return super().optimizer_states(module, optimizer)
 
     def load_optimizer_states(
@@ -121,7 +121,7 @@ class DeepSpeedEngine(Engine):
             TrainingError: under ZeRO, a tensor and its parameter differ in shape.
         """
         if zero_stage(module):
-            zero_shards.load_optimizer_states(module, state_of)
+            zero_checkpoint_shards.load_optimizer_states(module, state_of)
         else:
             super().load_optimizer_states(module, optimizer, state_of)
 

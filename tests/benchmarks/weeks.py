@@ -6,7 +6,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.evaluation.comparison import POINTS, Comparison
+from pipeline.evaluation.compare_in_both_orders import POINTS, Comparison
 from pipeline.evaluation.sequential.confidence_sequence import log_capitals
 from pipeline.evaluation.sequential.people_and_judge import corrected_values
 from pipeline.evaluation.sequential.sequential_test import PAIRS_AT_ONCE, StoppingRule

@@ -22,7 +22,7 @@ from pipeline.cost.training_sizes import (
     reward_size,
     sft_size,
 )
-from pipeline.evaluation.comparison import contests_between
+from pipeline.evaluation.compare_in_both_orders import contests_between
 from pipeline.inputs.data_sets import RunData, references_of
 from pipeline.inputs.run_rewards import RunRewards
 from pipeline.launch.job import NUM_SAMPLE_TABLES, NUM_WATCHED

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from math import log
 from typing import Any, Protocol
 
-from pipeline.evaluation.comparison import (
+from pipeline.evaluation.compare_in_both_orders import (
     PROMPTS_AT_ONCE,
     Comparison,
     compare,

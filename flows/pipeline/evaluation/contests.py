@@ -10,7 +10,7 @@ from pipeline.evaluation.agreement import (
     measure_agreement,
 )
 from pipeline.evaluation.canaries import run_canaries
-from pipeline.evaluation.comparison import Comparison, compare
+from pipeline.evaluation.compare_in_both_orders import Comparison, compare
 from pipeline.evaluation.length_control import (
     length_controlled_rate,
     rate_by_length_ratio,

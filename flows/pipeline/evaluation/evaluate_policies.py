@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pipeline.evaluation.comparison import contests_between
+from pipeline.evaluation.compare_in_both_orders import contests_between
 from pipeline.evaluation.notes import doubts_about_trained_judge, note_on_copies, notes_on
 from pipeline.inputs.contamination import COPIED
 from pipeline.inputs.data_sets import RunData, references_of
@@ -34,7 +34,7 @@ from ppo_core.training.answer_prompts import Answers
 
 if TYPE_CHECKING:
     from pipeline.evaluation.baselines import JudgedBaselines, Score
-    from pipeline.evaluation.comparison import Comparison
+    from pipeline.evaluation.compare_in_both_orders import Comparison
     from pipeline.evaluation.contests import Contest, Contests
     from pipeline.evaluation.guards.tasks import PolicyFiles, TaskScore
     from pipeline.evaluation.sequential.sequential_test import StoppingRule

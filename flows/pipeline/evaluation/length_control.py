@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import expit
 
-from pipeline.evaluation.comparison import POINTS, Comparison, valid_pairs
+from pipeline.evaluation.compare_in_both_orders import POINTS, Comparison, valid_pairs
 from pipeline.results.evaluation import LengthBin
 
 CONSTANT_DEVIATION = 1.0

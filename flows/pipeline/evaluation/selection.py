@@ -14,7 +14,13 @@ from statistics import fmean
 
 import numpy as np
 
-from pipeline.evaluation.comparison import POINTS, Comparison, compare, first_reason, valid_pairs
+from pipeline.evaluation.compare_in_both_orders import (
+    POINTS,
+    Comparison,
+    compare,
+    first_reason,
+    valid_pairs,
+)
 from pipeline.evaluation.evaluate_policies import answer_as_evaluated
 from pipeline.inputs.data_sets import RunData
 from pipeline.judges.verdict import Judge, JudgedPrompt

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pipeline.evaluation.rates import Array
 
 CODE_OF_CHOICE = (
-    "pipeline.evaluation.comparison",
+    "pipeline.evaluation.compare_in_both_orders",
     "pipeline.evaluation.evaluate_policies",
     "pipeline.evaluation.selection",
     "pipeline.results.selection",

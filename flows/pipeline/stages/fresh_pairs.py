@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from pipeline.evaluation.comparison import compare
+from pipeline.evaluation.compare_in_both_orders import compare
 from pipeline.inputs.data_sets import PAIRS_FILE, RunData
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.inputs.json_lines import write_jsonl

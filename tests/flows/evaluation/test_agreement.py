@@ -10,14 +10,14 @@ from pipeline.evaluation.agreement import (
     doubts_about_judge,
     measure_agreement,
 )
-from pipeline.evaluation.comparison import compare
+from pipeline.evaluation.compare_in_both_orders import compare
 from pipeline.evaluation.contests import Contestants, evaluate
 from pipeline.inputs.votes_to_pairs import Vote
 from pipeline.judges.verdict import Verdict
 from pipeline.results.evaluation import JudgedContests
 from pipeline.settings.evaluation_config import EvaluationConfig
 from ppo_core.errors import DataError
-from tests.flows.evaluation.test_comparison import RuleJudge, judged, longer
+from tests.flows.evaluation.test_compare_in_both_orders import RuleJudge, judged, longer
 from tests.helpers.inputs.sample_reports import RULE
 
 

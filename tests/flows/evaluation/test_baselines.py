@@ -25,7 +25,7 @@ from pipeline.settings.judge_config import JudgingConfig
 from pipeline.settings.settings import Settings
 from ppo_core.errors import JudgeError, ModelError
 from ppo_core.training.answer_prompts import Answers
-from tests.flows.evaluation.test_comparison import judged
+from tests.flows.evaluation.test_compare_in_both_orders import judged
 from tests.helpers.runs.candidates import World, make_world
 from tests.helpers.servers.fault_server import Behavior, Request, fault_server, say
 from tests.helpers.slow_cases import slow

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from pipeline.evaluation.comparison import Comparison, compare
+from pipeline.evaluation.compare_in_both_orders import Comparison, compare
 from pipeline.evaluation.length_control import (
     count_markdown,
     length_controlled_rate,
@@ -9,7 +9,7 @@ from pipeline.evaluation.length_control import (
     style_controlled_rate,
 )
 from ppo_core.errors import DataError
-from tests.flows.evaluation.test_comparison import RuleJudge, judged, longer
+from tests.flows.evaluation.test_compare_in_both_orders import RuleJudge, judged, longer
 
 
 def lognormal(rng, count):

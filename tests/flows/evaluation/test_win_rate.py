@@ -1,11 +1,11 @@
 import numpy as np
 import pytest
 
-from pipeline.evaluation.comparison import Comparison, compare
+from pipeline.evaluation.compare_in_both_orders import Comparison, compare
 from pipeline.evaluation.sequential.confidence_sequence import mean_interval
 from pipeline.evaluation.win_rate import compare_policies, describe, measure_win_rate
 from ppo_core.errors import DataError
-from tests.flows.evaluation.test_comparison import RuleJudge, judged, longer
+from tests.flows.evaluation.test_compare_in_both_orders import RuleJudge, judged, longer
 
 
 def measure(comparison: Comparison, *, max_invalid=0.5, max_flip_rate=1.0):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.evaluation.comparison import compare
+from pipeline.evaluation.compare_in_both_orders import compare
 from pipeline.evaluation.win_rate import measure_win_rate
 from pipeline.judges.chat_judge import ChatJudge
 from pipeline.judges.openai_model import OpenAIModel

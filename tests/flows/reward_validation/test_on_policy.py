@@ -6,7 +6,7 @@ from itertools import combinations, permutations
 import numpy as np
 import pytest
 
-from pipeline.evaluation.comparison import PROMPTS_AT_ONCE
+from pipeline.evaluation.compare_in_both_orders import PROMPTS_AT_ONCE
 from pipeline.judges.function_judge import FunctionJudge
 from pipeline.judges.judge_budget import Budget
 from pipeline.results.reward_report import OnPolicy

@@ -15,7 +15,7 @@ import pytest
 from pipeline import stages
 from pipeline.demo.judge import judge
 from pipeline.demo.task import build_demo_task
-from pipeline.evaluation.comparison import POINTS
+from pipeline.evaluation.compare_in_both_orders import POINTS
 from pipeline.evaluation.evaluate_policies import answer_as_evaluated
 from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import FlowRun

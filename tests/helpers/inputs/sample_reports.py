@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from pipeline.evaluation.comparison import contests_between
+from pipeline.evaluation.compare_in_both_orders import contests_between
 from pipeline.evaluation.contests import Contestants, evaluate
 from pipeline.evaluation.notes import notes_on
 from pipeline.evaluation.sequential.sequential_test import StoppingRule

@@ -16,7 +16,7 @@ import torch
 from torch import tensor
 from torch.testing import assert_close
 
-from pipeline.evaluation.comparison import compare
+from pipeline.evaluation.compare_in_both_orders import compare
 from pipeline.evaluation.evaluate_policies import evaluate_policies
 from pipeline.judges.chat_judge import ChatJudge
 from pipeline.judges.openai_model import OpenAIModel

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.evaluation.comparison import POINTS, Comparison
+from pipeline.evaluation.compare_in_both_orders import POINTS, Comparison
 from pipeline.evaluation.rates import Array
 from pipeline.evaluation.sequential.confidence_sequence import Values, mean_interval
 from pipeline.inputs.votes_to_pairs import Vote

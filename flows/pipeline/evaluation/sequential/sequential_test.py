@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import logsumexp
 
-from pipeline.evaluation.comparison import Comparison, compare, joined
+from pipeline.evaluation.compare_in_both_orders import Comparison, compare, joined
 from pipeline.evaluation.rates import Array
 from pipeline.evaluation.sequential.confidence_sequence import BETS, Values, log_capitals
 from pipeline.evaluation.sequential.people_and_judge import Labels

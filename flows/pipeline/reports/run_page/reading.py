@@ -10,7 +10,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipeline.evaluation.comparison import POINTS
+from pipeline.evaluation.compare_in_both_orders import POINTS
 from pipeline.inputs.json_lines import read_jsonl
 from pipeline.judges.verdict import Verdict
 from pipeline.reports.document import Answer, PieceKind, Pieces, Reading, Section

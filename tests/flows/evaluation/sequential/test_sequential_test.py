@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from pipeline.evaluation.comparison import Comparison
+from pipeline.evaluation.compare_in_both_orders import Comparison
 from pipeline.evaluation.sequential.confidence_sequence import BETS, Values
 from pipeline.evaluation.sequential.sequential_test import (
     PAIRS_AT_ONCE,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from pipeline.evaluation.comparison import Comparison, compare, valid_pairs
+from pipeline.evaluation.compare_in_both_orders import Comparison, compare, valid_pairs
 from pipeline.judges.verdict import Verdict
 from ppo_core.errors import DataError
 
