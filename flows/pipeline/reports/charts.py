@@ -57,9 +57,10 @@ def _line_chart(curve: Curve, shows: str) -> Markup:
     def path(line: Iterable[Point]) -> str:
         return " ".join(f"{x(a)},{y(b)}" for a, b in line)
 
+    spread = Markup('<polygon class="spread" points="{}"/>').format(path([*lows, *reversed(highs)]))
     parts = [
         _area(y, curve.healthy),
-        Markup('<polygon class="spread" points="{}"/>').format(path([*lows, *reversed(highs)])),
+        *([spread] if curve.spread else []),
         _grid(x, (points[0][0], points[-1][0]), y, (min(ys), max(ys)), height),
         *(_mark(x(at), height) for at in curve.marks),
         Markup('<polyline class="line" points="{}"/>').format(path(points)),

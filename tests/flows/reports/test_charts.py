@@ -66,6 +66,7 @@ def test_a_line_has_its_points_and_its_range():
     assert float(area.get("height", "")) == pytest.approx((y0 - y1) / 2, abs=0.3)
     (mark,) = (one for one in svg.iter("line") if one.get("class") == "warned")
     assert float(mark.get("x1", "")) == x1
+    assert not list(svg.iter("polygon"))
 
 
 def test_the_spread_of_a_line_is_an_area_around_it_that_fits_in_the_chart():
