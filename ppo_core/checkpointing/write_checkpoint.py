@@ -1,32 +1,28 @@
 """Write checkpoints completely or not at all; see `read_checkpoint` for their files."""
 
 import json
-import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from uuid import uuid4
 
 from safetensors.torch import save_file
 from torch import Tensor
 
 from ppo_core.checkpointing.disks import Disk
-from ppo_core.checkpointing.folders import FOLDER_NAME, MANIFEST, finished_checkpoints
+from ppo_core.checkpointing.folders import MANIFEST
 from ppo_core.checkpointing.read_checkpoint import ALONE, Tensors, manifest_entry
+from ppo_core.checkpointing.remove_old_checkpoints import (
+    remove_folder,
+    remove_old_checkpoints,
+    rename_superseded,
+    step_of,
+)
 from ppo_core.data.model_files import safetensors_as_os_errors
 from ppo_core.distributed.process_group import ProcessGroup
 from ppo_core.errors import TrainingError
 from ppo_core.io.atomic_files import sync_to_disk
-
-logger = logging.getLogger(__name__)
-
-SUPERSEDED = ".superseded"
-"""Suffix of abandoned checkpoints.
-
-If a run is resumed from an earlier step, its next checkpoint makes all checkpoints of later steps
-abandoned. See `_remove_old` for their removal."""
 
 
 def write_nothing(folder: Path) -> None:
@@ -75,7 +71,7 @@ def save_checkpoint(
             full or cannot be written, or `held` finds that another process has taken over the
             folder. Raised in all processes.
     """
-    step, disk = _step_of(folder), disk or Disk(ranks=tuple(range(peers.number)))
+    step, disk = step_of(folder), disk or Disk(ranks=tuple(range(peers.number)))
     is_leader = peers.rank == disk.leader
     partial = folder.with_name(f".{folder.name}.partial-{writer}")
     try:
@@ -151,8 +147,8 @@ def _finish(
         sync_to_disk(path)
     with held():
         _move_into_place(partial, folder)
-        _rename_superseded(folder)
-        _remove_old(folder, keep)
+        rename_superseded(folder)
+        remove_old_checkpoints(folder, keep)
 
 
 def _move_into_place(partial: Path, folder: Path) -> None:
@@ -162,73 +158,10 @@ def _move_into_place(partial: Path, folder: Path) -> None:
     """
     aside = folder.with_name(f"{folder.name}.old")
     if (folder / MANIFEST).is_file():
-        _remove_folder(aside)
+        remove_folder(aside)
         folder.rename(aside)
     else:
-        _remove_folder(folder)
+        remove_folder(folder)
     partial.rename(folder)
     sync_to_disk(folder.parent)
-    _remove_folder(aside)
-
-
-def _rename_superseded(newest: Path) -> None:
-    """Rename checkpoints of later steps, so that no run resumes from them."""
-    for step, path in finished_checkpoints(newest.parent).items():
-        if step > _step_of(newest):
-            aside = path.with_name(f"checkpoint-{step}{SUPERSEDED}")
-            _remove_folder(aside)
-            path.rename(aside)
-
-
-def _remove_old(newest: Path, keep: int | None) -> None:
-    """Remove all but the `keep` newest checkpoints, and the leftovers of killed runs.
-
-    With `keep`, also remove abandoned checkpoints once the run has reached their steps again.
-    Leftovers are unfinished hidden folders, and `.old` folders that a newer checkpoint of the same
-    step has replaced. Folders `checkpoint-<step>` without a manifest are kept.
-    """
-    found = finished_checkpoints(newest.parent)
-    replaced = [
-        path
-        for path in newest.parent.glob("checkpoint-*.old")
-        if FOLDER_NAME.fullmatch(path.name) and path not in found.values()
-    ]
-    for leftover in replaced:
-        _remove_folder(leftover)
-    for unfinished in newest.parent.glob(".checkpoint-*.partial*"):
-        # A run that lost its lease may still write into the folder, so ignore errors.
-        shutil.rmtree(unfinished, ignore_errors=True)
-    if keep is None:
-        return
-    for step in sorted(found)[: max(0, len(found) - keep)]:
-        _remove_folder(found[step])
-    for abandoned in newest.parent.glob(f"checkpoint-*{SUPERSEDED}"):
-        number = abandoned.name.removeprefix("checkpoint-").removesuffix(SUPERSEDED)
-        if number.isdecimal() and int(number) <= _step_of(newest):
-            _remove_folder(abandoned)
-
-
-def _step_of(folder: Path) -> int:
-    """Return the step in the name of a checkpoint's folder.
-
-    Raises:
-        TrainingError: the name has no step.
-    """
-    match = FOLDER_NAME.fullmatch(folder.name)
-    if match is None or match[2]:
-        raise TrainingError(
-            f"'{folder}' is not a valid name of a checkpoint, so a resumed run would not find the "
-            "folder. Name the folder checkpoint-<step>."
-        )
-    return int(match[1])
-
-
-def _remove_folder(folder: Path) -> None:
-    """Rename and remove a folder, so that a partly removed folder is never read as a checkpoint."""
-    if folder.exists():
-        removed = folder.with_name(f".{folder.name}.partial-{uuid4().hex}")
-        folder.rename(removed)
-        # On NFS, a file that a reader has open stays until `_remove_old` of a later checkpoint.
-        shutil.rmtree(removed, ignore_errors=True)
-        if removed.exists():
-            logger.warning("'%s' cannot be removed yet, and fills the disk.", removed)
+    remove_folder(aside)
