@@ -160,11 +160,13 @@ def _disputed(given: argparse.Namespace) -> None:
 
 
 def _settings_of(run_folder: str) -> "Settings":
-    """Return the settings of a run from the file in its folder."""
+    """Return the settings of a run from the file in its folder, with the built-in task's files."""
     from pipeline.inputs.flow_run import SETTINGS_FILE
     from pipeline.settings.make_settings import make_settings, read_settings_file
+    from pipeline.stages.start import make_demo_task
 
-    return make_settings(read_settings_file(Path(run_folder) / SETTINGS_FILE), {})
+    settings = make_settings(read_settings_file(Path(run_folder) / SETTINGS_FILE), {})
+    return make_demo_task(settings) if settings.task else settings
 
 
 def _say_what_is_next(output: Path, pairs: int, wanted: int, how: str, why: str) -> None:

@@ -19,7 +19,7 @@ from ppo_core.errors import PPOError, ProcessError, RunInterruptedError, Storage
 from ppo_core.io.atomic_files import explained_full_disk
 from retraining import alarms, lease_of_run
 
-RECORDS = 16
+RECORDS = 17
 """Format version of the records that steps pass to each other. Increase it when the code can no
 longer read older records."""
 

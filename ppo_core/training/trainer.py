@@ -356,9 +356,8 @@ class Trainer:
         """Log what was wrong in the run; without a metrics file, judge only the given `history`."""
         first = self._run.updates - len(history) + 1
         numbered = [{UPDATE: n, **metrics} for n, metrics in enumerate(history, first)]
-        if findings := diagnose(self.config, self._reporter.updates() or numbered):
-            texts = "\n".join(f"- {finding}" for finding in findings)
-            logger.warning("What was wrong in this training:\n%s", texts)
+        for finding in diagnose(self.config, self._reporter.updates() or numbered):
+            logger.warning("What was wrong in this training: %s", finding)
 
     # --- What a run shows and saves ---
 

@@ -20,6 +20,7 @@ from pipeline.promotion.version_card import (
 )
 from pipeline.registry.alpha_spending import limits_now
 from pipeline.registry.artifact import VersionContents, write_artifact
+from pipeline.registry.champion_history import Champions
 from pipeline.registry.change_champion import challenge, read_champions
 from pipeline.registry.decisions import Decision
 from pipeline.registry.register_version import decided_on, register_version, write_card
@@ -155,7 +156,8 @@ def register(candidate: Candidate) -> RegisteredPolicy:
     )
     facts = _facts(candidate, evaluation, decoding, number, decision)
     write_card(settings.registered_model, number, version_card(facts), version_description(facts))
-    before = read_champions(settings.registered_model).decisions[: decision.number - 1]
+    decisions = read_champions(settings.registered_model).decisions[: decision.number]
+    before = decisions[:-1]
     return RegisteredPolicy(
         model=model,
         promotion=decision,
@@ -165,6 +167,7 @@ def register(candidate: Candidate) -> RegisteredPolicy:
         earlier_decisions=decided_on(
             settings.registered_model, before, EVALUATION_DATA, run.origin[EVALUATION_DATA]
         ),
+        previous=Champions(decisions).previous,
     )
 
 

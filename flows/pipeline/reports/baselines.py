@@ -32,7 +32,7 @@ def baseline_rows(evaluation: Evaluation) -> tuple[tuple[str, ...], ...]:
 
 
 def worth_of_ppo(baselines: Baselines) -> list[str]:
-    """Return a comparison of PPO with best-of-4 sampling from SFT, or why there is none."""
+    """Return comparisons of PPO with what SFT reaches without PPO, or why there is none."""
     best = baselines.found["best_of_4"]
     if baselines.ppo is None or best.win_rate is None or best.gain is None:
         return [f"PPO was not compared with what SFT reaches without PPO: {best.why}"]
@@ -41,7 +41,14 @@ def worth_of_ppo(baselines: Baselines) -> list[str]:
         "best of 4 samples by the reward model wins "
         f"{as_percent(best.win_rate.rate)} without any training. {_verdict(best.gain)}"
     )
-    return [sentence, *([baselines.note] if baselines.note else [])]
+    sentences = [sentence]
+    greedy = baselines.found.get("greedy")
+    if greedy and greedy.win_rate and greedy.gain:
+        sentences.append(
+            f"Greedy decoding of SFT wins {as_percent(greedy.win_rate.rate)}. "
+            f"{_verdict(greedy.gain)}"
+        )
+    return [*sentences, *([baselines.note] if baselines.note else [])]
 
 
 def as_divergence(kl: float | None) -> str:

@@ -293,3 +293,6 @@ class RegisteredPolicy:
 
     earlier_decisions: int
     """Number of earlier versions whose decisions used the same evaluation data."""
+
+    previous: int | None
+    """Version that a rollback right after the decision makes champion; None if there is none."""

@@ -78,7 +78,7 @@ def _print_versions_that_saw(settings: Settings) -> None:
 def find_inputs(given: Settings) -> Settings:
     """Fetch the inputs to this machine, unchecked; return the settings with the inputs' paths."""
     require_writable(Path(given.output_dir), "output_dir")
-    return _make_demo_task(given) if given.task else fetch_inputs(given)
+    return make_demo_task(given) if given.task else fetch_inputs(given)
 
 
 def trace_run(name: str, given: Settings, settings: Settings) -> Lineage:
@@ -170,7 +170,7 @@ def _record_inputs(
     parent.log_text(packages, "packages.txt")
 
 
-def _make_demo_task(settings: Settings) -> Settings:
+def make_demo_task(settings: Settings) -> Settings:
     """Return the settings with the files of the built-in task as inputs."""
     made = find_demo_task(workspace_of(settings).cache, settings.seed)
     return replace(

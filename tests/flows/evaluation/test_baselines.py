@@ -262,5 +262,5 @@ def test_a_paid_judge_is_asked_only_about_the_baselines_and_nothing_twice(
 def test_a_reader_learns_which_reward_chose_where_ppo_has_several(world: World, monkeypatch):
     settings = replace(world.settings, rewards=["reward-model", "python:builtins:len"])
     found, _ = measure(settings, monkeypatch, calls=None)
-    assert "chosen by the reward model of the run alone" in worth_of_ppo(found)[1]
-    assert len(worth_of_ppo(measure(world.settings, monkeypatch, calls=None)[0])) == 1
+    assert "chosen by the reward model of the run alone" in worth_of_ppo(found)[-1]
+    assert len(worth_of_ppo(measure(world.settings, monkeypatch, calls=None)[0])) == 2

@@ -12,6 +12,7 @@ import feedback
 from human_feedback.label_studio import ANYONE
 from human_feedback.labeling import sides_of
 from human_feedback.read_votes import read_pairs
+from pipeline.demo.task import find_demo_task
 from pipeline.inputs.votes_to_pairs import votes_of
 from ppo_core.models.loading import load_reward_model
 from tests.helpers.inputs.pipeline_inputs import tiny_table, write_rows
@@ -114,6 +115,15 @@ def test_without_a_reward_model_pairs_are_random(inputs: Path, tmp_path: Path, c
     assert len({row["prompt"] for row in rows}) == 5
     assert all(row["first"] != row["second"] for row in rows)
     assert "has 5 pairs drawn at random" in capsys.readouterr().out
+
+
+def test_a_run_on_the_built_in_task_has_the_prompts_of_the_task(tmp_path: Path):
+    table = {"task": "tldr", "output_dir": str(tmp_path), "ppo": {"response_length": 4}}
+    (tmp_path / "settings.toml").write_text(tomli_w.dumps(table))
+    policy = find_demo_task(tmp_path / "cache", seed=1) / "base"
+    assert choose(tmp_path, tmp_path, "--policy", str(policy), policies=0) == 0
+    rows = read(tmp_path / "to-label.jsonl")
+    assert len(rows) == 5 and all(row["prompt"].endswith("tl;dr :") for row in rows)
 
 
 @pytest.mark.parametrize(

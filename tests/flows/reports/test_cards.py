@@ -205,6 +205,7 @@ def register(made: Decision, evaluation: Evaluation, folder: Path) -> Registered
         kl=12.3,
         alpha=0.0001,
         earlier_decisions=4,
+        previous=2,
     )
 
 
@@ -864,6 +865,10 @@ def test_whether_ppo_was_worth_it_is_in_the_terminal_the_page_and_one_sentence()
     )
     unclear = "Which of the two is better is not clear: -6.0 points, 95 % interval -20.0 .. +8.0."
     assert said + unclear in document.reasons
+    assert (
+        "Greedy decoding of SFT wins 58.3%. PPO is better: +12.5 points, 95 % interval +1.0 .. "
+        "+24.0."
+    ) in document.reasons
     assert unclear.split()[-1] in " ".join(shown)
     for low, high, words in ((0.01, 0.2, "PPO is better: "), (-0.2, -0.01, "PPO is worse: ")):
         gain = {

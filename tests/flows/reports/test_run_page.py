@@ -185,6 +185,7 @@ def facts_of(folder: Path, updates: int, samples: int = 30) -> RunFacts:
             kl=12.3,
             alpha=0.001,
             earlier_decisions=4,
+            previous=1,
         ),
         cost=run_cost(),
         watched=[
@@ -252,6 +253,7 @@ def test_the_top_says_what_was_decided_and_which_rule_failed(page: Path):
     assert "Version 3 was refused, and production still loads version 2" in top
     assert re.search(r"% of \d+ pairs against the champion, 95 % interval", top)
     assert "Rule that failed: min_win_rate is missed: &lt;script&gt;" in top
+    assert "this run is not: production loads version 1 again" in page.read_text()
     assert "python flows/registry.py rollback rlhf-policy --reason TEXT" in page.read_text()
     assert re.search(
         r"python flows/feedback.py choose \S+/runs/\S+ --policy .+ --labels 200",
@@ -368,6 +370,16 @@ def test_a_refused_reward_model_has_a_page_of_what_is_known(facts: RunFacts):
     own = dict.fromkeys(("policy", "preferences", "prompts", "reward_model"), "path")
     given = replace(refused, settings=make_settings(own, {}))
     assert "resume" not in document_page(run_document(given))
+
+
+@pytest.mark.parametrize("champion", [3, None])
+def test_a_champion_that_replaced_no_other_has_no_rollback(champion: int | None, facts: RunFacts):
+    assert facts.registered is not None
+    made = decision("promoted" if champion else "refused", champion=champion)
+    first = replace(facts.registered, promotion=made, previous=None)
+    text = document_page(run_document(replace(facts, registered=first)))
+    assert "rollback" not in text
+    assert ("delete_registered_model_alias" in text) is (champion is not None)
     assert 'http-equiv="refresh"' not in text
 
 

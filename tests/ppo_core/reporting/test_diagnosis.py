@@ -112,7 +112,7 @@ def test_a_training_ends_with_what_was_wrong(caplog):
     with caplog.at_level(logging.WARNING):
         train(updates=3, reward=Broken(2))
     last = caplog.messages[-1]
-    assert last.startswith("What was wrong in this training:\n- Update 2. Skipped steps: ")
+    assert last.startswith("What was wrong in this training: Update 2. Skipped steps: ")
     assert "max_skipped_steps" in last
 
 

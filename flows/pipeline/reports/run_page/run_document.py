@@ -35,6 +35,7 @@ from pipeline.reports.run_page.training import ppo_section, supervised_section
 from pipeline.reports.terminal import cost_in_words
 from pipeline.results.evaluation import Evaluation
 from pipeline.results.run_cost import RunCost
+from pipeline.results.step_records import RegisteredPolicy
 from ppo_core.data.rows.row_error import list_reasons
 from ppo_core.errors import DataError
 
@@ -243,12 +244,7 @@ def _commands(facts: RunFacts) -> Section:
         load = f"import mlflow; pipeline = mlflow.transformers.load_model({uri!r})"
         commands = [
             ("Load this version in Python", load),
-            (
-                "Undo this promotion, so that production loads the previous champion again"
-                if made.is_promoted
-                else "Undo the last promotion; this run promoted nothing",
-                f"python flows/registry.py rollback {name} --reason TEXT",
-            ),
+            *_undo(registered, facts.settings.registered_model),
             (
                 "Promote this version by hand",
                 f"python flows/registry.py promote {name} {made.version} --reason TEXT",
@@ -272,3 +268,21 @@ def _commands(facts: RunFacts) -> Section:
         commands.append(("Train against this reward model all the same", accept))
     title = "How do I load the version, undo a promotion, label or repeat?"
     return Section(title=title, text=text, commands=tuple(commands))
+
+
+def _undo(registered: RegisteredPolicy, name: str) -> list[tuple[str, str]]:
+    """Return how to undo the last promotion, or how to have no champion if there is no earlier."""
+    made, previous = registered.promotion, registered.previous
+    if previous is not None:
+        what = "this promotion" if made.is_promoted else "the last promotion, which this run is not"
+        label = f"Undo {what}: production loads version {previous} again"
+        return [(label, f"python flows/registry.py rollback {quote(name)} --reason TEXT")]
+    if made.champion is None:
+        return []
+    return [
+        (
+            "Leave production without a champion, since no earlier version was champion",
+            "import mlflow; mlflow.MlflowClient().delete_registered_model_alias"
+            f"({name!r}, 'champion')",
+        )
+    ]
