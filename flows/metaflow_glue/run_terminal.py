@@ -58,7 +58,10 @@ _TASK = re.compile(r"\[[^/\]]+/(?P<step>\w+)/\S+( \(pid (?P<pid>\d+)\))?\]")
 
 _RUN = re.compile(r"Workflow starting \(run-id (\S+)\):")
 
-_NOISE = re.compile(r"Done!|Foreach yields|Cloning results|(No|\d+) tasks? |.* not started")
+_NOISE = re.compile(
+    r"Done!|Foreach yields|Cloning results|(No|\d+) tasks? |.* not started"
+    r"|Workflow failed|Terminating \d+ active tasks|Flushing logs"
+)
 """Beginnings of Metaflow's messages that are not shown."""
 
 _PROGRESS = re.compile(r"[^:]{1,200} \d+ %: \d")
@@ -175,9 +178,11 @@ class RunTerminal:
         elif body == _KILLED:
             for line in self._held.pop(head, ()):
                 self._print(line)
+        elif _NOISE.match(body):
+            return
         elif is_bad:
             self._print(body, is_bad=True)
-        elif self._is_quiet or _NOISE.match(body):
+        elif self._is_quiet:
             return
         elif started := _RUN.match(body):
             self._print(f"Run {started[1]}")

@@ -121,11 +121,18 @@ def _wins(win_rate: WinRate, opponent: str, limits: PromotionConfig, name: str) 
     finite = all(map(isfinite, (win_rate.rate, win_rate.low, win_rate.high, test.evidence)))
     if finite and test.evidence >= needed:
         return ""
+    why = (
+        f"Either the policy is not better, or the {test.asked} pairs that were judged (of "
+        f"{test.available}) are too few to show it."
+    )
+    if win_rate.ties == win_rate.n:
+        why = (
+            f"All {win_rate.n} pairs are ties: it answers like {opponent}. A run whose settings "
+            "and data did not change makes the same policy again. Change them, or set another seed."
+        )
     return (
         f"{_won(win_rate, opponent)}. The evidence that this rate exceeds {name}={least:g} is "
-        f"{test.evidence:.3g} to 1, but alpha={limits.alpha:g} needs {needed:,.0f} to 1. Either "
-        f"the policy is not better, or the {test.asked} pairs that were judged (of "
-        f"{test.available}) are too few to show it."
+        f"{test.evidence:.3g} to 1, but alpha={limits.alpha:g} needs {needed:,.0f} to 1. {why}"
     )
 
 

@@ -193,6 +193,21 @@ def test_a_reason_says_the_figure_and_whom_it_is_about():
     assert "against SFT, 95 %" in judged(champion=None, evidence=0.1)[0]
 
 
+def test_a_policy_that_answers_like_the_champion_is_refused_by_name():
+    result = evaluation(evidence=1.0)
+    ties = replace(result.win_rate["ppo_vs_champion"], wins=0, losses=0, ties=200, rate=0.5)
+    (reason,) = reasons_to_refuse(
+        replace(result, win_rate=result.win_rate | {"ppo_vs_champion": ties}),
+        PromotionConfig(),
+        reward_model_fit=True,
+        candidate=3,
+        champion=2,
+        kl=5.0,
+    )
+    assert "All 200 pairs are ties: it answers like the champion, version 2. A run" in reason
+    assert "set another seed" in reason and "too few" not in reason
+
+
 def test_a_win_rate_that_was_tested_against_less_than_the_limit_is_refused():
     limits = PromotionConfig(min_win_rate=0.6)
     (reason,) = judged(evidence=5000.0, limits=limits)

@@ -137,6 +137,7 @@ def test_a_failure_is_shown_with_all_lines_of_its_step(tmp_path: Path):
     assert "Traceback" in text
     assert re.search(r"RuntimeError: the reason .* of the failure", text)
     assert "work: Task failed." in lines
+    assert not re.search("Workflow failed|Terminating|Flushing", text)
     assert "the result" not in text
     assert not CONTROL.search(text.replace("\n", ""))
 
