@@ -595,9 +595,10 @@ def test_an_evaluation_has_the_same_components_as_its_document(
 ):
     document = evaluation_document(evaluation)
     charts = sum(bool(section.charts) for section in document.sections)
-    # The verdict and the reasons; a heading and a table a section; the tables of charts.
+    texts = sum(len(section.text) for section in document.sections)
+    # The verdict and the reasons; a heading and a table a section; texts; the tables of charts.
     card = evaluation_card(evaluated(evaluation, tmp_path), ["Loss spike: it is 9."], RUN)
-    assert len(card) == 2 + 2 * len(document.sections) + charts
+    assert len(card) == 2 + 2 * len(document.sections) + texts + charts
     warned = evaluation_document(evaluation, ["Loss spike: it is 9."])
     assert warned.reasons == (*document.reasons, "Warning: Loss spike: it is 9.")
 
