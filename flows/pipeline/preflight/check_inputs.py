@@ -219,9 +219,15 @@ def _check_pairs(data: RunData, quarantine: Path) -> None:
         test = data.test_pairs()
         _report(test, "preferences-test", quarantine)
         if all(pair.tie for pair in label_pairs(test)):
+            same = sum(row["chosen"] == row["rejected"] for row in test)
+            why = (
+                f" In {same} of them, chosen and rejected have the same text; check that chosen "
+                "and rejected are two different columns."
+            )
             raise DataError(
                 f"The {len(test)} held-out preferences of {test.source} are all ties, so the "
-                "reward model's accuracy cannot be measured. Add preferences that are not ties."
+                f"reward model's accuracy cannot be measured.{why if same else ''} Add preferences "
+                "that are not ties."
             )
     with named_data("preferences"):
         if not settings.reward_model:

@@ -434,8 +434,14 @@ def test_held_out_pairs_that_the_reward_model_cannot_read_are_refused(tmp_path: 
 def test_held_out_pairs_without_any_preference_are_refused(tmp_path: Path):
     ties = [{**SHORT, "tie": True}, {**SHORT, "chosen": "w3", "rejected": "w3", "tie": None}]
     pairs = write_rows(tmp_path / "test.jsonl", ties)
-    with pytest.raises(DataError, match=r"The 2 held-out .*test\.jsonl are all ties"):
+    says = (
+        r"The 2 held-out .*test\.jsonl are all ties, .* measured\. In 1 of them, chosen and "
+        r"rejected have the same text; check that .* two different columns\. Add preferences"
+    )
+    with pytest.raises(DataError, match=says):
         check(tmp_path, preferences_test=pairs)
+    with pytest.raises(DataError, match=r"1 held-out .* cannot be measured\. Add preferences"):
+        check(tmp_path, preferences_test=write_rows(tmp_path / "one.jsonl", ties[:1]))
 
 
 def test_a_language_model_is_no_reward_model(tmp_path: Path):
