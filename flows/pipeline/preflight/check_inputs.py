@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from pipeline.storage.workspace import original_names
 from ppo_core.config.reward_names import read_rewards
 from ppo_core.data.prompts import encode_prompt
 from ppo_core.data.rows.describe import describe_first, describe_reading, require_columns_read
-from ppo_core.data.rows.reader import Rows
+from ppo_core.data.rows.reader import Rows, TooManyLeftOutError
 from ppo_core.data.rows.row_formats import Row
 from ppo_core.data.sources.raw_row import ROWS_AT_ONCE
 from ppo_core.data.sources.source import named_data
@@ -70,6 +71,11 @@ def check_inputs(settings: Settings, quarantine: Path | None = None) -> None:
     # Remove the files of an earlier check, which would look like files of this check.
     quarantine = quarantine or Path(settings.output_dir) / QUARANTINE
     shutil.rmtree(quarantine, ignore_errors=True)
+    with _refused_rows_kept(quarantine):
+        _check_everything(settings, quarantine)
+
+
+def _check_everything(settings: Settings, quarantine: Path) -> None:
     _check_trainings(settings)
     check_integrations(settings.ppo.report_to)
     data = RunData(settings)
@@ -272,9 +278,34 @@ def _report(rows: Rows, name: str, quarantine: Path) -> None:
     print(f"{name}: {reading}, digest {rows.digest}", flush=True)
     if rows.left_out:
         path = quarantine / f"{name}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_jsonl(path, chain.from_iterable(map(read_jsonl, rows.left_out_files)))
+        _copy(rows.left_out_files, path)
         print(f"{name}: the rows left out are in {path}", flush=True)
+
+
+@contextmanager
+def _refused_rows_kept(quarantine: Path) -> Iterator[None]:
+    """If too many rows of a data set are left out, copy them to a folder; the error names the file.
+
+    Raises:
+        DataError: the error of the block.
+    """
+    try:
+        yield
+    except DataError as error:
+        refused: BaseException | None = error
+        # The error that adds the name of the data set has the reader's error as its cause.
+        while refused is not None and not isinstance(refused, TooManyLeftOutError):
+            refused = refused.__cause__
+        if refused is None:
+            raise
+        path = quarantine / "refused.jsonl"
+        _copy(refused.files, path)
+        raise DataError(f"{error} The rows left out are in {path}.") from error
+
+
+def _copy(files: Sequence[Path], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_jsonl(path, chain.from_iterable(map(read_jsonl, files)))
 
 
 def _show(name: str, data: RunData, ids: Sequence[int]) -> None:

@@ -110,6 +110,18 @@ def test_rows_set_aside_can_be_read(tmp_path: Path):
     }
 
 
+def test_the_rows_of_a_refused_data_set_can_be_read(tmp_path: Path):
+    rows = [{"prompt": "w1"}] * 200 + [{"prompt": ""}, *[{"prompt": "w1 " * 99}] * 3]
+    path = tmp_path / "outputs" / "quarantine" / "refused.jsonl"
+    says = rf"^'prompts': 3 of the 203 rows .* row 201, .* to go on .* left out are in {path}\.$"
+    with pytest.raises(DataError, match=says):
+        check(tmp_path, prompts=write_rows(tmp_path / "p.jsonl", rows), overlong="drop")
+    kept = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["row"] for row in kept] == [200, 201, 202, 203]
+    check(tmp_path)
+    assert not path.exists()
+
+
 LEFT_OUT = {
     "sft_data": {"prompt": "w1", "completion": 7},
     "preferences": {"prompt": "w1", "chosen": "w2", "rejected": 7},
