@@ -26,7 +26,7 @@ from pipeline.settings.settings import Settings
 from pipeline.settings.training_sections import SupervisedSection
 from pipeline.storage.workspace import original_names
 from ppo_core.config.reward_names import read_rewards
-from ppo_core.data.prompts import encode_prompt
+from ppo_core.data.prompts import Tokens, encode_prompt
 from ppo_core.data.rows.describe import describe_first, describe_reading, require_columns_read
 from ppo_core.data.rows.reader import Rows, TooManyLeftOutError
 from ppo_core.data.rows.row_formats import Row
@@ -53,6 +53,12 @@ from ppo_core.training.preflight import require_stop_token
 
 MIN_DISTINCT = 0.5
 """Fraction of distinct training prompts below which a warning is printed."""
+
+MAX_UNKNOWN_TOKENS = 0.1
+"""Fraction of unknown tokens in the first prompts above which a warning is printed."""
+
+FIRST_PROMPTS = 64
+"""Number of training prompts whose unknown tokens are counted."""
 
 
 def check_inputs(settings: Settings, quarantine: Path | None = None) -> None:
@@ -207,7 +213,11 @@ def _check_prompts(data: RunData, quarantine: Path) -> None:
     with named_data("prompts"):
         rows = data.training_prompts()
         _report(rows, "prompts", quarantine)
-        _show("prompts", data, encode_prompt(data.policy_tokenizer, rows.table[0]["prompt"]))
+        prompts = rows.column("prompt", FIRST_PROMPTS)
+        encoded = [encode_prompt(data.policy_tokenizer, prompt) for prompt in prompts]
+        _show("prompts", data, encoded[0])
+        for warning in describe_unknown(data.policy_tokenizer, encoded, rows.source):
+            print(warning, flush=True)
     with named_data("eval_prompts" if settings.eval_prompts else "prompts"):
         _report(data.evaluation_rows(), "eval_prompts", quarantine)
         if settings.selection.method != "last":
@@ -310,6 +320,24 @@ def _copy(files: Sequence[Path], path: Path) -> None:
 
 def _show(name: str, data: RunData, ids: Sequence[int]) -> None:
     print(f"{name}: {describe_first(data.policy_tokenizer, ids)}", flush=True)
+
+
+def describe_unknown(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Tokens], source: str
+) -> Iterator[str]:
+    """Yield a warning if many tokens of the prompts are the tokenizer's unknown token."""
+    unknown = tokenizer.unk_token_id
+    # GPT-2's end-of-sequence token is also its unknown token, but its bytes spell every word.
+    if unknown in (None, tokenizer.bos_token_id, tokenizer.eos_token_id):
+        return
+    share = sum(ids.count(unknown) for ids in prompts) / sum(map(len, prompts))
+    if share > MAX_UNKNOWN_TOKENS:
+        yield (
+            f"warning: {share:.0%} of the tokens of the first {len(prompts)} prompts of {source} "
+            f"are {tokenizer.unk_token}, because the policy's tokenizer does not know the words. "
+            "The policy cannot read these words. Name a policy that was trained on such texts, or "
+            "correct the prompts."
+        )
 
 
 def describe_repeats(training: Rows, evaluated: Sequence[Row]) -> Iterator[str]:

@@ -489,6 +489,29 @@ def test_a_policy_that_cannot_write_is_refused(tmp_path: Path, changes: Any, mes
         check_inputs(make_settings(table, {}))
 
 
+@pytest.mark.parametrize("eos_token", ["<eos>", "<unk>"])
+def test_prompts_of_unknown_words_are_warned_of(tmp_path: Path, capsys, eos_token: str):
+    table = tiny_table(tmp_path)
+    tokenizer = make_tokenizer()
+    tokenizer.eos_token = eos_token
+    tokenizer.save_pretrained(table["policy"])
+
+    def warning_about(unknown: str) -> str | None:
+        rows = [{"prompt": f"{unknown} w{n} w2 w3 w4 w5 w6 w7 w8 w9"} for n in range(9)]
+        prompts = write_rows(tmp_path / "p.jsonl", rows)
+        check_inputs(make_settings({**table, "prompts": prompts}, {}))
+        found = re.search("warning: .*", capsys.readouterr().out)
+        return found and found[0]
+
+    assert warning_about("w1") is None and warning_about("Grüße") is None
+    found = warning_about("Grüße aus Köln")
+    if eos_token == "<unk>":
+        assert found is None
+    else:
+        says = r"25% of the tokens of the first 9 prompts of .* are <unk>, .* cannot read .* Name a"
+        assert found is not None and re.search(says, found)
+
+
 def test_repeated_prompts_are_warned_of(tmp_path: Path, capsys):
     check(tmp_path)
     assert "warning" not in capsys.readouterr().out
