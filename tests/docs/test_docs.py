@@ -18,6 +18,7 @@ import ppo_core.classic
 from deployment.deployment_file import read_deployment
 from pipeline.cost.measured_cost import cost_numbers
 from pipeline.evaluation.win_rate import describe
+from pipeline.judges.function_judge import load_function_judge
 from pipeline.registry.artifact import VersionContents, write_artifact
 from pipeline.registry.change_champion import promote_by_hand
 from pipeline.registry.register_version import register_version
@@ -44,6 +45,7 @@ from ppo_core.config.sized_defaults import sized_defaults
 from ppo_core.config.trl_names import PPO_ALIASES, SUPERVISED_ALIASES, SUPERVISED_INSTEAD
 from ppo_core.config.unsupported_settings import INSTEAD, NO_EFFECT
 from ppo_core.data.reward_columns import asked_columns
+from ppo_core.data.rows.dialogues import shown_prompt
 from ppo_core.data.rows.reader import read_rows
 from ppo_core.supervised.supervised_cli import SupervisedArguments, SupervisedLoraArguments
 from ppo_core.supervised.supervised_config import SupervisedConfig
@@ -147,6 +149,18 @@ def test_the_published_reward_function_reads_a_column(page):
     assert asked.required == ("max_words",)
     given = run_block(function)["brevity"](["p", "q"], ["a b c", ""], max_words=[1, 2])
     assert given == [-2, 0]
+
+
+def test_the_published_judge_reads_prompts_as_the_page_says(tmp_path):
+    (function,) = (block for block in blocks(TRUSTING, "python") if "def judge" in block)
+    (tmp_path / "short.py").write_text(function)
+    turns = [{"role": "system", "content": "Be brief."}]
+    turns.append({"role": "user", "content": "Is music old?"})
+    prompts, pairs = [turns, turns[1:], "w1"], [("a", "a b"), ("a b", "a"), ("a", "b")]
+    verdicts = load_function_judge(f"{tmp_path / 'short.py'}:judge")(prompts, pairs)
+    assert [verdict.winner for verdict in verdicts] == ["first", "second", "tie"]
+    read = [shown_prompt(prompt) for prompt in prompts]
+    assert read[1] == "Is music old?" and f"`{read[0]!r}`" in TRUSTING.read_text()
 
 
 def test_the_published_classic_loop_runs(tmp_path, monkeypatch):

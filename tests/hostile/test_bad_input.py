@@ -91,17 +91,27 @@ LINES = {
     "empty": (b"", "is empty"),
     "blank": (b"\n \n\t\n", "is empty"),
     "only-a-bom": (b"\xef\xbb\xbf", "is empty"),
-    "no-json": (b"hello\n", r"row 0 \(line 1\)"),
-    "half-a-line": (GOOD + b'{"prompt": "b', r"row 1 \(line 2\)"),
-    "bad-line-after-a-blank": (GOOD + b"\n{oops\n", r"row 1 \(line 3\)"),
-    "two-objects-on-a-line": (GOOD.strip() * 2, r"row 0 \(line 1\).*Extra data"),
+    "no-json": (
+        b"hello\n",
+        "read: line 1 is not valid JSON: Expecting value at character 1. "
+        "The line begins with 'hello'. Correct the line.",
+    ),
+    "half-a-line": (GOOD + b'{"prompt": "b', "line 2 .* ends inside the string .* character 12"),
+    "half-a-line-then-a-line": (
+        GOOD + b'{"prompt": "\xc2\x9b2Jb\r\n' + GOOD,
+        "read: line 2 is not valid JSON: it ends inside the string that starts at character 12, so "
+        r"it is probably cut off\. The line begins with '{\"prompt\": \"\\x9b2Jb'\. Correct",
+    ),
+    "wrong-escape": (b'{"prompt": "\\q"}\n', r"Invalid \\escape at character 13\. The line"),
+    "bad-line-after-a-blank": (GOOD + b"\n{oops\n", "line 3 is not valid JSON"),
+    "two-objects-on-a-line": (GOOD.strip() * 2, "line 1 is not valid JSON: Extra data at"),
     "latin-1": (GOOD + '{"prompt": "café"}\n'.encode("latin-1"), r"line 2.*not UTF-8 at byte 15"),
     "utf-16": (GOOD.decode().encode("utf-16"), "UTF-16"),
     "utf-8-of-a-surrogate": (b'{"prompt": "\xed\xa0\x80"}\n', "not UTF-8 at byte 12"),
     "overlong-utf-8": (b'{"prompt": "\xc0\xaf"}\n', "not UTF-8"),
     "half-a-character": (b'{"prompt": "\\ud800"}\n', r"row 0 .*surrogate"),
-    "nul-in-a-text": (b'{"prompt": "a\x00b"}\n', r"row 0 .*[Cc]ontrol"),
-    "nul-bytes": (b"\x00" * 4096, r"row 0"),
+    "nul-in-a-text": (b'{"prompt": "a\x00b"}\n', "Invalid control character at character 14"),
+    "nul-bytes": (b"\x00" * 4096, "line 1 is not valid JSON"),
     "deep-lists": (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n", "nested"),
     "deep-objects": (b'{"prompt": ' + b'{"a":' * 5000 + b"1" + b"}" * 5001 + b"\n", "nested"),
     "a-little-too-deep": (b'{"prompt": ' + b"[" * 300 + b"]" * 300 + b"}\n", "nested"),
@@ -113,7 +123,7 @@ LINES = {
     "list-of-texts": (b'["a", "b"]\n', "row 0.*'a', not an object"),
     "list-on-every-line": (b'[{"prompt": "a"}]\n[{"prompt": "b"}]\n', "list of rows.*line 2"),
     "empty-list": (b"[]", "is empty"),
-    "one-pretty-object": (b'{\n  "prompt": "a"\n}\n', r"row 0 \(line 1\)"),
+    "one-pretty-object": (b'{\n  "prompt": "a"\n}\n', "line 1 is not valid JSON"),
     "columns-instead-of-rows": (b'{"prompt": {"0": "a", "1": "b"}}\n', "object|text|messages"),
     "integer-of-5000-digits": (b'{"prompt": ' + b"9" * 5000 + b"}\n", r"row 0 .*digits"),
     "empty-prompt": (b'{"prompt": ""}\n', "empty prompt"),
@@ -129,8 +139,8 @@ LINES = {
     "zip": (b"PK\x03\x04" + b"\x00" * 30, "zip"),
     "parquet": (parquet(prompt=["a"]), "Parquet"),
     "mixed-types": (b'{"prompt": "a"}\n{"prompt": 7}\n{"prompt": ["a"]}\n', "row 1|row is 1"),
-    "html": (b"<!DOCTYPE html><html>404</html>", r"row 0 \(line 1\)"),
-    "csv": (b"prompt\na\n", r"row 0 \(line 1\)"),
+    "html": (b"<!DOCTYPE html><html>404</html>", "line 1 is not valid JSON"),
+    "csv": (b"prompt\na\n", "line 1 is not valid JSON"),
 }
 """Content of a .jsonl file, and what the message says."""
 

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 
@@ -25,9 +26,9 @@ from pipeline.settings.settings import Settings
 from pipeline.settings.training_sections import SupervisedSection
 from pipeline.storage.workspace import original_names
 from ppo_core.config.reward_names import read_rewards
-from ppo_core.data.prompts import encode_prompt
+from ppo_core.data.prompts import Tokens, encode_prompt
 from ppo_core.data.rows.describe import describe_first, describe_reading, require_columns_read
-from ppo_core.data.rows.reader import Rows
+from ppo_core.data.rows.reader import Rows, TooManyLeftOutError
 from ppo_core.data.rows.row_formats import Row
 from ppo_core.data.sources.raw_row import ROWS_AT_ONCE
 from ppo_core.data.sources.source import named_data
@@ -53,6 +54,12 @@ from ppo_core.training.preflight import require_stop_token
 MIN_DISTINCT = 0.5
 """Fraction of distinct training prompts below which a warning is printed."""
 
+MAX_UNKNOWN_TOKENS = 0.1
+"""Fraction of unknown tokens in the first prompts above which a warning is printed."""
+
+FIRST_PROMPTS = 64
+"""Number of training prompts whose unknown tokens are counted."""
+
 
 def check_inputs(settings: Settings, quarantine: Path | None = None) -> None:
     """Raise if an input would cause an error or a misleading result later in the run.
@@ -70,6 +77,11 @@ def check_inputs(settings: Settings, quarantine: Path | None = None) -> None:
     # Remove the files of an earlier check, which would look like files of this check.
     quarantine = quarantine or Path(settings.output_dir) / QUARANTINE
     shutil.rmtree(quarantine, ignore_errors=True)
+    with _refused_rows_kept(quarantine):
+        _check_everything(settings, quarantine)
+
+
+def _check_everything(settings: Settings, quarantine: Path) -> None:
     _check_trainings(settings)
     check_integrations(settings.ppo.report_to)
     data = RunData(settings)
@@ -201,7 +213,11 @@ def _check_prompts(data: RunData, quarantine: Path) -> None:
     with named_data("prompts"):
         rows = data.training_prompts()
         _report(rows, "prompts", quarantine)
-        _show("prompts", data, encode_prompt(data.policy_tokenizer, rows.table[0]["prompt"]))
+        prompts = rows.column("prompt", FIRST_PROMPTS)
+        encoded = [encode_prompt(data.policy_tokenizer, prompt) for prompt in prompts]
+        _show("prompts", data, encoded[0])
+        for warning in describe_unknown(data.policy_tokenizer, encoded, rows.source):
+            print(warning, flush=True)
     with named_data("eval_prompts" if settings.eval_prompts else "prompts"):
         _report(data.evaluation_rows(), "eval_prompts", quarantine)
         if settings.selection.method != "last":
@@ -219,9 +235,15 @@ def _check_pairs(data: RunData, quarantine: Path) -> None:
         test = data.test_pairs()
         _report(test, "preferences-test", quarantine)
         if all(pair.tie for pair in label_pairs(test)):
+            same = sum(row["chosen"] == row["rejected"] for row in test)
+            why = (
+                f" In {same} of them, chosen and rejected have the same text; check that chosen "
+                "and rejected are two different columns."
+            )
             raise DataError(
                 f"The {len(test)} held-out preferences of {test.source} are all ties, so the "
-                "reward model's accuracy cannot be measured. Add preferences that are not ties."
+                f"reward model's accuracy cannot be measured.{why if same else ''} Add preferences "
+                "that are not ties."
             )
     with named_data("preferences"):
         if not settings.reward_model:
@@ -266,13 +288,56 @@ def _report(rows: Rows, name: str, quarantine: Path) -> None:
     print(f"{name}: {reading}, digest {rows.digest}", flush=True)
     if rows.left_out:
         path = quarantine / f"{name}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_jsonl(path, chain.from_iterable(map(read_jsonl, rows.left_out_files)))
+        _copy(rows.left_out_files, path)
         print(f"{name}: the rows left out are in {path}", flush=True)
+
+
+@contextmanager
+def _refused_rows_kept(quarantine: Path) -> Iterator[None]:
+    """If too many rows of a data set are left out, copy them to a folder; the error names the file.
+
+    Raises:
+        DataError: the error of the block.
+    """
+    try:
+        yield
+    except DataError as error:
+        refused: BaseException | None = error
+        # The error that adds the name of the data set has the reader's error as its cause.
+        while refused is not None and not isinstance(refused, TooManyLeftOutError):
+            refused = refused.__cause__
+        if refused is None:
+            raise
+        path = quarantine / "refused.jsonl"
+        _copy(refused.files, path)
+        raise DataError(f"{error} The rows left out are in {path}.") from error
+
+
+def _copy(files: Sequence[Path], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_jsonl(path, chain.from_iterable(map(read_jsonl, files)))
 
 
 def _show(name: str, data: RunData, ids: Sequence[int]) -> None:
     print(f"{name}: {describe_first(data.policy_tokenizer, ids)}", flush=True)
+
+
+def describe_unknown(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Tokens], source: str
+) -> Iterator[str]:
+    """Yield a warning if many tokens of the prompts are the tokenizer's unknown token."""
+    unknown = tokenizer.unk_token_id
+    # GPT-2's end-of-sequence token is also its unknown token, but its bytes spell every word.
+    if unknown in (None, tokenizer.bos_token_id, tokenizer.eos_token_id):
+        return
+    share = sum(ids.count(unknown) for ids in prompts) / sum(map(len, prompts))
+    if share > MAX_UNKNOWN_TOKENS:
+        yield (
+            f"warning: {share:.0%} of the tokens of the first {len(prompts)} prompts of {source} "
+            f"are {tokenizer.unk_token}, because the policy's tokenizer does not know the words. "
+            "The policy cannot read these words. Name a policy that was trained on such texts, or "
+            "correct the prompts."
+        )
 
 
 def describe_repeats(training: Rows, evaluated: Sequence[Row]) -> Iterator[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import chain, islice
 from pathlib import Path
+from reprlib import Repr
 from typing import Any, TypeAlias
 
 import pyarrow
@@ -38,6 +39,9 @@ _ROWS_FOR_COLUMNS = 100
 
 _AS_JSON = json.JSONEncoder(sort_keys=True).encode
 
+_MAX_SHOWN = 400
+"""Maximum number of characters of a row that a message shows."""
+
 _TABLE, _LEFT_OUT = "rows.arrow", "left-out.jsonl"
 
 _CODE = (
@@ -56,6 +60,15 @@ Convert: TypeAlias = Callable[[Sequence[RawRow]], Iterable[Row | Sequence[Row] |
 """Function that converts a batch of rows. For each row, it returns one of these: one converted row;
 several converted rows; a RowError, so that the row is left out and counted; or None, so that the
 row is left out without being counted."""
+
+
+class TooManyLeftOutError(DataError):
+    """More rows cannot be used than the setting `max_left_out` allows."""
+
+    def __init__(self, message: str, files: tuple[Path, ...] = ()) -> None:
+        """Store the message and the files of the rows, see `Rows.left_out_files`."""
+        super().__init__(message)
+        self.files = files
 
 
 @dataclass(frozen=True)
@@ -224,8 +237,8 @@ def derive(
         schema: types of the converted rows; by default the types of `rows`.
 
     Raises:
-        DataError: more than the fraction `rows.max_left_out` of the rows is left out, or `convert`
-            raises a DataError.
+        TooManyLeftOutError: more than the fraction `rows.max_left_out` of the rows is left out.
+        DataError: `convert` raises it.
     """
     types = schema or rows.table.features.arrow_schema.remove_metadata()
     if ROW in types.names:
@@ -238,7 +251,8 @@ def derive(
 
     everything = {"rows": rows.key, "code": digest_of_code(*_CODE), **inputs}
     made = _made(name, everything, make, shared=len(rows) >= LEAST_SHARED)
-    _check_left_out(made, rows.source, rows.max_left_out, sum(rows.left_out.values()))
+    earlier = sum(rows.left_out.values())
+    _check_left_out(made, rows.source, rows.max_left_out, earlier, rows.left_out_files)
     found = _opened(made, rows.source, rows.max_left_out)
     counts = {
         reason: rows.left_out.get(reason, 0) + found.left_out.get(reason, 0)
@@ -350,19 +364,27 @@ def _progress(source: str, count: int | None) -> tqdm:
 
 
 def _shown(raw: RawRow) -> str:
+    # Unlike a slice, `Repr` closes the quotes of a text that it shortens.
+    brief = Repr()
+    brief.maxstring = brief.maxother = 60
     shown = ", ".join(
-        f"{key}: {value!r:.40}" for key, value in raw.items() if key != ROW and value is not None
+        f"{key}: {brief.repr(value)}"
+        for key, value in raw.items()
+        if key != ROW and value is not None
     )
-    return f"{shown:.400}"
+    return shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]} ..."
 
 
-def _check_left_out(made: Cached, source: str, limit: float, earlier: int = 0) -> None:
+def _check_left_out(
+    made: Cached, source: str, limit: float, earlier: int = 0, files: tuple[Path, ...] = ()
+) -> None:
     """Raise if more than a fraction `limit` of the rows is left out.
 
-    `earlier` is the number of rows that earlier conversions left out.
+    `earlier` is the number of rows that earlier conversions left out, and `files` has these rows.
 
     Raises:
-        DataError: too many rows are left out; the message names the limit that would allow them.
+        TooManyLeftOutError: too many rows are left out; the message names the limit that would
+            allow them.
     """
     total, counts, first = (made.values[key] for key in ("total", "left_out", "first_left_out"))
     left_out = sum(counts.values())
@@ -370,11 +392,13 @@ def _check_left_out(made: Cached, source: str, limit: float, earlier: int = 0) -
         return
     before = f" Rows left out before: {earlier}." if earlier else ""
     without_them = f", or set max_left_out={_passing(fraction)} to go on without these rows"
-    raise DataError(
+    raise TooManyLeftOutError(
         f"{left_out} of the {total} rows of '{source}' cannot be used: "
-        f"{list_reasons(counts)}. The first is row {first[ROW]}: {first['values']}.{before} At "
-        f"most {100 * limit:g}% of the rows may be left out (max_left_out={limit:g}). "
-        f"{first['move'].removesuffix('.')}{without_them if fraction < 1 else ''}."
+        f"{list_reasons(counts)}. The first is row {first[ROW]}, counted from 0: "
+        f"{first['values']}.{before} At most {100 * limit:g}% of the rows may be left out "
+        f"(max_left_out={limit:g}). {first['move'].removesuffix('.')}"
+        f"{without_them if fraction < 1 else ''}.",
+        (*files, made.path / _LEFT_OUT),
     )
 
 

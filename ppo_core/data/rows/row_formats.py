@@ -7,6 +7,7 @@ with ranks or scores).
 """
 
 import math
+import shlex
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from textwrap import shorten
@@ -15,7 +16,8 @@ from typing import Any, Literal, TypeAlias
 import pyarrow
 
 from ppo_core.config.field_checks import is_finite
-from ppo_core.config.row_settings import LABEL_FIELDS, VOTE_FIELDS
+from ppo_core.config.row_settings import FIELDS, LABEL_FIELDS, VOTE_FIELDS
+from ppo_core.config.spelling import nearest_name
 from ppo_core.data.chat_template import is_messages
 from ppo_core.data.rows.dialogues import (
     as_prompt,
@@ -567,7 +569,13 @@ def _no_columns(missing: list[str], columns: Collection[str]) -> DataError:
     also = [name for field in missing for name in alternatives.get(field, ())[1:]]
     shown = shorten(", ".join(sorted(columns)), 300)
     hint = f" (other accepted names: {', '.join(also)})" if also else ""
+    free = set(columns) - set(FIELDS)
+    near = {name: column for name in missing if (column := nearest_name(name, free))}
+    given = [f"{name}={column}" for name, column in near.items()]
+    meant = f" Did you mean {', '.join(near.values())}?" if near else ""
+    of_flow = " ".join(f"--set {shlex.quote(f'columns.{one}')}" for one in given)
+    option = f": {of_flow} for a run of the flow, --columns {shlex.join(given)} for other commands"
     return DataError(
-        f"There is no column {', '.join(missing)}{hint}; the columns are {shown}. Rename a column, "
-        "or name it in the setting columns."
+        f"There is no column {', '.join(missing)}{hint}; the columns are {shown}.{meant} Rename a "
+        f"column, or name it in the setting columns{option if near else ''}."
     )

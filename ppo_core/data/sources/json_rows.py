@@ -18,6 +18,9 @@ MAX_LINE_BYTES = 1 << 26
 MAX_LIST_BYTES = 1 << 30
 """Maximum bytes of a file with one list of rows, because this file is read as a whole."""
 
+_SHOWN_CHARACTERS = 60
+"""Number of characters of a broken line that a message shows."""
+
 _OTHER_FORMATS = {
     b"\x1f\x8b": "is compressed by gzip. Rename the file to end in .gz.",
     b"PK\x03\x04": "is a zip archive. Extract its file.",
@@ -36,7 +39,8 @@ def read_json_rows(path: Path) -> Iterator[RawRow]:
     Raises:
         DataError: the file cannot be read, is not UTF-8, or a row is not a JSON object. The message
             names the number of a wrong row, counted from 0. In a file with one object on each line,
-            it also names the number of the line, counted from 1.
+            it also names the number of the line, counted from 1; of a line that is not JSON, it
+            names only the latter.
     """
     failure, move = f"'{path}' cannot be read", "Name a file of rows that you may read."
     with library_errors(DataError, failure, move), open_data_file(path) as file:
@@ -67,10 +71,17 @@ def _read_lines(lines: Iterator[tuple[int, bytes]], path: Path) -> Iterator[RawR
         try:
             if len(line) == MAX_LINE_BYTES:
                 raise ValueError(f"it has {MAX_LINE_BYTES >> 20} MiB or more")
-            value = _as_row(_parse(line))
+            # With its line break, a line that ends inside a string would have a wrong character.
+            value = _as_row(_parse(line.rstrip(b"\r\n")))
+        except JSONDecodeError as error:
+            raise DataError(
+                f"'{path}' cannot be read: line {number} is not valid JSON: {_fault(error)}. The "
+                f"line begins with {error.doc[:_SHOWN_CHARACTERS]!r}. Correct the line. Each line "
+                "must be one JSON object in UTF-8."
+            ) from error
         except ValueError as error:
             raise DataError(
-                f"'{path}' cannot be read: row {row} (line {number}): {_fault(error)}. "
+                f"'{path}' cannot be read: row {row} (line {number}): {reason_of(error)}. "
                 "Correct the line. Each line must be one JSON object in UTF-8."
             ) from error
         yield value
@@ -104,11 +115,12 @@ def _parse(text: bytes) -> object:
         raise ValueError(f"it is not UTF-8 at byte {error.start} ({error.reason})") from None
 
 
-def _fault(error: ValueError) -> str:
+def _fault(error: JSONDecodeError) -> str:
     # The decoder's own message would always name line 1, because it decodes a single line.
-    if isinstance(error, JSONDecodeError):
-        return f"{error.msg} (character {error.pos + 1})"
-    return reason_of(error)
+    place = f"character {error.pos + 1}"
+    if error.msg.startswith("Unterminated string"):
+        return f"it ends inside the string that starts at {place}, so it is probably cut off"
+    return f"{error.msg.removesuffix(' at').rstrip(': ')} at {place}"
 
 
 def _as_row(value: object) -> RawRow:

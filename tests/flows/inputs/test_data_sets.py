@@ -110,6 +110,18 @@ def test_rows_set_aside_can_be_read(tmp_path: Path):
     }
 
 
+def test_the_rows_of_a_refused_data_set_can_be_read(tmp_path: Path):
+    rows = [{"prompt": "w1"}] * 200 + [{"prompt": ""}, *[{"prompt": "w1 " * 99}] * 3]
+    path = tmp_path / "outputs" / "quarantine" / "refused.jsonl"
+    says = rf"^'prompts': 3 of the 203 rows .* row 201, .* to go on .* left out are in {path}\.$"
+    with pytest.raises(DataError, match=says):
+        check(tmp_path, prompts=write_rows(tmp_path / "p.jsonl", rows), overlong="drop")
+    kept = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["row"] for row in kept] == [200, 201, 202, 203]
+    check(tmp_path)
+    assert not path.exists()
+
+
 LEFT_OUT = {
     "sft_data": {"prompt": "w1", "completion": 7},
     "preferences": {"prompt": "w1", "chosen": "w2", "rejected": 7},
@@ -434,8 +446,14 @@ def test_held_out_pairs_that_the_reward_model_cannot_read_are_refused(tmp_path: 
 def test_held_out_pairs_without_any_preference_are_refused(tmp_path: Path):
     ties = [{**SHORT, "tie": True}, {**SHORT, "chosen": "w3", "rejected": "w3", "tie": None}]
     pairs = write_rows(tmp_path / "test.jsonl", ties)
-    with pytest.raises(DataError, match=r"The 2 held-out .*test\.jsonl are all ties"):
+    says = (
+        r"The 2 held-out .*test\.jsonl are all ties, .* measured\. In 1 of them, chosen and "
+        r"rejected have the same text; check that .* two different columns\. Add preferences"
+    )
+    with pytest.raises(DataError, match=says):
         check(tmp_path, preferences_test=pairs)
+    with pytest.raises(DataError, match=r"1 held-out .* cannot be measured\. Add preferences"):
+        check(tmp_path, preferences_test=write_rows(tmp_path / "one.jsonl", ties[:1]))
 
 
 def test_a_language_model_is_no_reward_model(tmp_path: Path):
@@ -469,6 +487,29 @@ def test_a_policy_that_cannot_write_is_refused(tmp_path: Path, changes: Any, mes
     config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
     with pytest.raises(ModelError, match=message):
         check_inputs(make_settings(table, {}))
+
+
+@pytest.mark.parametrize("eos_token", ["<eos>", "<unk>"])
+def test_prompts_of_unknown_words_are_warned_of(tmp_path: Path, capsys, eos_token: str):
+    table = tiny_table(tmp_path)
+    tokenizer = make_tokenizer()
+    tokenizer.eos_token = eos_token
+    tokenizer.save_pretrained(table["policy"])
+
+    def warning_about(unknown: str) -> str | None:
+        rows = [{"prompt": f"{unknown} w{n} w2 w3 w4 w5 w6 w7 w8 w9"} for n in range(9)]
+        prompts = write_rows(tmp_path / "p.jsonl", rows)
+        check_inputs(make_settings({**table, "prompts": prompts}, {}))
+        found = re.search("warning: .*", capsys.readouterr().out)
+        return found and found[0]
+
+    assert warning_about("w1") is None and warning_about("Grüße") is None
+    found = warning_about("Grüße aus Köln")
+    if eos_token == "<unk>":
+        assert found is None
+    else:
+        says = r"25% of the tokens of the first 9 prompts of .* are <unk>, .* cannot read .* Name a"
+        assert found is not None and re.search(says, found)
 
 
 def test_repeated_prompts_are_warned_of(tmp_path: Path, capsys):

@@ -15,7 +15,7 @@ from ppo_core.data.rows.describe import describe_reading
 from ppo_core.data.rows.handed_over import read_written_rows
 from ppo_core.data.rows.handed_over import write_rows as write_handed_over
 from ppo_core.data.rows.overlong import fit_pairs, fit_prompts
-from ppo_core.data.rows.reader import derive, each, read_rows
+from ppo_core.data.rows.reader import TooManyLeftOutError, derive, each, read_rows
 from ppo_core.data.rows.row_error import RowError, list_reasons
 from ppo_core.errors import ConfigError, DataError, TrainingError
 from ppo_core.supervised.supervised_cli import SupervisedArguments
@@ -158,11 +158,21 @@ def test_two_bad_rows_in_a_hundred_are_refused_by_reason(tmp_path, cache):
     with pytest.raises(
         DataError,
         match=r"2 of the 100 rows of '.*rows.jsonl' cannot be used: 1 with an empty prompt, 1 "
-        r"without a text or messages in the prompt. The first is row 98: prompt: ''. At most 1% of "
-        r"the rows may be left out \(max_left_out=0.01\). Correct or remove these rows, or set "
-        r"max_left_out=0.02 to go on without these rows.",
+        r"without a text or messages in the prompt. The first is row 98, counted from 0: prompt: "
+        r"''. At most 1% of the rows may be left out \(max_left_out=0.01\). Correct or remove "
+        r"these rows, or set max_left_out=0.02 to go on without these rows.",
     ):
         read_rows(path, "prompts")
+
+
+def test_the_values_of_a_refused_row_are_shortened_with_closed_quotes(tmp_path):
+    long = {"prompt": "a" + " b" * 99 + " c", "chosen": 7, "rejected": ["d" * 99]}
+    path = write_rows(tmp_path / "rows.jsonl", [long] * 3)
+    says = r"row 0, .*: prompt: 'a[ b]+\.\.\.[ b]+ c', chosen: 7, rejected: \['d+\.\.\.d+'\]\. At"
+    with pytest.raises(TooManyLeftOutError, match=says) as found:
+        read_rows(path, "pairs")
+    assert len(str(found.value)) < 700
+    assert [len(file.read_text().splitlines()) for file in found.value.files] == [3]
 
 
 def test_the_limit_that_an_error_names_lets_the_rows_pass_and_changes_no_row(tmp_path, monkeypatch):

@@ -411,6 +411,20 @@ MISSING = [
     ("demonstrations", ["prompt", "reply"], "no column completion .*output"),
     ("demonstrations", ["a"], "no column prompt, completion"),
     ("votes", ["prompt", "first"], "no column second, label"),
+    (
+        "pairs",
+        ["prompt", "choosen", "rejected"],
+        r"choosen, prompt, rejected\. Did you mean choosen\? Rename a column, or name it in the "
+        r"setting columns: --set columns\.chosen=choosen for a run of the flow, --columns "
+        r"chosen=choosen for other commands\.$",
+    ),
+    (
+        "pairs",
+        ["prompt", "chosen text", "Rejected"],
+        r"mean chosen text, Rejected\? .* --set 'columns\.chosen=chosen text' "
+        r"--set columns\.rejected=Rejected for",
+    ),
+    ("pairs", ["prompt", "reference"], r"are prompt, reference\. Rename .* setting columns\.$"),
 ]
 
 

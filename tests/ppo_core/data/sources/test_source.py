@@ -214,7 +214,7 @@ def test_the_root_folder_is_refused_before_all_of_it_is_listed():
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("rows.jsonl", '{"prompt": "w0"}\n{oops\n', "cannot be read: .*row 1"),
+        ("rows.jsonl", '{"prompt": "w0"}\n{oops\n', "cannot be read: line 2"),
         ("rows.parquet", "oops", "cannot be read"),
         ("rows.txt", "prompt\nw0\n", "ends in '.txt'"),
         ("rows.pq", "oops", "cannot be read as Parquet"),
