@@ -170,8 +170,8 @@ def _win_rates(win_rates: Mapping[str, ContestResult]) -> Section:
     return Section(
         title="Win rates",
         text=(
-            "Evidence of 1,000 : 1 means: at most one in 1,000 policies that are not better gets it "
-            "by luck.",
+            "Evidence of 1,000 : 1 means that at most one in 1,000 policies that are not better "
+            "reaches it by luck.",
         ),
         charts=(chart,),
         headers=(
