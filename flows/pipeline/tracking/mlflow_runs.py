@@ -84,6 +84,11 @@ def start_runs(
     return runs
 
 
+def shown_server() -> str:
+    """Return the address of MLflow's server or database, without secrets."""
+    return redact(mlflow.get_tracking_uri())
+
+
 def address_of_run(run_id: str) -> str:
     """Return the address of a run in MLflow's pages; without a server, the command that shows them.
 

@@ -36,6 +36,7 @@ from pipeline.reports.terminal import cost_in_words
 from pipeline.results.evaluation import Evaluation
 from pipeline.results.run_cost import RunCost
 from pipeline.results.step_records import RegisteredPolicy
+from pipeline.tracking.mlflow_runs import shown_server
 from ppo_core.data.rows.row_error import list_reasons
 from ppo_core.errors import DataError
 
@@ -235,9 +236,12 @@ def _cost(cost: RunCost | None) -> Section:
 def _commands(facts: RunFacts) -> Section:
     repeat = f"python flows/rlhf.py --config settings {quote(facts.settings_file)} run"
     commands = [("Repeat this run with the same settings", repeat)]
-    text: tuple[str, ...] = ()
+    text: tuple[str, ...] = (
+        "Run the commands in the folder and the environment of the project. In Python, first call "
+        f"mlflow.set_tracking_uri({shown_server()!r}).",
+    )
     if facts.run.workspace.store:
-        text = ("The file settings.toml is an artifact of the run in MLflow.",)
+        text = (*text, "The file settings.toml is an artifact of the run in MLflow.")
     if registered := facts.registered:
         made, name = registered.promotion, quote(facts.settings.registered_model)
         uri = registered.model["uri"]
