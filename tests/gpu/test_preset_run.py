@@ -25,5 +25,4 @@ def test_the_7b_preset_runs_from_start_to_registered_version(tmp_path: Path):
     (tmp_path / "preset.toml").write_text(tomli_w.dumps(table))
     run = start(tmp_path, "--config", "settings", "preset.toml", "run")
     assert run.wait() == 0, run.log()
-    print(run.log())
     assert f"models:/{table['registered_model']}/1" in run.log()

@@ -125,7 +125,7 @@ def _wins(win_rate: WinRate, opponent: str, limits: PromotionConfig, name: str) 
         f"Either the policy is not better, or the {test.asked} pairs that were judged (of "
         f"{test.available}) are too few to show it."
     )
-    if win_rate.ties == win_rate.n:
+    if 0 < win_rate.n == win_rate.ties:
         why = (
             f"All {win_rate.n} pairs are ties: it answers like {opponent}. A run whose settings "
             "and data did not change makes the same policy again. Change them, or set another seed."

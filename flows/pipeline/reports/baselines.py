@@ -45,8 +45,8 @@ def worth_of_ppo(baselines: Baselines) -> list[str]:
     greedy = baselines.found.get("greedy")
     if greedy and greedy.win_rate and greedy.gain:
         sentences.append(
-            f"Greedy decoding of SFT wins {as_percent(greedy.win_rate.rate)}. "
-            f"{_verdict(greedy.gain)}"
+            f"Greedy decoding of SFT wins {as_percent(greedy.win_rate.rate)}, and PPO "
+            f"{as_percent(baselines.ppo.rate)}. {_verdict(greedy.gain)}"
         )
     return [*sentences, *([baselines.note] if baselines.note else [])]
 

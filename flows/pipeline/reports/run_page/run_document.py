@@ -278,7 +278,8 @@ def _undo(registered: RegisteredPolicy, name: str) -> list[tuple[str, str]]:
     """Return how to undo the last promotion, or how to have no champion if there is no earlier."""
     made, previous = registered.promotion, registered.previous
     if previous is not None:
-        what = "this promotion" if made.is_promoted else "the last promotion, which this run is not"
+        other = "the last promotion, which this run did not make"
+        what = "this promotion" if made.is_promoted else other
         label = f"Undo {what}: production loads version {previous} again"
         return [(label, f"python flows/registry.py rollback {quote(name)} --reason TEXT")]
     if made.champion is None:
