@@ -17,7 +17,7 @@ from tests.benchmarks.floor import episode_flops
 from tests.benchmarks.growth import Growth, VocabularyMemory, exponent, state_bytes
 from tests.benchmarks.guards import refused
 from tests.benchmarks.processes import MeasurementError
-from tests.benchmarks.results import KEPT, write_results
+from tests.benchmarks.results import FIGURE, KEPT, Headline, write_results
 from tests.benchmarks.tasks import Run, Task, Update
 from tests.benchmarks.year_results import Week, draw_year, print_year
 from tests.benchmarks.year_thumbs import (
@@ -126,18 +126,23 @@ def test_tables_show_what_was_measured(tmp_path: Path):
     for shown in ("tiny-full", "32.00 (32.00-32.00)", "10%", "2.50 (2.00-3.00)", "100.0, 200.0"):
         assert shown in text
 
-    results = tmp_path / "RESULTS.md"
+    folder = tmp_path / "tests" / "benchmarks"
+    folder.mkdir(parents=True)
+    results = folder / "RESULTS.md"
     results.write_text(f"old\n\n{KEPT}\n\nTwo threads.\n")
+    headline = Headline(what="SFT", model="neox-10m", ratios=[2.0, 2.5, 4.0], memory=0.5)
     for _ in range(2):
-        write_results(results, ["Processor: one"], [table])
+        write_results(results, ["Processor: one"], [headline], [table])
     written = results.read_text()
     assert "old" not in written
+    assert "| SFT | neox-10m | 2.50 (2.00 .. 4.00) | 0.50 |" in written
+    assert (folder / FIGURE).read_bytes().startswith(b"\x89PNG")
     assert written.count(KEPT) == written.count("Two threads.") == 1
     assert "| ours |" in written
 
 
 def test_a_task_survives_the_command_line():
-    task = task_of(Workload(shape=TINY), Path("models"), side="trl", precision="medium")
+    task = task_of(Workload(shape=TINY), Path("models"), side="trl", threads=1)
     assert Task.from_json(task.to_json()) == task
 
 
@@ -160,7 +165,7 @@ def test_two_processes_of_ours_take_turns(tmp_path: Path):
     )
     models.save_models(workload, tmp_path)
     task = task_of(workload, tmp_path, side="ours", threads=1)
-    runs = alternate([task, replace(task, precision="medium")], warmups=1, rounds=2)
+    runs = alternate([task, replace(task, bf16=True)], warmups=1, rounds=2)
     for run in runs:
         assert len(run.updates) == 2
         for update in run.updates:

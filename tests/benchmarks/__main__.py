@@ -27,10 +27,11 @@ from tests.benchmarks.cases import (
 )
 from tests.benchmarks.compare import Comparison, Pairing, compare_cpu, compare_gpu
 from tests.benchmarks.floor import measured_rates
+from tests.benchmarks.job import jobs_table, measure_jobs
 from tests.benchmarks.machine import machine_lines
 from tests.benchmarks.models import save_models
 from tests.benchmarks.processes import TRL_PYTHON, MeasurementError, run_python
-from tests.benchmarks.results import write_results
+from tests.benchmarks.results import Headline, write_results
 from tests.benchmarks.trainings import measure_trainings
 
 THREADS = 2
@@ -40,6 +41,10 @@ WIDTH = 180
 
 NO_GPU = 2
 """Exit code without a CUDA device."""
+
+
+Measured = tuple[Table, list[Headline]]
+"""The table of a case, and its rows of the summary."""
 
 
 def sampling(folder: Path, rounds: int) -> Table:
@@ -54,14 +59,30 @@ def sampling(folder: Path, rounds: int) -> Table:
     return tables.sampling_table(seconds, SAMPLED_TOKENS)
 
 
-TRAININGS = ("sft", "reward")
-
-
-def trainings(kind: str, folder: Path, rounds: int, *, trl_python: Path) -> Table:
-    """Return the table of a kind of supervised training against TRL's, for each model."""
+def trainings(kind: str, folder: Path, rounds: int, trl_python: Path) -> Measured:
+    """Measure a kind of supervised training against TRL's, for each model."""
     found = measure_trainings(kind, folder, rounds=rounds, trl_python=trl_python)
-    return tables.trainings_table(kind, found)
+    what = {"sft": "SFT", "reward": "reward-model training"}[kind]
+    headlines = [
+        Headline(what=what, model=one.shape.name, ratios=one.ratios, memory=one.memory_ratio)
+        for one in found
+        if one.setting == "shipped"
+    ]
+    return tables.trainings_table(kind, found), headlines
 
+
+def job(folder: Path, rounds: int, trl_python: Path) -> Measured:
+    """Measure the whole job against TRL's trainers."""
+    jobs = measure_jobs(folder, rounds=rounds, trl_python=trl_python)
+    headline = Headline(what="the whole job", model=NEOX_10M.name, ratios=jobs.ratios)
+    return jobs_table(jobs), [headline]
+
+
+BESIDE_TRL: dict[str, Callable[[Path, int, Path], Measured]] = {
+    "sft": partial(trainings, "sft"),
+    "reward": partial(trainings, "reward"),
+    "job": job,
+}
 
 EXTRAS: dict[str, Callable[[Path, int], Table]] = {
     "sampling": sampling,
@@ -77,11 +98,12 @@ EXTRAS: dict[str, Callable[[Path, int], Table]] = {
     ),
     "flow": lambda folder, rounds: flow_overhead.flow_table(flow_overhead.measure_flow(folder)),
 }
+"""Measurements without TRL."""
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Read the command line: cases, number of pairs and output file."""
-    names = [case.name for case in CASES] + [*EXTRAS, *TRAININGS]
+    names = [case.name for case in CASES] + [*BESIDE_TRL, *EXTRAS]
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
     parser.add_argument(
         "--cases",
@@ -103,10 +125,10 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     return chosen
 
 
-def cpu_tables(chosen: argparse.Namespace) -> Iterator[Table]:
-    """Yield the table of each chosen case as soon as it is measured."""
+def measure_on_cpu(chosen: argparse.Namespace) -> Iterator[Measured]:
+    """Yield the table and the headlines of each chosen case as soon as it is measured."""
     rates = measured_rates("cpu", threads=THREADS)
-    yield tables.rates_table(rates)
+    yield tables.rates_table(rates), []
 
     def wanted(name: str) -> bool:
         return any(name.startswith(given) for given in chosen.cases)
@@ -114,16 +136,25 @@ def cpu_tables(chosen: argparse.Namespace) -> Iterator[Table]:
     for case in CASES:
         if wanted(case.name):
             comparison = compared(case, partial(compare_cpu, case, **how_often(chosen)))
-            yield tables.comparison_table(comparison, rates)
-    of_trl = partial(trainings, trl_python=chosen.trl_python)
-    extras = EXTRAS | {kind: partial(of_trl, kind) for kind in TRAININGS}
-    for name, extra in extras.items():
+            shipped = comparison.pairings[0]
+            headline = Headline(
+                what="PPO update",
+                model=case.name,
+                ratios=shipped.ratios(),
+                memory=shipped.memory_ratio,
+            )
+            yield tables.comparison_table(comparison, rates), [headline]
+    for name in [*BESIDE_TRL, *EXTRAS]:
         if wanted(name):
             started = time.monotonic()
-            with tempfile.TemporaryDirectory() as folder:
-                table = extra(Path(folder), chosen.pairs)
+            with tempfile.TemporaryDirectory() as scratch:
+                folder, rounds = Path(scratch), chosen.pairs
+                if name in EXTRAS:
+                    table, headlines = EXTRAS[name](folder, rounds), []
+                else:
+                    table, headlines = BESIDE_TRL[name](folder, rounds, chosen.trl_python)
             table.title = f"{table.title} ({time.monotonic() - started:.0f} s)"
-            yield table
+            yield table, headlines
 
 
 def how_often(chosen: argparse.Namespace) -> dict[str, Any]:
@@ -140,12 +171,12 @@ def compared(case: Case, measure: Callable[[Path], list[Pairing]]) -> Comparison
     return Comparison(case=case, pairings=pairings, seconds=time.monotonic() - started)
 
 
-def gpu_tables(chosen: argparse.Namespace) -> Iterator[Table]:
+def measure_on_gpu(chosen: argparse.Namespace) -> Iterator[Measured]:
     """Yield the tables of the comparison on CUDA."""
     rates = measured_rates("cuda", threads=THREADS)
-    yield tables.rates_table(rates)
+    yield tables.rates_table(rates), []
     comparison = compared(GPU_CASE, partial(compare_gpu, GPU_CASE, **how_often(chosen)))
-    yield tables.comparison_table(comparison, rates)
+    yield tables.comparison_table(comparison, rates), []
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -160,16 +191,17 @@ def main(arguments: Sequence[str]) -> int:
         return NO_GPU
     lines = machine_lines()
     console.print("\n".join(lines), highlight=False)
-    found = []
+    found, headlines = [], []
     try:
-        for table in gpu_tables(chosen) if chosen.gpu else cpu_tables(chosen):
+        for table, own in measure_on_gpu(chosen) if chosen.gpu else measure_on_cpu(chosen):
             console.print(table)
             found.append(table)
+            headlines += own
     except MeasurementError as error:
         console.print(str(error), markup=False, highlight=False)
         return 1
     if chosen.results:
-        write_results(chosen.results, lines, found)
+        write_results(chosen.results, lines, headlines, found)
     return 0
 
 

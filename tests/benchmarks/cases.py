@@ -50,6 +50,16 @@ LLAMA_42M = Shape(
     heads=8,
     intermediate=1_376,
 )
+LLAMA_135M = Shape(
+    name="llama-135m",
+    family="llama",
+    vocabulary=49_152,
+    width=576,
+    layers=30,
+    heads=9,
+    intermediate=1_536,
+)
+"""The shape of SmolLM2-135M, without its grouped keys and values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,15 +92,9 @@ class Case:
     """A workload for the comparison of both sides."""
 
     workload: Workload
-    has_best: bool = False
-    """Whether our fastest setting is measured too."""
-
     warmups: int = 1
     """Updates of each process before the measured ones. Large models have none: an update takes
     half a minute, and a warmup would save little of it."""
-
-    precision_rounds: int = 1
-    """Pairs of updates with fp32 matmuls by oneDNN on both sides; 0 skips this setting."""
 
     @property
     def name(self) -> str:
@@ -102,14 +106,15 @@ def _cases() -> tuple[Case, ...]:
     small, middle = Workload(shape=NEOX_0_9M), Workload(shape=NEOX_10M)
     pythia, llama = Workload(shape=PYTHIA_31M), Workload(shape=LLAMA_42M)
     return (
-        Case(workload=small, precision_rounds=3),
-        Case(workload=middle, precision_rounds=2),
-        Case(workload=replace(middle, mean_length=26), precision_rounds=0),
-        Case(workload=pythia, has_best=True, warmups=0),
-        Case(workload=replace(pythia, mean_length=26), warmups=0, precision_rounds=0),
-        Case(workload=llama, has_best=True, warmups=0),
+        Case(workload=small),
+        Case(workload=middle),
+        Case(workload=replace(middle, mean_length=26)),
+        Case(workload=pythia, warmups=0),
+        Case(workload=replace(pythia, mean_length=26), warmups=0),
+        Case(workload=llama, warmups=0),
+        Case(workload=Workload(shape=LLAMA_135M, accumulation=1), warmups=0),
     )
 
 
 CASES = _cases()
-GPU_CASE = Case(workload=Workload(shape=PYTHIA_1B, accumulation=8), precision_rounds=0)
+GPU_CASE = Case(workload=Workload(shape=PYTHIA_1B, accumulation=8))

@@ -7,11 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ppo_core.config.placement import is_fast_in_bf16
 from tests.benchmarks.cases import Case, Workload
 from tests.benchmarks.floor import episode_flops
 from tests.benchmarks.models import linear_parameters, make_prompts
 from tests.benchmarks.processes import TRL_PYTHON, Worker
 from tests.benchmarks.tasks import Run, Side, Task, Update
+
+AS_SHIPPED = "each as it ships"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,26 +113,22 @@ def _started(
 
 
 def compare_cpu(case: Case, models: Path, *, pairs: int, trl_python: Path) -> list[Pairing]:
-    """Measure all pairings of a case: TRL as it ships against ours in fp32 and at its fastest, and
-    both with fp32 matmuls by oneDNN.
+    """Compare both sides as they ship, and in fp32 if ours computes in bfloat16 on this machine.
+
+    TRL computes in fp32 on a CPU.
     """
 
     def task(side: Side, **settings: Any) -> Task:
         return task_of(case.workload, models, side=side, **settings)
 
-    tasks = [task("trl"), task("ours")] + [task("ours", best=True)] * case.has_best
-    theirs, ours, *best = alternate(
-        tasks, warmups=case.warmups, rounds=pairs, trl_python=trl_python
-    )
-    pairings = [Pairing(title="fp32, TRL as it ships", ours=ours, theirs=theirs)]
-    if case.precision_rounds:
-        tasks = [task("ours", precision="medium"), task("trl", precision="medium")]
-        runs = alternate(
-            tasks, warmups=case.warmups, rounds=case.precision_rounds, trl_python=trl_python
-        )
-        pairings.append(Pairing(title="fp32, both by oneDNN", ours=runs[0], theirs=runs[1]))
-    pairings += [Pairing(title="our best, TRL as it ships", ours=b, theirs=theirs) for b in best]
-    return pairings
+    in_bf16 = is_fast_in_bf16(case.workload.shape.width, use_cpu=True)
+    tasks = [task("trl"), task("ours"), *[task("ours", bf16=False)] * in_bf16]
+    theirs, *ours = alternate(tasks, warmups=case.warmups, rounds=pairs, trl_python=trl_python)
+    titles = (AS_SHIPPED, "fp32") if in_bf16 else (f"{AS_SHIPPED}, fp32",)
+    return [
+        Pairing(title=title, ours=run, theirs=theirs)
+        for title, run in zip(titles, ours, strict=True)
+    ]
 
 
 def compare_gpu(case: Case, models: Path, *, pairs: int, trl_python: Path) -> list[Pairing]:

@@ -80,17 +80,11 @@ def measure_flow(folder: Path, *, episodes: int = EPISODES) -> FlowOverhead:
         MeasurementError: one of the processes failed.
     """
     work = [sys.executable, "-m", "tests.benchmarks.measure_flow_work"]
-    _run([*work, "make", str(folder), str(episodes)], folder)
-    script_seconds, printed = _run([*work, "run", str(folder)], folder)
+    run_timed([*work, "make", str(folder), str(episodes)], folder)
+    script_seconds, printed = run_timed([*work, "run", str(folder)], folder)
     summary = folder / "summary.json"
-    flow_seconds, _ = _run(
-        [
-            *(sys.executable, str(ROOT / "flows" / "rlhf.py")),
-            *("--config", "settings", str(folder / "settings.toml")),
-            *("run", "--summary-json", str(summary)),
-        ],
-        folder,
-    )
+    command = [*flow_command(folder / "settings.toml"), "--summary-json", str(summary)]
+    flow_seconds, _ = run_timed(command, folder)
     return FlowOverhead(
         flow=json.loads(summary.read_text(encoding="utf-8"))["timings"]["seconds"],
         # Earlier lines may be from libraries.
@@ -100,12 +94,22 @@ def measure_flow(folder: Path, *, episodes: int = EPISODES) -> FlowOverhead:
     )
 
 
-def _run(command: list[str], folder: Path) -> tuple[float, str]:
-    """Run a command in `folder`; return its seconds and standard output."""
+def flow_command(settings: Path) -> list[str]:
+    """Return the command that runs the flow with a settings file."""
+    flow = str(ROOT / "flows" / "rlhf.py")
+    return [sys.executable, flow, "--config", "settings", str(settings), "run"]
+
+
+def run_timed(command: list[str], folder: Path, *, threads: int = THREADS) -> tuple[float, str]:
+    """Run a command in `folder`; return its seconds and standard output.
+
+    Raises:
+        MeasurementError: the command failed.
+    """
     variables = {
         **os.environ,
-        "OMP_NUM_THREADS": str(THREADS),
-        "MKL_NUM_THREADS": str(THREADS),
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "flows")]),
         "METAFLOW_DATASTORE_SYSROOT_LOCAL": str(folder),

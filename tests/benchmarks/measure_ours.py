@@ -23,7 +23,7 @@ def config(task: Task) -> PPOConfig:
         "response_length": task.response_length,
         "stop_token": "eos" if task.ends_early else None,
         "temperature": 0.7,
-        "bf16": None if task.best else task.bf16,
+        "bf16": task.bf16,
         "use_cpu": task.device == "cpu",
         "num_sample_generations": 0,
         "save_strategy": "no",

@@ -10,7 +10,7 @@ from tests.benchmarks.estimators import Estimators
 from tests.benchmarks.floor import BF16
 from tests.benchmarks.growth import Growth, Padding, VocabularyMemory, exponent
 from tests.benchmarks.tasks import Run
-from tests.benchmarks.trainings import ROWS, Trainings
+from tests.benchmarks.trainings import Trainings
 
 MIB = 2**20
 
@@ -161,12 +161,15 @@ def trainings_table(kind: str, found: Sequence[Trainings]) -> Table:
     """Return speed and memory of SFT (`sft`) or of reward-model training (`reward`)."""
     unit = "examples" if kind == "sft" else "pairs"
     table = make_table(
-        f"{kind}: one epoch of {ROWS} {unit} in fp32, ours and TRL in turns",
-        f"model|side|{unit}/s|peak, MiB|ratio (min-max)|memory ratio",
+        f"{kind}: one epoch, ours and TRL in turns",
+        f"model|setting|{unit}|side|{unit}/s|peak, MiB|ratio (min-max)|memory ratio",
     )
     for one in found:
-        memory = one.ours.peak_bytes / one.theirs.peak_bytes
-        for side, ratios in ((one.ours, (spread(one.ratios), f"{memory:.2f}")), (one.theirs, ())):
-            speeds, peak = spread(side.rows_per_second), f"{side.peak_bytes / MIB:.0f}"
-            table.add_row(side.shape.name, side.side, speeds, peak, *ratios)
+        about = (one.shape.name, one.setting, str(one.rows))
+        for side, what, ratios in (
+            (one.ours, about, (spread(one.ratios), f"{one.memory_ratio:.2f}")),
+            (one.theirs, ("", "", ""), ("", "")),
+        ):
+            speeds = spread([one.rows / seconds for seconds in side.seconds])
+            table.add_row(*what, side.side, speeds, f"{side.peak_bytes / MIB:.0f}", *ratios)
     return table

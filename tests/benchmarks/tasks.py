@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Literal
 
 Side = Literal["ours", "trl"]
-Precision = Literal["highest", "medium"]
 
 READY = "ready"
 """Line of a process that has loaded its models; later lines are JSON."""
@@ -28,12 +27,8 @@ class Task:
     epochs: int
     response_length: int
     ends_early: bool
-    precision: Precision = "highest"
-    """`torch.set_float32_matmul_precision`; torch's default is highest."""
-
-    bf16: bool = False
-    best: bool = False
-    """Use our fastest setting in place of the one that both sides share."""
+    bf16: bool | None = None
+    """Whether the passes compute in bfloat16; None for the default of the side."""
 
     estimator: str = "gae"
     """Our `advantage_estimator`."""

@@ -105,10 +105,9 @@ class Pace(TrainerCallback):
 
 
 def begin() -> Pace:
-    """Read the task from the command line, and set threads and precision."""
+    """Read the task from the command line, and set the threads."""
     imports_bytes = resident_bytes()
     channel = own_stdout()
     task = Task.from_json(sys.argv[1])
     torch.set_num_threads(task.threads)
-    torch.set_float32_matmul_precision(task.precision)
     return Pace(task, channel, imports_bytes)
