@@ -360,16 +360,20 @@ def _value(row: RawRow, name: str) -> Any:
     return plain_messages(row.get(name))
 
 
+REJECTED = ("false", "0", "0.0")
+"""Labels of a rejected completion, as lowercase texts."""
+
+
 def _accepted(row: RawRow, name: str) -> Any:
     """Return the response of a demonstration.
 
     Raises:
         RowError: the label of the row rejects the response.
     """
-    label: Any = row.get("label")
-    if name == "completion" and (label is False or str(label).lower() == "false"):
+    label = row.get("label")
+    if name == "completion" and str(label).lower() in REJECTED:
         raise RowError(
-            "with a rejected completion (label false)", "Keep the rows whose label is true."
+            f"with a rejected completion (label {label})", "Keep the rows whose label is true."
         )
     return _value(row, name)
 

@@ -184,3 +184,11 @@ def test_prompts_of_judgements_have_no_reference_and_only_preferred_ones_are_dem
     assert plain(rows_of("demonstrations", rows[:1])) == [{"prompt": "q", "completion": "a"}]
     with pytest.raises(DataError, match=r"rejected completion .*Keep the rows whose label is true"):
         rows_of("demonstrations", rows)
+
+
+@pytest.mark.parametrize("label", [False, "False", 0, 0.0, "0"])
+def test_no_rejected_completion_is_a_demonstration(label: object):
+    rows = [judged("q", "a", 1), judged("q", "b", label)]
+    assert plain(rows_of("demonstrations", rows[:1])) == [{"prompt": "q", "completion": "a"}]
+    with pytest.raises(DataError, match=rf"rejected completion \(label {label}\)"):
+        rows_of("demonstrations", rows)
