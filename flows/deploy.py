@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
         "--authorize",
         metavar="TOKEN",
         default="",
-        help="the token of a deployment that somebody else made, which --status prints",
+        help="production token, needed if somebody else made the deployment; --status prints it",
     )
     return parser
 

@@ -112,7 +112,7 @@ def compile_flow(files: DeploymentFiles, flow: str) -> dict[str, Any]:
     # The command masks secrets in its output, so a mask in the definition marks a secret.
     if places := sorted(set(_places_of_mask(compiled, flow))):
         raise ConfigError(
-            f"The scheduler would store a secret in clear, in {', '.join(places)}. Unset the "
+            f"The scheduler would store a secret in clear text in {', '.join(places)}. Unset the "
             "environment variable that holds it. On Argo, list in "
             "METAFLOW_ARGO_WORKFLOWS_ENV_VARS_TO_SKIP the variables that a Kubernetes Secret "
             "provides to the steps."

@@ -15,7 +15,7 @@ TAINT = re.compile(
 """Pattern of a taint of a Kubernetes node."""
 
 MAX_RETRIES = 4
-"""Maximum number of retries of a step that Metaflow allows."""
+"""Largest number of retries for each step that Metaflow allows."""
 
 _Retries = Annotated[int, Field(ge=0, le=MAX_RETRIES, description=f"0 to {MAX_RETRIES}")]
 
@@ -41,8 +41,8 @@ class StepResources:
     """Number of GPUs."""
 
     gpu_type: str = ""
-    """Type of the GPUs, as NVIDIA's feature discovery labels a node, such as NVIDIA-L4. Argo
-    only."""
+    """Type of the GPUs: the label that NVIDIA's GPU feature discovery gives a node, such as
+    NVIDIA-L4. Argo only."""
 
     disk_gib: NotNegative = 0.0
     """Disk of the container in GiB; 0 for Metaflow's default of 10. Argo only."""
@@ -82,8 +82,8 @@ class StepResources:
     the flow's code. Each further attempt continues from the training's last checkpoint."""
 
     mounts: dict[str, str] = field(default_factory=dict)
-    """Volume -> folder in the container: persistent volume claims on Argo, ids of EFS file systems
-    on Step Functions."""
+    """Volume -> folder in the container. A volume is the name of a persistent volume claim on Argo,
+    and the id of an EFS file system on Step Functions."""
 
     environment: dict[str, str] = field(default_factory=dict)
     """Environment variables of the step. Their values are stored in clear text."""

@@ -23,8 +23,8 @@ from ppo_core.models.token_logprobs import ChunkedLMHead
 
 MAX_HEAD_DIFFERENCE = 1e-4
 """Largest allowed relative difference, in fp32, between the logits of `LanguageModel` and the
-model's own logits. The limit must be low to detect an unknown soft cap: a cap far above the logits
-of a new model changes these logits by little more than the limit."""
+model's own logits. The limit must be low to detect an unknown soft cap: the logits of an untrained
+model are small, so a high cap changes them by little more than the limit."""
 
 MAX_ROUNDED_HEAD_DIFFERENCE = 1e-3
 """Largest allowed relative difference with half-precision weights or with rounded fp32 matmuls."""
@@ -175,7 +175,7 @@ class LanguageModel(nn.Module):
             else:
                 expected = self.model(input_ids=ids, use_cache=False).logits[0, 1:3]
             if isinstance(self.backbone, DecoderBackbone) and self.model.dtype.itemsize < 4:
-                # Half precision rounds the states of the fast path in another way.
+                # In half precision, the fast path and the model round the states differently.
                 states = self.backbone.hidden_states(ids)[0, 1:3]
             else:
                 states = self.backbone.states(rows)

@@ -65,7 +65,7 @@ class Passes:
     """Thread for the policy's passes; None to run both models in the same thread."""
 
     def backward(self, experience: Experience, microbatch: Microbatch) -> Tensor:
-        """Add the gradients of one microbatch; return its sums (len(SUMS),).
+        """Add the gradients of one microbatch; return its sums, in the order of `SUMS`.
 
         For an empty microbatch, run the shortest sequence of the batch with weight 0, because
         every process must run the pass, and every parameter must have a gradient.

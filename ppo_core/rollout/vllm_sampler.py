@@ -68,8 +68,8 @@ class VLLMSampler:
         longest = max(map(len, prompts)) + response_length
         self._peers.together(partial(self._server.check, prompts[0], longest))
         self._folder = Path(server.weights_dir).resolve()
-        # Folders with this prefix are leftovers: other hosts that use `weights_dir` have other
-        # prefixes, and a server serves one run at a time.
+        # A folder with this prefix is a leftover of an earlier run: the prefix depends on host and
+        # server, and a server serves one run at a time.
         place = f"{socket.gethostname()} {server.url}"
         self._prefix = f"weights-{blake2b(place.encode(), digest_size=8).hexdigest()}-"
 
@@ -126,7 +126,7 @@ class VLLMSampler:
         called with the number of responses that have finished since its last call.
 
         Raises:
-            TrainingError: the server cannot be reached, or returns another response than requested.
+            TrainingError: the server cannot be reached, or its response does not fit the request.
         """
         max_new_tokens = uniforms.shape[1]
         choices: list[Choice] = []

@@ -157,7 +157,7 @@ def test_a_database_without_room_is_named(tmp_path, monkeypatch, caplog):
     with (
         tracking_to(uri),
         full_disk(20_000),
-        pytest.raises(ModelError, match=rf"(?s){uri} starts no run: .*Repair this server"),
+        pytest.raises(ModelError, match=rf"(?s){uri} cannot start a run: .*Repair this server"),
     ):
         start_runs(NAME, "RLHF/1", {"seed": 1}, {}, STEPS)
     assert "Traceback" not in caplog.text

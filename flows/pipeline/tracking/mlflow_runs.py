@@ -75,8 +75,8 @@ def start_runs(
         runs = {PARENT: parent, **_children(client, experiment, flow_run, parent, steps)}
     except (MlflowException, SQLAlchemyError) as error:
         raise ModelError(
-            f"MLflow at {server} starts no run: {reason_of(error)}. Nothing would be tracked, and "
-            "no policy registered. Repair this server, or set MLFLOW_TRACKING_URI to another "
+            f"MLflow at {server} cannot start a run: {reason_of(error)}. Nothing would be tracked, "
+            "and no policy registered. Repair this server, or set MLFLOW_TRACKING_URI to another "
             "server, and run again."
         ) from error
     if server.startswith("http"):
@@ -90,7 +90,7 @@ def shown_server() -> str:
 
 
 def address_of_run(run_id: str) -> str:
-    """Return the address of a run in MLflow's pages; without a server, the command that shows them.
+    """Return the address of a run's page in MLflow; without a server, the command for MLflow's UI.
 
     Raises:
         ModelError: MLflow does not answer.
@@ -132,7 +132,8 @@ def read_artifact(run_id: str, name: str) -> str:
 def find_runs(flow_run: str) -> dict[str, str]:
     """Return the ids of the MLflow runs of a run of the flow, as `start_runs` returned them.
 
-    The result is empty if MLflow has no such run.
+    The result is empty if MLflow has no such run. If a step has several runs, the oldest run is
+    kept, and the others are deleted (see `_runs`).
 
     Raises:
         MlflowException: MLflow does not answer.
@@ -189,9 +190,9 @@ def log_data(run_id: str, data: Sequence[DataSet]) -> None:
 def remember_sent_metrics(journal: Journal, runs: Sequence[str]) -> None:
     """Make the journal skip those metrics of `runs` that MLflow already has.
 
-    A machine that was lost with its journal has sent these metrics. If MLflow does not answer,
-    print a warning and continue: at worst, MLflow shows some points of a curve twice, with equal
-    values.
+    An earlier machine sent these metrics before it was lost with its journal. If MLflow does not
+    answer, print a warning and continue: at worst, MLflow shows some points of a curve twice, with
+    equal values.
     """
     try:
         client = connect()

@@ -88,7 +88,7 @@ class RowFormat:
     """Return the converted row, or several rows; raise RowError if the row cannot be used."""
 
     is_judged: bool = False
-    """Whether each row judges a single response; `pairing` makes preferences from such rows."""
+    """Whether each row judges a single response; `rankings.pairing` makes pairs of such rows."""
 
 
 _COMMON = "the common part of chosen and rejected"
@@ -247,7 +247,8 @@ def _ranking(columns: Collection[str], is_chat: bool) -> RowFormat | None:
     def convert(row: RawRow) -> list[Row]:
         prompt = as_prompt(read(row), is_chat=is_chat)
         labels = _labels({**row, "margin": None, "tie": None})
-        # For None, `pairs_of_ranking` would look for the scores in the responses.
+        # Use [] for a missing value: if ranks and scores are both None, `pairs_of_ranking` reads
+        # the scores from the responses.
         values = {field: row.get(name) or [] for field, name in named.items()}
         return [
             {**labels, "prompt": prompt, "chosen": better, "rejected": worse, "tie": tie}
@@ -581,5 +582,5 @@ def _no_columns(missing: list[str], columns: Collection[str]) -> DataError:
     option = f": {of_flow} for a run of the flow, --columns {shlex.join(given)} for other commands"
     return DataError(
         f"There is no column {', '.join(missing)}{hint}; the columns are {shown}.{meant} Rename a "
-        f"column, or name it in the setting columns{option if near else ''}."
+        f"column, or give its name in the setting columns{option if near else ''}."
     )

@@ -1,1 +1,1 @@
-"""Faster computation than in transformers, mostly for small models on a CPU."""
+"""Computations that are faster than those of transformers, mostly for small models on a CPU."""

@@ -52,7 +52,7 @@ def pair_encoding(
 
     Texts are encoded as by `encode_dialogue`, which also encodes the texts that the trained model
     scores. The margin is 0 if the row has none, and a weight is kept. One of the two responses may
-    be None. A row cannot be used if the prompt with a response has no token.
+    be None. A row cannot be used if prompt and response together have no token.
     """
 
     def sequences(row: Row) -> list[list[Segment]]:

@@ -312,7 +312,7 @@ def test_a_secret_that_metaflow_would_write_is_refused(
     machines: StateMachines, scheduler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("METAFLOW_SERVICE_AUTH_KEY", f"{CANARY}0service0key")
-    with pytest.raises(ConfigError, match=r"in clear, in METAFLOW_SERVICE_HEADERS\.") as refused:
+    with pytest.raises(ConfigError, match=r"clear text in METAFLOW_SERVICE_HEADERS\.") as refused:
         compile_flow(written(tmp_path, scheduler), "Retrain")
     assert CANARY not in str(refused.value)
 

@@ -115,7 +115,7 @@ def test_a_start_that_is_tried_again_finds_its_runs(client, tmp_path):
 def test_an_mlflow_that_is_away_starts_no_run(tmp_path):
     with (
         tracking_to(f"http://127.0.0.1:{free_port()}", retries=1),
-        pytest.raises(ModelError, match=r"starts no run: .*run again"),
+        pytest.raises(ModelError, match=r"cannot start a run: .*run again"),
     ):
         make_runs(tmp_path.name)
 
