@@ -414,8 +414,8 @@ MISSING = [
     (
         "pairs",
         ["prompt", "choosen", "rejected"],
-        r"choosen, prompt, rejected\. Did you mean choosen\? Rename a column, or give its name in the "
-        r"setting columns: --set columns\.chosen=choosen for a run of the flow, --columns "
+        r"choosen, prompt, rejected\. Did you mean choosen\? Rename a column, or give its name in "
+        r"the setting columns: --set columns\.chosen=choosen for a run of the flow, --columns "
         r"chosen=choosen for other commands\.$",
     ),
     (
