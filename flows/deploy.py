@@ -27,7 +27,7 @@ from deployment.actions import (
     start_deployment,
 )
 from deployment.deploy_flow import DeploymentFiles, read_deployment_file
-from pipeline.settings.environment import prepare_environment
+from pipeline.settings.environment import run_and_exit
 from ppo_core.errors import PPOError
 
 
@@ -72,5 +72,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    prepare_environment()
-    sys.exit(main(sys.argv[1:]))
+    run_and_exit(main)

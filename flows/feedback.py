@@ -26,7 +26,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.settings.environment import prepare_environment
+from pipeline.settings.environment import run_and_exit
 from ppo_core.config.field_checks import refuse_secrets
 from ppo_core.errors import ConfigError, DataError, PPOError
 from ppo_core.io.atomic_files import explained_full_disk, require_writable
@@ -328,5 +328,4 @@ def _time(text: str) -> datetime:
 
 
 if __name__ == "__main__":
-    prepare_environment()
-    sys.exit(main(sys.argv[1:]))
+    run_and_exit(main)

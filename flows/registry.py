@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from pipeline.settings.environment import prepare_environment
+from pipeline.settings.environment import run_and_exit
 from ppo_core.config.field_checks import refuse_secrets
 from ppo_core.errors import ConfigError, DataError, PPOError
 from ppo_core.io.atomic_files import explained_full_disk
@@ -283,5 +283,4 @@ def _person() -> str:
 
 
 if __name__ == "__main__":
-    prepare_environment()
-    sys.exit(main(sys.argv[1:]))
+    run_and_exit(main)

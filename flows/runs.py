@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.settings.environment import prepare_environment
+from pipeline.settings.environment import run_and_exit
 from ppo_core.config.field_checks import refuse_secrets
 from ppo_core.errors import ConfigError, PPOError
 from ppo_core.errors.control_characters import escape_controls
@@ -152,5 +152,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    prepare_environment()
-    sys.exit(main(sys.argv[1:]))
+    run_and_exit(main)

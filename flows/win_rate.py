@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from pipeline import stages
-from pipeline.settings.environment import prepare_environment
+from pipeline.settings.environment import run_and_exit
 from pipeline.settings.evaluation_config import EvaluationConfig
 from pipeline.settings.judge_config import JudgingConfig
 from pipeline.settings.win_rate_arguments import WinRateArguments
@@ -42,5 +42,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    prepare_environment()
-    sys.exit(main(sys.argv[1:]))
+    run_and_exit(main)

@@ -103,3 +103,22 @@ def test_the_package_is_typed_and_has_one_version():
     assert ppo_core.__version__.count(".") == 2
     assert "py.typed" in project["tool"]["setuptools"]["package-data"]["ppo_core"]
     assert (Path(find_spec("ppo_core").origin).parent / "py.typed").is_file()
+
+
+@pytest.mark.parametrize("characters", [10, 1_000_000])
+def test_a_command_whose_output_nobody_reads_ends_without_a_traceback(characters: int):
+    program = (
+        "from pipeline.settings.environment import run_and_exit; "
+        f"run_and_exit(lambda words: print('x' * {characters}) or 0)"
+    )
+    ran = subprocess.Popen(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "flows")])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    # The command has not begun to write.
+    ran.stdout.close()
+    assert ran.stderr.read() == ""
+    assert ran.wait() == 1

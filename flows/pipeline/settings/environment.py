@@ -4,7 +4,9 @@ import atexit
 import gc
 import os
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from metaflow.util import get_username
 
@@ -56,3 +58,21 @@ def prepare_environment() -> None:
     atexit.register(gc.freeze)
     if get_username() is None:
         os.environ["USERNAME"] = "rlhf"
+
+
+def run_and_exit(main: Callable[[Sequence[str]], int]) -> NoReturn:
+    """Run a command with the arguments of this process, and exit with its exit code.
+
+    If the program that reads the output has ended, as in `COMMAND | head`, exit with code 1.
+    """
+    prepare_environment()
+    try:
+        try:
+            code = main(sys.argv[1:])
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # Python writes the rest of the output at exit, which would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    sys.exit(code)
