@@ -20,7 +20,7 @@ from ppo_core.data.types import Rollout, Scores
 from ppo_core.errors import ConfigError, ModelError, user_code_errors
 from ppo_core.io.progress_bar import each_pass
 from ppo_core.models.adapters import is_peft
-from ppo_core.models.files.adapter_weights import merged_copy
+from ppo_core.models.files.merge_adapter import merged_copy
 from ppo_core.models.reward_adapter import AdapterClassifier
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.models.script_modules import has_own_score, score_rows

@@ -21,7 +21,7 @@ from ppo_core.data.prompts import Tokens
 from ppo_core.data.text_config import text_config
 from ppo_core.data.types import Rollout
 from ppo_core.distributed.engine import Engine
-from ppo_core.distributed.saving import gather_weights, save_plain
+from ppo_core.distributed.gather_weights import gather_weights, save_plain
 from ppo_core.errors import TrainingError
 from ppo_core.models.policy import LanguageModel
 from ppo_core.rollout.token_sampling import SamplingSettings, ServerSettings

@@ -21,7 +21,7 @@ from ppo_core.data.sources.source import source_of_rows
 from ppo_core.data.text_config import text_config
 from ppo_core.distributed.choose_engine import choose_engine
 from ppo_core.distributed.engine import Engine
-from ppo_core.distributed.saving import gather_weights, save_plain
+from ppo_core.distributed.gather_weights import gather_weights, save_plain
 from ppo_core.errors import ConfigError
 from ppo_core.io.atomic_files import require_writable
 from ppo_core.models.adapters import adapter_settings, recompute_activations

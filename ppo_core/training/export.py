@@ -9,7 +9,7 @@ from torch import nn
 
 from ppo_core.checkpointing.folders import POLICIES
 from ppo_core.data.model_files import ADAPTER, replaced_together, save_tokenizer
-from ppo_core.distributed.saving import gather_weights, save_plain
+from ppo_core.distributed.gather_weights import gather_weights, save_plain
 from ppo_core.errors import TrainingError
 from ppo_core.models.files.adapter_weights import save_adapter
 from ppo_core.models.files.critic_files import write_critic

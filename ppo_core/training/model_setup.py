@@ -29,7 +29,7 @@ from ppo_core.models.adapters import (
     recompute_activations,
     using_adapter,
 )
-from ppo_core.models.files.adapter_weights import merged_copy
+from ppo_core.models.files.merge_adapter import merged_copy
 from ppo_core.models.model_with_value_head import ModelWithValueHead
 from ppo_core.models.policy import LanguageModel, require_causal_lm
 from ppo_core.models.quantization import check_quantized_trainable, keep_differentiable

@@ -10,10 +10,10 @@ from pipeline.judges.judge_names import can_ask
 from pipeline.promotion.fetch_champion import fetch_version
 from pipeline.promotion.promotion_gate import reasons_to_promote, reasons_to_refuse
 from pipeline.registry import change_champion
-from pipeline.registry.alias_sync import sync_aliases
 from pipeline.registry.alpha_spending import limits_now
 from pipeline.registry.champion_history import Champions
 from pipeline.registry.decisions import Decision
+from pipeline.registry.set_aliases import sync_aliases
 from pipeline.results.evaluation import TrainedJudge
 from pipeline.results.report_files import as_json
 from pipeline.results.step_records import EvaluatedPolicy, ValidatedReward

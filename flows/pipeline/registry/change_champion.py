@@ -6,7 +6,6 @@ from uuid import uuid4
 
 from mlflow import MlflowClient
 
-from pipeline.registry.alias_sync import apply_decisions, sync_aliases
 from pipeline.registry.aliases import (
     CHALLENGER,
     exists,
@@ -17,6 +16,7 @@ from pipeline.registry.aliases import (
 from pipeline.registry.champion_history import Champions
 from pipeline.registry.decisions import Action, Decision, plain, timestamp
 from pipeline.registry.ledger import find_ledger, open_ledger
+from pipeline.registry.set_aliases import apply_decisions, sync_aliases
 from pipeline.tracking.mlflow_client import connect, explained
 from ppo_core.errors import ModelError
 

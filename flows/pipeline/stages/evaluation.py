@@ -122,7 +122,7 @@ def _with_limits_now(settings: Settings) -> Settings:
         return settings
     # Imported here, because the import loads MLflow, which a short step does not need.
     with large_imports():
-        from pipeline.registry.alias_sync import sync_aliases
+        from pipeline.registry.set_aliases import sync_aliases
     decisions = sync_aliases(settings.registered_model).decisions
     return replace(settings, promotion=limits_now(settings.promotion, decisions))
 

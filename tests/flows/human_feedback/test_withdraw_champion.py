@@ -13,7 +13,6 @@ import registry
 from human_feedback.opinions import Opinion
 from human_feedback.withdraw_champion import ALPHA, compare_feedback, evidence_of_loss, promoted_at
 from pipeline.evaluation.sequential.confidence_sequence import BETS
-from pipeline.registry.alias_sync import sync_aliases
 from pipeline.registry.change_champion import (
     promote_by_hand,
     read_champions,
@@ -21,6 +20,7 @@ from pipeline.registry.change_champion import (
     roll_back,
 )
 from pipeline.registry.decisions import Decision
+from pipeline.registry.set_aliases import sync_aliases
 from pipeline.tracking.mlflow_client import connect
 from ppo_core.errors import ModelError
 from retraining.retrain import watch_feedback

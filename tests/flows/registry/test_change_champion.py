@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from mlflow import MlflowClient
 
 from pipeline.registry import change_champion as registry
-from pipeline.registry.alias_sync import sync_aliases
 from pipeline.registry.aliases import read_aliases, read_version
 from pipeline.registry.champion_history import Champions, stack_of
 from pipeline.registry.change_champion import challenge, promote_by_hand, record_decision, roll_back
 from pipeline.registry.decisions import Action, Decision
 from pipeline.registry.ledger import find_ledger
+from pipeline.registry.set_aliases import sync_aliases
 from pipeline.tracking.mlflow_client import connect
 from ppo_core.errors import ModelError
 from tests.helpers.servers.fault_proxy import (
@@ -47,7 +47,7 @@ def database(tmp_path_factory) -> str:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """One at a time is at work, the others are stopped or dead: nobody is worth waiting for."""
-    monkeypatch.setattr("pipeline.registry.alias_sync.TIMEOUT", 0.1)
+    monkeypatch.setattr("pipeline.registry.set_aliases.TIMEOUT", 0.1)
 
 
 @pytest.fixture
@@ -247,7 +247,7 @@ def assert_nothing_was_lost(model: str, versions: Sequence[int]) -> None:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that is busy stops a process for seconds, and it is no less at work."""
-    monkeypatch.setattr("pipeline.registry.alias_sync.TIMEOUT", 60.0)
+    monkeypatch.setattr("pipeline.registry.set_aliases.TIMEOUT", 60.0)
 
 
 def test_concurrent_promotions_all_count(server, patient):

@@ -22,7 +22,8 @@ from ppo_core.models.adapters import (
     plain_model,
     using_adapter,
 )
-from ppo_core.models.files.adapter_weights import merged_copy, save_adapter
+from ppo_core.models.files.adapter_weights import save_adapter
+from ppo_core.models.files.merge_adapter import merged_copy
 from ppo_core.models.loading import load_policy
 from ppo_core.models.model_with_value_head import AutoModelForCausalLMWithValueHead
 from ppo_core.models.policy import LanguageModel

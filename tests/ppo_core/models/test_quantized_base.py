@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ppo_core.models.adapters import add_adapter
-from ppo_core.models.files.adapter_weights import merged_copy
+from ppo_core.models.files.merge_adapter import merged_copy
 from ppo_core.models.loading import load_policy
 from ppo_core.models.model_with_value_head import AutoModelForCausalLMWithValueHead
 from ppo_core.models.quantization import bitsandbytes_config, is_quantized

@@ -1,4 +1,4 @@
-"""Save a policy as one model in transformers' format, even if it is sharded or has an adapter."""
+"""Gather sharded weights, and save a policy as one model in transformers' format."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_core.distributed.engine import Engine
-from ppo_core.models.files.adapter_weights import merged_copy
+from ppo_core.models.files.merge_adapter import merged_copy
 from ppo_core.models.files.saved_precision import cast_weights, name_dtype
 
 if TYPE_CHECKING:
