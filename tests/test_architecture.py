@@ -60,7 +60,6 @@ CHANGE_THE_PROCESS = {
 and the cache keys of all trained models have their code."""
 
 REGISTRIES = {
-    "flows/pipeline/storage/local_cache.py: _in_use",
     "flows/pipeline/storage/workspace.py: _fetched",
     "flows/pipeline/storage/workspace.py: _verified",
     "ppo_core/io/folder_cache.py: _copies",
