@@ -61,7 +61,6 @@ and the cache keys of all trained models have their code."""
 
 REGISTRIES = {
     "flows/pipeline/storage/workspace.py: _fetched",
-    "flows/pipeline/storage/workspace.py: _verified",
     "ppo_core/io/folder_cache.py: _copies",
     "ppo_core/io/progress_bar.py: _listeners",
 }
