@@ -26,6 +26,11 @@ class MadeModel:
     reused: bool
     """Whether an earlier training made the model."""
 
+    @property
+    def run(self) -> str:
+        """Id of the run of the flow that made the model; empty if the values do not have it."""
+        return str(self.values.get("run", ""))
+
 
 def make_or_reuse(
     workspace: Workspace,
