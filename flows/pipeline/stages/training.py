@@ -28,7 +28,6 @@ from pipeline.launch.job import (
 from pipeline.launch.launcher import OnMetrics, train
 from pipeline.launch.mirror import mirrored
 from pipeline.reports.live.live_view import LiveView
-from pipeline.results.report_files import as_json
 from pipeline.results.step_records import (
     Change,
     EarlierPolicies,
@@ -43,7 +42,13 @@ from pipeline.results.watched_prompts import read_watched
 from pipeline.settings.settings import Settings
 from pipeline.stages.rounds import Costs, Rounds, ScaledReward, decides_the_rounds
 from pipeline.stages.tracked import card_of_step, stage, with_files
-from pipeline.storage.cached_results import MadeModel, can_be_reused, make_or_reuse, move_files
+from pipeline.storage.cached_results import (
+    MadeModel,
+    as_values,
+    can_be_reused,
+    make_or_reuse,
+    move_files,
+)
 from pipeline.tracking.tracker import Tracker
 from ppo_core.checkpointing.folders import POLICIES
 from ppo_core.errors import DataError, ProcessError
@@ -151,8 +156,7 @@ def train_policy(
 
     def train_in(folder: Path) -> dict[str, Any]:
         rounds, spent = train_all(log_update)
-        values = as_json(_move_policy(run, folder, rounds, spent))
-        return {name: value for name, value in values.items() if value is not None}
+        return as_values(_move_policy(run, folder, rounds, spent))
 
     # `cache`: PPO is trained at most once, even if several results are missing.
     @cache

@@ -2,12 +2,15 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.storage.workspace import Workspace
 from ppo_core.io import folder_cache
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +33,11 @@ class MadeModel:
     def run(self) -> str:
         """Id of the run of the flow that made the model; empty if the values do not have it."""
         return str(self.values.get("run", ""))
+
+
+def as_values(record: "DataclassInstance") -> dict[str, Any]:
+    """Return a record as values for `make_or_reuse`, without the fields that are None."""
+    return {name: value for name, value in asdict(record).items() if value is not None}
 
 
 def make_or_reuse(
