@@ -1,6 +1,5 @@
 """Train a model once for equal inputs; later runs reuse it, also on other machines."""
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -70,8 +69,8 @@ def make_or_reuse(
 
 
 def _published(workspace: Workspace, address: str, *, reused: bool) -> MadeModel:
-    made = json.loads(workspace.read(address, folder_cache.MADE_FILE))
-    return MadeModel(place=address, digest=made["digest"], values=made["values"], reused=reused)
+    made = folder_cache.Made.parse(workspace.read(address, folder_cache.MADE_FILE))
+    return MadeModel(place=address, digest=made.digest, values=made.values, reused=reused)
 
 
 def can_be_reused(workspace: Workspace, name: str, inputs: Mapping[str, Any]) -> bool:
