@@ -42,6 +42,28 @@ class Cached:
     """Digest of the folder, as `digest_of_folder` returns it."""
 
 
+@dataclass(frozen=True)
+class Made:
+    """Content of `MADE_FILE`; see `Cached` for digest and values."""
+
+    name: str
+    """Name of the folder; empty in files of older versions."""
+
+    digest: str
+    values: dict[str, Any]
+
+    @classmethod
+    def parse(cls, text: bytes) -> "Made":
+        """Return the content of a file.
+
+        Raises:
+            ValueError: the text is not JSON.
+            KeyError, TypeError: the JSON has another form.
+        """
+        made = json.loads(text)
+        return cls(digest=made["digest"], values=made["values"], name=made.get("name", ""))
+
+
 class Copies(Protocol):
     """Copies of cached folders, which other machines and later runs share."""
 
@@ -104,10 +126,9 @@ def make_once(
     unfinished = root / f".{folder.name}.{uuid4().hex}"
     unfinished.mkdir(parents=True)
     try:
-        values = make(unfinished) or {}
-        digest = digest_of_folder(unfinished)
-        made = {"name": folder.name, "digest": digest, "values": values}
-        write_atomically(unfinished / MADE_FILE, json.dumps(made))
+        values = dict(make(unfinished) or {})
+        made = Made(folder.name, digest_of_folder(unfinished), values)
+        write_atomically(unfinished / MADE_FILE, json.dumps(vars(made)))
         publish_folder(unfinished, folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -201,20 +222,18 @@ def link_or_copy(source: str, target: str) -> None:
 
 def _cached(folder: Path, *, reused: bool) -> Cached:
     made = _read_made(folder)
-    return Cached(folder, reused, made["values"], made["digest"])
+    return Cached(folder, reused, made.values, made.digest)
 
 
 def is_made(folder: Path) -> bool:
     """Return whether a folder was made under its name and is unchanged, so it can be reused."""
     try:
         made = _read_made(folder)
-        is_own = "values" in made and made["name"] == folder.name
-        return is_own and bool(made["digest"] == digest_of_folder(folder))
+        return made.name == folder.name and made.digest == digest_of_folder(folder)
     # The file is unreadable, is not a JSON object of this form, or has the form of older versions.
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
-def _read_made(folder: Path) -> dict[str, Any]:
-    made: dict[str, Any] = json.loads((folder / MADE_FILE).read_text(encoding="utf-8"))
-    return made
+def _read_made(folder: Path) -> Made:
+    return Made.parse((folder / MADE_FILE).read_bytes())

@@ -43,8 +43,17 @@ class Schedule:
         return [(1 + n) * self.num_updates // (1 + number) for n in range(number)]
 
 
-def batch_sizes(config: PPOConfig, num_processes: int) -> dict[str, int]:
-    """Return consistent values of the settings batch_size, num_mini_batches and mini_batch_size.
+@dataclass(frozen=True)
+class BatchSplit:
+    """How a batch is split: consistent values of the settings with these names."""
+
+    batch_size: int
+    num_mini_batches: int
+    mini_batch_size: int
+
+
+def batch_sizes(config: PPOConfig, num_processes: int) -> BatchSplit:
+    """Return consistent values of the settings of a batch for a number of processes.
 
     Raises:
         ConfigError: two settings contradict each other, or a batch cannot be split evenly into
@@ -83,7 +92,7 @@ def batch_sizes(config: PPOConfig, num_processes: int) -> dict[str, int]:
             f"A batch of {batch_size} responses cannot be split evenly into num_mini_batches="
             f"{number} of mini_batch_size={size}. Set only one of them, to a divisor of batch_size."
         )
-    return {"batch_size": batch_size, "num_mini_batches": number, "mini_batch_size": size}
+    return BatchSplit(batch_size, number, size)
 
 
 def make_schedule(config: PPOConfig, *, num_prompts: int, num_processes: int) -> Schedule:
@@ -94,7 +103,7 @@ def make_schedule(config: PPOConfig, *, num_prompts: int, num_processes: int) ->
             critic's warmup takes all updates, or there are too few updates for `save_policies`.
     """
     sizes = batch_sizes(config, num_processes)
-    batch_size = sizes["batch_size"]
+    batch_size = sizes.batch_size
     if batch_size < num_processes:
         raise ConfigError(
             f"A batch of {batch_size} responses is smaller than the number of processes, "
@@ -123,7 +132,7 @@ def make_schedule(config: PPOConfig, *, num_prompts: int, num_processes: int) ->
     return Schedule(
         batch_size=batch_size,
         num_updates=num_updates,
-        steps_per_update=config.num_ppo_epochs * sizes["num_mini_batches"],
+        steps_per_update=config.num_ppo_epochs * sizes.num_mini_batches,
     )
 
 

@@ -86,8 +86,8 @@ def join_processes(config: PPOConfig, policy: nn.Module) -> tuple[PPOConfig, Eng
         gather_for_generation=config.ds3_gather_for_generation,
         timeout=config.ddp_timeout,
     )
-    sizes: dict[str, Any] = batch_sizes(config, engine.num_processes)
-    return replace(config, bf16=engine.computes_in_bf16, **sizes), engine
+    sizes = batch_sizes(config, engine.num_processes)
+    return replace(config, bf16=engine.computes_in_bf16, **vars(sizes)), engine
 
 
 def trains_in_bf16(asked: bool | None, model: nn.Module, *, use_cpu: bool) -> bool:

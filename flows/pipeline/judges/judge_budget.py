@@ -2,8 +2,8 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ppo_core.errors import JudgeError
 
@@ -36,24 +36,20 @@ def sum_spent(*parts: Mapping[str, Spent]) -> dict[str, Spent]:
     return spent
 
 
-PAYMENT = "payment"
-"""Key of a cached result for what the run that made the result has spent on it."""
+@dataclass(frozen=True, kw_only=True)
+class Payment:
+    """What the run of the flow that made a cached result has spent on it."""
+
+    run: str
+    spent: dict[str, Spent]
 
 
-def as_payment(run: str, spent: Mapping[str, Spent]) -> dict[str, Any]:
-    """Return what a run of the flow has spent, for the values of a cached result."""
-    return {PAYMENT: {"run": run, "spent": {name: asdict(one) for name, one in spent.items()}}}
-
-
-def spent_by(run: str, values: Mapping[str, Any]) -> dict[str, Spent]:
+def spent_by(run: str, payment: Payment | None) -> dict[str, Spent]:
     """Return what a run has spent on a cached result; {} if another run has made the result.
 
     A run that is killed after it has made the result reuses it when it is resumed.
     """
-    payment = values.get(PAYMENT, {})
-    if payment.get("run") != run:
-        return {}
-    return {name: Spent(**one) for name, one in payment["spent"].items()}
+    return payment.spent if payment is not None and payment.run == run else {}
 
 
 class Budget:

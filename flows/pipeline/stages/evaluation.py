@@ -1,7 +1,7 @@
 """Judge the trained policy's answers against SFT, the champion, and any references."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ from pipeline.evaluation.selection import choose_policy, divergence_limit
 from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.inputs.model_digests import require_unchanged
-from pipeline.judges.judge_budget import Budget, as_payment, spent_by
+from pipeline.judges.judge_budget import Budget, Payment, spent_by
 from pipeline.judges.make_judge import make_judge_of_run
 from pipeline.judges.verdict import JudgedPrompt
 from pipeline.registry.alpha_spending import limits_now
@@ -25,7 +25,7 @@ from pipeline.results.step_records import (
 )
 from pipeline.settings.settings import Settings
 from pipeline.stages.tracked import stage
-from pipeline.storage.cached_results import MadeModel, make_or_reuse
+from pipeline.storage.cached_results import MadeModel, as_values, make_or_reuse
 from pipeline.tracking.tracker import Tracker
 from ppo_core.distributed.process import large_imports
 from ppo_core.io.folder_cache import digest_of, digest_of_code
@@ -47,6 +47,14 @@ CODE_OF_CHOICE = (
 
 SELECTED = "selected-policy"
 """Name of the chosen policy, and first part of the name of its folder in the cache."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Choice:
+    """Values of a chosen policy in the cache."""
+
+    selection: Selection
+    payment: Payment | None = None
 
 
 @stage("evaluate_win_rate", "settings", "sft", "judge", patient=True)
@@ -167,11 +175,12 @@ def _choose(
             require_unchanged(earlier.path, earlier.digest, "The folder of the earlier policies")
             path = Path(earlier.path)
         selection = choose_policy(data, sft.path, trained.path, judge, folder, earlier=path)
-        return {"selection": asdict(selection)} | as_payment(run.id, budget.spent({}))
+        payment = Payment(run=run.id, spent=budget.spent({}))
+        return as_values(_Choice(selection=selection, payment=payment))
 
     made = make_or_reuse(run.workspace, SELECTED, inputs, choose)
-    selection = read_record(made.values["selection"], Selection)
-    selection = replace(selection, spent=spent_by(run.id, made.values))
+    choice = read_record(made.values, _Choice)
+    selection = replace(choice.selection, spent=spent_by(run.id, choice.payment))
     print(f"{SELECTED}: {selection}", flush=True)
     metrics = {"selection/weight": selection.weight, "selection/max_kl": selection.limit}
     if selection.update is not None:

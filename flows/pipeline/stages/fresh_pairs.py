@@ -1,6 +1,7 @@
 """Label pairs of the policy's own samples, for the training of the reward model."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -10,19 +11,20 @@ from pipeline.inputs.flow_run import FlowRun
 from pipeline.inputs.json_lines import write_jsonl
 from pipeline.inputs.labeled_pairs import label_pairs
 from pipeline.inputs.votes_to_pairs import pairs_of_votes, unlabeled_rows
-from pipeline.judges.judge_budget import PAYMENT, Budget, as_payment, spent_by
+from pipeline.judges.judge_budget import Budget, Payment, spent_by
 from pipeline.judges.make_judge import make_judge_of_run
 from pipeline.judges.verdict import Judge, JudgedPrompt
 from pipeline.launch.answers import answer_as_ppo
 from pipeline.results.step_records import FreshPairs, PreparedModel
 from pipeline.settings.fresh_pairs_config import LEAST_PAIRS, PEOPLE
-from pipeline.storage.cached_results import MadeModel, make_or_reuse
+from pipeline.storage.cached_results import MadeModel, as_values, make_or_reuse
 from pipeline.storage.workspace import original_names
 from pipeline.tracking.tracker import Tracker
 from ppo_core.data.rows.reader import Rows
 from ppo_core.data.rows.row_formats import Row
 from ppo_core.errors import DataError
 from ppo_core.io.folder_cache import digest_of, digest_of_code
+from ppo_core.io.validation import read_record
 
 LABELLER = "fresh_pairs.labeller"
 """Name of the setting, for errors."""
@@ -32,6 +34,33 @@ FRESH_PAIRS = "fresh-pairs"
 
 TO_LABEL = "to-label.jsonl"
 """File of pairs that people label."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelCounts:
+    """Numbers of pairs in a folder of labeled pairs. Fields that are None are not stored."""
+
+    asked: int
+    """All pairs."""
+
+    pairs: int
+    """Pairs with a preference."""
+
+    ties: int
+
+    flips: int | None = None
+    """Pairs on which a judge chose the same position in both orders; None if people labeled."""
+
+    invalid: int | None = None
+    """Pairs without a verdict of a judge; None if people labeled."""
+
+    payment: Payment | None = None
+
+    def __str__(self) -> str:
+        """Return a text with the numbers."""
+        counts = {"ties": self.ties, "flips": self.flips, "invalid": self.invalid}
+        words = [f"{number} {name}" for name, number in counts.items() if number]
+        return ", ".join([f"{self.pairs} of {self.asked} pairs have a preference", *words])
 
 
 class SampledPairs(NamedTuple):
@@ -69,7 +98,7 @@ def label_samples(tracker: Tracker, data: RunData, sft: PreparedModel, run: Flow
         )
         inputs: dict[str, Any] = {"labels": votes.digest, "code": code}
         made = make_or_reuse(
-            run.workspace, FRESH_PAIRS, inputs, lambda folder: _keep_votes(votes, folder)
+            run.workspace, FRESH_PAIRS, inputs, lambda folder: as_values(_keep_votes(votes, folder))
         )
     elif config.labeller == PEOPLE:
         _ask_people(tracker, sample_pairs(data, sft.path, run.folder), run)
@@ -79,12 +108,11 @@ def label_samples(tracker: Tracker, data: RunData, sft: PreparedModel, run: Flow
             run.workspace,
             FRESH_PAIRS,
             _inputs(data, sft, labeller),
-            lambda folder: (
-                _ask(labeller, sample_pairs(data, sft.path, run.folder), folder)
-                | as_payment(run.id, budget.spent({}))
+            lambda folder: _paid(
+                _ask(labeller, sample_pairs(data, sft.path, run.folder), folder), run, budget
             ),
         )
-    return _log_labels(tracker, made, run)
+    return _log_labels(tracker, made, run)[0]
 
 
 def label_round(
@@ -128,26 +156,34 @@ def label_round(
         pause()
         pairs = sample_pairs(data, policy.path, run.folder, number)
         labeller = make_judge_of_run(settings, settings.fresh_pairs.judge, budget, setting=LABELLER)
-        counts = _ask(labeller, pairs, folder, least=0)
-        return counts | as_payment(run.id, budget.spent({}))
+        return _paid(_ask(labeller, pairs, folder, least=0), run, budget)
 
     made = make_or_reuse(run.workspace, FRESH_PAIRS, inputs, make)
-    labeled = _log_labels(tracker, made, run, number)
-    return labeled, made.values["pairs"] >= LEAST_PAIRS
+    labeled, counts = _log_labels(tracker, made, run, number)
+    return labeled, counts.pairs >= LEAST_PAIRS
+
+
+def _paid(counts: LabelCounts, run: FlowRun, budget: Budget) -> dict[str, Any]:
+    payment = Payment(run=run.id, spent=budget.spent({}))
+    return as_values(replace(counts, payment=payment))
 
 
 def _log_labels(
     tracker: Tracker, made: MadeModel, run: FlowRun, number: int | None = None
-) -> FreshPairs:
-    """Log the counts of labeled pairs, as metrics if `number` names a round; return the pairs."""
-    counts = {name: value for name, value in made.values.items() if name != PAYMENT}
-    numbers = {f"fresh_pairs/{name}": float(value) for name, value in counts.items()}
+) -> tuple[FreshPairs, LabelCounts]:
+    """Log the counts of labeled pairs, as metrics if `number` names a round; return both."""
+    counts = read_record(made.values, LabelCounts)
+    numbers = {
+        f"fresh_pairs/{name}": float(value)
+        for name, value in vars(counts).items()
+        if isinstance(value, int)
+    }
     if number is None:
         tracker.parent.log_figures(numbers)
     else:
         tracker.parent.log_metrics(numbers, step=number)
-    print(f"{FRESH_PAIRS}: {describe_labels(counts)}", flush=True)
-    return FreshPairs(path=made.place, spent=spent_by(run.id, made.values))
+    print(f"{FRESH_PAIRS}: {counts}", flush=True)
+    return FreshPairs(path=made.place, spent=spent_by(run.id, counts.payment)), counts
 
 
 def sample_pairs(data: RunData, policy: str, folder: Path, number: int = 1) -> SampledPairs:
@@ -155,13 +191,6 @@ def sample_pairs(data: RunData, policy: str, folder: Path, number: int = 1) -> S
     settings, asked = data.settings, data.fresh_prompts(number)
     texts = answer_as_ppo(settings, policy, folder, [prompt for prompt in asked for _ in range(2)])
     return SampledPairs(asked, texts[::2], texts[1::2])
-
-
-def describe_labels(counts: Mapping[str, Any]) -> str:
-    """Return a text with the numbers of labeled pairs, ties, flips and invalid pairs."""
-    words = [f"{counts['pairs']} of {counts['asked']} pairs have a preference"]
-    words += [f"{counts[name]} {name}" for name in ("ties", "flips", "invalid") if counts.get(name)]
-    return ", ".join(words)
 
 
 def _inputs(data: RunData, sft: PreparedModel, labeller: Judge) -> dict[str, Any]:
@@ -182,7 +211,7 @@ def _inputs(data: RunData, sft: PreparedModel, labeller: Judge) -> dict[str, Any
 
 def _ask(
     labeller: Judge, pairs: SampledPairs, folder: Path, *, least: int = LEAST_PAIRS
-) -> dict[str, Any]:
+) -> LabelCounts:
     """Let a labeler compare the pairs in both orders, and write the pairs with a preference.
 
     `least` is the minimum number of pairs with a preference. A pair of equal texts counts as a
@@ -198,16 +227,16 @@ def _ask(
     ]
     invalid = outcomes.count("invalid")
     _write(folder, rows, len(pairs.prompts), least)
-    return {
-        "asked": len(pairs.prompts),
-        "pairs": len(rows),
-        "ties": len(pairs.prompts) - len(rows) - invalid,
-        "flips": sum(judged.flipped) if judged else 0,
-        "invalid": invalid,
-    }
+    return LabelCounts(
+        asked=len(pairs.prompts),
+        pairs=len(rows),
+        ties=len(pairs.prompts) - len(rows) - invalid,
+        flips=sum(judged.flipped) if judged else 0,
+        invalid=invalid,
+    )
 
 
-def _keep_votes(votes: Rows, folder: Path) -> dict[str, int]:
+def _keep_votes(votes: Rows, folder: Path) -> LabelCounts:
     """Write the pairs in which most people prefer one answer."""
     pairs = label_pairs(pairs_of_votes(votes))
     rows = [
@@ -216,7 +245,7 @@ def _keep_votes(votes: Rows, folder: Path) -> dict[str, int]:
         if not pair.tie
     ]
     _write(folder, rows, len(pairs), LEAST_PAIRS)
-    return {"asked": len(pairs), "pairs": len(rows), "ties": len(pairs) - len(rows)}
+    return LabelCounts(asked=len(pairs), pairs=len(rows), ties=len(pairs) - len(rows))
 
 
 def _preference(prompt: JudgedPrompt, first: str, second: str, winner: str) -> Row:

@@ -5,7 +5,7 @@ import resource
 import shutil
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -40,9 +40,15 @@ from pipeline.results.step_records import (
 )
 from pipeline.results.watched_prompts import read_watched
 from pipeline.settings.settings import Settings
-from pipeline.stages.rounds import Rounds, ScaledReward, decides_the_rounds
+from pipeline.stages.rounds import Costs, Rounds, ScaledReward, decides_the_rounds
 from pipeline.stages.tracked import card_of_step, stage, with_files
-from pipeline.storage.cached_results import MadeModel, can_be_reused, make_or_reuse, move_files
+from pipeline.storage.cached_results import (
+    MadeModel,
+    as_values,
+    can_be_reused,
+    make_or_reuse,
+    move_files,
+)
 from pipeline.tracking.tracker import Tracker
 from ppo_core.checkpointing.folders import POLICIES
 from ppo_core.errors import DataError, ProcessError
@@ -66,6 +72,30 @@ _SOURCES = {EARLIER: f"{PPO}/{POLICIES}", CRITIC: f"{PPO}/{CRITIC}"}
 
 CODE = "ppo_core.__main__"
 """Entry module of the training. Its code and its imports are part of the cache key."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PolicyValues:
+    """Values of a trained policy in the cache. Fields that are None are not stored."""
+
+    updates: list[dict[str, Any]]
+    """Metrics of each update, by name, with its number."""
+
+    self_check: dict[str, str | float]
+    peak_rss_bytes: int
+    watched: list[WatchedPrompt]
+
+    run: str = ""
+    """Id of the run that has trained the policy."""
+
+    rounds: list[RewardRound] | None = None
+    """Reward models of the rounds after the first; None with one round."""
+
+    spent: dict[str, Spent] | None = None
+    """Calls and tokens of the labelers of these rounds, by name; None with one round."""
+
+    rewards_spent: dict[str, Spent] | None = None
+    """Calls and tokens of language models that are rewards; None if there are none."""
 
 
 def this_machine(parallel: Any, attempt: str) -> Machines:
@@ -118,15 +148,15 @@ def train_policy(
     def log_update(update: int, metrics: Mapping[str, float]) -> None:
         tracker.parent.log_metrics(metrics, step=update)
 
-    def train_all(on_metrics: OnMetrics) -> dict[str, Any]:
+    def train_all(on_metrics: OnMetrics) -> tuple[list[RewardRound], Costs] | tuple[None, None]:
         if fresh is None or settings.fresh_pairs.rounds == 1:
             _train(data, sft, reward, run, here, on_metrics)
-            return {}
+            return None, None
         return _train_in_rounds(tracker, data, sft, reward, fresh, run, inputs, on_metrics)
 
     def train_in(folder: Path) -> dict[str, Any]:
-        later = train_all(log_update)
-        return {**_move_policy(run, folder), **later, **_spent_on_rewards(run)}
+        rounds, spent = train_all(log_update)
+        return as_values(_move_policy(run, folder, rounds, spent))
 
     # `cache`: PPO is trained at most once, even if several results are missing.
     @cache
@@ -141,29 +171,30 @@ def train_policy(
             name: _copied_once(run, name, needed, train_again if made.reused else None)
             for name, needed in _beside_the_policy(data, inputs).items()
         }
+        values = read_record(made.values, _PolicyValues)
         if made.reused:
-            for metrics in made.values["updates"]:
+            for metrics in values.updates:
                 log_update(metrics[UPDATE], _without_number(metrics))
     for folder in (*_SOURCES.values(), POLICY):
         shutil.rmtree(run.folder / folder, ignore_errors=True)
-    return _track_policy(tracker, made, beside, run, settings)
+    return _track_policy(tracker, made, values, beside, run, settings)
 
 
 def _track_policy(
     tracker: Tracker,
     made: MadeModel,
+    values: _PolicyValues,
     beside: Mapping[str, MadeModel],
     run: FlowRun,
     settings: Settings,
 ) -> TrainedPolicy:
     """Track the warnings and the last metrics of a training; return its policy."""
-    updates = made.values["updates"]
-    warnings = [str(finding) for finding in diagnose(ppo_config(settings), updates)]
+    warnings = [str(finding) for finding in diagnose(ppo_config(settings), values.updates)]
     if warnings:
         tracker.step.describe("Warnings", warnings)
     tracker.step.set_tags({"reused": str(made.reused)})
-    tracker.parent.set_tags({"self_check": json.dumps(made.values["self_check"])})
-    trained = _trained_policy(made, beside, warnings, run, settings.ppo.num_ppo_epochs)
+    tracker.parent.set_tags({"self_check": json.dumps(values.self_check)})
+    trained = _trained_policy(made, values, beside, warnings, run, settings.ppo.num_ppo_epochs)
     tracker.parent.log_figures(
         {
             "episodes_per_second": trained.episodes_per_second,
@@ -195,18 +226,23 @@ def _scaled(reward_model: PreparedModel, validation: ValidatedReward) -> ScaledR
     return ScaledReward(model=reward_model, bias=validation.bias, gain=validation.gain)
 
 
-def _move_policy(run: FlowRun, folder: Path) -> dict[str, Any]:
+def _move_policy(
+    run: FlowRun, folder: Path, rounds: list[RewardRound] | None, spent: Costs | None
+) -> _PolicyValues:
     """Move the policy of a finished training into a folder of the cache; return its values."""
     job, policy = run.folder / PPO, run.folder / POLICY
     move_files(policy, folder)
     policy.rmdir()
-    return {
-        "updates": read_metrics(job / METRICS_FILE),
-        "self_check": read_json_file(job / SELF_CHECK_FILE, ProcessError),
-        "peak_rss_bytes": _peak_rss_bytes(),
-        "watched": [asdict(one) for one in _watched(job)],
-        "run": run.id,
-    }
+    return _PolicyValues(
+        updates=read_metrics(job / METRICS_FILE),
+        self_check=read_json_file(job / SELF_CHECK_FILE, ProcessError),
+        peak_rss_bytes=_peak_rss_bytes(),
+        watched=_watched(job),
+        run=run.id,
+        rounds=rounds,
+        spent=spent,
+        rewards_spent=read_spent(job) or None,
+    )
 
 
 def _watched(job: Path) -> list[WatchedPrompt]:
@@ -299,7 +335,7 @@ def _train_in_rounds(
     run: FlowRun,
     inputs: Mapping[str, Any],
     on_metrics: OnMetrics,
-) -> dict[str, Any]:
+) -> tuple[list[RewardRound], Costs]:
     """Train or resume in rounds; return the later rounds' reward models and labeling costs."""
     with mirrored(run.workspace, run.folder / PPO):
         rounds = Rounds(
@@ -313,11 +349,7 @@ def _train_in_rounds(
             updates=updates_of_ppo(data.settings, len(data.training_prompts())),
             train_part=partial(_train_part, data, sft, run, ONE_MACHINE, on_metrics),
         )
-        made, spent = rounds.train(reward, fresh)
-    return {
-        "rounds": [asdict(one) for one in made],
-        "spent": {name: asdict(one) for name, one in spent.items()},
-    }
+        return rounds.train(reward, fresh)
 
 
 def _train_part(
@@ -362,19 +394,19 @@ def _train_part(
 
 def _trained_policy(
     made: MadeModel,
+    values: _PolicyValues,
     beside: Mapping[str, MadeModel],
     warnings: list[str],
     run: FlowRun,
     epochs: int,
 ) -> TrainedPolicy:
-    updates = made.values["updates"]
-    first, last = _without_number(updates[0]), _without_number(updates[-1])
+    first, last = _without_number(values.updates[0]), _without_number(values.updates[-1])
     # A run that reuses the policy of another run pays for no tokens. A run that was killed after
     # its training reuses its own policy when it is resumed, and has paid for it.
     trained = (made, *beside.values())
-    paid = any(not each.reused or each.values.get("run") == run.id for each in trained)
+    paid = any(not each.reused or each.run == run.id for each in trained)
     earlier, critic = beside.get(EARLIER), beside.get(CRITIC)
-    sampled = _tokens_sampled(updates) if paid else 0
+    sampled = _tokens_sampled(values.updates) if paid else 0
     return TrainedPolicy(
         path=made.place,
         digest=made.digest,
@@ -383,13 +415,13 @@ def _trained_policy(
         },
         warnings=warnings,
         episodes_per_second=last["eps"],
-        peak_rss_bytes=made.values["peak_rss_bytes"],
+        peak_rss_bytes=values.peak_rss_bytes,
         tokens_sampled=sampled,
         tokens_trained=sampled * epochs,
-        self_check=made.values["self_check"],
-        watched=[read_record(one, WatchedPrompt) for one in made.values["watched"]],
-        rounds=[RewardRound(**one) for one in made.values.get("rounds", [])],
-        spent=_spent(made.values) if paid else {},
+        self_check=values.self_check,
+        watched=values.watched,
+        rounds=values.rounds or [],
+        spent=sum_spent(values.spent or {}, values.rewards_spent or {}) if paid else {},
         earlier=(
             None if earlier is None else EarlierPolicies(path=earlier.place, digest=earlier.digest)
         ),
@@ -399,18 +431,6 @@ def _trained_policy(
             else PreparedModel(path=critic.place, digest=critic.digest, metrics={})
         ),
     )
-
-
-def _spent_on_rewards(run: FlowRun) -> dict[str, Any]:
-    """Return the calls and tokens of language models that give rewards; {} if there are none."""
-    spent = read_spent(run.folder / PPO)
-    return {"rewards_spent": {name: asdict(one) for name, one in spent.items()}} if spent else {}
-
-
-def _spent(values: Mapping[str, Any]) -> dict[str, Spent]:
-    """Return the calls and tokens of labelers and language models, from a training's values."""
-    parts = (values.get(name, {}) for name in ("spent", "rewards_spent"))
-    return sum_spent(*({name: Spent(**one) for name, one in part.items()} for part in parts))
 
 
 def _without_number(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -1,13 +1,15 @@
 """Train a model once for equal inputs; later runs reuse it, also on other machines."""
 
-import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.storage.workspace import Workspace
 from ppo_core.io import folder_cache
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +27,16 @@ class MadeModel:
 
     reused: bool
     """Whether an earlier training made the model."""
+
+    @property
+    def run(self) -> str:
+        """Id of the run of the flow that made the model; empty if the values do not have it."""
+        return str(self.values.get("run", ""))
+
+
+def as_values(record: "DataclassInstance") -> dict[str, Any]:
+    """Return a record as values for `make_or_reuse`, without the fields that are None."""
+    return {name: value for name, value in asdict(record).items() if value is not None}
 
 
 def make_or_reuse(
@@ -57,8 +69,8 @@ def make_or_reuse(
 
 
 def _published(workspace: Workspace, address: str, *, reused: bool) -> MadeModel:
-    made = json.loads(workspace.read(address, folder_cache.MADE_FILE))
-    return MadeModel(place=address, digest=made["digest"], values=made["values"], reused=reused)
+    made = folder_cache.Made.parse(workspace.read(address, folder_cache.MADE_FILE))
+    return MadeModel(place=address, digest=made.digest, values=made.values, reused=reused)
 
 
 def can_be_reused(workspace: Workspace, name: str, inputs: Mapping[str, Any]) -> bool:

@@ -6,15 +6,11 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
 
 from filelock import FileLock
 
 SHARE_OF_DISK = 0.5
 """Fraction of the disk that the cache may fill. Contents that a process uses are never removed."""
-
-_in_use: list[IO[bytes]] = []
-"""Locked files that keep other processes from removing the contents that this process uses."""
 
 
 class LocalCache:
@@ -51,9 +47,10 @@ class LocalCache:
         return self._root / identity
 
     def _use(self, identity: str) -> None:
-        file = self._used(identity).open("ab")
-        fcntl.flock(file, fcntl.LOCK_SH)
-        _in_use.append(file)
+        """Keep other processes from removing a content until this process ends."""
+        with self._used(identity).open("ab") as file:
+            # The duplicate is never closed, so the lock lasts until this process ends.
+            fcntl.flock(os.dup(file.fileno()), fcntl.LOCK_SH)
 
     def _remove_unused(self) -> None:
         sizes, times = {}, {}

@@ -36,11 +36,9 @@ REGISTRY = "models:/"
 SUBFOLDER = "rlhf"
 """Folder of the workspace below Metaflow's data store."""
 
-_fetched: dict[str, str] = {}
-"""Address of each path that this process has fetched."""
-
-_verified: dict[tuple[str, str, bool], str] = {}
-"""Path of each fetched content, by workspace, address, and whether weights were fetched."""
+_fetched: dict[tuple[str, str, bool], str] = {}
+"""Path of each content that this process has fetched and verified, by workspace, address, and
+whether weights were fetched."""
 
 _PINNED = re.compile(r"s3://[^\x00-\x1f#]+?#sha256=[0-9a-f]{64}")
 
@@ -138,14 +136,13 @@ class Workspace:
         if not is_in_s3(name):
             return name
         key = str(self.root), name, weights
-        if key not in _verified:
+        if key not in _fetched:
             from pipeline.storage.download import fetch
             from pipeline.storage.local_cache import LocalCache
 
             cache = LocalCache(self.root / FETCHED)
-            _verified[key] = str(fetch(S3Address.parse(name), cache, weights=weights))
-            _fetched[_verified[key]] = name
-        return _verified[key]
+            _fetched[key] = str(fetch(S3Address.parse(name), cache, weights=weights))
+        return _fetched[key]
 
     def read(self, address: str, name: str) -> bytes:
         """Return the content of a small file of a published folder, without the other files.
@@ -205,8 +202,8 @@ class Workspace:
         """Return the address of a file that the step made or fetched; return other texts as is."""
         if name not in getattr(record, "FILE_FIELDS", ()):
             return value
-        if value in _fetched:
-            return _fetched[value]
+        if address := _addresses().get(value):
+            return address
         path = Path(value)
         return self.publish(path) if path.is_absolute() and path.exists() else value
 
@@ -241,9 +238,14 @@ def workspace_of(settings: Settings) -> Workspace:
 
 def original_names(text: str) -> str:
     """Return a text in which addresses replace the paths that this process has fetched."""
-    for path, address in _fetched.items():
+    for path, address in _addresses().items():
         text = text.replace(path, address)
     return text
+
+
+def _addresses() -> dict[str, str]:
+    """Return the address of each path that this process has fetched."""
+    return {path: address for (_, address, _), path in _fetched.items()}
 
 
 def is_address(name: str) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ppo_core.config.run_config import Sharding
 from ppo_core.io.atomic_files import write_atomically
+from ppo_core.io.validation import read_record
 
 _JOB, _RESULT = "settings.json", "result.json"
 
@@ -102,6 +103,4 @@ def write_speed(found: FoundSpeed, file: Path) -> None:
 
 def read_speed(folder: Path) -> FoundSpeed:
     """Return the result of a job that has ended."""
-    found = json.loads((folder / _RESULT).read_text(encoding="utf-8"))
-    passes = [PassSeconds(**each) for each in found["passes"]]
-    return FoundSpeed(passes=passes, adam=found["adam"])
+    return read_record(json.loads((folder / _RESULT).read_text(encoding="utf-8")), FoundSpeed)

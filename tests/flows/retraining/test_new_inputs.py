@@ -29,7 +29,7 @@ PAIR = {"prompt": "w2 w3", "chosen": "w1 w1", "rejected": "w4 w5"}
 
 def look(table: Mapping[str, Any]) -> NewInputs:
     # Each look is a process of its own; within one, an address is read once.
-    with patch.dict(workspace._verified, clear=True):
+    with patch.dict(workspace._fetched, clear=True):
         return find_new_inputs(table, "Retrain/1")
 
 

@@ -465,11 +465,13 @@ def test_the_cache_is_measured_while_another_process_fills_it(tmp_path: Path):
         filling = pool.submit(fill)
         try:
             for _ in range(300):
-                with cache.filling("own"):
-                    pass
+                with cache.filling("own") as folder:
+                    (folder / "file").write_bytes(b"bytes")
         finally:
             over.set()
         filling.result()
+    # This process uses the content, so even a limit of 0 bytes removes nothing of it.
+    assert cache.path("own").is_dir()
 
 
 def test_the_cache_keeps_to_its_limit(faults: S3Faults, tmp_path: Path):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from math import isfinite
 from pathlib import Path
@@ -20,6 +21,7 @@ from ppo_core.errors import ConfigError, DataError, library_errors
 from ppo_core.errors.out_of_memory import BatchSize, free_unused
 from ppo_core.errors.packages import require_package
 from ppo_core.io.folder_cache import digest_of_file, make_once
+from ppo_core.io.validation import read_record
 from ppo_core.models.loading import load_policy, load_tokenizer
 
 
@@ -37,6 +39,13 @@ class TaskScore(NamedTuple):
 
     score: float
     """Score between 0 and 1 by the first metric of the task."""
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """Values of a policy's cached scores."""
+
+    scores: list[TaskScore]
 
 
 class PolicyFiles(NamedTuple):
@@ -243,10 +252,10 @@ def _scores_of_policy(
         scores = _measure(settings, tasks, who, files)
         # Free the memory of this model for the next model.
         free_unused()
-        return {"scores": scores}
+        return asdict(_Scores(scores))
 
     made = make_once(folder, f"tasks-{who}", inputs, measure)
-    return [TaskScore(*one) for one in made.values["scores"]]
+    return read_record(made.values, _Scores).scores
 
 
 def _measure(
