@@ -25,10 +25,10 @@ from tests.benchmarks.tables import make_table, spread
 from tests.benchmarks.trainings import save_rows, train_once
 
 THREADS = 2
-ROWS = 512
+ROWS = 384
 """Demonstrations, and pairs."""
 
-UPDATES = 8
+UPDATES = 6
 """PPO updates; each samples 32 responses."""
 
 MEAN_LENGTH = 26

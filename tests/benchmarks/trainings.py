@@ -13,7 +13,7 @@ from tests.benchmarks.models import FIRST_WORD, SEED, make_tokenizer, save_model
 from tests.benchmarks.processes import run_python
 from tests.benchmarks.tasks import Side
 
-ROWS = {NEOX_10M: 256, PYTHIA_31M: 128, LLAMA_135M: 64}
+ROWS = {NEOX_10M: 128, PYTHIA_31M: 96, LLAMA_135M: 32}
 """Rows of the training of each model; an optimizer step has 32 rows."""
 
 PART_TOKENS = (16, 128)
