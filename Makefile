@@ -112,7 +112,7 @@ year: $(VENV)/installed-dev ## A simulated year of weekly retraining that no per
 
 # Ours and TRL 1.12 in alternation, about 25 minutes. BENCH_ARGS="--cases neox-10m" measures one case.
 bench: $(VENV)/installed-dev $(TRL_VENV)/installed
-	$(BIN)/python -m tests.benchmarks $(BENCH_ARGS)
+	PYTHONPATH=.:flows $(BIN)/python -m tests.benchmarks $(BENCH_ARGS)
 
 # `make test-gpu GPU_PYTHON=python3` tests with the torch and transformers of the machine.
 test-gpu: $(if $(filter $(BIN)/%,$(GPU_PYTHON)),$(VENV)/installed-dev) ## Every phase on CUDA; skipped without a CUDA device.
@@ -120,7 +120,7 @@ test-gpu: $(if $(filter $(BIN)/%,$(GPU_PYTHON)),$(VENV)/installed-dev) ## Every 
 
 # The same as `bench` on CUDA; fails without a CUDA device.
 bench-gpu: $(if $(filter $(BIN)/%,$(GPU_PYTHON)),$(VENV)/installed-dev) $(TRL_FOLDER)/trl
-	PYTHONPATH=$(TRL_FOLDER) $(GPU_PYTHON) -m tests.benchmarks --gpu --trl-python $(GPU_PYTHON)
+	PYTHONPATH=$(TRL_FOLDER):.:flows $(GPU_PYTHON) -m tests.benchmarks --gpu --trl-python $(GPU_PYTHON)
 
 docs: $(VENV)/installed-dev ## The site of the documentation, in build/docs; a broken link ends the build.
 	PYTHONPATH=.:flows OMP_NUM_THREADS=1 $(BIN)/python -m tests.docs.build_site
