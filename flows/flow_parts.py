@@ -19,6 +19,7 @@ from metaflow_glue.command_line import (
 )
 from metaflow_glue.execution_parameters import COMMANDS, quote_parameters
 from metaflow_glue.metaflow_secrets import keep_secrets_from_metaflow
+from pipeline.launch.forked_processes import ForkServer
 from pipeline.settings.environment import prepare_environment
 from ppo_core.config.field_checks import refuse_secrets
 from ppo_core.errors import PPOError
@@ -153,4 +154,8 @@ def run_command(
         from metaflow_glue.forked_steps import fork_steps
 
         fork_steps(imported)
+    if ForkServer.of_this_process:
+        from metaflow_glue.forked_steps import fork_cards
+
+        fork_cards()
     flow()

@@ -34,9 +34,14 @@ from retraining import alarms, lease_of_run
 from step_wrapper import RECORDS, alarms_of, is_last_attempt, phase
 
 STAGES = "start models validation training evaluation registration cards".split()
-IMPORTED = [f"pipeline.stages.{stage}" for stage in STAGES]
-"""Modules that the step server imports. Together with the modules that they import, these are
-nearly all modules that the steps need."""
+IMPORTED = [
+    *(f"pipeline.stages.{stage}" for stage in STAGES),
+    "step_wrapper",
+    "mlflow.store.tracking.sqlalchemy_store",
+    "mlflow.store.model_registry.sqlalchemy_store",
+]
+"""Modules that the fork server imports. Together with the modules that they import, these are
+nearly all modules that the steps and their cards need."""
 
 # The code that writes the card limits the rate, so the interval is 0. `LiveCard` uses this id.
 training_card = card(type="blank", id="training", refresh_interval=0)

@@ -1,62 +1,71 @@
-"""Fork the steps of a run on this machine from a step server that has imported their modules.
+"""Fork the steps of a run on this machine, and the programs that write a step's card.
 
 Each step runs in its own process, which would need 5 to 9 seconds to import torch, transformers and
-MLflow. The server imports these modules once. Metaflow starts steps on other machines as usual.
+MLflow (see `pipeline.launch.fork_server`). Metaflow writes a card by two programs, each of which
+would import Metaflow and the flow. Metaflow has no setting for how it starts programs, so the
+functions below replace the module `subprocess` in a module of Metaflow.
 """
 
-import json
 import os
-import signal
-import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
-from functools import cached_property
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from metaflow import runtime
+from metaflow.plugins.cards import card_creator
 
-from metaflow_glue import step_server
-from metaflow_glue.step_server import NUMBER
+from pipeline.launch.forked_processes import ForkedProcess, ForkServer
 
 REMOTE = ("batch", "kubernetes")
 """Metaflow's commands that run a step on another machine and wait for it. In the arguments, such a
-command comes directly before the word `step`."""
+command comes directly before the word `step`. They are also the values of the option `--with`."""
 
 GPUS = ("/dev/nvidiactl", "/dev/kfd")
 """Device files of the drivers of NVIDIA and AMD."""
 
 
 def fork_steps(modules: Sequence[str]) -> None:
-    """Fork the steps of a Metaflow run from a step server.
+    """Fork the steps of a Metaflow run from a fork server.
 
-    Metaflow has no setting for how a step starts, so this function replaces the module `subprocess`
-    in Metaflow's runtime. On systems other than Linux, it does nothing, because a process that has
-    imported native libraries must not be forked there. On a machine with a GPU, it does nothing,
-    because an import may initialize CUDA.
+    On systems other than Linux, this function does nothing, because a process that has imported
+    native libraries must not be forked there. On a machine with a GPU, it does nothing, because an
+    import may initialize CUDA. If `--with` sends all steps to other machines, nothing is forked.
 
     Args:
         modules: modules that the server imports.
     """
-    if sys.platform != "linux" or any(os.path.exists(device) for device in GPUS):
-        return
+    is_remote = any(word.partition(":")[0] in REMOTE for word in sys.argv)
+    has_gpu = any(os.path.exists(device) for device in GPUS)
+    if sys.platform == "linux" and not is_remote and not has_gpu:
+        runtime.subprocess = _subprocess_with(Popen=StepServer(modules).start)
+
+
+def fork_cards() -> None:
+    """Fork the programs that write the cards of this step, if this process has a fork server."""
+    if server := ForkServer.of_this_process:
+        card_creator.subprocess = _subprocess_with(check_output=CardServer(server).check_output)
+
+
+def _subprocess_with(**functions: Any) -> ModuleType:
+    """Return a copy of the module `subprocess` with other functions."""
     forking = ModuleType("subprocess")
-    vars(forking).update(vars(subprocess), Popen=StepServer(modules).start)
-    runtime.subprocess = forking
+    vars(forking).update(vars(subprocess), **functions)
+    return forking
 
 
 class StepServer:
-    """The client of a server process that forks for each step; the first step starts the server."""
+    """Starts the steps of a run."""
 
     def __init__(self, modules: Sequence[str]) -> None:
-        """Store the names of the modules that the server imports."""
-        self._modules = modules
+        """Start a fork server that imports `modules`."""
+        self._server = ForkServer.start(modules)
 
     def start(
         self, argv: Sequence[str], env: Mapping[str, str], **options: Any
-    ) -> "ForkedStep | subprocess.Popen[bytes]":
+    ) -> ForkedProcess | subprocess.Popen[bytes]:
         """Start a step; Metaflow calls this method instead of `subprocess.Popen`.
 
         A step that runs with this Python on this machine is forked. Any other step is started as a
@@ -66,88 +75,58 @@ class StepServer:
         step = self._fork(argv[1:], env) if is_here and argv[0] == sys.executable else None
         return step or subprocess.Popen(argv, env=env, **options)
 
-    def _fork(self, argv: Sequence[str], env: Mapping[str, str]) -> "ForkedStep | None":
+    def _fork(self, argv: Sequence[str], env: Mapping[str, str]) -> ForkedProcess | None:
         """Return a forked step, or None if the server has died."""
-        request = {"argv": argv, "environment": dict(env), "folder": os.getcwd()}
-        text = json.dumps(request).encode()
         (output, to_output), (error, to_error) = os.pipe(), os.pipe()
-        status, to_status = socket.socketpair()
-        try:
-            streams = [to_status.fileno(), to_output, to_error]
-            socket.send_fds(self._channel, [len(text).to_bytes(NUMBER)], streams)
-            self._channel.sendall(text)
-        except OSError:
-            pass  # The server has died, so `ForkedStep` receives no process id below.
-        finally:
-            to_status.close()
-            os.close(to_output)
-            os.close(to_error)
-        step = ForkedStep(status, output, error)
-        return step if step.pid else None
+        step = self._server.fork(argv, env, output=to_output, error=to_error, has_server=True)
+        os.close(to_output)
+        os.close(to_error)
+        if step is None:
+            os.close(output)
+            os.close(error)
+        else:
+            step.stdout, step.stderr = os.fdopen(output, "rb"), os.fdopen(error, "rb")
+        return step
 
-    @cached_property
-    def _channel(self) -> socket.socket:
-        """Start the server, and return the socket of its requests."""
-        here, there = socket.socketpair()
-        # The flow's file will run in the main module, so this program must define no name there.
-        program = f"__import__({step_server.__name__!r}, fromlist=['serve']).serve()"
-        with there:
-            subprocess.Popen(
-                [sys.executable, "-u", "-c", program, *self._modules],
-                cwd=Path(__file__).parents[1],
-                # Like the pipes of a step, which replace it later, a socket is not seekable. Python
-                # checks this property of each stream only when Python starts.
-                stdin=there.fileno(),
-                stdout=there.fileno(),
-                stderr=there.fileno(),
-            )
-        return here
+    def close(self) -> None:
+        """Let the server end after the last step."""
+        self._server.close()
 
 
-class ForkedStep:
-    """A forked step, with the part of the interface of `Popen` that Metaflow's runtime uses."""
+class CardServer:
+    """Runs the programs that write cards."""
 
-    def __init__(self, status: socket.socket, output: int, error: int) -> None:
-        """Wait until the server has forked; `pid` is 0 if the server has died.
+    def __init__(self, server: ForkServer) -> None:
+        """Store the fork server of this step."""
+        self._server = server
 
-        Args:
-            status: socket on which the server sends the process id, and at the end the wait status.
-            output: file descriptor of the step's standard output.
-            error: file descriptor of the step's standard error.
+    def check_output(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        timeout: float | None = None,
+        **options: Any,
+    ) -> bytes:
+        """Run a program; Metaflow calls this method instead of `subprocess.check_output`.
+
+        Return the standard output and error of the program.
+
+        Raises:
+            CalledProcessError: the program failed.
+            TimeoutExpired: the program did not end within `timeout` seconds, and was killed.
         """
-        self._status = status
-        self.stdout, self.stderr = os.fdopen(output, "rb"), os.fdopen(error, "rb")
-        self.pid = self._receive() or 0
-        self.returncode: int | None = None
-
-    def poll(self) -> int | None:
-        """Return the exit code, or None while the step runs."""
-        self._status.setblocking(False)
-        try:
-            return self.wait()
-        except BlockingIOError:
-            return None
-        finally:
-            self._status.setblocking(True)
-
-    def wait(self) -> int:
-        """Wait for the end of the step, and return its exit code."""
-        if self.returncode is None:
-            status = self._receive()
-            # If no status arrives, the server has died, and the kernel has killed the step.
-            killed = -signal.SIGKILL
-            self.returncode = killed if status is None else os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-    def kill(self) -> None:
-        """Kill the step if it runs."""
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
-
-    def _receive(self) -> int | None:
-        """Return the next number from the server, or None if the server has died."""
-        try:
-            number = self._status.recv(NUMBER)
-        except ConnectionError:
-            return None
-        return int.from_bytes(number) if number else None
+        with tempfile.TemporaryFile() as file:
+            process = self._server.fork(argv[1:], env, output=file.fileno(), error=file.fileno())
+            if process is None:
+                return subprocess.check_output(argv, env=env, timeout=timeout, **options)
+            try:
+                code = process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
+            file.seek(0)
+            output = file.read()
+        if code:
+            raise subprocess.CalledProcessError(code, argv, output)
+        return output

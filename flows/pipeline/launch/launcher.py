@@ -20,6 +20,7 @@ from pipeline.launch.commands import (
     gpus,
 )
 from pipeline.launch.failure import as_error, ended_alone, first_ended
+from pipeline.launch.forked_processes import ForkedProcess, start_python
 from pipeline.launch.process_tree import (
     FrozenProcesses,
     end_tree,
@@ -92,9 +93,9 @@ def train(
     reason = folder / f"failure-{machines.index}.json"
     reason.unlink(missing_ok=True)
     with Interruption() as interruption:
-        child = subprocess.Popen(
+        child = start_python(
             command(job, processes, machines, program),
-            env=environment_of(processes, machines, reason),
+            environment_of(processes, machines, reason),
         )
         try:
             frozen = _follow(
@@ -136,7 +137,7 @@ def _orphaned() -> bool:
 
 
 def _follow(
-    child: subprocess.Popen[bytes],
+    child: subprocess.Popen[bytes] | ForkedProcess,
     interruption: Interruption,
     follower: "_MetricsFollower",
     stall: StallWatch,

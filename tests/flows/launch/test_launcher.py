@@ -18,6 +18,7 @@ import pytest
 from pipeline.launch import process_tree
 from pipeline.launch.commands import THIS_MACHINE, Machines, command, environment_of
 from pipeline.launch.failure import Ended, as_error
+from pipeline.launch.forked_processes import ForkServer
 from pipeline.launch.launcher import _training_processes, train
 from pipeline.launch.process_tree import FrozenProcesses, take_over
 from ppo_core.distributed.process import ErrorReport
@@ -224,6 +225,21 @@ def test_sigterm_saves_and_the_next_attempt_gives_the_same(make_job, whole: Job)
     assert 3 <= len(job.updates()) < UPDATES
     assert [*job.folder.glob("checkpoint-*")]
     train(job.settings, processes=1)
+    assert job.policy() == whole.policy()
+    assert job.updates() == whole.updates()
+
+
+@pytest.mark.slow
+def test_a_forked_training_is_interrupted_and_gives_the_same(make_job, whole: Job, monkeypatch):
+    server = ForkServer.start(["ppo_core.training.cli"])
+    monkeypatch.setattr(ForkServer, "of_this_process", server)
+    job = make_job(save_steps=500)
+    after(lambda: len(job.updates()) >= 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(RunInterruptedError, match="The training stopped after SIGTERM"):
+        train(job.settings, processes=1)
+    assert 3 <= len(job.updates()) < UPDATES
+    train(job.settings, processes=1)
+    server.close()
     assert job.policy() == whole.policy()
     assert job.updates() == whole.updates()
 

@@ -52,14 +52,17 @@ def test_sft_that_is_killed_is_retried_and_resumes(
 
     run.wait_until(lambda: len(lines()) > 50)
     step = psutil.Process(run.pids("load_policy")[-1])
-    children = {one.pid for one in step.children(recursive=True)}
+    descendants = step.children(recursive=True)
+    parents = {one.ppid() for one in descendants}
+    # A training has no children, and neither have the fork server of the step, which is older, and
+    # the programs that write cards.
     trained = [
         one
         # A process that has just ended has no command line here, and raises nothing.
         for one in psutil.process_iter(["cmdline"])
-        if one.pid in children and "ppo_core.supervised" in (one.info["cmdline"] or [])
+        if one in descendants and one.pid not in parents and "card" not in (one.info["cmdline"] or [])
     ]
-    trained[-1].kill()
+    max(trained, key=psutil.Process.create_time).kill()
     run.wait_until(lambda: run.pids("validate_reward_model"))
     run.stop()
     assert "was ended by SIGKILL" in run.log()

@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from metaflow_glue.forked_steps import ForkedStep, StepServer
+from metaflow_glue.forked_steps import StepServer
+from pipeline.launch.forked_processes import ForkedProcess
 from tests.helpers.paths import ROOT
 
 PIPES = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
@@ -34,18 +35,18 @@ def interruptible() -> Iterator[None]:
 def server() -> Iterator[StepServer]:
     server = StepServer(["colorsys"])
     yield server
-    server._channel.close()
+    server.close()
 
 
 @pytest.fixture
-def start(server: StepServer, tmp_path: Path) -> Callable[..., ForkedStep]:
+def start(server: StepServer, tmp_path: Path) -> Callable[..., ForkedProcess]:
     """Return a function that starts a program as a step."""
 
-    def begin(program: str, **environment: str) -> ForkedStep:
+    def begin(program: str, **environment: str) -> ForkedProcess:
         (tmp_path / "flow.py").write_text(program)
         argv = [sys.executable, str(tmp_path / "flow.py"), "--quiet", "step", "train", "--seed=1"]
         step = server.start(argv, env={**os.environ, **environment}, **PIPES)
-        assert isinstance(step, ForkedStep)
+        assert isinstance(step, ForkedProcess)
         return step
 
     return begin
@@ -105,7 +106,7 @@ def test_a_library_that_was_imported_before_finds_its_names_in_the_main_module(t
     server = StepServer(["metaflow.tuple_util"])
     step = server.start([sys.executable, str(tmp_path / "flow.py"), "step"], env=dict(os.environ))
     assert step.stdout.read() == b"2\n", step.stderr.read()
-    server._channel.close()
+    server.close()
 
 
 def test_a_running_step_has_its_own_process_and_can_be_killed(start):
@@ -151,7 +152,7 @@ def test_steps_draw_different_numbers_from_libraries_too(tmp_path: Path):
     steps = [server.start(argv, env=dict(os.environ)) for _ in range(2)]
     (one, two), (other, another) = (step.stdout.read().split() for step in steps)
     assert one != other and two != another
-    server._channel.close()
+    server.close()
 
 
 def test_a_step_that_its_run_no_longer_waits_for_is_not_started(tmp_path: Path):
@@ -196,7 +197,7 @@ def test_the_server_ends_with_the_run_but_not_before_its_steps(tmp_path: Path):
     (tmp_path / "flow.py").write_text("import time; time.sleep(1); print('done')")
     step = server.start([sys.executable, str(tmp_path / "flow.py"), "step"], env=dict(os.environ))
     process = psutil.Process(step.pid).parent()
-    server._channel.close()
+    server.close()
     assert step.stdout.read() == b"done\n"
     assert process.wait(10) in (0, None)
 

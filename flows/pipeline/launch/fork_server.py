@@ -1,0 +1,269 @@
+"""A fork server: a process that imports modules once, and forks for each program to run.
+
+Its client is `forked_processes`. The server of a run forks the steps. Each of these steps has a
+server of its own, which forks the trainings: a step that has computed cannot be forked, because the
+threads of OpenMP do not survive a fork.
+
+`serve` reads requests from its standard input, which is a socket. It ends when the socket is closed
+and the last process has ended. If the code changes during a run, the change affects only the
+modules that the server has not imported.
+"""
+
+import atexit
+import gc
+import io
+import json
+import os
+import random
+import runpy
+import selectors
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn, TypeAlias
+
+from pipeline.launch.forked_processes import NUMBER, ForkServer
+from ppo_core.distributed.process import PARENT, end_with, large_imports
+
+FILES = 3
+"""File descriptors of a request: status, standard output and error."""
+
+Handlers: TypeAlias = Mapping[
+    signal.Signals, "Callable[[int, FrameType | None], object] | int | None"
+]
+
+
+@dataclass(frozen=True)
+class Request:
+    """A program to run in a forked process."""
+
+    argv: list[str]
+    """A file or `-m MODULE`, and the arguments of the program."""
+
+    environment: dict[str, str]
+    folder: str
+    """Working directory."""
+
+    has_server: bool
+    """Whether the process gets a fork server."""
+
+    status: socket.socket
+    """Socket for the process id, and at the end for the wait status."""
+
+    streams: list[int]
+    """Standard output and error."""
+
+
+def serve() -> None:
+    """Import the modules of the command line, and fork for each request.
+
+    A forked process runs its program and ends as the program does.
+    """
+    handlers = _ignore_signals()
+    _set_streams([os.open(os.devnull, os.O_WRONLY) for _ in range(2)])
+    with large_imports():
+        for module in sys.argv[1:]:
+            import_module(module)
+    _serve(socket.socket(fileno=os.dup(sys.stdin.fileno())), handlers)
+
+
+def _ignore_signals() -> Handlers:
+    """Ignore the signals that Ctrl+C and a scheduler may send to all processes of a run.
+
+    The programs save a checkpoint and end, and the server ends with them. Return the handlers that
+    a program needs.
+    """
+    return {each: signal.signal(each, signal.SIG_IGN) for each in (signal.SIGINT, signal.SIGTERM)}
+
+
+def _serve(channel: socket.socket, handlers: Handlers) -> None:
+    """Fork for each request that arrives on a socket; run the program in the forked process."""
+    server = os.getpid()
+    request = _next_request(channel)
+    if request is None:
+        # A normal exit would take seconds, because Python would free every imported object.
+        os._exit(0)
+    channel.close()
+    end_with(server)
+    for each, handler in handlers.items():
+        signal.signal(each, handler)
+    _become(request)
+    own_channel = _fork_server() if request.has_server else None
+    if own_channel:
+        _serve(own_channel, _ignore_signals())
+    else:
+        code = _run(request.argv)
+        _exit(code)
+
+
+def _fork_server() -> socket.socket | None:
+    """Fork a server for this process; return its socket for requests in the server only."""
+    here, there = socket.socketpair()
+    program = os.getpid()
+    # If the fork fails, the program has no fork server.
+    with suppress(OSError):
+        if os.fork() == 0:
+            here.close()
+            end_with(program)
+            return there
+        ForkServer.of_this_process = ForkServer(here)
+    there.close()
+    return None
+
+
+def _next_request(channel: socket.socket) -> Request | None:
+    """Fork for each request, and return the request in the new process.
+
+    In the server, return None after the last process has ended.
+    """
+    # If `pidfd_open` is missing or forbidden, the server dies here, before it accepts a request.
+    os.close(os.pidfd_open(os.getpid()))
+    running: dict[int, tuple[int, socket.socket]] = {}
+    waiting = selectors.PollSelector()
+    waiting.register(channel, selectors.EVENT_READ)
+    while waiting.get_map():
+        for key, _ in waiting.select():
+            if key.fileobj is not channel:
+                waiting.unregister(key.fileobj)
+                _report_end(key.fd, *running.pop(key.fd))
+            elif (request := _receive(channel)) is None:
+                waiting.unregister(channel)
+            elif process := _fork(request):
+                # The file descriptor of a process becomes readable when the process ends.
+                ended = os.pidfd_open(process)
+                running[ended] = process, request.status
+                waiting.register(ended, selectors.EVENT_READ)
+            elif process == 0:
+                for ended in running:
+                    os.close(ended)
+                return request
+    return None
+
+
+def _receive(channel: socket.socket) -> Request | None:
+    """Return the next request; None if the client has ended."""
+    length, files, _, _ = socket.recv_fds(channel, NUMBER, FILES)
+    text = channel.recv(int.from_bytes(length), socket.MSG_WAITALL)
+    if not text or len(text) < int.from_bytes(length):
+        return None
+    status, *streams = files
+    return Request(**json.loads(text), status=socket.socket(fileno=status), streams=streams)
+
+
+def _fork(request: Request) -> int | None:
+    """Fork, and return the process id as `os.fork` does; None if there is no new process."""
+    process = None
+    # If the fork fails, the client receives no process id, and starts a new process itself.
+    with suppress(OSError):
+        process = os.fork() if _is_wanted(request) else None
+    if process != 0:
+        for stream in request.streams:
+            os.close(stream)
+        if process is None:
+            request.status.close()
+        else:
+            _send(request.status, process)
+    return process
+
+
+def _is_wanted(request: Request) -> bool:
+    """Return whether the client still waits; it may have ended during the imports."""
+    with suppress(BlockingIOError):
+        return bool(request.status.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+    return True
+
+
+def _report_end(ended: int, process: int, status: socket.socket) -> None:
+    os.close(ended)
+    _send(status, os.waitpid(process, 0)[1])
+    status.close()
+
+
+def _send(status: socket.socket, number: int) -> None:
+    # If the client was killed, nobody reads the number.
+    with suppress(OSError):
+        status.sendall(number.to_bytes(NUMBER))
+
+
+def _become(request: Request) -> None:
+    """Give this process the streams, environment, working directory and arguments of a program."""
+    request.status.close()
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, sys.stdin.fileno())
+    os.close(nothing)
+    _set_streams(request.streams)
+    os.environ.clear()
+    os.environ.update(request.environment)
+    if PARENT in os.environ:
+        # The program must end with its server, which ends with the process that sent the request.
+        os.environ[PARENT] = str(os.getppid())
+    os.chdir(request.folder)
+    # Without new seeds, all programs would draw the same random numbers.
+    random.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    if "datasets" in sys.modules:
+        sys.modules["datasets"].fingerprint.fingerprint_rng.seed()
+
+
+def _set_streams(streams: Sequence[int]) -> None:
+    """Redirect standard output and error to two file descriptors, and close the descriptors."""
+    for number, stream in enumerate(streams, start=1):
+        os.dup2(stream, number)
+        os.close(stream)
+
+
+def _run(argv: Sequence[str]) -> int:
+    """Run a program as Python does with these arguments, and return its exit code.
+
+    An error that the program raises, and an exit with a message, are raised here.
+    """
+    try:
+        if argv[0] == "-m":
+            paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+            sys.path[:1] = [os.getcwd(), *filter(None, paths)]
+            sys.argv[:] = argv[1:]
+            runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = os.path.dirname(os.path.realpath(argv[0]))
+            sys.argv[:] = argv
+            _run_file(os.path.abspath(argv[0]))
+    except SystemExit as end:
+        if not isinstance(end.code, int | None):
+            raise
+        return end.code or 0
+    return 0
+
+
+def _run_file(path: str) -> None:
+    """Run a file as the main module.
+
+    `runpy` would replace the main module with a new module, but Metaflow has already stored names
+    in the main module.
+    """
+    main = vars(sys.modules["__main__"])
+    main["__file__"] = path
+    exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), main)
+
+
+def _exit(code: int) -> NoReturn:
+    """End this process as Python does, but do not free the imported objects.
+
+    Freeing them takes up to a second, because the kernel first copies the memory that this process
+    shares with the server.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    # The server's own objects are frozen, so only objects of the program are found.
+    for each in gc.get_objects():
+        if issubclass(type(each), io.IOBase):
+            with suppress(OSError, ValueError):  # a broken pipe, or a closed file
+                each.flush()
+    os._exit(code)
