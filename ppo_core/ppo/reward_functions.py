@@ -64,7 +64,7 @@ class ModelReward:
         reward model's own tokenizer and chat template encode the texts (TRL #1674, #3595).
         """
         chat = any(is_messages(prompt) for prompt in prompts)
-        if self._reads_tokens and not chat:
+        if self.reads_tokens and not chat:
             return score_tokens(
                 self.reward_model, rollout, self.batch_size, equal_passes=self.equal_passes
             )
@@ -77,7 +77,8 @@ class ModelReward:
         return scores.to(rollout.logprobs)
 
     @cached_property
-    def _reads_tokens(self) -> bool:
+    def reads_tokens(self) -> bool:
+        """Whether the reward model has the policy's vocabulary."""
         # Cached, because this compares two full vocabularies.
         return self.reward_model.reads_tokens_of(self.tokenizer)
 
@@ -280,6 +281,12 @@ class RewardMix:
         asked = [source.asked for source in kept if isinstance(source, FunctionReward)]
         return [one for one in asked if not one.is_empty]
 
+    @property
+    def scores_tokens(self) -> bool:
+        """Whether all rewards whose weight is not 0 can score token ids alone."""
+        named = zip(self.sources.values(), self.weights, strict=True)
+        return all(_scores_tokens(one) for one, weight in named if weight)
+
     def learned_from(self) -> list[RewardModel]:
         """Return the reward models whose weight is not 0."""
         named = zip(self.sources.values(), self.weights, strict=True)
@@ -336,6 +343,11 @@ def make_rewards(
         },
         weights,
     )
+
+
+def _scores_tokens(source: RewardSource) -> bool:
+    members = source.members if isinstance(source, EnsembleReward) else [source]
+    return all(isinstance(one, ModelReward) and one.reads_tokens for one in members)
 
 
 def _models_of(source: RewardSource) -> list[RewardModel]:

@@ -15,6 +15,7 @@ from ppo_core.data.prompts import PromptStream
 from ppo_core.data.types import Experience, Rollout, TokenSums
 from ppo_core.distributed.engine import Engine
 from ppo_core.errors import ConfigError
+from ppo_core.models.files.rollout_files import as_rollout, rollout_tensors
 from ppo_core.ppo.ema import WeightAverage
 from ppo_core.ppo.model_bundle import ModelBundle
 from ppo_core.ppo.random_state import generator_tensors, restore_generators
@@ -26,6 +27,9 @@ from ppo_core.reporting.metrics import Metrics
 
 GENERATORS, EXPERIENCE = "generators", "experience"
 """Names of tensor groups in a checkpoint."""
+
+KEPT_ROLLOUT = "first_rollout_"
+"""Prefix of the names of tensor groups with kept rollouts."""
 
 ORDER = "order"
 """Name of the tensor with the order of the sequences."""
@@ -107,6 +111,12 @@ class RunState:
     pending: PendingUpdate | None = None
     """The unfinished update; None between updates."""
 
+    first_rollouts: list[Rollout] | None = None
+    """First rollouts of the run, which are saved with the critic; None if they are not kept."""
+
+    critic_is_fitted: bool = False
+    """Whether the critic of an earlier run was fitted to the rewards of this run."""
+
     @classmethod
     def at_start(cls, config: PPOConfig, schedule: Schedule, num_prompts: int) -> "RunState":
         """Return the state before the first update.
@@ -135,6 +145,8 @@ class RunState:
         pending = None
         if self.pending is not None:
             groups[EXPERIENCE], pending = self.pending.as_checkpoint()
+        for number, rollout in enumerate(self.first_rollouts or []):
+            groups[f"{KEPT_ROLLOUT}{number}"] = rollout_tensors(rollout)
         return groups, {
             "updates": self.updates,
             "episodes": self.episodes,
@@ -144,6 +156,7 @@ class RunState:
             "adaptive_kl": self.adaptive_kl.state_dict() if self.adaptive_kl else None,
             "health": self.health.state_dict(),
             "pending": pending,
+            "critic_is_fitted": self.critic_is_fitted,
         }
 
     def restore(self, groups: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
@@ -160,6 +173,11 @@ class RunState:
         self.health.load_state_dict(state["health"])
         if self.adaptive_kl is not None and state["adaptive_kl"] is not None:
             self.adaptive_kl.load_state_dict(state["adaptive_kl"])
+        # Earlier versions fitted no critic and kept no rollouts.
+        self.critic_is_fitted = state.get("critic_is_fitted", False)
+        if self.first_rollouts is not None:
+            names = [name for name in groups if name.startswith(KEPT_ROLLOUT)]
+            self.first_rollouts = [as_rollout(groups[name]) for name in sorted(names)]
         self.pending = None
         drawn = self.episodes
         if state["pending"] is not None:

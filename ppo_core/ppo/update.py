@@ -21,6 +21,7 @@ from ppo_core.models.policy import LanguageModel
 from ppo_core.ppo.objective import SUMS
 from ppo_core.ppo.passes import Microbatch, Passes, may_run_both, two_threads
 from ppo_core.ppo.ptx import PretrainingTexts, add_pretraining_gradients
+from ppo_core.ppo.schedule import POLICY
 
 
 @dataclass(kw_only=True)
@@ -147,6 +148,8 @@ def update_policy(
             microbatches = _own_microbatches(experience.rollout, minibatch, config, engine)
             for microbatch in each_pass(microbatches, "updating"):
                 sums += passes.backward(experience, microbatch)
+            if critic_only:
+                _leave_policy_out(state.optimizer)
             totals = _optimizer_step(state, sums, config)
             progress.add_step(totals)
             is_hopeless = state.skipped_in_a_row >= config.max_skipped_steps
@@ -183,6 +186,19 @@ def _passes(
             )
     finally:
         state.module.eval()
+
+
+def _leave_policy_out(optimizer: Optimizer) -> None:
+    """Remove the policy's gradients, which are 0, so that AdamW does not count the step for it.
+
+    With an advanced step count and moments of 0, the first steps of the policy would be up to three
+    times as large as the first steps of AdamW. Under ZeRO, the gradients are not here, and the
+    steps are counted.
+    """
+    for group in optimizer.param_groups:
+        if group.get("name") == POLICY:
+            for parameter in group["params"]:
+                parameter.grad = None
 
 
 def _moved_too_far(sums: TokenSums, config: PPOConfig) -> bool:

@@ -24,11 +24,14 @@ from ppo_core.data.rows.describe import describe_first, describe_reading, requir
 from ppo_core.data.rows.overlong import fit_prompts
 from ppo_core.data.rows.reader import read_rows
 from ppo_core.data.sources.source import named_data, open_source
+from ppo_core.data.text_config import text_config
+from ppo_core.data.types import Rollout
 from ppo_core.distributed.process import is_main_process
 from ppo_core.errors import ConfigError
 from ppo_core.io.atomic_files import require_writable, write_atomically
 from ppo_core.models.adapters import get_peft_config
 from ppo_core.models.files.critic_files import load_critic, require_whole_critic
+from ppo_core.models.files.rollout_files import read_rollouts
 from ppo_core.models.loading import (
     check_vocabulary,
     is_classifier,
@@ -142,10 +145,12 @@ def _make_trainer(
     policy, (train_rows, eval_rows) = load_start(start, model), rows
     reward, prints = _load_rewards(config, script, start, tokenizer, load_language_model)
     adapter = get_peft_config(model)
-    critic = None
+    critic, rollouts = None, list[Rollout]()
     if script.critic_path is not None:
-        check_vocabulary(load_config(script.critic_path), tokenizer, script.critic_path)
+        of_critic = load_config(script.critic_path)
+        check_vocabulary(of_critic, tokenizer, script.critic_path)
         critic = load_critic(script.critic_path)
+        rollouts = read_rollouts(script.critic_path, text_config(of_critic).vocab_size)
     config, engine = join_processes(config, policy)
     models = set_up_models(
         config, tokenizer, engine, policy=policy, critic=critic, reward=reward, peft_config=adapter
@@ -163,7 +168,14 @@ def _make_trainer(
     prompts = make_run_prompts(
         train_rows, eval_rows, tokenizer, models.policy.model, config, asked=asked
     )
-    return Trainer(config, models, prompts, engine=engine)
+    return Trainer(
+        config,
+        models,
+        prompts,
+        engine=engine,
+        earlier_rollouts=rollouts,
+        keeps_rollouts=script.critic_dir is not None,
+    )
 
 
 def _load_rewards(

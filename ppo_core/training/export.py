@@ -13,6 +13,7 @@ from ppo_core.distributed.gather_weights import gather_weights, save_plain
 from ppo_core.errors import TrainingError
 from ppo_core.models.files.adapter_weights import save_adapter
 from ppo_core.models.files.critic_files import write_critic
+from ppo_core.models.files.rollout_files import write_rollouts
 from ppo_core.ppo.run_state import RunContext
 from ppo_core.training.model_card import push_folder, write_model_card
 
@@ -77,7 +78,9 @@ class PolicyExporter(RunContext):
             save_tokenizer(self.tokenizer, unfinished)
 
     def save_critic(self, folder: Path) -> None:
-        """Save the critic completely or not at all, see `write_critic`.
+        """Save the critic and the kept rollouts completely or not at all.
+
+        See `write_critic` and `write_rollouts`.
 
         Raises:
             TrainingError: see `save_policy`.
@@ -90,6 +93,7 @@ class PolicyExporter(RunContext):
             return
         with replaced_together(folder) as unfinished:
             write_critic(critic, weights, head, unfinished)
+            write_rollouts(self.run.first_rollouts or [], unfinished)
 
     def write_card(self, *, model_name: str | None = None, **details: Any) -> None:
         """Write README.md with the settings and the metrics of the last logged update."""

@@ -49,6 +49,7 @@ from ppo_core.reporting.metrics_file import UPDATE
 from ppo_core.reporting.sample_table import NUM_NEWEST, Completions, log_table, print_table
 from ppo_core.rollout.token_sampling import SamplingSettings, stop_token
 from ppo_core.training.answer_prompts import greedy_completions
+from ppo_core.training.critic_fit import NUM_KEPT, CriticFit
 from ppo_core.training.export import PolicyExporter
 from ppo_core.training.preflight import check_models
 from ppo_core.training.self_check import SelfCheck, check_numbers
@@ -84,6 +85,8 @@ class Trainer:
         optimizers: optimizer and learning-rate scheduler; (None, None) makes AdamW and the
             schedule of the settings.
         pretraining: texts for `ptx_coef`.
+        earlier_rollouts: rollouts kept by the run that trained the critic; see `CriticFit`.
+        keeps_rollouts: whether to keep the first rollouts for `save_critic`.
 
     Raises:
         ConfigError: settings contradict each other, the models, or the prompts.
@@ -202,6 +205,9 @@ class Trainer:
         metrics = metrics | {"val/skipped_steps": float(state.skipped_steps)}
         run, config = self._run, self.config
         run.pending = None
+        kept, experience = run.first_rollouts, pending.experience
+        if kept is not None and len(kept) < NUM_KEPT and experience is not None:
+            kept.append(experience.rollout)
         # A policy that is not trained does not diverge, whatever the coefficient.
         if run.adaptive_kl is not None and not self._trains_only_the_critic:
             run.adaptive_kl.update(metrics["objective/kl"], self.schedule.batch_size)
@@ -302,8 +308,9 @@ class Trainer:
         history = []
         if self._run.updates == 0 and self.config.num_sample_generations > 0:
             self.generate_completions()
-        started, episodes_before = time.monotonic(), self._run.episodes
         with self._progress() as bar:
+            self._fit_critic()
+            started, episodes_before = time.monotonic(), self._run.episodes
             for _ in range(self._run.updates, last):
                 self._reporter.step_begin()
                 metrics = self.step()
@@ -323,6 +330,19 @@ class Trainer:
                 if self.engine.any(self._reporter.should_stop):
                     break
         return history
+
+    def _fit_critic(self) -> None:
+        """Fit the critic to this run's rewards, if an earlier run has kept rollouts for that."""
+        run = self._run
+        if self._earlier_rollouts and run.updates == 0 and not run.critic_is_fitted:
+            fit = CriticFit(
+                config=self.config,
+                engine=self.engine,
+                rewards=self.rewards,
+                train_state=self._train_state,
+            )
+            fit.run(self._earlier_rollouts)
+            run.critic_is_fitted = True
 
     def _after_update(self, metrics: Metrics, last: int) -> None:
         """Log warnings and metrics; evaluate, show samples and save if the settings ask for it.
@@ -442,6 +462,8 @@ class Trainer:
         callback_model: nn.Module | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         pretraining: PretrainingTexts | None = None,
+        earlier_rollouts: Sequence[Rollout] = (),
+        keeps_rollouts: bool = False,
     ) -> None:
         """Check models, prompts and settings, and set up the run."""
         self.config, self.engine, self.tokenizer = config, engine, prompts.tokenizer
@@ -455,6 +477,8 @@ class Trainer:
         )
         self._earlier = self.schedule.between(config.save_policies)
         self._run = RunState.at_start(config, self.schedule, num_prompts)
+        self._run.first_rollouts = [] if keeps_rollouts else None
+        self._earlier_rollouts = earlier_rollouts
         self._train_state = make_train_state(
             config,
             ActorCritic(self.policy, self.critic),

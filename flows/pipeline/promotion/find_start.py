@@ -19,13 +19,16 @@ from pipeline.inputs.row_digests import count_seen
 from pipeline.registry.start_models import fetch_start
 from pipeline.settings.settings import Settings
 from ppo_core.data.rows.reader import ROW
+from ppo_core.data.text_config import text_config
 from ppo_core.errors import ConfigError, DataError, ModelError
 from ppo_core.models.files.critic_files import check_critic
 from ppo_core.models.files.finite_weights import require_finite_weights
 from ppo_core.models.files.model_folder import check_model_folder
+from ppo_core.models.files.rollout_files import read_rollouts
 from ppo_core.models.loading import (
     backbone_differences,
     check_reward_config,
+    load_config,
     load_tokenizer,
     member_folders,
 )
@@ -123,6 +126,7 @@ def _check_files(start: Path) -> None:
     for folder in members:
         check_reward_config(folder)
     check_critic(critic)
+    read_rollouts(critic, text_config(load_config(critic)).vocab_size)
 
 
 def _require_fitting(data: RunData, start: Path, which: str) -> None:

@@ -18,8 +18,10 @@ from pipeline.settings.make_settings import make_settings
 from pipeline.settings.settings import Settings
 from pipeline.tracking.mlflow_client import connect
 from ppo_core.errors import ConfigError, DataError, ModelError
+from ppo_core.models.files.rollout_files import write_rollouts
 from tests.helpers.inputs.pipeline_inputs import tiny_table, write_model, write_rows
-from tests.helpers.models.tiny import make_tokenizer
+from tests.helpers.models.rollouts import make_rollout
+from tests.helpers.models.tiny import VOCABULARY, make_tokenizer
 from tests.helpers.runs.start_models import add_start, write_start
 
 
@@ -117,6 +119,16 @@ def test_a_critic_whose_head_has_another_size_is_refused(settings, models):
     file = models / "critic" / "value_head.safetensors"
     save_file(load_file(file) | {"v_head.summary.weight": torch.ones(1, 16)}, file)
     with pytest.raises(ModelError, match=r"value head .*\(1, 16\).* Remove start_from"):
+        find_start(settings, add_start(settings, models))
+
+
+def test_kept_rollouts_of_another_vocabulary_are_refused(settings, models):
+    rollout = make_rollout()
+    write_rollouts([rollout], models / "critic")
+    assert find_start(settings, add_start(settings, models)).start is not None
+    beyond = replace(rollout, response_ids=rollout.response_ids + VOCABULARY)
+    write_rollouts([beyond], models / "critic")
+    with pytest.raises(ModelError, match=r"is not a file of rollouts .* Remove start_from"):
         find_start(settings, add_start(settings, models))
 
 

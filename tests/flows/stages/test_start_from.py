@@ -31,6 +31,7 @@ from pipeline.tracking.mlflow_client import connect
 from pipeline.tracking.mlflow_runs import find_runs
 from pipeline.tracking.run_record import ENDED_EARLY, RECORD
 from ppo_core.io.folder_cache import digest_of, digest_of_folder
+from ppo_core.models.files.rollout_files import ROLLOUTS_FILE
 from tests.helpers.inputs.pipeline_inputs import tiny_table
 from tests.helpers.runs.start_models import add_start, write_start
 
@@ -86,6 +87,7 @@ def test_a_second_week_starts_from_both_models_of_the_first(
     reward_model, policy = train_all(settings, first)
     assert policy.critic is not None
     assert policy.critic.digest == digest_of_folder(Path(policy.critic.path))
+    assert (Path(policy.critic.path) / ROLLOUTS_FILE).is_file()
     assert not (first.folder / "ppo" / "critic").exists()
 
     start = tmp_path / "start"

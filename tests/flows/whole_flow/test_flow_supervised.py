@@ -60,8 +60,9 @@ def test_sft_that_is_killed_is_retried_and_resumes(
         one
         # A process that has just ended has no command line here, and raises nothing.
         for one in psutil.process_iter(["cmdline"])
-        if one in descendants and one.pid not in parents
-        if "card" not in (one.info["cmdline"] or [])
+        if one in descendants
+        and one.pid not in parents
+        and "card" not in (one.info["cmdline"] or [])
     ]
     max(trained, key=psutil.Process.create_time).kill()
     run.wait_until(lambda: run.pids("validate_reward_model"))

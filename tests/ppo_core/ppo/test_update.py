@@ -503,6 +503,9 @@ def test_a_critic_that_warms_up_leaves_the_policy_as_it_is_to_the_bit():
     update_policy(train_state, experience, config, progress, critic_only=True)
     moved = {name for name, p in module.named_parameters() if not torch.equal(p, before[name])}
     assert moved == {name for name in before if name.startswith("critic.")}
+    # Otherwise the first steps of the policy would be larger than those of a new optimizer.
+    counted = {name for name, p in module.named_parameters() if p in optimizer.state}
+    assert counted == moved
 
 
 def divergence_and_ratio() -> tuple[float, float]:
