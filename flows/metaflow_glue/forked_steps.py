@@ -1,9 +1,9 @@
-"""Fork the steps of a run on this machine, and the programs that write a step's card.
+"""Fork the steps of a run on this machine, and the programs that write a step's last card.
 
 Each step runs in its own process, which would need 5 to 9 seconds to import torch, transformers and
-MLflow (see `pipeline.launch.fork_server`). Metaflow writes a card by two programs, each of which
-would import Metaflow and the flow. Metaflow has no setting for how it starts programs, so the
-functions below replace the module `subprocess` in a module of Metaflow.
+MLflow (see `pipeline.launch.fork_server`). At the end of a step, Metaflow writes its card by two
+programs, each of which would import Metaflow and the flow. Metaflow has no setting for how it
+starts programs, so the functions below replace the module `subprocess` in a module of Metaflow.
 """
 
 import os
@@ -30,9 +30,9 @@ GPUS = ("/dev/nvidiactl", "/dev/kfd")
 def fork_steps(modules: Sequence[str]) -> None:
     """Fork the steps of a Metaflow run from a fork server.
 
-    On systems other than Linux, this function does nothing, because a process that has imported
-    native libraries must not be forked there. On a machine with a GPU, it does nothing, because an
-    import may initialize CUDA. If `--with` sends all steps to other machines, nothing is forked.
+    This function does nothing if `--with` sends all steps to other machines, if the machine has a
+    GPU (an import may initialize CUDA), or on another system than Linux (a process that has
+    imported native libraries must not be forked there).
 
     Args:
         modules: modules that the server imports.
@@ -44,7 +44,7 @@ def fork_steps(modules: Sequence[str]) -> None:
 
 
 def fork_cards() -> None:
-    """Fork the programs that write the cards of this step, if this process has a fork server."""
+    """Fork the programs that write the last card of this step, if the step has a fork server."""
     if server := ForkServer.of_this_process:
         card_creator.subprocess = _subprocess_with(check_output=CardServer(server).check_output)
 

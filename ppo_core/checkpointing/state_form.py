@@ -115,7 +115,7 @@ class _Run(BaseModel):
     adaptive_kl: _AdaptiveKl | None
     health: _Health | _EarlyHealth
     pending: _Pending | None
-    critic_is_fitted: bool = False
+    critic_fit_is_over: bool = False
 
 
 class _LogEntry(BaseModel, extra="allow"):

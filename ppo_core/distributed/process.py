@@ -75,12 +75,21 @@ def end_with_parent() -> None:
 
 def end_with(parent: int) -> None:
     """On Linux, have the kernel kill this process when its parent, process id `parent`, ends."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    _set_death_signal(signal.SIGKILL)
     # A parent that ended before the call sends no signal.
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def outlive_parent() -> None:
+    """On Linux, undo `end_with`."""
+    _set_death_signal(0)
+
+
+def _set_death_signal(number: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_SET_DEATH_SIGNAL, number, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
 
 
 def stacks_file(folder: Path, rank: str) -> Path:

@@ -78,7 +78,7 @@ class ModelReward:
 
     @cached_property
     def reads_tokens(self) -> bool:
-        """Whether the reward model has the policy's vocabulary."""
+        """Whether the reward model has the policy's vocabulary; it reads a chat as text anyway."""
         # Cached, because this compares two full vocabularies.
         return self.reward_model.reads_tokens_of(self.tokenizer)
 
@@ -281,11 +281,19 @@ class RewardMix:
         asked = [source.asked for source in kept if isinstance(source, FunctionReward)]
         return [one for one in asked if not one.is_empty]
 
+    def weighted(self) -> "RewardMix":
+        """Return the sum without the rewards whose weight is 0, which are only logged."""
+        kept = {
+            name: (source, weight)
+            for (name, source), weight in zip(self.sources.items(), self.weights, strict=True)
+            if weight
+        }
+        return RewardMix({n: one for n, (one, _) in kept.items()}, [w for _, w in kept.values()])
+
     @property
     def scores_tokens(self) -> bool:
-        """Whether all rewards whose weight is not 0 can score token ids alone."""
-        named = zip(self.sources.values(), self.weights, strict=True)
-        return all(_scores_tokens(one) for one, weight in named if weight)
+        """Whether all rewards are reward models with the policy's vocabulary."""
+        return all(_scores_tokens(source) for source in self.sources.values())
 
     def learned_from(self) -> list[RewardModel]:
         """Return the reward models whose weight is not 0."""

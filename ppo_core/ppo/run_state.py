@@ -15,7 +15,6 @@ from ppo_core.data.prompts import PromptStream
 from ppo_core.data.types import Experience, Rollout, TokenSums
 from ppo_core.distributed.engine import Engine
 from ppo_core.errors import ConfigError
-from ppo_core.models.files.rollout_files import as_rollout, rollout_tensors
 from ppo_core.ppo.ema import WeightAverage
 from ppo_core.ppo.model_bundle import ModelBundle
 from ppo_core.ppo.random_state import generator_tensors, restore_generators
@@ -111,11 +110,11 @@ class RunState:
     pending: PendingUpdate | None = None
     """The unfinished update; None between updates."""
 
-    first_rollouts: list[Rollout] | None = None
-    """First rollouts of the run, which are saved with the critic; None if they are not kept."""
+    first_rollouts: list[dict[str, Tensor]] | None = None
+    """`kept_tensors` of the first rollouts, which are saved with the critic; None if not kept."""
 
-    critic_is_fitted: bool = False
-    """Whether the critic of an earlier run was fitted to the rewards of this run."""
+    critic_fit_is_over: bool = False
+    """Whether the critic was fitted, or cannot be fitted, to the rewards of this run."""
 
     @classmethod
     def at_start(cls, config: PPOConfig, schedule: Schedule, num_prompts: int) -> "RunState":
@@ -146,7 +145,7 @@ class RunState:
         if self.pending is not None:
             groups[EXPERIENCE], pending = self.pending.as_checkpoint()
         for number, rollout in enumerate(self.first_rollouts or []):
-            groups[f"{KEPT_ROLLOUT}{number}"] = rollout_tensors(rollout)
+            groups[f"{KEPT_ROLLOUT}{number}"] = rollout
         return groups, {
             "updates": self.updates,
             "episodes": self.episodes,
@@ -156,7 +155,7 @@ class RunState:
             "adaptive_kl": self.adaptive_kl.state_dict() if self.adaptive_kl else None,
             "health": self.health.state_dict(),
             "pending": pending,
-            "critic_is_fitted": self.critic_is_fitted,
+            "critic_fit_is_over": self.critic_fit_is_over,
         }
 
     def restore(self, groups: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
@@ -174,10 +173,10 @@ class RunState:
         if self.adaptive_kl is not None and state["adaptive_kl"] is not None:
             self.adaptive_kl.load_state_dict(state["adaptive_kl"])
         # Earlier versions fitted no critic and kept no rollouts.
-        self.critic_is_fitted = state.get("critic_is_fitted", False)
+        self.critic_fit_is_over = state.get("critic_fit_is_over", False)
         if self.first_rollouts is not None:
             names = [name for name in groups if name.startswith(KEPT_ROLLOUT)]
-            self.first_rollouts = [as_rollout(groups[name]) for name in sorted(names)]
+            self.first_rollouts = [dict(groups[name]) for name in sorted(names)]
         self.pending = None
         drawn = self.episodes
         if state["pending"] is not None:

@@ -189,11 +189,11 @@ def _passes(
 
 
 def _leave_policy_out(optimizer: Optimizer) -> None:
-    """Remove the policy's gradients, which are 0, so that AdamW does not count the step for it.
+    """Remove the gradients of the policy's parameters, so that AdamW does not count this step.
 
-    With an advanced step count and moments of 0, the first steps of the policy would be up to three
-    times as large as the first steps of AdamW. Under ZeRO, the gradients are not here, and the
-    steps are counted.
+    Otherwise the step count would be advanced and the moments 0, and the policy's first steps would
+    be up to three times too large. A shared backbone belongs to the policy. ZeRO keeps the
+    gradients elsewhere, so it counts these steps.
     """
     for group in optimizer.param_groups:
         if group.get("name") == POLICY:

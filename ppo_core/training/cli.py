@@ -25,13 +25,12 @@ from ppo_core.data.rows.overlong import fit_prompts
 from ppo_core.data.rows.reader import read_rows
 from ppo_core.data.sources.source import named_data, open_source
 from ppo_core.data.text_config import text_config
-from ppo_core.data.types import Rollout
 from ppo_core.distributed.process import is_main_process
 from ppo_core.errors import ConfigError
 from ppo_core.io.atomic_files import require_writable, write_atomically
 from ppo_core.models.adapters import get_peft_config
 from ppo_core.models.files.critic_files import load_critic, require_whole_critic
-from ppo_core.models.files.rollout_files import read_rollouts
+from ppo_core.models.files.rollout_files import KeptRollout, read_rollouts
 from ppo_core.models.loading import (
     check_vocabulary,
     is_classifier,
@@ -145,7 +144,7 @@ def _make_trainer(
     policy, (train_rows, eval_rows) = load_start(start, model), rows
     reward, prints = _load_rewards(config, script, start, tokenizer, load_language_model)
     adapter = get_peft_config(model)
-    critic, rollouts = None, list[Rollout]()
+    critic, rollouts = None, list[KeptRollout]()
     if script.critic_path is not None:
         of_critic = load_config(script.critic_path)
         check_vocabulary(of_critic, tokenizer, script.critic_path)

@@ -24,6 +24,7 @@ from ppo_core.errors import ConfigError, RunInterruptedError
 from ppo_core.errors.out_of_memory import explained_out_of_memory
 from ppo_core.io.progress_bar import PhaseLines, listening, progress
 from ppo_core.models.actor_critic import ActorCritic
+from ppo_core.models.files.rollout_files import KeptRollout, kept_tensors
 from ppo_core.models.kernels.cpu_memory import release_freed_memory
 from ppo_core.ppo.ema import WeightAverage
 from ppo_core.ppo.experience import describe_broken, divergence, make_experience, shaped_scores
@@ -172,6 +173,9 @@ class Trainer:
             shaped = shaped_scores(scores.scores, rollout, config, run.moments)
             scores = replace(scores, scores=shaped)
             experience = make_experience(rollout, scores, kl, config, kl_coef=kl_coef)
+            if run.first_rollouts is not None and run.updates < NUM_KEPT:
+                given = [self._prompts.training.prompts[row] for row in prompts.rows]
+                run.first_rollouts.append(kept_tensors(rollout, given))
         elif self.engine.is_main:
             shown = [self._prompts.training.prompts[row] for row in prompts.rows]
             logger.warning(describe_broken(scores.scores, shown, rollout, self.tokenizer))
@@ -205,9 +209,6 @@ class Trainer:
         metrics = metrics | {"val/skipped_steps": float(state.skipped_steps)}
         run, config = self._run, self.config
         run.pending = None
-        kept, experience = run.first_rollouts, pending.experience
-        if kept is not None and len(kept) < NUM_KEPT and experience is not None:
-            kept.append(experience.rollout)
         # A policy that is not trained does not diverge, whatever the coefficient.
         if run.adaptive_kl is not None and not self._trains_only_the_critic:
             run.adaptive_kl.update(metrics["objective/kl"], self.schedule.batch_size)
@@ -293,7 +294,9 @@ class Trainer:
             try:
                 history = self._run_updates(last)
             except RunInterruptedError:
-                if self.config.save_strategy != "no":
+                # A run with a half-fitted critic starts again.
+                is_fitting = self._earlier_rollouts and not self._run.critic_fit_is_over
+                if self.config.save_strategy != "no" and not is_fitting:
                     self._checkpoints.save()
                     self._checkpoints.finish()
                 raise
@@ -334,15 +337,15 @@ class Trainer:
     def _fit_critic(self) -> None:
         """Fit the critic to this run's rewards, if an earlier run has kept rollouts for that."""
         run = self._run
-        if self._earlier_rollouts and run.updates == 0 and not run.critic_is_fitted:
+        if self._earlier_rollouts and run.updates == 0 and not run.critic_fit_is_over:
             fit = CriticFit(
                 config=self.config,
                 engine=self.engine,
                 rewards=self.rewards,
                 train_state=self._train_state,
             )
-            fit.run(self._earlier_rollouts)
-            run.critic_is_fitted = True
+            fit.run(self._earlier_rollouts, self._stop_if_interrupted)
+            run.critic_fit_is_over = True
 
     def _after_update(self, metrics: Metrics, last: int) -> None:
         """Log warnings and metrics; evaluate, show samples and save if the settings ask for it.
@@ -462,7 +465,7 @@ class Trainer:
         callback_model: nn.Module | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         pretraining: PretrainingTexts | None = None,
-        earlier_rollouts: Sequence[Rollout] = (),
+        earlier_rollouts: Sequence[KeptRollout] = (),
         keeps_rollouts: bool = False,
     ) -> None:
         """Check models, prompts and settings, and set up the run."""

@@ -1,12 +1,13 @@
 """A fork server: a process that imports modules once, and forks for each program to run.
 
 Its client is `forked_processes`. The server of a run forks the steps. Each of these steps has a
-server of its own, which forks the trainings: a step that has computed cannot be forked, because the
-threads of OpenMP do not survive a fork.
+server of its own, which forks the trainings. A step that has computed with several threads must not
+fork, because the new process would lack OpenMP's threads. So this server is forked before the step
+begins.
 
-`serve` reads requests from its standard input, which is a socket. It ends when the socket is closed
-and the last process has ended. If the code changes during a run, the change affects only the
-modules that the server has not imported.
+`serve` reads requests from its standard input, which is a socket. It ends when the client has
+closed the socket and all forked processes have ended. If the code changes during a run, the change
+affects only the modules that the server has not imported.
 """
 
 import atexit
@@ -29,8 +30,14 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn, TypeAlias
 
-from pipeline.launch.forked_processes import NUMBER, ForkServer
-from ppo_core.distributed.process import PARENT, end_with, large_imports
+from pipeline.launch.forked_processes import NUMBER, ForkServer, openmp_settings
+from ppo_core.distributed.process import PARENT, end_with, large_imports, outlive_parent
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""Signals that Ctrl+C and a scheduler may send to all processes of a run."""
+
+FLOWS = Path(__file__).parents[2]
+"""Folder of the flows."""
 
 FILES = 3
 """File descriptors of a request: status, standard output and error."""
@@ -66,25 +73,31 @@ def serve() -> None:
 
     A forked process runs its program and ends as the program does.
     """
-    handlers = _ignore_signals()
+    handlers, openmp = _ignore_signals(), openmp_settings(os.environ)
     _set_streams([os.open(os.devnull, os.O_WRONLY) for _ in range(2)])
+    # Until the first request, nobody needs a server without its client.
+    end_with(os.getppid())
     with large_imports():
         for module in sys.argv[1:]:
             import_module(module)
-    _serve(socket.socket(fileno=os.dup(sys.stdin.fileno())), handlers)
+    outlive_parent()
+    _serve(socket.socket(fileno=os.dup(sys.stdin.fileno())), handlers, openmp)
 
 
 def _ignore_signals() -> Handlers:
-    """Ignore the signals that Ctrl+C and a scheduler may send to all processes of a run.
+    """Ignore SIGNALS, and return the handlers that a program needs.
 
-    The programs save a checkpoint and end, and the server ends with them. Return the handlers that
-    a program needs.
+    The programs save a checkpoint and end. The server stays until then, because it reports their
+    exit codes.
     """
-    return {each: signal.signal(each, signal.SIG_IGN) for each in (signal.SIGINT, signal.SIGTERM)}
+    return {each: signal.signal(each, signal.SIG_IGN) for each in SIGNALS}
 
 
-def _serve(channel: socket.socket, handlers: Handlers) -> None:
-    """Fork for each request that arrives on a socket; run the program in the forked process."""
+def _serve(channel: socket.socket, handlers: Handlers, openmp: Mapping[str, str | None]) -> None:
+    """Fork for each request that arrives on a socket; run the program in the forked process.
+
+    `openmp` are the settings of OpenMP with which torch was imported.
+    """
     server = os.getpid()
     request = _next_request(channel)
     if request is None:
@@ -94,16 +107,17 @@ def _serve(channel: socket.socket, handlers: Handlers) -> None:
     end_with(server)
     for each, handler in handlers.items():
         signal.signal(each, handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     _become(request)
-    own_channel = _fork_server() if request.has_server else None
+    own_channel = _fork_server(openmp) if request.has_server else None
     if own_channel:
-        _serve(own_channel, _ignore_signals())
+        _serve(own_channel, _ignore_signals(), openmp)
     else:
         code = _run(request.argv)
         _exit(code)
 
 
-def _fork_server() -> socket.socket | None:
+def _fork_server(openmp: Mapping[str, str | None]) -> socket.socket | None:
     """Fork a server for this process; return its socket for requests in the server only."""
     here, there = socket.socketpair()
     program = os.getpid()
@@ -113,7 +127,7 @@ def _fork_server() -> socket.socket | None:
             here.close()
             end_with(program)
             return there
-        ForkServer.of_this_process = ForkServer(here)
+        ForkServer.of_this_process = ForkServer(here, openmp)
     there.close()
     return None
 
@@ -160,10 +174,13 @@ def _receive(channel: socket.socket) -> Request | None:
 def _fork(request: Request) -> int | None:
     """Fork, and return the process id as `os.fork` does; None if there is no new process."""
     process = None
+    # A signal that arrives before the new process has its handlers must wait for them.
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     # If the fork fails, the client receives no process id, and starts a new process itself.
     with suppress(OSError):
         process = os.fork() if _is_wanted(request) else None
     if process != 0:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         for stream in request.streams:
             os.close(stream)
         if process is None:
@@ -202,7 +219,8 @@ def _become(request: Request) -> None:
     os.environ.clear()
     os.environ.update(request.environment)
     if PARENT in os.environ:
-        # The program must end with its server, which ends with the process that sent the request.
+        # The parent of this program is its server. The server ends when the process that sent the
+        # request ends.
         os.environ[PARENT] = str(os.getppid())
     os.chdir(request.folder)
     # Without new seeds, all programs would draw the same random numbers.
@@ -223,10 +241,11 @@ def _set_streams(streams: Sequence[int]) -> None:
 def _run(argv: Sequence[str]) -> int:
     """Run a program as Python does with these arguments, and return its exit code.
 
-    An error that the program raises, and an exit with a message, are raised here.
+    An error, and `sys.exit` with a text, are passed on: Python prints them and exits with code 1.
     """
     try:
         if argv[0] == "-m":
+            _forget_flows()
             paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
             sys.path[:1] = [os.getcwd(), *filter(None, paths)]
             sys.argv[:] = argv[1:]
@@ -240,6 +259,14 @@ def _run(argv: Sequence[str]) -> int:
             raise
         return end.code or 0
     return 0
+
+
+def _forget_flows() -> None:
+    """Forget the imported modules of the flows, so that a user's module of equal name is found."""
+    for name, module in [*sys.modules.items()]:
+        file = getattr(module, "__file__", None)
+        if file and FLOWS in Path(file).parents:
+            del sys.modules[name]
 
 
 def _run_file(path: str) -> None:
@@ -256,14 +283,14 @@ def _run_file(path: str) -> None:
 def _exit(code: int) -> NoReturn:
     """End this process as Python does, but do not free the imported objects.
 
-    Freeing them takes up to a second, because the kernel first copies the memory that this process
-    shares with the server.
+    Freeing them takes up to a second: their memory is shared with the server, and the kernel copies
+    a shared page before it is written.
     """
     threading._shutdown()  # type: ignore[attr-defined]
+    # An exit function may freeze all objects, which are then not found.
+    files = [each for each in gc.get_objects() if issubclass(type(each), io.IOBase)]
     atexit._run_exitfuncs()
-    # The server's own objects are frozen, so only objects of the program are found.
-    for each in gc.get_objects():
-        if issubclass(type(each), io.IOBase):
-            with suppress(OSError, ValueError):  # a broken pipe, or a closed file
-                each.flush()
+    for file in (*files, sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # a broken pipe, or a closed file
+            file.flush()
     os._exit(code)

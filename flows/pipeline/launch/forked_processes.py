@@ -1,7 +1,7 @@
 """Start Python programs in forked processes, which need not import large modules again.
 
-The processes are forked by a fork server, see `fork_server`. A process that no server has forked,
-such as a step on another machine, has no fork server. Its trainings are new processes.
+A fork server forks the processes, see `fork_server`. Steps that no server has forked, for example
+on another machine, have no server, and start their trainings as new processes.
 """
 
 import json
@@ -22,15 +22,20 @@ OPENMP = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")
 """Environment variables that OpenMP reads when torch is imported."""
 
 
+def openmp_settings(environment: Mapping[str, str]) -> dict[str, str | None]:
+    """Return the variables in OPENMP, with None for a variable that is not set."""
+    return {name: environment.get(name) for name in OPENMP}
+
+
 class ForkServer:
     """The client of a process that forks for each program to run."""
 
     of_this_process: "ClassVar[ForkServer | None]" = None
     """The fork server of this process, if the process has one."""
 
-    def __init__(self, channel: socket.socket) -> None:
-        """Store the socket for requests."""
-        self._channel = channel
+    def __init__(self, channel: socket.socket, openmp: Mapping[str, str | None]) -> None:
+        """Store the socket for requests, and the settings of OpenMP that the server has."""
+        self._channel, self._openmp = channel, openmp
 
     @classmethod
     def start(cls, modules: Sequence[str]) -> "ForkServer":
@@ -48,7 +53,7 @@ class ForkServer:
                 stdout=there.fileno(),
                 stderr=there.fileno(),
             )
-        return cls(here)
+        return cls(here, openmp_settings(os.environ))
 
     def fork(
         self,
@@ -59,7 +64,9 @@ class ForkServer:
         error: int,
         has_server: bool = False,
     ) -> "ForkedProcess | None":
-        """Return a forked process, or None if the server has died.
+        """Return a forked process, or None.
+
+        None means that the server has died, or has other settings of OpenMP than `environment`.
 
         Args:
             argv: the arguments of Python: a file or `-m MODULE`, and the arguments of the program.
@@ -68,6 +75,8 @@ class ForkServer:
             error: file descriptor of the standard error.
             has_server: whether the process gets a fork server.
         """
+        if openmp_settings(environment) != self._openmp:
+            return None
         request = {
             "argv": argv,
             "environment": dict(environment),
@@ -146,15 +155,12 @@ def start_python(
 ) -> subprocess.Popen[bytes] | ForkedProcess:
     """Start Python; the process has the output of this process.
 
-    The process is forked if this process has a fork server. A new process is started if OpenMP's
-    variables have changed since the server imported torch.
+    The process is forked if this process has a fork server that can fork it.
 
     Args:
         argv: path of Python, and its arguments; see `ForkServer.fork`.
         environment: environment of the process.
     """
     server = ForkServer.of_this_process
-    forked = None
-    if server and all(environment.get(name) == os.environ.get(name) for name in OPENMP):
-        forked = server.fork(argv[1:], environment, output=1, error=2)
+    forked = server and server.fork(argv[1:], environment, output=1, error=2)
     return forked or subprocess.Popen(argv, env=environment)

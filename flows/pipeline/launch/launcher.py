@@ -150,7 +150,7 @@ def _follow(
         ProcessError: the processes make no progress.
     """
     progress = _ChangedFile(folder / PROGRESS_FILE)
-    watch, next_look, forwarded = FrozenProcesses(child.pid), 0.0, False
+    watch, next_look, forwarded = FrozenProcesses(_root(child)), 0.0, False
     frozen: list[str] = []
     while True:
         ended = child.poll() is not None
@@ -172,6 +172,17 @@ def _follow(
             kill(stopped)
         on_wait()
         time.sleep(METRICS_POLL_SECONDS)
+
+
+def _root(child: subprocess.Popen[bytes] | ForkedProcess) -> int:
+    """Return the process that, with its descendants, must not freeze while the child runs.
+
+    A frozen fork server could not report the end of the child.
+    """
+    if isinstance(child, ForkedProcess):
+        with suppress(psutil.NoSuchProcess):
+            return psutil.Process(child.pid).ppid()
+    return child.pid
 
 
 def _has_spot_notice() -> bool:

@@ -1,19 +1,28 @@
 """Keep the first rollouts of a run beside its critic, for the next run that starts from the critic.
 
-Only token ids, lengths and masks are kept: the next run scores the responses with its own rewards.
+Log-probabilities and scores are not kept: the next run scores the responses with its own rewards.
 """
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ppo_core.data.chat_template import is_messages
+from ppo_core.data.prompts import Prompt
 from ppo_core.data.types import Rollout
 from ppo_core.errors import ModelError
+from ppo_core.models.loading import reading
 
 ROLLOUTS_FILE = "first_rollouts.safetensors"
+
+CHATS = "chats"
+"""Name of the tensor with the prompts, if one of them is a chat: UTF-8 bytes of JSON."""
 
 _DTYPES = {
     "prompt_ids": torch.int32,
@@ -25,66 +34,101 @@ _DTYPES = {
     "temperature": torch.float64,
 }
 
+_CHATS = TypeAdapter(list[str | list[dict[str, str]] | list[int]])
 
-def rollout_tensors(rollout: Rollout) -> dict[str, Tensor]:
-    """Return the tensors of a rollout that are kept: all but the log-probabilities.
 
-    The tensors are on the CPU, token ids and lengths as int32. `as_rollout` is the inverse.
+@dataclass(frozen=True, kw_only=True)
+class KeptRollout:
+    """A rollout of an earlier run; its log-probabilities are 0."""
+
+    rollout: Rollout
+    prompts: list[Prompt]
+    """Prompts: as the earlier run read them if one of them is a chat, otherwise as token ids."""
+
+
+def kept_tensors(rollout: Rollout, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+    """Return the tensors of a rollout that are kept, and its prompts if one of them is a chat.
+
+    The tensors are on the CPU, token ids and lengths as int32.
     """
-    given = {**vars(rollout), "temperature": torch.tensor(rollout.temperature)}
-    return {name: given[name].to("cpu", dtype).contiguous() for name, dtype in _DTYPES.items()}
+    temperature = torch.tensor(rollout.temperature, dtype=torch.float64)
+    given = {**vars(rollout), "temperature": temperature}
+    kept = {name: given[name].to("cpu", dtype).contiguous() for name, dtype in _DTYPES.items()}
+    if any(is_messages(prompt) for prompt in prompts):
+        text = json.dumps([p if isinstance(p, str) else [*p] for p in prompts])
+        kept[CHATS] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    return kept
 
 
-def as_rollout(tensors: Mapping[str, Tensor]) -> Rollout:
-    """Return the rollout of `rollout_tensors`; its log-probabilities are 0."""
+def write_rollouts(rollouts: Sequence[Mapping[str, Tensor]], folder: Path) -> None:
+    """Write `kept_tensors` of rollouts into the folder of a critic; without rollouts, no file."""
+    named = {
+        f"{number}.{name}": tensor
+        for number, tensors in enumerate(rollouts)
+        for name, tensor in tensors.items()
+    }
+    if named:
+        save_file(named, folder / ROLLOUTS_FILE)
+
+
+def read_rollouts(folder: str | Path, vocab_size: int) -> list[KeptRollout]:
+    """Return the rollouts in the folder of a critic; none if the folder has no file of rollouts.
+
+    Raises:
+        ModelError: the file is damaged, does not have the form that `write_rollouts` gives it, or
+            has a token id that is not below `vocab_size`.
+    """
+    file = Path(folder) / ROLLOUTS_FILE
+    if not file.is_file():
+        return []
+    with reading("file of rollouts", folder):
+        tensors = load_file(file)
+    parts: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        number, _, field = name.partition(".")
+        parts.setdefault(number, {})[field] = tensor
+    found = [
+        _as_kept(parts[number], vocab_size) if number.isdecimal() else None
+        for number in sorted(parts)
+    ]
+    rollouts = [each for each in found if each is not None]
+    if len(rollouts) < len(found):
+        raise ModelError(
+            f"'{file}' is not a file of rollouts that a run has written, or belongs to a "
+            f"vocabulary of more than {vocab_size:,} tokens. To start from the critic without "
+            "these rollouts, remove the file."
+        )
+    return rollouts
+
+
+def _as_kept(tensors: Mapping[str, Tensor], vocab_size: int) -> KeptRollout | None:
+    """Return the rollout of `kept_tensors`; None if the tensors have another form."""
+    chats = tensors.get(CHATS)
+    if not _is_whole({n: t for n, t in tensors.items() if n != CHATS}, vocab_size):
+        return None
     wide = {
         name: tensors[name].long() if dtype == torch.int32 else tensors[name]
         for name, dtype in _DTYPES.items()
     }
     temperature = float(wide.pop("temperature"))
     logprobs = torch.zeros(wide["response_ids"].shape)
-    return Rollout(**wide, logprobs=logprobs, temperature=temperature)
+    rollout = Rollout(**wide, logprobs=logprobs, temperature=temperature)
+    lengths = rollout.prompt_lengths.tolist()
+    prompts: list[Prompt] = [
+        ids[:length] for ids, length in zip(rollout.prompt_ids.tolist(), lengths, strict=True)
+    ]
+    if chats is not None:
+        try:
+            prompts = [*_CHATS.validate_json(bytes(chats.tolist()))]
+        except (ValidationError, ValueError, TypeError):
+            return None
+    return KeptRollout(rollout=rollout, prompts=prompts) if len(prompts) == len(lengths) else None
 
 
-def write_rollouts(rollouts: Sequence[Rollout], folder: Path) -> None:
-    """Write rollouts into the folder of a critic; without rollouts, write no file."""
-    if not rollouts:
-        return
-    named = {
-        f"{number}.{name}": tensor
-        for number, rollout in enumerate(rollouts)
-        for name, tensor in rollout_tensors(rollout).items()
-    }
-    save_file(named, folder / ROLLOUTS_FILE)
-
-
-def read_rollouts(folder: str | Path, vocab_size: int) -> list[Rollout]:
-    """Return the rollouts in the folder of a critic; none if the folder has no file of rollouts.
-
-    Raises:
-        ModelError: the file does not have the form that `write_rollouts` gives it, or has a token
-            id that is not below `vocab_size`.
-    """
-    file = Path(folder) / ROLLOUTS_FILE
-    if not file.is_file():
-        return []
-    tensors = load_file(file)
-    number = len(tensors) // len(_DTYPES)
-    parts = [{name: tensors.get(f"{n}.{name}") for name in _DTYPES} for n in range(number)]
-    if len(tensors) % len(_DTYPES) or not all(_is_whole(part, vocab_size) for part in parts):
-        raise ModelError(
-            f"'{file}' is not a file of rollouts that a run has written, or its token ids are not "
-            f"below {vocab_size:,}, the size of the vocabulary. Remove the file to start from the "
-            "critic without them."
-        )
-    return [as_rollout(part) for part in parts]  # type: ignore[arg-type]
-
-
-def _is_whole(part: Mapping[str, Tensor | None], vocab_size: int) -> bool:
-    """Return whether tensors have the dtypes, shapes and values of a rollout."""
-    if any(part[name] is None or part[name].dtype != dtype for name, dtype in _DTYPES.items()):  # type: ignore[union-attr]
+def _is_whole(found: Mapping[str, Tensor], vocab_size: int) -> bool:
+    """Return whether tensors have the names, dtypes, shapes and values of a rollout."""
+    if {name: tensor.dtype for name, tensor in found.items()} != _DTYPES:
         return False
-    found = {name: tensor for name, tensor in part.items() if tensor is not None}
     prompts, responses = found["prompt_ids"], found["response_ids"]
     if prompts.ndim != 2 or responses.ndim != 2 or 0 in (*prompts.shape, *responses.shape):
         return False

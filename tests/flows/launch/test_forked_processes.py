@@ -7,13 +7,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from threading import Timer
 
 import psutil
 import pytest
 
 from metaflow_glue.forked_steps import CardServer, StepServer
+from pipeline.launch import process_tree
 from pipeline.launch.forked_processes import ForkedProcess, ForkServer, start_python
+from pipeline.launch.launcher import train
+from ppo_core.errors import ProcessError
+from tests.helpers.paths import ROOT
 
 JOB = """
 import json, os, sys
@@ -83,15 +89,83 @@ def test_a_forked_program_ends_as_python_ends_it(server, capfd, program: str, co
     assert forked[3] == plain.stdout.partition("\n")[2]
 
 
-def test_a_file_that_a_program_leaves_open_is_written(server, tmp_path: Path, capfd):
-    run_job(f"kept = open({str(tmp_path / 'log')!r}, 'w'); kept.write('all of it')", capfd)
-    assert (tmp_path / "log").read_text() == "all of it"
+def test_files_that_a_program_leaves_open_are_written(server, tmp_path: Path, capfd):
+    # A module keeps its file until the end, unlike the main module. The exit function is that of
+    # `prepare_environment`.
+    code = "import atexit, gc; file = open({!r}, 'w'); file.write('all of it'); {}"
+    for name, more in (("one", ""), ("two", "atexit.register(gc.freeze)")):
+        (tmp_path / f"{name}.py").write_text(code.format(str(tmp_path / f"{name}.txt"), more))
+        assert run_job(f"import {name}", capfd)[1] == 0
+        assert (tmp_path / f"{name}.txt").read_text() == "all of it"
 
 
-def test_with_another_number_of_threads_a_new_process_is_started(server, capfd):
+def test_a_signal_that_arrives_at_the_start_ends_the_program(server):
+    argv = [sys.executable, "-m", "job", "import time; time.sleep(20)"]
+    for _ in range(20):
+        process = start_python(argv, os.environ)
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.wait(10) == -signal.SIGTERM
+
+
+def test_a_module_of_the_user_is_found_before_one_of_the_flows(tmp_path: Path, monkeypatch):
+    for name in ("job", "pipeline"):
+        (tmp_path / f"{name}.py").write_text("import pipeline; print(pipeline.__file__)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    server, read = ForkServer.start(["pipeline.launch.commands"]), tmp_path / "output"
+    with read.open("w") as output:
+        streams = {"output": output.fileno(), "error": output.fileno()}
+        assert server.fork(["-m", "job"], os.environ, **streams).wait() == 0
+    server.close()
+    assert {*read.read_text().split()} == {str(tmp_path / "pipeline.py")}
+
+
+def test_a_program_that_needs_other_threads_is_a_new_process(server, capfd):
     process, _, found, _ = run_job("", capfd, OMP_NUM_THREADS="7")
     assert isinstance(process, subprocess.Popen)
     assert not found["has imported"]
+
+
+def test_a_step_with_fewer_threads_is_a_new_process(tmp_path: Path):
+    (tmp_path / "flow.py").write_text("")
+    server = StepServer([])
+    environment = {**os.environ, "OMP_NUM_THREADS": "7"}
+    step = server.start([sys.executable, str(tmp_path / "flow.py"), "step"], env=environment)
+    assert isinstance(step, subprocess.Popen)
+    assert step.wait() == 0
+    server.close()
+
+
+def test_a_server_ends_with_a_client_that_ends_during_the_imports(tmp_path: Path):
+    (tmp_path / "slow.py").write_text("import time; time.sleep(60)")
+    code = (
+        "import os, psutil, time\n"
+        "from pipeline.launch.forked_processes import ForkServer\n"
+        "ForkServer.start(['slow'])\n"
+        "(server,) = psutil.Process().children()\n"
+        "time.sleep(2); print(server.pid, flush=True)"
+    )
+    paths = os.pathsep.join([str(tmp_path), str(ROOT / "flows"), str(ROOT)])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    printed = subprocess.check_output([sys.executable, "-c", code], env=environment)
+    with suppress(psutil.NoSuchProcess):
+        psutil.wait_procs([psutil.Process(int(printed))], 5)
+        assert psutil.Process(int(printed)).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_frozen_server_ends_its_training(server, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(process_tree, "FROZEN_LOOKS", 3)
+    (tmp_path / "hanging.py").write_text("import time; time.sleep(60)")
+    freezer = Timer(2, lambda: _server_of_this_process().suspend())
+    freezer.start()
+    with pytest.raises(ProcessError, match="was frozen"):
+        train(tmp_path / "job.json", processes=1, program=("hanging",))
+
+
+def _server_of_this_process() -> psutil.Process:
+    (server,) = (
+        each for each in psutil.Process().children() if "fork_server" in str(each.cmdline())
+    )
+    return server
 
 
 def test_without_a_server_a_new_process_is_started(server, monkeypatch, capfd):

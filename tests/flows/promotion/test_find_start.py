@@ -18,7 +18,7 @@ from pipeline.settings.make_settings import make_settings
 from pipeline.settings.settings import Settings
 from pipeline.tracking.mlflow_client import connect
 from ppo_core.errors import ConfigError, DataError, ModelError
-from ppo_core.models.files.rollout_files import write_rollouts
+from ppo_core.models.files.rollout_files import kept_tensors, write_rollouts
 from tests.helpers.inputs.pipeline_inputs import tiny_table, write_model, write_rows
 from tests.helpers.models.rollouts import make_rollout
 from tests.helpers.models.tiny import VOCABULARY, make_tokenizer
@@ -124,10 +124,10 @@ def test_a_critic_whose_head_has_another_size_is_refused(settings, models):
 
 def test_kept_rollouts_of_another_vocabulary_are_refused(settings, models):
     rollout = make_rollout()
-    write_rollouts([rollout], models / "critic")
+    write_rollouts([kept_tensors(rollout, [[3]] * 3)], models / "critic")
     assert find_start(settings, add_start(settings, models)).start is not None
     beyond = replace(rollout, response_ids=rollout.response_ids + VOCABULARY)
-    write_rollouts([beyond], models / "critic")
+    write_rollouts([kept_tensors(beyond, [[3]] * 3)], models / "critic")
     with pytest.raises(ModelError, match=r"is not a file of rollouts .* Remove start_from"):
         find_start(settings, add_start(settings, models))
 

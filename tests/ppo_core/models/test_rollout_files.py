@@ -10,19 +10,41 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from ppo_core.errors import ModelError
-from ppo_core.models.files.rollout_files import ROLLOUTS_FILE, read_rollouts, write_rollouts
-from tests.helpers.models.rollouts import make_rollout
+from ppo_core.models.files.rollout_files import (
+    CHATS,
+    ROLLOUTS_FILE,
+    kept_tensors,
+    read_rollouts,
+    write_rollouts,
+)
+from tests.helpers.models.rollouts import TEMPERATURE, make_rollout, row_of
 from tests.helpers.models.tiny import VOCABULARY
 
 Tensors = dict[str, Tensor]
 
 
+CHATTED = [[{"role": "user", "content": "w1 \u00fc"}], "w2", [4, 5]]
+
+
+def write(folder: Path, *prompts: object) -> None:
+    write_rollouts([kept_tensors(make_rollout(), prompts or [[3]] * 3)], folder)
+
+
 def test_rollouts_are_read_as_they_were_written(tmp_path: Path):
     written = [make_rollout(), make_rollout((2, 2), (1, 9), seed=1)]
-    write_rollouts(written, tmp_path)
+    prompts = [row_of(written[0], b)[:length] for b, length in enumerate((3, 7, 1))]
+    write_rollouts([kept_tensors(each, [[3]] * len(each)) for each in written], tmp_path)
     read = read_rollouts(tmp_path, VOCABULARY)
     for one, other in zip(written, read, strict=True):
-        assert_close(vars(other), vars(one))
+        assert_close(vars(other.rollout), vars(one))
+    assert read[0].prompts == prompts
+    assert read[0].rollout.temperature == TEMPERATURE
+
+
+def test_chats_are_read_as_they_were_written(tmp_path: Path):
+    write(tmp_path, *CHATTED)
+    (read,) = read_rollouts(tmp_path, VOCABULARY)
+    assert read.prompts == CHATTED
 
 
 def test_a_folder_without_rollouts_has_none(tmp_path: Path):
@@ -53,17 +75,29 @@ def changed(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Tensors]
         changed("response_mask", torch.zeros_like),
         changed("temperature", torch.zeros_like),
         changed("temperature", lambda t: t * float("nan")),
+        changed(CHATS, lambda text: text[:-1].clone()),
+        changed(CHATS, lambda text: text.float() * 3),
+        changed(CHATS, lambda text: torch.tensor([*b"[1, 2, 3]"], dtype=torch.uint8)),
+        changed(CHATS, lambda text: torch.tensor([*b'["w1"]'], dtype=torch.uint8)),
     ],
 )
 def test_a_file_of_another_form_is_refused(tmp_path: Path, change: Callable[[Tensors], Tensors]):
-    write_rollouts([make_rollout()], tmp_path)
+    write(tmp_path, *CHATTED)
     file = tmp_path / ROLLOUTS_FILE
     save_file(change(load_file(file)), file)
     with pytest.raises(ModelError, match="is not a file of rollouts that a run has written"):
         read_rollouts(tmp_path, VOCABULARY)
 
 
+def test_a_truncated_file_is_refused(tmp_path: Path):
+    write(tmp_path)
+    file = tmp_path / ROLLOUTS_FILE
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(ModelError, match="No file of rollouts can be loaded"):
+        read_rollouts(tmp_path, VOCABULARY)
+
+
 def test_a_token_of_another_vocabulary_is_refused(tmp_path: Path):
-    write_rollouts([make_rollout()], tmp_path)
-    with pytest.raises(ModelError, match="not below 3, the size of the vocabulary"):
+    write(tmp_path, *CHATTED)
+    with pytest.raises(ModelError, match="belongs to a vocabulary of more than 3 tokens"):
         read_rollouts(tmp_path, 3)

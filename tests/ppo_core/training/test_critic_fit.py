@@ -1,6 +1,7 @@
 """A critic of an earlier run is fitted to the rewards of this run on the rollouts it came with."""
 
-import logging
+import os
+import signal
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -9,21 +10,27 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.testing import assert_close
+from transformers import PreTrainedTokenizerBase
 
+from ppo_core.algorithm.running_moments import RunningMoments
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.data.prompt_set import make_run_prompts
 from ppo_core.data.types import Rollout
+from ppo_core.errors import RunInterruptedError
 from ppo_core.models.files.critic_files import load_critic
-from ppo_core.models.files.rollout_files import read_rollouts
+from ppo_core.models.files.rollout_files import KeptRollout, read_rollouts
 from ppo_core.models.reward_model import RewardModel
-from ppo_core.ppo.reward_functions import score_tokens
+from ppo_core.ppo.reward_functions import RewardMix, score_tokens
 from ppo_core.ppo.scoring import critic_values
 from ppo_core.training.critic_fit import NUM_EPOCHS, NUM_KEPT, CriticFit
 from ppo_core.training.model_setup import join_processes, set_up_models
 from ppo_core.training.trainer import Trainer
 from tests.helpers.models.tiny import VOCABULARY, make_classifier, make_policy, make_tokenizer
+from tests.helpers.paths import ROOT
 from tests.helpers.runs.forked_python import run_python
 from tests.ppo_core.training.test_trainer import CONFIG, PROMPTS
+
+ROWS = [{"prompt": prompt, "reference": "w1"} for prompt in PROMPTS]
 
 SETTINGS = PPOConfig(
     **{
@@ -41,12 +48,13 @@ def make_trainer(
     settings: PPOConfig = SETTINGS,
     *,
     critic: Path | None = None,
-    rollouts: Sequence[Rollout] | None = None,
     reward: object = None,
+    prompts: Sequence[object] = PROMPTS,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     **options: object,
 ) -> Trainer:
     """Return a trainer that starts from the critic and the rollouts in a folder."""
-    tokenizer, policy = make_tokenizer(), make_policy()
+    tokenizer, policy = tokenizer or make_tokenizer(), make_policy()
     config, engine = join_processes(settings, policy)
     models = set_up_models(
         config,
@@ -57,12 +65,9 @@ def make_trainer(
         reference=make_policy(),
         reward=reward or RewardModel(make_classifier(seed=1), tokenizer, bias=-3.0),
     )
-    if rollouts is None and critic is not None:
-        rollouts = read_rollouts(critic, VOCABULARY)
-    prompts = make_run_prompts(PROMPTS, None, tokenizer, policy, config)
-    return Trainer(
-        config, models, prompts, engine=engine, earlier_rollouts=rollouts or (), **options
-    )
+    rollouts = () if critic is None else read_rollouts(critic, VOCABULARY)
+    prompts = make_run_prompts(prompts, None, tokenizer, policy, config)
+    return Trainer(config, models, prompts, engine=engine, earlier_rollouts=rollouts, **options)
 
 
 @pytest.fixture(scope="module")
@@ -76,93 +81,208 @@ def earlier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_run_keeps_its_first_rollouts_and_no_later_ones(earlier: Path):
-    rollouts = read_rollouts(earlier, VOCABULARY)
-    assert [len(each) for each in rollouts] == [8] * NUM_KEPT
+def test_a_run_keeps_its_first_rollouts_and_no_later_ones(earlier: Path, monkeypatch):
+    kept = read_rollouts(earlier, VOCABULARY)
+    assert [len(each.rollout) for each in kept] == [8] * NUM_KEPT
     trainer = make_trainer(reward=RewardModel(make_classifier(), make_tokenizer()))
-    seen = []
-    trainer._finish_update, finish = (
-        lambda pending, sums: seen.append(pending.experience.rollout) or finish(pending, sums),
-        trainer._finish_update,
-    )
+    seen, finish = [], trainer._finish_update
+
+    def noted(pending, sums):
+        seen.append(pending.experience.rollout)
+        return finish(pending, sums)
+
+    monkeypatch.setattr(trainer, "_finish_update", noted)
     trainer.train()
-    for kept, own in zip(rollouts, seen[:NUM_KEPT], strict=True):
-        for name, value in vars(kept).items():
+    for each, own in zip(kept, seen[:NUM_KEPT], strict=True):
+        for name, value in vars(each.rollout).items():
             if name not in ("logprobs", "behavior_logprobs"):
                 assert_close(value, getattr(own, name))
+        for ids, length, prompt in zip(
+            own.prompt_ids, own.prompt_lengths, each.prompts, strict=True
+        ):
+            assert ids[:length].tolist() == prompt
 
 
-def test_the_targets_are_the_shaped_scores_discounted_from_the_last_token(earlier: Path):
-    trainer = make_trainer(replace(SETTINGS, gamma=0.9), critic=earlier)
-    (rollout, *_) = read_rollouts(earlier, VOCABULARY)
-    fit = CriticFit(
+def fit_of(trainer: Trainer) -> CriticFit:
+    return CriticFit(
         config=trainer.config,
         engine=trainer.engine,
         rewards=trainer.rewards,
         train_state=trainer._train_state,
     )
-    experience = fit._experience(rollout)
+
+
+def shaped(trainer: Trainer, rollout: Rollout) -> torch.Tensor:
+    """Return the scores of the first reward, less 1 (missing_eos_penalty) without a stop token."""
     scores = score_tokens(trainer.rewards.models()[0], rollout, 8)
-    scores = scores - (~rollout.has_stop).float()  # missing_eos_penalty=1.0
-    for b, length in enumerate(rollout.response_lengths.tolist()):
+    return scores - (~rollout.has_stop).float()
+
+
+def test_the_targets_are_the_shaped_scores_discounted_from_the_last_token(earlier: Path):
+    trainer = make_trainer(replace(SETTINGS, gamma=0.9), critic=earlier)
+    (kept, *_) = read_rollouts(earlier, VOCABULARY)
+    experience = fit_of(trainer)._experience(kept, trainer.rewards, RunningMoments(), {})
+    scores = shaped(trainer, kept.rollout)
+    for b, length in enumerate(kept.rollout.response_lengths.tolist()):
         expected = [float(scores[b]) * 0.9 ** (length - 1 - t) for t in range(length)]
         assert_close(experience.returns[b, :length], torch.tensor(expected))
         assert not experience.returns[b, length:].any()
 
 
-def squared_error(trainer: Trainer, rollouts: Sequence[Rollout]) -> float:
+def squared_error(trainer: Trainer, rollouts: Sequence[KeptRollout]) -> float:
     """Return the critic's mean squared error against the shaped scores."""
     errors = []
-    for rollout in rollouts:
-        scores = score_tokens(trainer.rewards.models()[0], rollout, 8)
-        scores = scores - (~rollout.has_stop).float()
-        values = critic_values(trainer.critic, rollout, 8)
-        errors.append((values - scores[:, None])[rollout.response_mask] ** 2)
+    for each in rollouts:
+        values = critic_values(trainer.critic, each.rollout, 8)
+        wrong = values - shaped(trainer, each.rollout)[:, None]
+        errors.append(wrong[each.rollout.response_mask] ** 2)
     return float(torch.cat(errors).mean())
 
 
-def test_the_fit_trains_the_critic_alone_and_leaves_the_schedule_as_it_was(earlier: Path):
-    settings = replace(SETTINGS, warmup_ratio=0.5)
-    trainer = make_trainer(settings, critic=earlier)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"warmup_ratio": 0.5},
+        {"target_kl": 0.001},
+        {"ratio_threshold": 1.001},
+        {"kl_in_loss": True, "kl_estimator": "k3"},
+        {"kl_estimator": "full"},
+        {"num_mini_batches": 4, "num_ppo_epochs": 3},
+        {"whiten_rewards": True},
+        {"ema_decay": 0.9},
+    ],
+    ids=lambda changes: "-".join(changes),
+)
+def test_the_fit_trains_the_critic_alone_and_leaves_the_rest_as_it_was(earlier: Path, changes):
+    trainer = make_trainer(replace(SETTINGS, **changes), critic=earlier)
     rollouts = read_rollouts(earlier, VOCABULARY)
     state, policy = trainer._train_state, make_policy().state_dict()
     before, schedule = squared_error(trainer, rollouts), state.scheduler.state_dict()
     rates = [group["lr"] for group in state.optimizer.param_groups]
-    assert rates[0] == 0.0  # a warm-up begins at 0, and the fit must not
+    # A warm-up of the learning rate begins at 0, and the fit must not.
+    assert (rates[0] == 0.0) == ("warmup_ratio" in changes)
     trainer._fit_critic()
-    assert squared_error(trainer, rollouts) < 0.5 * before
+    # Whitened rewards are another target.
+    assert squared_error(trainer, rollouts) < (0.9 if "whiten_rewards" in changes else 0.5) * before
     assert_close(trainer.policy.model.state_dict(), policy, rtol=0, atol=0)
     assert state.scheduler.state_dict() == schedule
     assert [group["lr"] for group in state.optimizer.param_groups] == rates
     assert not any(state.optimizer.state.values())
-    assert trainer._run.critic_is_fitted
+    assert (state.skipped_steps, state.skipped_in_a_row) == (0, 0)
+    assert trainer._run.critic_fit_is_over
+
+
+@pytest.mark.parametrize("setting", ["use_score_scaling", "scale_each_reward"])
+def test_scaled_scores_are_the_targets_and_the_moments_of_the_run_stay_empty(
+    earlier: Path, setting: str
+):
+    trainer = make_trainer(replace(SETTINGS, **{setting: True}), critic=earlier)
+    (kept, *_) = read_rollouts(earlier, VOCABULARY)
+    experience = fit_of(trainer)._experience(kept, trainer.rewards, RunningMoments(), {})
+    scores = score_tokens(trainer.rewards.models()[0], kept.rollout, 8)
+    expected = scores / scores.std() - (~kept.rollout.has_stop).float()
+    last = kept.rollout.response_lengths - 1
+    assert_close(experience.returns.gather(1, last[:, None])[:, 0], expected)
+    trainer._fit_critic()
+    assert trainer._run.moments.state_dict() == RunningMoments().state_dict()
+    assert not trainer._run.reward_moments
+
+
+def test_a_chat_is_scored_as_the_run_scores_it(tmp_path: Path, monkeypatch):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ message['content'] }} w5 {% endfor %}"
+        "{% if add_generation_prompt %}w6 {% endif %}"
+    )
+    chats = [[{"role": "user", "content": text}] for text in PROMPTS]
+
+    def reward() -> RewardModel:
+        return RewardModel(make_classifier(), tokenizer, end_of_text=False)
+
+    options = {"prompts": chats, "tokenizer": tokenizer}
+    first = make_trainer(reward=reward(), keeps_rollouts=True, **options)
+    scored, score = [], first._score
+
+    def noted(rollout, prompts):
+        found = score(rollout, prompts)
+        scored.append(found.scores)
+        return found
+
+    monkeypatch.setattr(first, "_score", noted)
+    first.train()
+    first.save_critic(tmp_path / "critic")
+    second = make_trainer(critic=tmp_path / "critic", reward=reward(), **options)
+    kept = read_rollouts(tmp_path / "critic", VOCABULARY)
+    assert kept[0].prompts[0] in chats
+    for each, expected in zip(kept, scored[:NUM_KEPT], strict=True):
+        found, _ = second.rewards(each.prompts, each.rollout)
+        assert_close(found, expected)
 
 
 def test_a_rollout_with_a_score_that_is_not_finite_is_left_out(earlier: Path, monkeypatch):
-    trainer, calls = make_trainer(critic=earlier), []
-    total = trainer.rewards.total
+    trainer, calls, total = make_trainer(critic=earlier), [], RewardMix.total
 
-    def broken_once(parts: dict[str, torch.Tensor]) -> torch.Tensor:
+    def broken_once(self: RewardMix, parts: dict[str, torch.Tensor]) -> torch.Tensor:
         calls.append(parts)
-        return total(parts) * (float("nan") if len(calls) == 1 else 1.0)
+        return total(self, parts) * (float("nan") if len(calls) == 1 else 1.0)
 
-    monkeypatch.setattr(trainer.rewards, "total", broken_once)
+    monkeypatch.setattr(RewardMix, "total", broken_once)
     trainer._fit_critic()
     assert len(calls) == NUM_KEPT
     assert all(bool(parameter.isfinite().all()) for parameter in trainer.critic.parameters())
     assert trainer._train_state.skipped_steps == 0
 
 
-def test_a_function_as_reward_is_named_and_nothing_is_fitted(earlier: Path, caplog):
-    def length(prompts: list[str], responses: list[str]) -> list[float]:
-        return [len(response) for response in responses]
+def length(prompts: list[str], responses: list[str], reference: list[str]) -> list[float]:
+    """A reward that needs a column, which kept rollouts do not have."""
+    raise AssertionError("It was called for kept rollouts.")
 
-    trainer = make_trainer(critic=earlier, reward=length)
-    with caplog.at_level(logging.WARNING):
-        trainer._fit_critic()
-    assert "The critic is not fitted" in caplog.text
+
+def test_a_function_as_reward_fits_nothing_and_the_run_says_so(earlier: Path, capsys):
+    trainer = make_trainer(critic=earlier, reward=length, prompts=ROWS)
+    trainer._fit_critic()
+    assert "The critic was not fitted" in capsys.readouterr().err
     fresh = load_critic(earlier)
     assert_close(trainer.critic.state_dict(), fresh.state_dict(), rtol=0, atol=0)
+
+
+def test_a_reward_that_is_only_logged_is_left_out(earlier: Path, capsys):
+    rewards = {"model": RewardModel(make_classifier(seed=1), make_tokenizer()), "logged": length}
+    settings = replace(SETTINGS, reward_weights=[1.0, 0.0])
+    trainer = make_trainer(settings, critic=earlier, reward=rewards, prompts=ROWS)
+    trainer._fit_critic()
+    assert "The critic was fitted to 40 responses" in capsys.readouterr().err
+
+
+def test_a_checkpoint_without_kept_rollouts_adds_no_later_ones(tmp_path: Path):
+    settings = replace(SETTINGS, save_strategy="steps", output_dir=str(tmp_path))
+    make_trainer(settings).train(stop_after_updates=3)
+    resumed = make_trainer(settings, keeps_rollouts=True)
+    resumed.train(resume_from_checkpoint=True)
+    assert len(resumed._run.first_rollouts) == NUM_KEPT - 3
+
+
+def test_sigterm_stops_the_fit_and_the_next_attempt_gives_the_same(earlier: Path, tmp_path: Path):
+    settings = replace(SETTINGS, save_strategy="steps", output_dir=str(tmp_path / "cut"))
+    trainer = make_trainer(settings, critic=earlier)
+    steps, count = [], trainer._train_state.count_step
+
+    def interrupted(**how: bool) -> None:
+        count(**how)
+        steps.append(how)
+        if len(steps) == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer._train_state.count_step = interrupted
+    with pytest.raises(RunInterruptedError):
+        trainer.train()
+    assert len(steps) == 7
+    assert not [*tmp_path.glob("cut/checkpoint-*")]
+    again = make_trainer(settings, critic=earlier)
+    again.train(resume_from_checkpoint=True)
+    whole = make_trainer(replace(settings, output_dir=str(tmp_path / "whole")), critic=earlier)
+    whole.train()
+    assert_close(again.critic.state_dict(), whole.critic.state_dict(), rtol=0, atol=0)
 
 
 def test_a_resumed_run_neither_fits_again_nor_loses_a_kept_rollout(earlier: Path, tmp_path: Path):
@@ -213,5 +333,8 @@ def test_two_processes_fit_the_critic_of_one(earlier: Path, tmp_path: Path, shar
     assert_close(found[1], found[2], rtol=0, atol=1e-5)
 
 
-def test_epochs_and_rollouts_are_those_of_the_documentation():
+def test_the_page_names_the_numbers_of_rollouts_and_epochs():
+    page = " ".join((ROOT / "docs" / "retraining.md").read_text().split())
     assert (NUM_KEPT, NUM_EPOCHS) == (5, 4)
+    assert "its first five rollouts" in page
+    assert "The critic is trained four times on the kept answers" in page
