@@ -14,6 +14,7 @@ from ppo_core.models.kernels.decoder_families import fast_path
 from ppo_core.models.loading import load_policy
 from ppo_core.reporting.metrics_file import NEWEST_SAMPLES_FILE
 from ppo_core.reporting.sample_table import NUM_NEWEST
+from ppo_core.trl.ppo_trainer import PPOTrainer
 from tests.helpers.models.tiny import make_classifier, make_policy, make_tokenizer
 from tests.ppo_core.training.test_trainer import CONFIG as WHOLE_CONFIG
 from tests.ppo_core.training.test_trainer import PROMPTS, weights
@@ -186,6 +187,23 @@ def test_the_kl_coefficient_waits_while_only_the_critic_is_trained():
     used = [entry["objective/kl_coef"] for entry in trainer.train()]
     # The third update is the first that trains the policy. Its responses are those of the start.
     assert used == pytest.approx([0.1, 0.1, 0.1, 0.1 * (1 - 0.2 * 8 / 100)])
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_run_resumes_from_a_checkpoint_of_the_critics_warmup(tmp_path, shared: bool):
+    options = {"critic_warmup_updates": 2, "shared_critic": shared, "save_strategy": "steps"}
+
+    def trainer(name: str) -> PPOTrainer:
+        return make_trainer(**options, output_dir=str(tmp_path / name))
+
+    whole, first, second = trainer("whole"), trainer("parts"), trainer("parts")
+    whole.train()
+    first.train(stop_after_updates=1)
+    start = make_policy().state_dict()
+    assert_close(weights(first), start, rtol=0, atol=0)
+    second.train(resume_from_checkpoint=True)
+    assert_close(weights(second), weights(whole), rtol=0, atol=0)
+    assert any(not torch.equal(value, start[name]) for name, value in weights(second).items())
 
 
 @pytest.mark.parametrize("cut", [{"top_k": 5}, {"top_p": 0.5}])
