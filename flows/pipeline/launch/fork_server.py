@@ -121,14 +121,18 @@ def _fork_server(openmp: Mapping[str, str | None]) -> socket.socket | None:
     """Fork a server for this process; return its socket for requests in the server only."""
     here, there = socket.socketpair()
     program = os.getpid()
-    # If the fork fails, the program has no fork server.
-    with suppress(OSError):
-        if os.fork() == 0:
-            here.close()
-            end_with(program)
-            return there
-        ForkServer.of_this_process = ForkServer(here, openmp)
+    try:
+        process = os.fork()
+    except OSError:
+        here.close()
+        there.close()
+        return None  # The program has no fork server.
+    if process == 0:
+        here.close()
+        end_with(program)
+        return there
     there.close()
+    ForkServer.of_this_process = ForkServer(here, openmp)
     return None
 
 
