@@ -68,15 +68,15 @@ class StepServer:
     ) -> ForkedProcess | subprocess.Popen[bytes]:
         """Start a step; Metaflow calls this method instead of `subprocess.Popen`.
 
-        A step that runs with this Python on this machine is forked. Any other step is started as a
-        new process. If the server has died, every step is started as a new process.
+        A step that runs with this Python on this machine is forked, if the server can fork it. Any
+        other step is started as a new process.
         """
         is_here = "step" in argv and argv[argv.index("step") - 1] not in REMOTE
         step = self._fork(argv[1:], env) if is_here and argv[0] == sys.executable else None
         return step or subprocess.Popen(argv, env=env, **options)
 
     def _fork(self, argv: Sequence[str], env: Mapping[str, str]) -> ForkedProcess | None:
-        """Return a forked step, or None if the server has died."""
+        """Return a forked step, or None if the server cannot fork it."""
         (output, to_output), (error, to_error) = os.pipe(), os.pipe()
         step = self._server.fork(argv, env, output=to_output, error=to_error, has_server=True)
         os.close(to_output)

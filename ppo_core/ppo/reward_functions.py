@@ -78,7 +78,7 @@ class ModelReward:
 
     @cached_property
     def reads_tokens(self) -> bool:
-        """Whether the reward model has the policy's vocabulary; it reads a chat as text anyway."""
+        """Whether the reward model has the policy's vocabulary. It still reads chats as text."""
         # Cached, because this compares two full vocabularies.
         return self.reward_model.reads_tokens_of(self.tokenizer)
 
@@ -283,12 +283,9 @@ class RewardMix:
 
     def weighted(self) -> "RewardMix":
         """Return the sum without the rewards whose weight is 0, which are only logged."""
-        kept = {
-            name: (source, weight)
-            for (name, source), weight in zip(self.sources.items(), self.weights, strict=True)
-            if weight
-        }
-        return RewardMix({n: one for n, (one, _) in kept.items()}, [w for _, w in kept.values()])
+        named = zip(self.sources.items(), self.weights, strict=True)
+        kept = [(name, source, weight) for (name, source), weight in named if weight]
+        return RewardMix({name: one for name, one, _ in kept}, [weight for *_, weight in kept])
 
     @property
     def scores_tokens(self) -> bool:

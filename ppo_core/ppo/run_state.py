@@ -114,7 +114,7 @@ class RunState:
     """`kept_tensors` of the first rollouts, which are saved with the critic; None if not kept."""
 
     critic_fit_is_over: bool = False
-    """Whether the critic was fitted, or cannot be fitted, to the rewards of this run."""
+    """Whether the fit of the critic is done, or was left out because of the rewards."""
 
     @classmethod
     def at_start(cls, config: PPOConfig, schedule: Schedule, num_prompts: int) -> "RunState":

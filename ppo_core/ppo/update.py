@@ -191,8 +191,8 @@ def _passes(
 def _leave_policy_out(optimizer: Optimizer) -> None:
     """Remove the gradients of the policy's parameters, so that AdamW does not count this step.
 
-    Otherwise the step count would be advanced and the moments 0, and the policy's first steps would
-    be up to three times too large. A shared backbone belongs to the policy. ZeRO keeps the
+    Otherwise AdamW would count steps with moments of 0, and the policy's first steps would be up to
+    three times too large. A shared backbone belongs to the policy. ZeRO keeps the
     gradients elsewhere, so it counts these steps.
     """
     for group in optimizer.param_groups:

@@ -52,8 +52,8 @@ class CriticFit:
         learning rate falls linearly from the largest rate of the run to 0. Afterwards, optimizer,
         schedule and counters are as before. The policy is not trained.
 
-        Nothing is trained if a reward is not a reward model with the policy's vocabulary, because
-        it may need more than the kept prompts and tokens.
+        Nothing is trained if a reward is not a reward model with the policy's vocabulary. A
+        function may need columns, which are not kept.
 
         `pause` is called before each optimizer step. It may raise to stop the fit.
         """
@@ -65,7 +65,11 @@ class CriticFit:
             )
             return
         moments, of_rewards = RunningMoments(), dict[str, RunningMoments]()
-        experiences = [self._experience(each, rewards, moments, of_rewards) for each in rollouts]
+        scored = [self._experience(each, rewards, moments, of_rewards) for each in rollouts]
+        experiences = [each for each in scored if each is not None]
+        if not experiences:
+            self._print("was not fitted, because no rollout has finite scores.")
+            return
         generator = torch.Generator().manual_seed(self.config.seed)
         losses = []
         with self._own_optimization(pause) as prepare_step:
@@ -75,7 +79,7 @@ class CriticFit:
                     done = (epoch + number / len(experiences)) / NUM_EPOCHS
                     sums.add(self._train(experience, generator, partial(prepare_step, 1 - done)))
                 losses.append(sums.value_loss / max(sums.tokens, 1))
-        count = sum(len(each.rollout) for each in rollouts)
+        count = sum(len(each.rollout) for each in experiences)
         self._print(
             f"was fitted to {count} responses of an earlier run: value loss {losses[0]:.3g} -> "
             f"{losses[-1]:.3g}."
@@ -94,14 +98,14 @@ class CriticFit:
     ) -> Experience | None:
         """Score a rollout, and update the moments; return None if a score is not finite."""
         rollout = map_tensors(kept.rollout, lambda tensor: tensor.to(self.engine.device))
-        size, nothing = len(rollout), torch.zeros_like(rollout.logprobs)
+        size, zeros = len(rollout), torch.zeros_like(rollout.logprobs)
         share = self.engine.share(size)
-        own, prompts = map_tensors(rollout, lambda t: t[share]), [kept.prompts[n] for n in share]
+        own = map_tensors(rollout, lambda tensor: tensor[share])
+        prompts = [kept.prompts[number] for number in share]
         holders = reward_holders(rewards, self.train_state.module)
         with self.engine.autocast(), self.engine.all_gathered(holders):
             total, parts = rewards(prompts, own)
-        empty = nothing[share]
-        scores = Scores(scores=total, parts=parts, ref_logprobs=empty, values=empty)
+        scores = Scores(scores=total, parts=parts, ref_logprobs=zeros[share], values=zeros[share])
         scores = self.engine.gather_record(scores, size)
         if not scores.scores.isfinite().all():
             return None
@@ -111,19 +115,15 @@ class CriticFit:
         # With values of 0 and lambda 1, GAE is the discounted sum of the rewards, so the critic's
         # targets are the returns.
         config = replace(self.config, lam_critic=1.0)
-        return make_experience(
-            rollout, replace(scores, scores=shaped), nothing, config, kl_coef=0.0
-        )
+        return make_experience(rollout, replace(scores, scores=shaped), zeros, config, kl_coef=0.0)
 
     def _train(
         self,
-        experience: Experience | None,
+        experience: Experience,
         generator: torch.Generator,
         before_step: Callable[[], None],
     ) -> TokenSums:
         """Train the critic once on each response."""
-        if experience is None:
-            return TokenSums()
         config = replace(
             self.config,
             num_ppo_epochs=1,

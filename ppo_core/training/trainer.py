@@ -241,7 +241,9 @@ class Trainer:
         """
         if self.engine.any(self._interruption.requested):
             next_move = "No checkpoint was saved, because save_strategy='no'."
-            if self.config.save_strategy != "no":
+            if self._must_fit_critic:
+                next_move = "No checkpoint was saved, because the critic was being fitted."
+            elif self.config.save_strategy != "no":
                 next_move = (
                     f"To resume from the checkpoint in '{self.config.output_dir}', start the run "
                     "again with --resume_from_checkpoint latest (resume_from_checkpoint=True)."
@@ -275,7 +277,7 @@ class Trainer:
                 or `output_dir` has checkpoints of an earlier run although `resume_from_checkpoint`
                 is not given.
             RunInterruptedError: a process received SIGTERM. A checkpoint was written, unless
-                save_strategy is "no".
+                save_strategy is "no" or the critic was being fitted.
             TrainingError: too many consecutive steps were skipped, the run cannot resume from the
                 checkpoint, or memory is full.
         """
@@ -294,9 +296,8 @@ class Trainer:
             try:
                 history = self._run_updates(last)
             except RunInterruptedError:
-                # A run with a half-fitted critic starts again.
-                is_fitting = self._earlier_rollouts and not self._run.critic_fit_is_over
-                if self.config.save_strategy != "no" and not is_fitting:
+                # Without a checkpoint, the next process fits the critic from the start.
+                if self.config.save_strategy != "no" and not self._must_fit_critic:
                     self._checkpoints.save()
                     self._checkpoints.finish()
                 raise
@@ -336,8 +337,7 @@ class Trainer:
 
     def _fit_critic(self) -> None:
         """Fit the critic to this run's rewards, if an earlier run has kept rollouts for that."""
-        run = self._run
-        if self._earlier_rollouts and run.updates == 0 and not run.critic_fit_is_over:
+        if self._must_fit_critic:
             fit = CriticFit(
                 config=self.config,
                 engine=self.engine,
@@ -345,7 +345,12 @@ class Trainer:
                 train_state=self._train_state,
             )
             fit.run(self._earlier_rollouts, self._stop_if_interrupted)
-            run.critic_fit_is_over = True
+            self._run.critic_fit_is_over = True
+
+    @property
+    def _must_fit_critic(self) -> bool:
+        run = self._run
+        return bool(self._earlier_rollouts) and run.updates == 0 and not run.critic_fit_is_over
 
     def _after_update(self, metrics: Metrics, last: int) -> None:
         """Log warnings and metrics; evaluate, show samples and save if the settings ask for it.

@@ -75,7 +75,7 @@ def serve() -> None:
     """
     handlers, openmp = _ignore_signals(), openmp_settings(os.environ)
     _set_streams([os.open(os.devnull, os.O_WRONLY) for _ in range(2)])
-    # Until the first request, nobody needs a server without its client.
+    # During the imports, nothing has been forked, so nobody needs the server without its client.
     end_with(os.getppid())
     with large_imports():
         for module in sys.argv[1:]:
@@ -93,7 +93,9 @@ def _ignore_signals() -> Handlers:
     return {each: signal.signal(each, signal.SIG_IGN) for each in SIGNALS}
 
 
-def _serve(channel: socket.socket, handlers: Handlers, openmp: Mapping[str, str | None]) -> None:
+def _serve(
+    channel: socket.socket, handlers: Handlers, openmp: Mapping[str, str | None]
+) -> NoReturn:
     """Fork for each request that arrives on a socket; run the program in the forked process.
 
     `openmp` are the settings of OpenMP with which torch was imported.
@@ -107,14 +109,14 @@ def _serve(channel: socket.socket, handlers: Handlers, openmp: Mapping[str, str 
     end_with(server)
     for each, handler in handlers.items():
         signal.signal(each, handler)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     _become(request)
     own_channel = _fork_server(openmp) if request.has_server else None
     if own_channel:
-        _serve(own_channel, _ignore_signals(), openmp)
-    else:
-        code = _run(request.argv)
-        _exit(code)
+        handlers = _ignore_signals()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        _serve(own_channel, handlers, openmp)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    _exit(_run(request.argv))
 
 
 def _fork_server(openmp: Mapping[str, str | None]) -> socket.socket | None:
@@ -178,7 +180,7 @@ def _receive(channel: socket.socket) -> Request | None:
 def _fork(request: Request) -> int | None:
     """Fork, and return the process id as `os.fork` does; None if there is no new process."""
     process = None
-    # A signal that arrives before the new process has its handlers must wait for them.
+    # A signal to the new process must wait until its handlers are set.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     # If the fork fails, the client receives no process id, and starts a new process itself.
     with suppress(OSError):
@@ -268,8 +270,8 @@ def _run(argv: Sequence[str]) -> int:
 def _forget_flows() -> None:
     """Forget the imported modules of the flows, so that a user's module of equal name is found."""
     for name, module in [*sys.modules.items()]:
-        file = getattr(module, "__file__", None)
-        if file and FLOWS in Path(file).parents:
+        file = vars(module).get("__file__")
+        if isinstance(file, str) and file.startswith(f"{FLOWS}{os.sep}"):
             del sys.modules[name]
 
 
@@ -291,7 +293,7 @@ def _exit(code: int) -> NoReturn:
     a shared page before it is written.
     """
     threading._shutdown()  # type: ignore[attr-defined]
-    # An exit function may freeze all objects, which are then not found.
+    # List the files first: an exit function may call gc.freeze, which hides all objects.
     files = [each for each in gc.get_objects() if issubclass(type(each), io.IOBase)]
     atexit._run_exitfuncs()
     for file in (*files, sys.stdout, sys.stderr):

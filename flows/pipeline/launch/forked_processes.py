@@ -64,9 +64,9 @@ class ForkServer:
         error: int,
         has_server: bool = False,
     ) -> "ForkedProcess | None":
-        """Return a forked process, or None.
+        """Return a forked process, or None if the server cannot fork it.
 
-        None means that the server has died, or has other settings of OpenMP than `environment`.
+        The server may have died, or may have imported torch with other settings of OpenMP.
 
         Args:
             argv: the arguments of Python: a file or `-m MODULE`, and the arguments of the program.
@@ -138,7 +138,8 @@ class ForkedProcess:
     def kill(self) -> None:
         """Kill the process if it runs."""
         if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has just ended
+                os.kill(self.pid, signal.SIGKILL)
 
 
 def receive_number(status: socket.socket) -> int | None:

@@ -9,20 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ppo_core.data.chat_template import is_messages
 from ppo_core.data.prompts import Prompt
 from ppo_core.data.types import Rollout
-from ppo_core.errors import ModelError
-from ppo_core.models.loading import reading
+from ppo_core.errors import ModelError, library_errors
 
 ROLLOUTS_FILE = "first_rollouts.safetensors"
 
 CHATS = "chats"
-"""Name of the tensor with the prompts, if one of them is a chat: UTF-8 bytes of JSON."""
+"""Name of the tensor with the prompts as JSON in UTF-8 bytes; only if a prompt is a chat."""
 
 _DTYPES = {
     "prompt_ids": torch.int32,
@@ -43,7 +42,7 @@ class KeptRollout:
 
     rollout: Rollout
     prompts: list[Prompt]
-    """Prompts: as the earlier run read them if one of them is a chat, otherwise as token ids."""
+    """Token ids; if a prompt is a chat, all prompts as the earlier run read them."""
 
 
 def kept_tensors(rollout: Rollout, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
@@ -81,7 +80,7 @@ def read_rollouts(folder: str | Path, vocab_size: int) -> list[KeptRollout]:
     file = Path(folder) / ROLLOUTS_FILE
     if not file.is_file():
         return []
-    with reading("file of rollouts", folder):
+    with library_errors(ModelError, f"'{file}' cannot be read", "Train the critic again."):
         tensors = load_file(file)
     parts: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
@@ -95,8 +94,7 @@ def read_rollouts(folder: str | Path, vocab_size: int) -> list[KeptRollout]:
     if len(rollouts) < len(found):
         raise ModelError(
             f"'{file}' is not a file of rollouts that a run has written, or belongs to a "
-            f"vocabulary of more than {vocab_size:,} tokens. To start from the critic without "
-            "these rollouts, remove the file."
+            f"vocabulary of more than {vocab_size:,} tokens. Train the critic again."
         )
     return rollouts
 
@@ -118,11 +116,19 @@ def _as_kept(tensors: Mapping[str, Tensor], vocab_size: int) -> KeptRollout | No
         ids[:length] for ids, length in zip(rollout.prompt_ids.tolist(), lengths, strict=True)
     ]
     if chats is not None:
+        if chats.dtype != torch.uint8 or chats.ndim != 1:
+            return None
         try:
             prompts = [*_CHATS.validate_json(bytes(chats.tolist()))]
-        except (ValidationError, ValueError, TypeError):
+        except ValueError:
             return None
-    return KeptRollout(rollout=rollout, prompts=prompts) if len(prompts) == len(lengths) else None
+    if len(prompts) != len(lengths) or any(_has_other_tokens(p, vocab_size) for p in prompts):
+        return None
+    return KeptRollout(rollout=rollout, prompts=prompts)
+
+
+def _has_other_tokens(prompt: Prompt, vocab_size: int) -> bool:
+    return any(isinstance(token, int) and not 0 <= token < vocab_size for token in prompt)
 
 
 def _is_whole(found: Mapping[str, Tensor], vocab_size: int) -> bool:

@@ -79,6 +79,8 @@ def changed(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Tensors]
         changed(CHATS, lambda text: text.float() * 3),
         changed(CHATS, lambda text: torch.tensor([*b"[1, 2, 3]"], dtype=torch.uint8)),
         changed(CHATS, lambda text: torch.tensor([*b'["w1"]'], dtype=torch.uint8)),
+        changed(CHATS, lambda text: torch.tensor([*b'["w1", "w2", [61]]'], dtype=torch.uint8)),
+        changed(CHATS, lambda text: torch.tensor(10**15)),
     ],
 )
 def test_a_file_of_another_form_is_refused(tmp_path: Path, change: Callable[[Tensors], Tensors]):
@@ -93,7 +95,7 @@ def test_a_truncated_file_is_refused(tmp_path: Path):
     write(tmp_path)
     file = tmp_path / ROLLOUTS_FILE
     file.write_bytes(file.read_bytes()[:-10])
-    with pytest.raises(ModelError, match="No file of rollouts can be loaded"):
+    with pytest.raises(ModelError, match="cannot be read"):
         read_rollouts(tmp_path, VOCABULARY)
 
 
