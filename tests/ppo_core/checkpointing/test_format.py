@@ -18,7 +18,8 @@ BY_NAME = ("identity", "optimizer", "kept", "scheduler", "reporter", "groups")
 
 STATE_KEYS = """
 step processes identity optimizer kept scheduler skipped_steps skipped_in_a_row pretraining groups
-run.updates run.episodes run.moments.count run.moments.mean run.moments.squares run.reward_moments run.critic_fit_is_over
+run.updates run.episodes run.moments.count run.moments.mean run.moments.squares run.reward_moments
+run.critic_fit_is_over
 run.adaptive_kl.kl_coef run.adaptive_kl.mean run.health.warned run.health.drop.recent
 run.health.drop.best run.health.drop.changes run.health.drop.updates run.pending.steps_done
 run.pending.values.kl_loss_coef run.pending.values.rollout.temperature
