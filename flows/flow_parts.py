@@ -154,8 +154,8 @@ def run_command(
         from metaflow_glue.forked_steps import fork_steps
 
         fork_steps(imported)
-    if ForkServer.of_this_process:
+    if server := ForkServer.of_this_process:
         from metaflow_glue.forked_steps import fork_cards
 
-        fork_cards()
+        fork_cards(server)
     flow()

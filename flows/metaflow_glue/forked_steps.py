@@ -43,10 +43,9 @@ def fork_steps(modules: Sequence[str]) -> None:
         runtime.subprocess = _subprocess_with(Popen=StepServer(modules).start)
 
 
-def fork_cards() -> None:
-    """Fork the programs that write the last card of this step, if the step has a fork server."""
-    if server := ForkServer.of_this_process:
-        card_creator.subprocess = _subprocess_with(check_output=CardServer(server).check_output)
+def fork_cards(server: ForkServer) -> None:
+    """Fork the programs that write the last card of this step from the step's fork server."""
+    card_creator.subprocess = _subprocess_with(check_output=CardServer(server).check_output)
 
 
 def _subprocess_with(**functions: Any) -> ModuleType:

@@ -192,8 +192,8 @@ def _leave_policy_out(optimizer: Optimizer) -> None:
     """Remove the gradients of the policy's parameters, so that AdamW does not count this step.
 
     Otherwise AdamW would count steps with moments of 0, and the policy's first steps would be up to
-    three times too large. A shared backbone belongs to the policy. ZeRO keeps the
-    gradients elsewhere, so it counts these steps.
+    three times too large. A shared backbone belongs to the policy. ZeRO keeps the gradients
+    elsewhere, so it counts these steps.
     """
     for group in optimizer.param_groups:
         if group.get("name") == POLICY:
