@@ -61,8 +61,6 @@ and the cache keys of all trained models have their code."""
 
 REGISTRIES = {
     "flows/pipeline/storage/workspace.py: _fetched",
-    "ppo_core/io/folder_cache.py: _copies",
-    "ppo_core/io/progress_bar.py: _listeners",
 }
 """Mutable containers at module level that are left. No new one may join them."""
 

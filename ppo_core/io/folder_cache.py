@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
@@ -74,17 +75,17 @@ class Copies(Protocol):
         """Make a copy of the folder, unless there is one."""
 
 
-_copies: list[Copies] = []
+_COPIES: ContextVar[Copies | None] = ContextVar("copies", default=None)
 
 
 @contextmanager
 def sharing(copies: Copies) -> Iterator[None]:
     """Make `make_once` fetch and publish copies inside the context."""
-    _copies.append(copies)
+    token = _COPIES.set(copies)
     try:
         yield
     finally:
-        _copies.remove(copies)
+        _COPIES.reset(token)
 
 
 def make_once(
@@ -109,11 +110,10 @@ def make_once(
         shared: whether a copy of the folder is fetched and published inside `sharing`.
     """
     folder = folder_of(root, name, inputs)
-    copies = _copies if shared else []
-    for each in copies:
-        if not folder.is_dir():
-            root.mkdir(parents=True, exist_ok=True)
-            each.fetch(folder)
+    copies = _COPIES.get() if shared else None
+    if copies and not folder.is_dir():
+        root.mkdir(parents=True, exist_ok=True)
+        copies.fetch(folder)
     if folder.is_dir():
         if is_made(folder):
             return _cached(folder, reused=True)
@@ -132,8 +132,8 @@ def make_once(
         publish_folder(unfinished, folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    for each in copies:
-        each.publish(folder)
+    if copies:
+        copies.publish(folder)
     return _cached(folder, reused=False)
 
 

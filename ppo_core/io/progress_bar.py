@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO, TypeVar
@@ -72,17 +73,20 @@ class Listener(Protocol):
         """Note that a phase ended."""
 
 
-_listeners: list[Listener] = []
+_LISTENERS: ContextVar[tuple[Listener, ...]] = ContextVar("listeners", default=())
 
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Tell `listener` about each bar inside the context, hidden bars too."""
-    _listeners.append(listener)
+    """Tell `listener` about each bar that begins inside the context, hidden bars too.
+
+    A bar tells its listeners in every thread that advances it.
+    """
+    token = _LISTENERS.set((*_LISTENERS.get(), listener))
     try:
         yield
     finally:
-        _listeners.remove(listener)
+        _LISTENERS.reset(token)
 
 
 def each_pass(items: Sequence[Item], phase: str) -> Iterator[Item]:
@@ -93,13 +97,13 @@ def each_pass(items: Sequence[Item], phase: str) -> Iterator[Item]:
     for item in items:
         tell_moved(phase)
         yield item
-    for listener in _listeners:
+    for listener in _LISTENERS.get():
         listener.ended(phase)
 
 
 def tell_moved(phase: str) -> None:
     """Tell the listeners that a phase began or advanced."""
-    for listener in _listeners:
+    for listener in _LISTENERS.get():
         listener.moved(phase)
 
 
@@ -157,13 +161,14 @@ class ProgressBar(tqdm):  # type: ignore[misc]
         self._phase, self._in_log, self._shown = desc, in_log, time.monotonic()
         self._always_ends = always_ends
         self._written = -math.inf
+        self._listeners = _LISTENERS.get()
         super().__init__(desc=desc, **options)
-        tell_moved(desc)
+        self._tell_moved()
         self._write_progress()
 
     def update(self, n: float = 1) -> None:
         """Advance by n."""
-        tell_moved(self._phase)
+        self._tell_moved()
         super().update(n)
         self._write_progress()
 
@@ -188,7 +193,7 @@ class ProgressBar(tqdm):  # type: ignore[misc]
 
     def close(self) -> None:
         """End the phase."""
-        for listener in _listeners:
+        for listener in self._listeners:
             listener.ended(self._phase)
         if self._in_log and not self.disable:
             # The last line may already show the end.
@@ -196,6 +201,10 @@ class ProgressBar(tqdm):  # type: ignore[misc]
             if self._always_ends:
                 self.delay = 0.0
         super().close()
+
+    def _tell_moved(self) -> None:
+        for listener in self._listeners:
+            listener.moved(self._phase)
 
     def _write_progress(self) -> None:
         """Write the phase to the file that PROGRESS names, at most once a second."""

@@ -1,6 +1,7 @@
 """Progress within a step: who is told, and which lines a log has."""
 
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -33,6 +34,16 @@ def test_each_pass_tells_the_listeners_before_it_and_at_the_end():
     assert heard.said == ["scoring", "scoring", "scoring ended"]
     assert list(each_pass([3], "scoring")) == [3]
     assert len(heard.said) == 3
+
+
+def test_a_bar_tells_its_listeners_in_each_thread_that_advances_it():
+    heard = Heard()
+    with listening(heard), progress(2, "fetch", "B", hidden=True) as bar:
+        thread = Thread(target=bar.update)
+        thread.start()
+        thread.join()
+        assert heard.said == ["fetch", "fetch"]
+    assert heard.said == ["fetch", "fetch", "fetch ended"]
 
 
 def test_a_full_disk_for_the_progress_file_ends_no_phase(tmp_path: Path):
