@@ -20,7 +20,7 @@ from pipeline.launch.commands import gpus
 from pipeline.launch.job import updates_of_ppo
 from pipeline.preflight.guard_trial import try_guards, try_tasks
 from pipeline.preflight.judge_trial import try_judges
-from pipeline.preflight.model_types import check_model_types
+from pipeline.preflight.check_models import check_model_types
 from pipeline.preflight.reward_trial import try_rewards
 from pipeline.settings.settings import Settings
 from pipeline.settings.training_sections import SupervisedSection

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import DebertaV2Config, DebertaV2ForSequenceClassification
 
 from pipeline.preflight.check_inputs import check_inputs
-from pipeline.preflight.model_types import check_model_types
+from pipeline.preflight.check_models import check_model_types
 from pipeline.settings.make_settings import make_settings, settings_text
 from pipeline.settings.settings import Settings
 from ppo_core.errors import ModelError
