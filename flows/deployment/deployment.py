@@ -61,10 +61,10 @@ class Alarms:
 
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
-    """A deployment of both flows; `Deployment()` represents a run without a deployment.
+    """Settings of a deployment of both flows; the defaults stand for a run that is not deployed.
 
     Raises:
-        ConfigError: a value is missing or out of range.
+        ConfigError: a value is out of range, or a name has wrong characters or is too long.
     """
 
     scheduler: Literal["", "argo", "step-functions"] = ""
@@ -88,7 +88,7 @@ class Deployment:
 
     timeout_hours: NotNegative = 168.0
     """Time limit of a run of a flow in hours, including the time in queues; the scheduler then
-    stops the run. 0 for no limit: a job that never starts would then keep a run of Step Functions
+    stops the run. 0 for no limit; in Step Functions, a job that never starts then keeps its run
     alive for a year."""
 
     schedule: Schedule = field(default_factory=Schedule)
@@ -98,7 +98,7 @@ class Deployment:
     """Who receives alarms."""
 
     defaults: StepResources = field(default_factory=StepResources)
-    """Resources of steps without a table of their own, and defaults of all tables."""
+    """Resources of a step that has no table, and values for the names that a table leaves out."""
 
     retrain: StepResources = field(default_factory=StepResources)
     """Resources of the steps of the flow Retrain; missing names come from `defaults`."""

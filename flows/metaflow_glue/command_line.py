@@ -90,9 +90,10 @@ def prepare_resume(argv: Sequence[str], flow_name: str) -> None:
 
 
 def _record_resumed_runs(flow_name: str) -> None:
-    """Record a resumed run as the latest run, after it has copied its origin's finished steps.
+    """Record a resumed run as the latest run before its first step.
 
-    Metaflow records the latest run only in the command `run`. Therefore, a second `resume` would
+    Metaflow calls `execute` after it has copied the finished steps of the original run. Metaflow
+    records the latest run only in the command `run`. Therefore, a second `resume` would
     continue the original run and repeat all steps that the first `resume` had finished. Metaflow
     has no hook for this, so this function replaces a method of Metaflow's runtime.
     """

@@ -59,8 +59,9 @@ def save_checkpoint(
         folder: `output_dir/checkpoint-<step>`; a checkpoint of the same step is replaced.
         part: the files that this process writes.
         peers: the processes of the run; all processes must call this function.
-        disk: the processes that share the folder, by default all. With several disks, each disk
-            gets the files of its own processes, and the manifest of all files.
+        disk: the processes whose `folder` is on the disk of this process; by default all. If there
+            are several disks, each disk gets the files of its own processes, and the manifest of
+            all files.
         writer: id in the name of the unfinished folder, different for each run.
         held: function that returns a context in which no other process can take over the folder.
             Inside the context, the checkpoint is renamed, and old checkpoints are removed.
@@ -68,8 +69,8 @@ def save_checkpoint(
 
     Raises:
         TrainingError: the folder's name has no step, two files have the same name, the disk is
-            full or cannot be written, or `held` finds that another process has taken over the
-            folder. Raised in all processes.
+            full or cannot be written, old checkpoints cannot be removed, or `held` finds that
+            another process has taken over the folder. Raised in all processes.
     """
     step, disk = step_of(folder), disk or Disk(ranks=tuple(range(peers.number)))
     is_leader = peers.rank == disk.leader
@@ -147,8 +148,15 @@ def _finish(
         sync_to_disk(path)
     with held():
         _move_into_place(partial, folder)
-        rename_superseded(folder)
-        remove_old_checkpoints(folder, keep)
+        try:
+            rename_superseded(folder)
+            remove_old_checkpoints(folder, keep)
+        except OSError as error:
+            raise TrainingError(
+                f"The checkpoint '{folder}' is complete, but other checkpoints could not be "
+                f"renamed or removed: {error}. Change the permissions of '{folder.parent}', and "
+                "resume."
+            ) from error
 
 
 def _move_into_place(partial: Path, folder: Path) -> None:

@@ -58,7 +58,8 @@ def make_accelerator(
                 group.backend = "cuda:nccl,cpu:gloo"
         plugin = None
         if launched_by_accelerate() == "fsdp":
-            # By default accelerate would make a plugin for the FSDP version of its configuration.
+            # Without a plugin, accelerate takes the FSDP version from its own configuration, and
+            # that version may be 1.
             plugin = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=True)
         accelerator = Accelerator(cpu=on_cpu, fsdp_plugin=plugin, kwargs_handlers=[group])
     _check_connection(accelerator)
@@ -66,7 +67,7 @@ def make_accelerator(
 
 
 def _forget_unconnected_state() -> None:
-    """Reset accelerate's state if a script made a state that does not connect the processes.
+    """Reset accelerate's state if a script has created it without connecting the processes.
 
     Without a GPU, `PartialState` and `Accelerator` connect the processes only with `cpu=True`.
     Accelerate keeps the first state that is made in a process.

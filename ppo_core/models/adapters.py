@@ -39,7 +39,9 @@ def is_peft(model: object) -> "TypeIs[PeftModel]":
 
 
 def plain_model(model: nn.Module) -> PreTrainedModel:
-    """Return the transformers model inside a PeftModel, with its adapter layers, or `model` itself.
+    """Return the transformers model inside a PeftModel, whose layers still have the adapters.
+
+    Any other model is returned as it is.
 
     Raises:
         ModelError: the model is not a transformers model, or an adapter of the PeftModel has an
@@ -234,9 +236,15 @@ def _check_method(config: "PeftConfig") -> None:
     initial = getattr(config, "init_lora_weights", True)
     bias = getattr(config, "bias", "none")
     if config.peft_type not in METHODS:
-        problem = f"the method is not {' or '.join(METHODS)}, so it cannot be switched by layer"
+        problem = (
+            f"the method is not {' or '.join(METHODS)}: it has no adapter layers that could be "
+            "switched between passes"
+        )
     elif getattr(config, "alora_invocation_tokens", None):
-        problem = "it acts only after an invocation token, which hidden states do not contain"
+        problem = (
+            "it acts only after an invocation token, and the layers get hidden states, in which "
+            "PEFT cannot find this token"
+        )
     elif bias != "none":
         problem = f"bias={bias!r} trains biases of the base model, and so changes the reference"
     elif isinstance(initial, str) and initial.startswith(_CHANGE_THE_BASE):

@@ -22,7 +22,8 @@ LAYER_PATTERNS = (
     "model.layers.{layer}",
     "decoder.block.{layer}",
 )
-"""Parameter name prefixes of layers in transformers' families; `{layer}` is the layer number."""
+"""How names of a layer's parameters begin, in the families of transformers; `{layer}` is the layer
+number."""
 
 
 def make_reference(
@@ -30,9 +31,9 @@ def make_reference(
 ) -> LanguageModel:
     """Return the reference of a policy.
 
-    If `ref_model` is None, the reference of a plain policy is a frozen copy. The reference of a
-    PeftModel is then the PeftModel itself with the adapter `adapter`, or without any adapter if
-    `adapter` is None. A given `ref_model` may itself have an adapter.
+    If `ref_model` is None, the reference depends on the policy. The reference of a plain policy is
+    a frozen copy. The reference of a PeftModel is the same model with the adapter `adapter`, or
+    with no adapter if `adapter` is None. A given `ref_model` may itself have an adapter.
 
     Raises:
         ModelError: `ref_model` cannot be a reference.

@@ -36,7 +36,7 @@ def write_interpolated(start: str | Path, end: str | Path, weight: float, folder
         names = sorted(name for name, _ in shapes[0].items() ^ shapes[1].items())
         raise ModelError(
             f"The parameters of '{start}' and '{end}' differ, for example {names[0]}, so they "
-            f"cannot be interpolated. Use '{end}'."
+            f"cannot be interpolated. Use '{end}' as it is."
         )
     for name, weights in ended.items():
         target = at_least_fp32(weights)

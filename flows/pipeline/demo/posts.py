@@ -5,8 +5,8 @@
     -> my boss in paris felt angry
 
 A post has two to four facts and a filler sentence. A summary states each fact in two words: the
-word of the slot (such as `in`) and the value (such as `paris`). Writers omit, confuse and invent
-facts, and add needless words, with known probabilities.
+word of the slot (such as `in`) and the value (such as `paris`). With known probabilities, writers
+omit facts, give facts wrong values, invent facts, and add needless words.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from random import Random
 
 MAX_SUMMARY_WORDS = 23
-"""Maximum length of a summary in words, without the end-of-sequence token."""
+"""Maximum number of words of a summary; the end-of-sequence token is not counted."""
 
 
 @dataclass(frozen=True)
@@ -126,17 +126,17 @@ class Writer:
     """Error probabilities of a writer."""
 
     forgets: float = 0.0
-    """Probability of omitting each fact."""
+    """For each fact: probability that the summary omits it."""
     mistakes: float = 0.0
-    """Probability of stating a wrong value for each fact."""
+    """For each fact: probability that its value is wrong."""
     invents: float = 0.0
-    """Probability of stating an invented fact for each slot that the post does not use."""
+    """For each slot that the post does not use: probability of an invented fact."""
     repeats: float = 0.0
-    """Probability of stating each fact twice."""
+    """For each fact: probability that the summary states it twice."""
     rambles: float = 0.0
-    """Probability of adding a phrase without facts after the statements."""
+    """Probability of a phrase without facts after the statements."""
     quotes: float = 0.0
-    """Probability of ending the summary with a copied sentence of the post."""
+    """Probability that the summary ends with a copied sentence of the post."""
 
 
 CAREFUL = Writer(forgets=0.15, mistakes=0.02, rambles=0.35)
@@ -168,9 +168,10 @@ COMPARED_WRITERS = (
     (FAULTLESS, REPETITIVE),
     (FAULTLESS, QUOTING),
 )
-"""Pairs of writers whose summaries are compared. The writers make every error that a policy may
-try, so the reward model sees each error lose. Even so, a three-layer reward model hardly learns to
-recognize wrong values."""
+"""Pairs of writers whose summaries are compared; a repeated pair is compared twice as often. The
+writers make every error that a policy may try, so for each error the reward model sees pairs in
+which the error loses. Even so, a three-layer reward model hardly learns to recognize wrong
+values."""
 
 
 def write_summary(post: Post, writer: Writer, rng: Random) -> str:

@@ -71,6 +71,12 @@ def decided_pairs(pairs: Iterable[Row], trained: Sequence[Rows]) -> list[Labeled
     return [pair for pair in kept if not pair.tie]
 
 
+def example_pair(rows: Iterable[Row]) -> LabeledPair:
+    """Return the first pair in which people prefer a response; if there is none, the first pair."""
+    pairs = label_pairs(rows)
+    return next((pair for pair in pairs if not pair.tie), pairs[0])
+
+
 def pair_key(row: Row) -> PairKey:
     """Return a key that is equal for rows with equal prompts and responses, in either order."""
     return json.dumps(row["prompt"]), frozenset((row["chosen"], row["rejected"]))

@@ -18,9 +18,9 @@ from pipeline.judges.judge_names import read_judges
 from pipeline.judges.make_judge import check_judge
 from pipeline.launch.commands import gpus
 from pipeline.launch.job import updates_of_ppo
+from pipeline.preflight.check_models import check_models, require_template
 from pipeline.preflight.guard_trial import try_guards, try_tasks
 from pipeline.preflight.judge_trial import try_judges
-from pipeline.preflight.check_models import check_model_types
 from pipeline.preflight.reward_trial import try_rewards
 from pipeline.settings.settings import Settings
 from pipeline.settings.training_sections import SupervisedSection
@@ -33,17 +33,9 @@ from ppo_core.data.rows.row_formats import Row
 from ppo_core.data.sources.raw_row import ROWS_AT_ONCE
 from ppo_core.data.sources.source import named_data
 from ppo_core.distributed.strategy import choose_sharding
-from ppo_core.errors import ConfigError, DataError, ModelError, PPOError
+from ppo_core.errors import ConfigError, DataError, PPOError
 from ppo_core.io.atomic_files import require_writable
-from ppo_core.models.files.finite_weights import require_finite_weights
-from ppo_core.models.files.model_folder import check_model_folder
-from ppo_core.models.loading import (
-    check_policy_config,
-    check_reward_config,
-    check_vocabulary,
-    load_config,
-    load_tokenizer,
-)
+from ppo_core.models.loading import load_config, load_tokenizer
 from ppo_core.reporting.callbacks import check_integrations
 from ppo_core.rollout.token_sampling import stop_token
 from ppo_core.supervised.examples.encoded_rows import TrainingKind
@@ -85,7 +77,7 @@ def _check_everything(settings: Settings, quarantine: Path) -> None:
     _check_trainings(settings)
     check_integrations(settings.ppo.report_to)
     data = RunData(settings)
-    _check_models(data)
+    check_models(data)
     labels = [rows for rows in (data.labels(), data.fresh_labels()) if rows is not None]
     # The labels of people also test the reward model, so their texts must fit its context.
     data.voted_pairs()
@@ -113,7 +105,7 @@ def _check_judge(data: RunData, setting: str, spec: str, reward_model: str = "")
         return
     for part in read_judges(spec):
         if part.kind == "reward-model":
-            _require_template(data, load_tokenizer(part.source), part.source)
+            require_template(data, load_tokenizer(part.source), part.source)
     try:
         check_judge(spec, reward_model, data.settings.judging)
     except PPOError as error:
@@ -125,7 +117,7 @@ def _check_judge(data: RunData, setting: str, spec: str, reward_model: str = "")
 def _check_rewards(data: RunData) -> None:
     for one in read_rewards(data.settings.rewards):
         if one.kind == "reward-model" and not one.is_own:
-            _require_template(data, load_tokenizer(one.source, data.reward_format), one.source)
+            require_template(data, load_tokenizer(one.source, data.reward_format), one.source)
     try_rewards(data)
 
 
@@ -169,40 +161,6 @@ def _check_training(
             refuse_sharded_search(sharding)
     except ConfigError as error:
         raise ConfigError(f"[{name}]: {error}") from error
-
-
-def _check_models(data: RunData) -> None:
-    """Raise if a model cannot be used as the policy or as the reward model.
-
-    The policy must be decoder-only. The reward model must give one score, and have an
-    end-of-sequence token if its settings need one.
-    """
-    settings = data.settings
-    check_model_types(settings)
-    for path in filter(None, (settings.policy, settings.reward_model)):
-        check_model_folder(path)
-        require_finite_weights(path)
-        check_vocabulary(load_config(path), load_tokenizer(path), path)
-    check_policy_config(settings.policy)
-    path = settings.reward_model or settings.policy
-    tokenizer = data.reward_tokenizer
-    if settings.reward_model:
-        check_reward_config(path)
-        _require_template(data, tokenizer, path)
-    if settings.reward_model_training.end_of_text and tokenizer.eos_token_id is None:
-        raise ModelError(
-            f"The tokenizer of the reward model, '{path}', has no end-of-sequence token, which "
-            "each text must end with. Set end_of_text = false in [reward_model_training]."
-        )
-
-
-def _require_template(data: RunData, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
-    """Raise if the policy reads prompts as a chat and a reward model has no chat template."""
-    if data.is_chat and tokenizer.chat_template is None:
-        raise ModelError(
-            f"The policy reads a chat, but the tokenizer of the reward model '{path}' has no chat "
-            "template. Set its chat_template, or set prompt_format to text."
-        )
 
 
 def _check_prompts(data: RunData, quarantine: Path) -> None:

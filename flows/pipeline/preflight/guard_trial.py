@@ -3,7 +3,7 @@
 from pipeline.evaluation.guards.functions import load_guards, score_by_function
 from pipeline.evaluation.guards.tasks import load_tasks, score_by_task
 from pipeline.inputs.data_sets import RunData
-from pipeline.inputs.labeled_pairs import label_pairs
+from pipeline.inputs.labeled_pairs import example_pair
 from pipeline.preflight.judge_trial import watched_trial
 from pipeline.settings.gate_configs import is_task_file
 from pipeline.settings.settings import Settings
@@ -31,15 +31,15 @@ def try_guards(data: RunData) -> None:
     # If there is only one row, it is used twice.
     rows = data.examples()
     prompts = [shown_prompt(row["prompt"]) for row in (rows[0], rows[min(1, len(rows) - 1)])]
-    responses = [label_pairs(data.test_pairs())[0].chosen, ""]
+    responses = [example_pair(data.test_pairs()).chosen, ""]
     with watched_trial(data.settings):
         for name, loaded in load_guards(config).items():
             scores = score_by_function(name, loaded.function, prompts, responses)
             first, second = scores.tolist()
             source = original_names(config.functions[name])
             print(
-                f"promotion.guards.functions.{name}={source}: {first:.4g} for a chosen answer, "
-                f"{second:.4g} for an empty one",
+                f"promotion.guards.functions.{name}={source}: {first:.4g} for an answer to another "
+                f"prompt, {second:.4g} for an empty one",
                 flush=True,
             )
 

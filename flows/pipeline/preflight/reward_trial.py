@@ -4,25 +4,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipeline.inputs.data_sets import RunData
-from pipeline.inputs.labeled_pairs import label_pairs
+from pipeline.inputs.labeled_pairs import LabeledPair, example_pair
 from pipeline.inputs.run_rewards import RunRewards
 from pipeline.judges.judge_names import JudgePart, has_access_to_rewards
 from pipeline.judges.rubric.job import LanguageModels, job_of_run
 from pipeline.judges.transformers_model import check_chat_model
+from pipeline.preflight.check_models import check_model_files
 from pipeline.preflight.judge_trial import watched_trial, why_too_large
 from pipeline.storage.workspace import original_names
 from ppo_core.config.reward_names import NamedReward
 from ppo_core.data.prompts import prompt_text
 from ppo_core.errors import JudgeError
 from ppo_core.io.progress_bar import BAR_DELAY, progress
-from ppo_core.models.files.finite_weights import require_finite_weights
-from ppo_core.models.files.model_folder import check_model_folder
-from ppo_core.models.loading import (
-    check_reward_config,
-    check_vocabulary,
-    load_config,
-    load_tokenizer,
-)
+from ppo_core.models.loading import check_reward_config
 from ppo_core.ppo.reward_functions import FunctionReward
 from ppo_core.training.rewards import named_in_errors
 
@@ -30,10 +24,11 @@ from ppo_core.training.rewards import named_in_errors
 def try_rewards(data: RunData) -> None:
     """Check each reward that the settings name; print its scores of two responses.
 
-    Each function scores a held-out chosen response and an empty response, because the policy may
-    give empty responses. A function that hangs ends the step. A language model scores the same two
-    responses. It is skipped if it does not fit this machine, or if only another step has the key of
-    its server. A reward model is only checked.
+    Functions and language models score a held-out chosen response and an empty response, because
+    the policy may give empty responses. A function scores them as responses to the first training
+    prompts, which have the columns that it takes. A function that hangs ends the step. A language
+    model is skipped if it does not fit this machine, or if only another step has the key of its
+    server. A reward model is only checked.
 
     Raises:
         ConfigError: a function does not exist, takes wrong arguments, or takes a column that no
@@ -43,36 +38,40 @@ def try_rewards(data: RunData) -> None:
         ModelError: a function fails, or returns no numbers; or a model cannot score.
     """
     rewards = RunRewards(data)
-    # Called outside `named_in_errors`, because an error of `prompts` already names its function.
+    if not rewards.named:
+        return
+    # Not inside `named_in_errors`: an error of `prompts` already names the function.
     rows = rewards.prompts() if rewards.functions else []
+    pair = example_pair(data.test_pairs())
     number, delay = len(rewards.named), BAR_DELAY
     with watched_trial(data.settings), progress(number, "trying", "reward", delay=delay) as bar:
         for one in rewards.named:
             with named_in_errors(one):
                 if one.kind == "python":
-                    _try_function(one, rewards, rows)
+                    _try_function(one, rewards, rows, pair.chosen)
                 elif one.is_language_model:
-                    _try_language_model(one, rewards)
+                    _try_language_model(one, rewards, pair)
                 elif not one.is_own:
-                    _check_model(one.source)
+                    check_model_files(one.source)
+                    check_reward_config(one.source)
             bar.update()
 
 
 def _try_function(
-    one: NamedReward, rewards: RunRewards, prompts: Sequence[Mapping[str, Any]]
+    one: NamedReward, rewards: RunRewards, prompts: Sequence[Mapping[str, Any]], chosen: str
 ) -> None:
     tokenizer = rewards.data.policy_tokenizer
     function = FunctionReward(one.name, rewards.functions[one.name].function, tokenizer)
     # If there is only one row, it is used twice.
     rows = [prompts[0], prompts[min(1, len(prompts) - 1)]]
-    responses = [label_pairs(rewards.data.test_pairs())[0].chosen, ""]
     columns = {name: [row[name] for row in rows] for name in rows[0]}
-    given = function.score_texts([row["prompt"] for row in rows], responses, columns)
+    given = function.score_texts([row["prompt"] for row in rows], [chosen, ""], columns)
     first, second = given.tolist()
-    _print_scores(one, f"{first:z.4g} for a chosen answer, {second:z.4g} for an empty one")
+    words = f"{first:z.4g} for an answer to another prompt, {second:z.4g} for an empty one"
+    _print_scores(one, words)
 
 
-def _try_language_model(one: NamedReward, rewards: RunRewards) -> None:
+def _try_language_model(one: NamedReward, rewards: RunRewards, pair: LabeledPair) -> None:
     data = rewards.data
     if one.kind == "transformers":
         check_chat_model(one.source)
@@ -83,13 +82,13 @@ def _try_language_model(one: NamedReward, rewards: RunRewards) -> None:
     if reason:
         _print_scores(one, f"not asked yet, because {reason}")
         return
-    pair = label_pairs(data.test_pairs())[0]
     prompt = prompt_text(data.policy_tokenizer, pair.prompt)
     first, second = models.reward(one).scores([prompt, prompt], [pair.chosen, ""])
     if first.value is None:
         raise JudgeError(
-            f"it gave no score to a chosen answer, so PPO would have no reward: {first.reason} In "
-            "the rubric, ask for one number, or name a model that can follow the rubric."
+            "it gave no score to a chosen answer, so PPO would have no reward. "
+            f"{first.reason.rstrip('.')}. In the rubric, ask for one number, or name a model that "
+            "can follow the rubric."
         )
     empty = "no score" if second.value is None else f"{second.value:g}"
     _print_scores(one, f"{first.value:g} for a chosen answer, {empty} for an empty one")
@@ -97,10 +96,3 @@ def _try_language_model(one: NamedReward, rewards: RunRewards) -> None:
 
 def _print_scores(one: NamedReward, words: str) -> None:
     print(f"rewards={original_names(one.spec)}: {words}", flush=True)
-
-
-def _check_model(path: str) -> None:
-    check_model_folder(path)
-    require_finite_weights(path)
-    check_reward_config(path)
-    check_vocabulary(load_config(path), load_tokenizer(path), path)

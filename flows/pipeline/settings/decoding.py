@@ -6,7 +6,10 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Decoding:
-    """Decoding of a policy's answers; a served version uses the evaluation's values by default."""
+    """How a policy's answers are decoded.
+
+    A registered version has the values of its evaluation, and a service uses them by default.
+    """
 
     response_length: int
     """Maximum number of tokens of an answer."""

@@ -40,14 +40,15 @@ def runs_remotely() -> bool:
 def prepare_environment() -> None:
     """Redact the output, and set default environment variables, which child processes inherit.
 
-    Imports must not change the process. Therefore each command, and the process of each step of a
-    flow, calls this function. Metaflow refuses to run as root or without a user name, so
-    USERNAME is set in these cases.
+    An import of the project changes nothing in a process. Instead, each command, and the process of
+    each step of a flow, calls this function. Metaflow refuses to run as root or without a user
+    name, so USERNAME is set in these cases.
     """
     install_redaction()
     quiet_libraries()
     name_log_levels()
-    # Metaflow starts the tasks of other machines as `python`: put this interpreter first in PATH.
+    # On other machines, Metaflow starts a task with the command `python`. With the folder of this
+    # interpreter first in PATH, `python` is this interpreter.
     folder, search = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
     if search.split(os.pathsep)[0] != folder:
         os.environ["PATH"] = os.pathsep.join([folder, search])

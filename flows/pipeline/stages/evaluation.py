@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ from ppo_core.distributed.process import large_imports
 from ppo_core.io.folder_cache import digest_of, digest_of_code
 from ppo_core.io.validation import read_record
 from ppo_core.reporting.diagnosis import judged_worse
+from ppo_core.supervised.training_code import modules_of_training
 
 if TYPE_CHECKING:
     from pipeline.evaluation.baselines import Score
@@ -41,9 +43,11 @@ CODE_OF_CHOICE = (
     "pipeline.evaluation.evaluate_policies",
     "pipeline.evaluation.selection",
     "pipeline.results.selection",
-    "ppo_core.training.interpolation",
 )
-"""Modules whose code determines the choice of the policy."""
+"""Modules of the flow whose code determines the choice of the policy."""
+
+SAMPLED_BY = ("ppo_core.training.answer_prompts", "ppo_core.training.interpolation")
+"""Modules whose code, with that of their imports, determines the answers of a candidate."""
 
 SELECTED = "selected-policy"
 """Name of the chosen policy, and first part of the name of its folder in the cache."""
@@ -51,7 +55,7 @@ SELECTED = "selected-policy"
 
 @dataclass(frozen=True, kw_only=True)
 class _Choice:
-    """Values of a chosen policy in the cache."""
+    """What the cache stores about a chosen policy, besides the policy's files."""
 
     selection: Selection
     payment: Payment | None = None
@@ -125,7 +129,10 @@ def _score_by(
 
 
 def _with_limits_now(settings: Settings) -> Settings:
-    """Return the settings; with a `false_promotion_rate`, earlier decisions determine `alpha`."""
+    """Return the settings with the `alpha` of the next decision.
+
+    With a `false_promotion_rate`, `alpha` depends on the earlier decisions.
+    """
     if settings.promotion.false_promotion_rate is None:
         return settings
     # Imported here, because the import loads MLflow, which a short step does not need.
@@ -166,7 +173,7 @@ def _choose(
         "limit": divergence_limit(settings),
         "seed": settings.seed,
         "judge": judge and [judge.name, judge.version],
-        "code": digest_of_code(*CODE_OF_CHOICE),
+        "code": digest_of_code(*CODE_OF_CHOICE, *chain(*map(modules_of_training, SAMPLED_BY))),
     }
 
     def choose(folder: Path) -> dict[str, Any]:
@@ -190,7 +197,7 @@ def _choose(
 
 
 def fetch_again(settings: Settings, champion: FetchedChampion | None) -> FetchedChampion | None:
-    """Return the champion that an earlier step fetched; without its files, fetch the current one.
+    """Return the champion that an earlier step fetched, or the current one if its files are gone.
 
     The files are gone if this step runs on another machine, or if somebody emptied the cache.
 

@@ -54,7 +54,7 @@ def _policy_at_hand(given: Settings) -> str:
 
 
 def _parameters(policy: str) -> int:
-    """Return the number of parameters of the policy; 0 for the small model of a built-in task."""
+    """Return the number of parameters of the policy; 0 if a built-in task makes its own policy."""
     if not policy:
         return 0
     with large_imports():

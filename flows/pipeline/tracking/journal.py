@@ -20,6 +20,9 @@ Entry = dict[str, Any]
 """A line of the journal: `kind` (metrics, tag, file, status), `run`, `time` in ms since 1970, and
 the fields of the kind."""
 
+SPOILT = "spoilt"
+"""Kind of the entry of a damaged line."""
+
 IMPORTING_MLFLOW = threading.Lock()
 """Lock for the import of MLflow, because two threads that import it at once may deadlock."""
 
@@ -181,8 +184,15 @@ class Journal:
 
     @contextmanager
     def sending(self) -> Iterator[bool]:
-        """Lock the sending of this journal; yield whether this process has the lock."""
-        with (self.folder / "journal.sending").open("ab") as file:
+        """Lock the sending of this journal; yield whether this process has the lock.
+
+        Raises:
+            TrainingError: the lock file cannot be written.
+        """
+        path = self.folder / "journal.sending"
+        with explained_writes(path):
+            file = path.open("ab")
+        with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -250,12 +260,12 @@ class Journal:
 
 
 def _entry(line: bytes) -> Entry:
-    """Return the entry of a line; a line damaged by a power cut gets the kind `spoilt`."""
+    """Return the entry of a line; a line damaged by a power cut gets the kind SPOILT."""
     try:
         entry = parse_strict_json(line.decode())
     except ValueError:
         entry = None
-    return entry if _is_entry(entry) else {"kind": "spoilt", "line": repr(line)}
+    return entry if _is_entry(entry) else {"kind": SPOILT, "line": repr(line)}
 
 
 def _is_entry(value: Any) -> bool:

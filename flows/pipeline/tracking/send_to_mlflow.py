@@ -12,7 +12,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric
 from mlflow.exceptions import MlflowException
 
-from pipeline.tracking.journal import Entry
+from pipeline.tracking.journal import SPOILT, Entry
 
 MAX_METRICS_PER_CALL = 1000
 
@@ -56,8 +56,8 @@ def deliver(client: MlflowClient, entries: Sequence[Entry]) -> list[Refused]:
             return _send_metrics(client, run, [each for entry in entries for each in _in(entry)])
         case {"kind": "file", "path": path} as entry if not Path(path).exists():
             return [(entry, f"{path} is gone")]
-        case {"kind": "spoilt"} as entry:
-            return [(entry, "the line of the journal is damaged")]
+        case {"kind": kind} as entry if kind == SPOILT:
+            return [(entry, "a power cut may have damaged it")]
     try:
         _send(client, entries[0])
     except MlflowException as error:

@@ -1,9 +1,9 @@
-"""Thread that sends the entries of a journal to MLflow in order, while a step runs."""
+"""Send the entries of a journal to MLflow in a thread; retry while MLflow does not answer."""
 
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from tenacity import RetryCallState, Retrying
@@ -11,12 +11,12 @@ from tenacity.nap import sleep_using_event
 from tenacity.stop import stop_when_event_set
 from tenacity.wait import wait_exponential
 
-from pipeline.tracking.journal import IMPORTING_MLFLOW, Entry, Journal
+from pipeline.tracking.journal import IMPORTING_MLFLOW, SPOILT, Entry, Journal
 from ppo_core.errors import PPOError
 from ppo_core.errors.redaction import redact
 
 JOURNAL_POLL_SECONDS = 1.0
-"""Seconds between two reads of the journal, so that a call sends several entries."""
+"""Seconds between two reads of the journal; one call sends all entries that came meanwhile."""
 
 MAX_WAIT_SECONDS = 10.0
 """Maximum seconds between two attempts while MLflow does not answer."""
@@ -37,7 +37,10 @@ class Sender:
     """
 
     def __init__(self, journal: Journal, *, patience: float = 0.0) -> None:
-        """Send entries of `journal` from `patience` seconds on, or from the first `flush`."""
+        """Prepare to send entries of `journal`.
+
+        Sending begins `patience` seconds after `start`, or at the first `flush` if that is earlier.
+        """
         self.trouble = ""
         """Error of the last attempt; empty while MLflow answers."""
         self.sends = patience == 0
@@ -149,14 +152,20 @@ class Sender:
     def _set_aside(self, entry: Entry, reason: str) -> None:
         reason = redact(reason)
         self._journal.refuse(entry, reason)
-        what = [str(entry[key]) for key in ("key", "path", "status", "line") if key in entry]
+        what = [str(entry[key]) for key in ("key", "path", "status") if key in entry]
         names = what or list(entry.get("values", ()))
         kind = (entry["kind"], *names)
         if kind not in self._refused:
             self._refused.add(kind)
             print(
-                f"Warning: MLflow refuses {entry['kind']} {', '.join(names)} of run "
-                f"{entry.get('run')}: {reason}. This entry, and later refused entries with "
-                f"the same names, are stored in {self._journal.refused}.",
+                f"Warning: {_named(entry, names)} cannot be sent to MLflow: {reason}. This entry, "
+                "and later entries with the same names that cannot be sent, are stored in "
+                f"{self._journal.refused}.",
                 flush=True,
             )
+
+
+def _named(entry: Entry, names: Sequence[str]) -> str:
+    if entry["kind"] == SPOILT:
+        return "A damaged line of the journal"
+    return f"{entry['kind']} {', '.join(names)} of run {entry['run']}"

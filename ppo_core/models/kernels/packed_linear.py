@@ -19,7 +19,7 @@ MIN_NUMEL = 2**16
 """Smallest number of elements of a matrix that is packed."""
 
 MAX_NUMEL = 2**28
-"""Largest total number of elements to pack: 1 GiB of matrices in fp32, besides the originals."""
+"""Largest total number of elements to pack; their packed copies take 1 GiB in fp32."""
 
 MIN_PASSES = 8
 """Smallest number of passes for which weights are packed; packing takes about one pass's time."""

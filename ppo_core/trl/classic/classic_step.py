@@ -61,7 +61,7 @@ class ClassicStep:
         )
         self.train_state = self._make_train_state(optimizer)
         self.sampled = SamplingSettings(stop_token_id=NO_STOP_TOKEN, temperature=config.temperature)
-        """The distribution from which the responses of the next step were sampled."""
+        """Settings with which the script samples the responses that it passes to the next step."""
         self._run = RunState.at_start(self._settings, self._schedule, config.steps)
         self._timer = PhaseTimer()
 
@@ -172,7 +172,7 @@ class ClassicStep:
             self._schedule,
             self._engine,
             optimizer,
-            # Constant, because the script's lr_scheduler advances once per call of step().
+            # Constant here: the script's own lr_scheduler changes the rate, once per step().
             torch.optim.lr_scheduler.MultiplicativeLR(optimizer, lambda _: 1.0),
             pretraining=None,
         )

@@ -205,8 +205,8 @@ def test_each_function_is_tried_on_two_rows(tmp_path: Path, capsys):
     )
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition("rewards.py:")[2] for line in lines] == [
-        "brevity: -5 for a chosen answer, 0 for an empty one",
-        "level: 0 for a chosen answer, 1 for an empty one",
+        "brevity: -5 for an answer to another prompt, 0 for an empty one",
+        "level: 0 for an answer to another prompt, 1 for an empty one",
     ]
 
 

@@ -44,7 +44,7 @@ def test_each_guard_is_tried_on_two_rows(tmp_path: Path, capsys):
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "guards" in line]
     assert line == (
         f"promotion.guards.functions.short=python:{tmp_path / 'guards.py'}:short: "
-        "0 for a chosen answer, 1 for an empty one"
+        "0 for an answer to another prompt, 1 for an empty one"
     )
 
 

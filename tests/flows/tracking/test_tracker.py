@@ -286,8 +286,19 @@ def test_what_mlflow_refuses_is_set_aside_by_name_and_the_rest_goes_on(client, t
     ]
     assert "never-written.txt is gone" in refused[4]["refused"]
     printed = capsys.readouterr().out
-    assert printed.count("MLflow refuses metrics reward@2") == 1
-    assert f"with the same names, are stored in {tracker.journal.refused}." in printed
+    assert printed.count("metrics reward@2 of run") == 1
+    assert f"that cannot be sent, are stored in {tracker.journal.refused}." in printed
+    assert "A damaged line of the journal cannot be sent to MLflow" in printed
+    assert "\\x00" not in printed
+
+
+def test_a_lock_that_cannot_be_written_ends_the_sending_with_a_warning(tmp_path, capsys):
+    (tmp_path / "journal.sending").mkdir()
+    runs = make_runs(tmp_path.name)
+    with Tracker(tmp_path, runs, "train_policy") as tracker:
+        tracker.step.log_metrics({"loss": 1.0})
+    assert "Nothing more is sent to MLflow. " in (printed := capsys.readouterr().out)
+    assert f"'{tmp_path / 'journal.sending'}' cannot be written" in printed
 
 
 # --- MLflow is away ------------------------------------------------------------------

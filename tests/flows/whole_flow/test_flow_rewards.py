@@ -63,7 +63,9 @@ def finished(tmp_path_factory) -> Finished:
 
 
 def test_functions_are_tried_before_anything_is_trained(finished: Finished):
-    tried = "rewards=python:rewards.py:level: 0 for a chosen answer, 1000 for an empty one"
+    tried = (
+        "rewards=python:rewards.py:level: 0 for an answer to another prompt, 1000 for an empty one"
+    )
     assert tried in finished.ran.steps["start"]
 
 

@@ -295,6 +295,19 @@ def test_a_checkpoint_that_outgrows_the_disk_leaves_the_earlier_ones(tmp_path):
     assert read_newest(tmp_path).state["step"] == 1
 
 
+def test_an_old_checkpoint_that_cannot_be_removed_leaves_the_new_one(tmp_path, monkeypatch):
+    def rename(path: Path, target: Path) -> Path:
+        if path.name == "checkpoint-1":
+            raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+        return Path(shutil.move(path, target))
+
+    save(tmp_path, 1)
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(TrainingError, match=r"checkpoint-2' is complete.*checkpoint-1'.*resume"):
+        save(tmp_path, 2, keep=1)
+    assert read_newest(tmp_path).state["step"] == 2
+
+
 def test_a_disk_that_fills_up_while_a_step_is_replaced_leaves_the_earlier_one(tmp_path):
     def fill_up(folder: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -45,7 +45,7 @@ def score_by_function(
         DataError: the function raises an error, or does not return one number in [0, 1] for each
             response.
     """
-    # Without an open progress bar, even a hidden one, the stall watch would not notice a hang.
+    # The stall watch notices a hang only while a progress bar is open; a hidden bar is enough.
     with progress(1, "guarding", "call", delay=BAR_DELAY) as bar:
         with user_code_errors(DataError, f"The guard {name}"):
             given = function(list(prompts), list(responses))
