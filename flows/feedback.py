@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _collect(given: argparse.Namespace) -> None:
-    from human_feedback.collect import collect, describe_feedback, write_feedback
+    from human_feedback.collect_feedback import collect, describe_feedback, write_feedback
     from human_feedback.read_traces import FoundOpinions, Scale, read_traces
     from human_feedback.read_votes import read_votes
     from pipeline.tracking.mlflow_client import check_model_name

@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
                 prog="python flows/win_rate.py",
                 usage="%(prog)s --model PATH_OR_URI --judge JUDGE [--name value ...]",
             ).parse(argv)
-            stages.given_settings.check_names(settings[0].judge, "", settings[2])
+            stages.given_settings.check_judge_and_packages(settings[0].judge, "", settings[2])
             contests = stages.model_win_rate.compare_model(*settings)
             result = stages.model_win_rate.result_with_settings(contests, *settings)
             written = stages.model_win_rate.write_win_rate(contests, result, settings[0])

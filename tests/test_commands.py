@@ -122,3 +122,19 @@ def test_a_command_whose_output_nobody_reads_ends_without_a_traceback(characters
     ran.stdout.close()
     assert ran.stderr.read() == ""
     assert ran.wait() == 1
+
+
+def test_a_broken_pipe_to_another_program_is_not_hidden():
+    program = (
+        "from pipeline.settings.environment import run_and_exit\n"
+        "def main(words): raise BrokenPipeError('a server went away')\n"
+        "run_and_exit(main)"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "flows")])},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 1
+    assert "a server went away" in ran.stderr

@@ -10,13 +10,13 @@ import numpy as np
 
 from human_feedback.uncertain_pairs import Pair, first_unlike, random_pairs, uncertain_pairs
 from pipeline.evaluation.rates import Array
-from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.json_lines import json_line, read_jsonl
+from pipeline.inputs.run_data import RunData
 from pipeline.inputs.training_prompts import prompt_key
 from pipeline.inputs.votes_to_pairs import unlabeled_rows
 from pipeline.launch.answers import answer_as_ppo
 from pipeline.promotion.fetch_champion import CHAMPIONS
-from pipeline.registry.register_version import find_policy
+from pipeline.registry.fetch_policy import find_policy
 from pipeline.reports.run_page.reading import JudgedPair, read_judged_pairs
 from pipeline.results.step_records import JUDGEMENTS, SAMPLES
 from pipeline.reward_validation.scores import require_finite

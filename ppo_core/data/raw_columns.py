@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ppo_core.data.prompts import PROMPT_COLUMNS
-from ppo_core.data.rows.reader import ROW
+from ppo_core.data.rows.read_rows import ROW
 from ppo_core.data.rows.row_formats import Row
 from ppo_core.data.sources.source import Source
 

@@ -1,4 +1,4 @@
-"""Device, precision, sharding and collectives of a run, in one or several processes.
+"""Device, precision and collectives of a run; shard and gather models over several processes.
 
 In one process, every collective operation returns its input. Under torchrun or `accelerate launch`,
 `Engine` trains data parallel, and its subclasses shard the models; see `choose_engine`.

@@ -1,4 +1,4 @@
-"""The critic, and a module that trains policy and critic together."""
+"""Make the critic from a reward model, a policy or an adapter; train it with the policy."""
 
 import copy
 from contextlib import nullcontext

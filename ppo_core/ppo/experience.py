@@ -1,4 +1,4 @@
-"""Compute token rewards, advantages and returns from a scored rollout."""
+"""Scale, clip and penalize the scores; compute token rewards, advantages and returns."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,4 +1,4 @@
-"""Warnings for metrics of an update that cross a limit, with advice on what to change."""
+"""Warn of metrics of an update that cross a limit, with advice; end a run of skipped steps."""
 
 import math
 from collections.abc import Callable, Mapping

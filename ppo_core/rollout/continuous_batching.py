@@ -1,4 +1,7 @@
-"""State of continuous batching: waiting prompts, active sequences and sampled tokens."""
+"""State of continuous batching: waiting prompts, active sequences, and the sampled responses.
+
+A response ends at its stop token, or at the maximum length.
+"""
 
 import math
 from collections.abc import Callable, Sequence

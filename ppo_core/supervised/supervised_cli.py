@@ -157,7 +157,7 @@ def train_supervised(argv: Sequence[str]) -> dict[str, float]:
             describe_reading,
             require_columns_read,
         )
-        from ppo_core.data.rows.reader import read_rows
+        from ppo_core.data.rows.read_rows import read_rows
         from ppo_core.models.loading import load_tokenizer
         from ppo_core.supervised.examples.encoded_rows import encode_rows, max_tokens
         from ppo_core.supervised.training import (

@@ -16,7 +16,7 @@ from ppo_core.config.placement import is_fast_in_bf16
 from ppo_core.config.row_settings import Overlong, PromptFormat
 from ppo_core.config.sized_defaults import sized_defaults
 from ppo_core.data.model_files import ADAPTER, replaced_together, save_tokenizer
-from ppo_core.data.rows.reader import Rows, read_source
+from ppo_core.data.rows.read_rows import Rows, read_source
 from ppo_core.data.sources.source import source_of_rows
 from ppo_core.data.text_config import text_config
 from ppo_core.distributed.choose_engine import choose_engine

@@ -22,7 +22,7 @@ from ppo_core.data.prompts import context_length, encode_prompt
 from ppo_core.data.raw_columns import rows_with_columns
 from ppo_core.data.rows.describe import describe_first, describe_reading, require_columns_read
 from ppo_core.data.rows.overlong import fit_prompts
-from ppo_core.data.rows.reader import read_rows
+from ppo_core.data.rows.read_rows import read_rows
 from ppo_core.data.sources.source import named_data, open_source
 from ppo_core.data.text_config import text_config
 from ppo_core.distributed.process import is_main_process

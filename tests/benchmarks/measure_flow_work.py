@@ -19,7 +19,7 @@ import ppo_core.__main__
 from pipeline import stages
 from pipeline.demo.task import build_demo_task
 from pipeline.evaluation.evaluate_policies import evaluate_policies
-from pipeline.inputs.data_sets import RunData
+from pipeline.inputs.run_data import RunData
 from pipeline.inputs.run_rewards import RunRewards
 from pipeline.launch.job import JobModels, write_job
 from pipeline.preflight.check_inputs import check_inputs

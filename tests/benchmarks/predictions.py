@@ -221,7 +221,7 @@ def train(case: Case, folder: Path) -> dict[str, Any]:
 
 def job(case: Case, folder: Path) -> dict[str, Any]:
     """Write the job of the training."""
-    from pipeline.inputs.data_sets import RunData
+    from pipeline.inputs.run_data import RunData
     from pipeline.inputs.run_rewards import RunRewards
     from pipeline.launch.job import JobModels, write_job
 

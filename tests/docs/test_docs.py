@@ -46,7 +46,7 @@ from ppo_core.config.trl_names import PPO_ALIASES, SUPERVISED_ALIASES, SUPERVISE
 from ppo_core.config.unsupported_settings import INSTEAD, NO_EFFECT
 from ppo_core.data.reward_columns import asked_columns
 from ppo_core.data.rows.dialogues import shown_prompt
-from ppo_core.data.rows.reader import read_rows
+from ppo_core.data.rows.read_rows import read_rows
 from ppo_core.supervised.supervised_cli import SupervisedArguments, SupervisedLoraArguments
 from ppo_core.supervised.supervised_config import SupervisedConfig
 from tests.helpers.inputs.pipeline_inputs import write_inputs, write_model

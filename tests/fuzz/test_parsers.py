@@ -46,7 +46,7 @@ from ppo_core.checkpointing.read_checkpoint import read_checkpoint, read_newest
 from ppo_core.config.argument_parser import DocumentedParser, field_docs, parse_arguments
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
-from ppo_core.data.rows.reader import read_rows
+from ppo_core.data.rows.read_rows import read_rows
 from ppo_core.data.sources.source import open_source
 from ppo_core.errors import PPOError
 from ppo_core.ppo.reward_functions import make_rewards

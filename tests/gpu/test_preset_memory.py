@@ -8,7 +8,7 @@ import torch
 
 from pipeline.cost.memory.ppo_memory import peak_memory
 from pipeline.cost.training_sizes import Processes, ppo_size
-from pipeline.inputs.data_sets import RunData
+from pipeline.inputs.run_data import RunData
 from pipeline.inputs.run_rewards import RunRewards
 from pipeline.launch.job import JobModels, write_job
 from pipeline.settings.make_settings import make_settings, read_preset

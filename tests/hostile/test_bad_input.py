@@ -31,7 +31,7 @@ from ppo_core.config.reward_names import read_rewards
 from ppo_core.config.row_settings import ReadOptions
 from ppo_core.data.prompts import encode_prompts
 from ppo_core.data.reward_columns import asked_columns, columns_of
-from ppo_core.data.rows.reader import read_rows
+from ppo_core.data.rows.read_rows import read_rows
 from ppo_core.errors import ConfigError, DataError, JudgeError, PPOError
 from ppo_core.ppo.reward_functions import make_rewards
 from ppo_core.supervised.supervised_cli import main as train_supervised

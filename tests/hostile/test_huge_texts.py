@@ -12,7 +12,7 @@ from ppo_core.data import segments
 from ppo_core.data.prompt_set import make_prompt_set
 from ppo_core.data.prompts import MIN_CHARACTERS, check_prompt_sizes
 from ppo_core.data.rows.overlong import fit_pairs, fit_prompts
-from ppo_core.data.rows.reader import Rows, read_rows
+from ppo_core.data.rows.read_rows import Rows, read_rows
 from ppo_core.errors import DataError
 from ppo_core.supervised.examples.encoded_rows import encode_rows
 from ppo_core.supervised.supervised_config import SupervisedConfig

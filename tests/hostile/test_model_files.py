@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline.inputs.model_digests import require_unchanged
-from pipeline.registry.register_version import find_policy
+from pipeline.registry.fetch_policy import find_policy
 from ppo_core.data import chat_template
 from ppo_core.data.chat_template import render_chat
 from ppo_core.errors import DataError, ModelError

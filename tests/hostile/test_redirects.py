@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.judges.openai_model import OpenAIModel
-from pipeline.registry.register_version import find_policy
+from pipeline.registry.fetch_policy import find_policy
 from pipeline.settings.environment import DEFAULTS
 from pipeline.settings.judge_config import JudgingConfig
 from pipeline.tracking.mlflow_client import check_registry

@@ -23,7 +23,7 @@ from pipeline.tracking.mlflow_client import check_model_name
 from ppo_core.checkpointing.lease import Lease
 from ppo_core.config.row_settings import ReadOptions
 from ppo_core.data.rows.describe import describe_reading
-from ppo_core.data.rows.reader import read_rows
+from ppo_core.data.rows.read_rows import read_rows
 from ppo_core.errors import PPOError
 from ppo_core.models.loading import load_config, load_policy, load_tokenizer
 from tests.helpers.inputs.pipeline_inputs import write_model

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipeline.reward_validation.accuracy import measure_accuracy
-from pipeline.reward_validation.reward_gate import chance
+from pipeline.reward_validation.reward_gate import accuracy_too_low
 from pipeline.settings.gate_configs import RewardGateConfig
 from ppo_core.data.types import Rollout
 from ppo_core.reporting.metrics import repetition_reward
@@ -206,7 +206,7 @@ def pairs(count: int):
 def test_the_gate_names_swapped_labels(right, words):
     chosen = [1.0] * right + [-1.0] * (100 - right)
     accuracy = measure_accuracy(chosen, [0.0] * 100, pairs(100))
-    reason = chance(accuracy, RewardGateConfig(), {})
+    reason = accuracy_too_low(accuracy, RewardGateConfig(), {})
     assert words in reason and bool(reason) == bool(words)
 
 

@@ -23,7 +23,7 @@ from pipeline.cost.training_sizes import (
     sft_size,
 )
 from pipeline.evaluation.compare_in_both_orders import contests_between
-from pipeline.inputs.data_sets import RunData, references_of
+from pipeline.inputs.run_data import RunData, references_of
 from pipeline.inputs.run_rewards import RunRewards
 from pipeline.launch.job import NUM_SAMPLE_TABLES, NUM_WATCHED
 from pipeline.registry.alpha_spending import limits_now
@@ -33,7 +33,7 @@ from pipeline.settings.settings import Settings
 from pipeline.settings.training_sections import SupervisedSection
 from ppo_core.data.prompts import encode_prompts
 from ppo_core.data.rows.dialogues import shown_prompt
-from ppo_core.data.rows.reader import Rows
+from ppo_core.data.rows.read_rows import Rows
 from ppo_core.models.files.saved_precision import half_precision
 from ppo_core.models.loading import count_parameters, load_config
 from ppo_core.ppo.schedule import Schedule, make_schedule

@@ -7,7 +7,7 @@ from pipeline.cost.memory.model_size import count_adapter_parameters, model_size
 from pipeline.cost.memory.ppo_memory import PPOSize
 from pipeline.cost.memory.sizes import BF16, FP32, ModelSize
 from pipeline.cost.memory.supervised_memory import SupervisedSize
-from pipeline.inputs.data_sets import RunData
+from pipeline.inputs.run_data import RunData
 from pipeline.launch.commands import gpus
 from pipeline.settings.settings import Settings
 from pipeline.settings.training_sections import SupervisedSection

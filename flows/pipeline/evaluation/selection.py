@@ -22,7 +22,7 @@ from pipeline.evaluation.compare_in_both_orders import (
     valid_pairs,
 )
 from pipeline.evaluation.evaluate_policies import answer_as_evaluated
-from pipeline.inputs.data_sets import RunData
+from pipeline.inputs.run_data import RunData
 from pipeline.judges.verdict import Judge, JudgedPrompt
 from pipeline.results.selection import Selection, TriedPolicy
 from pipeline.settings.evaluation_config import MOST_TRIES

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from ppo_core.data.chat_template import Messages
-from ppo_core.data.rows.reader import Rows
+from ppo_core.data.rows.read_rows import Rows
 from ppo_core.data.rows.row_formats import Row
 
 PairKey = tuple[str, frozenset[str]]

@@ -18,7 +18,7 @@ from ppo_core.io.folder_cache import digest_of
 
 if TYPE_CHECKING:
     # Every step imports this module, but not every step needs the `datasets` library.
-    from ppo_core.data.rows.reader import Rows
+    from ppo_core.data.rows.read_rows import Rows
 
 FLOW_RUN = "flow_run"
 """MLflow tag, of runs and of registered versions, with the id of the flow's run."""

@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from pyarrow import parquet
 
 from ppo_core.data.chat_template import Messages, is_messages
-from ppo_core.data.rows.reader import ROW, Rows, derive, each
+from ppo_core.data.rows.read_rows import ROW, Rows, derive, each
 from ppo_core.data.rows.row_error import RowError, attempt
 from ppo_core.data.rows.row_formats import Kind, Row, find_row_format
 from ppo_core.data.sources.raw_row import RawRow

@@ -7,8 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.model_digests import digest_of_model
+from pipeline.inputs.run_data import RunData
 from pipeline.storage.workspace import original_names
 from ppo_core.config.reward_names import NamedReward, read_rewards
 from ppo_core.data.raw_columns import rows_with_columns

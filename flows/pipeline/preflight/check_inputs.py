@@ -9,10 +9,10 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from pipeline.evaluation.notes import WITHOUT_REFERENCES
-from pipeline.inputs.data_sets import RunData, references_of
 from pipeline.inputs.flow_run import QUARANTINE
 from pipeline.inputs.json_lines import read_jsonl, write_jsonl
 from pipeline.inputs.labeled_pairs import label_pairs
+from pipeline.inputs.run_data import RunData, references_of
 from pipeline.inputs.training_prompts import prompt_key
 from pipeline.judges.judge_names import read_judges
 from pipeline.judges.make_judge import check_judge
@@ -28,7 +28,7 @@ from pipeline.storage.workspace import original_names
 from ppo_core.config.reward_names import read_rewards
 from ppo_core.data.prompts import Tokens, encode_prompt
 from ppo_core.data.rows.describe import describe_first, describe_reading, require_columns_read
-from ppo_core.data.rows.reader import Rows, TooManyLeftOutError
+from ppo_core.data.rows.read_rows import Rows, TooManyLeftOutError
 from ppo_core.data.rows.row_formats import Row
 from ppo_core.data.sources.raw_row import ROWS_AT_ONCE
 from ppo_core.data.sources.source import named_data

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator
 
 from transformers import PreTrainedTokenizerBase
 
-from pipeline.inputs.data_sets import RunData
+from pipeline.inputs.run_data import RunData
 from pipeline.judges.judge_names import read_judges
 from pipeline.settings.settings import Settings
 from pipeline.storage.workspace import original_names

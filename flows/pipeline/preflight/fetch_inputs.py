@@ -24,7 +24,7 @@ from huggingface_hub import snapshot_download
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.judges.judge_names import read_judges
 from pipeline.promotion.fetch_champion import CHAMPIONS
-from pipeline.registry.register_version import find_policy
+from pipeline.registry.fetch_policy import find_policy
 from pipeline.settings.settings import INPUTS, Settings
 from pipeline.storage.workspace import MODELS, REGISTRY, Workspace, workspace_of
 from ppo_core.config.hub_ids import split_revision

@@ -2,8 +2,8 @@
 
 from pipeline.evaluation.guards.functions import load_guards, score_by_function
 from pipeline.evaluation.guards.tasks import load_tasks, score_by_task
-from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.labeled_pairs import example_pair
+from pipeline.inputs.run_data import RunData
 from pipeline.preflight.judge_trial import watched_trial
 from pipeline.settings.gate_configs import is_task_file
 from pipeline.settings.settings import Settings

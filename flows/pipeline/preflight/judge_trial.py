@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.labeled_pairs import LabeledPair, label_pairs
+from pipeline.inputs.run_data import RunData
 from pipeline.judges.judge_names import JudgePart, has_access_to_judge, read_judges
 from pipeline.judges.make_judge import make_judge_of_run
 from pipeline.judges.verdict import Judge, swapped

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.labeled_pairs import LabeledPair, example_pair
+from pipeline.inputs.run_data import RunData
 from pipeline.inputs.run_rewards import RunRewards
 from pipeline.judges.judge_names import JudgePart, has_access_to_rewards
 from pipeline.judges.rubric.job import LanguageModels, job_of_run

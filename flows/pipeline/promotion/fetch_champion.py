@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from pipeline.inputs.data_sets import RunData
+from pipeline.inputs.run_data import RunData
 from pipeline.registry.aliases import CHAMPION, read_aliases
-from pipeline.registry.register_version import policy_folders
+from pipeline.registry.fetch_policy import policy_folders
 from pipeline.registry.set_aliases import sync_aliases
 from pipeline.results.step_records import FetchedChampion
 from pipeline.settings.settings import Settings

@@ -7,7 +7,6 @@ not fit, the run is refused, because a person has changed the settings or the re
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import CRITIC, REWARD_MODEL, ChampionStart
 from pipeline.inputs.replayed_pairs import (
     REPLAYED,
@@ -16,9 +15,10 @@ from pipeline.inputs.replayed_pairs import (
     trained_pairs,
 )
 from pipeline.inputs.row_digests import count_seen
+from pipeline.inputs.run_data import RunData
 from pipeline.registry.start_models import fetch_start
 from pipeline.settings.settings import Settings
-from ppo_core.data.rows.reader import ROW
+from ppo_core.data.rows.read_rows import ROW
 from ppo_core.data.text_config import text_config
 from ppo_core.errors import ConfigError, DataError, ModelError
 from ppo_core.models.files.critic_files import check_critic

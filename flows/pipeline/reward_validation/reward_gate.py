@@ -39,7 +39,7 @@ def reasons_against(
     is None, the limit of the accuracy on held-out pairs is checked instead.
     """
     found = [
-        _choice(on_policy, people) if on_policy else chance(accuracy, limits, training),
+        _choice(on_policy, people) if on_policy else accuracy_too_low(accuracy, limits, training),
         _contradiction(people),
         _overconfidence(calibration, limits),
         _length(lengths, limits),
@@ -96,7 +96,9 @@ def _choice(found: OnPolicy, people: Rate | None) -> str:
     )
 
 
-def chance(accuracy: Accuracy, limits: RewardGateConfig, training: Mapping[str, float]) -> str:
+def accuracy_too_low(
+    accuracy: Accuracy, limits: RewardGateConfig, training: Mapping[str, float]
+) -> str:
     """Return the reason why the accuracy on held-out pairs is too low; empty if it is not."""
     if accuracy.low >= limits.min_accuracy:
         return ""

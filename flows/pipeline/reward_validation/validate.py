@@ -16,13 +16,17 @@ from pipeline.reward_validation.contract import check_contract
 from pipeline.reward_validation.lengths import measure_lengths
 from pipeline.reward_validation.on_policy import ScoredSamples
 from pipeline.reward_validation.probes import run_probes
-from pipeline.reward_validation.reward_gate import chance, reasons_against, undecided_people
+from pipeline.reward_validation.reward_gate import (
+    accuracy_too_low,
+    reasons_against,
+    undecided_people,
+)
 from pipeline.reward_validation.samples import duplicates, measure_samples
 from pipeline.reward_validation.scores import TextScorer, require_finite, score_pairs
 from pipeline.settings.gate_configs import RewardGateConfig
 from pipeline.storage.workspace import original_names
 from ppo_core.data.chat_template import Messages
-from ppo_core.data.rows.reader import Rows
+from ppo_core.data.rows.read_rows import Rows
 
 
 class SampleResponses(Protocol):
@@ -146,7 +150,7 @@ def _with_verdict(measured: RewardReport, limits: RewardGateConfig) -> RewardRep
         training,
     )
     reasons += measured.contract.reasons
-    doubts = [chance(measured.accuracy, limits, training)] if on_policy else []
+    doubts = [accuracy_too_low(measured.accuracy, limits, training)] if on_policy else []
     doubts.append(undecided_people(measured.people))
     # The policy's samples differ from the texts of the probes. If the model chooses well among the
     # samples, PPO may train against it, and the probes only cause warnings: the promotion gate

@@ -3,6 +3,7 @@
 import atexit
 import gc
 import os
+import select
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -73,7 +74,16 @@ def run_and_exit(main: Callable[[Sequence[str]], int]) -> NoReturn:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
+        if not _has_lost_its_reader(sys.stdout.fileno()):
+            raise
         # Python writes the rest of the output at exit, which would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     sys.exit(code)
+
+
+def _has_lost_its_reader(pipe: int) -> bool:
+    """Return whether the program that reads a pipe has ended or closed it."""
+    poll = select.poll()
+    poll.register(pipe, 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))

@@ -12,7 +12,7 @@ from pipeline.cost.run_size import (
     describe_time,
     measure_run,
 )
-from pipeline.inputs.data_sets import RunData
+from pipeline.inputs.run_data import RunData
 from pipeline.promotion.fetch_champion import find_champion
 from pipeline.promotion.find_start import find_start
 from pipeline.settings.settings import Settings

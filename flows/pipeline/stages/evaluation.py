@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.evaluation.evaluate_policies import evaluate_policies, judge_of_run
 from pipeline.evaluation.selection import choose_policy, divergence_limit
-from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.inputs.model_digests import require_unchanged
+from pipeline.inputs.run_data import RunData
 from pipeline.judges.judge_budget import Budget, Payment, spent_by
 from pipeline.judges.make_judge import make_judge_of_run
 from pipeline.judges.verdict import JudgedPrompt

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from pipeline.evaluation.compare_in_both_orders import compare
-from pipeline.inputs.data_sets import PAIRS_FILE, RunData
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.inputs.json_lines import write_jsonl
 from pipeline.inputs.labeled_pairs import label_pairs
+from pipeline.inputs.run_data import PAIRS_FILE, RunData
 from pipeline.inputs.votes_to_pairs import pairs_of_votes, unlabeled_rows
 from pipeline.judges.judge_budget import Budget, Payment, spent_by
 from pipeline.judges.make_judge import make_judge_of_run
@@ -20,7 +20,7 @@ from pipeline.settings.fresh_pairs_config import LEAST_PAIRS, PEOPLE
 from pipeline.storage.cached_results import MadeModel, as_values, make_or_reuse
 from pipeline.storage.workspace import original_names
 from pipeline.tracking.tracker import Tracker
-from ppo_core.data.rows.reader import Rows
+from ppo_core.data.rows.read_rows import Rows
 from ppo_core.data.rows.row_formats import Row
 from ppo_core.errors import DataError
 from ppo_core.io.folder_cache import digest_of, digest_of_code

@@ -28,15 +28,15 @@ def read_settings(
     For the arguments see `make_settings`.
 
     Raises:
-        ConfigError: see `check_machine`, `make_settings`, `check_names`, `check_labeller_name` and
-            `check_reward_names`; or `--set` sets num_nodes.
+        ConfigError: see `check_machine`, `make_settings`, `check_judge_and_packages`,
+            `check_labeller_name` and `check_reward_names`; or `--set` sets num_nodes.
         ModelError: the policy cannot be read, or is not a model that generates text.
     """
     check_machine()
     given = make_settings(from_file, from_command_line, overrides)
     if given.num_nodes != from_file.get("num_nodes", 1):
         raise ConfigError(f"num_nodes={given.num_nodes} cannot be set by --set. {ONLY_IN_FILE}")
-    check_names(given.judge, given.reward_model, given.judging)
+    check_judge_and_packages(given.judge, given.reward_model, given.judging)
     if labeller := given.fresh_pairs.judge:
         check_labeller_name(labeller, given.judge, given.judging.base_url)
     check_reward_names(given.rewards, given.judge, given.judging.base_url)
@@ -66,7 +66,7 @@ def _parameters(policy: str) -> int:
     return count_parameters(policy)
 
 
-def check_names(judge: str, reward_model: str, config: JudgingConfig) -> None:
+def check_judge_and_packages(judge: str, reward_model: str, config: JudgingConfig) -> None:
     """Raise if the judge is misspelled or has no key, or a package for evaluations is missing.
 
     If `judge` is empty, the run trains the judge, so there is no name to check.

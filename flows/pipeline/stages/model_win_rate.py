@@ -10,7 +10,7 @@ from pipeline.demo import task
 from pipeline.evaluation.contests import Contestants, Contests, evaluate, judgements
 from pipeline.evaluation.sequential.sequential_test import WEEKS, StoppingRule, promoted_share
 from pipeline.evaluation.win_rate import describe, values_of_prompts
-from pipeline.inputs import data_sets
+from pipeline.inputs import run_data
 from pipeline.inputs.json_lines import write_jsonl
 from pipeline.inputs.votes_to_pairs import votes_of
 from pipeline.judges.make_judge import check_judge, make_judge
@@ -18,7 +18,7 @@ from pipeline.launch.answers import answer, answer_processes
 from pipeline.launch.stall_watch import STALL_MINUTES
 from pipeline.preflight.check_inputs import check_outputs
 from pipeline.promotion.fetch_champion import CHAMPIONS
-from pipeline.registry.register_version import find_policy
+from pipeline.registry.fetch_policy import find_policy
 from pipeline.reports.document import (
     as_equal_length_rate,
     as_evidence,
@@ -38,7 +38,7 @@ from ppo_core.data.chat_template import Messages
 from ppo_core.data.prompts import context_length
 from ppo_core.data.rows.describe import describe_reading, require_columns_read
 from ppo_core.data.rows.overlong import fit_prompts
-from ppo_core.data.rows.reader import Rows, read_rows
+from ppo_core.data.rows.read_rows import Rows, read_rows
 from ppo_core.data.rows.row_formats import Row
 from ppo_core.errors import ConfigError, DataError
 from ppo_core.models.loading import load_config, load_tokenizer
@@ -71,10 +71,10 @@ def compare_model(
     options = ReadOptions(
         parse_columns(arguments.columns), arguments.allow_data_urls, arguments.max_left_out
     )
-    labels = data_sets.read_labels("human_labels", config.human_labels, tokenizer, options)
+    labels = run_data.read_labels("human_labels", config.human_labels, tokenizer, options)
     rows = _read_rows(arguments, source, model, tokenizer, options)
     require_columns_read(options.renamed, rows, *([] if labels is None else [labels]))
-    judged = data_sets.judged_rows(rows, config)
+    judged = run_data.judged_rows(rows, config)
     prompts = [row["prompt"] for row in judged]
     texts = _texts(arguments, config, (model, tokenizer_path), judged, rows.source)
     contest = ("model", "itself" if arguments.against_itself else "reference")
@@ -196,7 +196,7 @@ def _texts(
         DataError: no row has a reference, and the model is not compared with itself.
     """
     prompts = [row["prompt"] for row in rows]
-    references = data_sets.references_of(rows)
+    references = run_data.references_of(rows)
     if references is None and not arguments.against_itself:
         raise DataError(
             f"None of the {len(rows)} prompts has a reference to compare the model's answers "
@@ -229,7 +229,7 @@ def _read_rows(
         overlong=arguments.overlong,
     )
     print(describe_reading(fitting))
-    return fitting if arguments.against_itself else data_sets.require_reference(fitting)
+    return fitting if arguments.against_itself else run_data.require_reference(fitting)
 
 
 def _answer(

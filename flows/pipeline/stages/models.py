@@ -8,11 +8,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import REWARD_MODEL, FlowRun
 from pipeline.inputs.labeled_pairs import label_pairs
 from pipeline.inputs.model_digests import digest_of_model
 from pipeline.inputs.replayed_pairs import new_and_replayed, read_start_rows, trained_pairs
+from pipeline.inputs.run_data import RunData
 from pipeline.judges.judge_budget import Spent
 from pipeline.judges.judge_names import can_ask
 from pipeline.launch.commands import ONE_MACHINE, Machines
@@ -27,7 +27,7 @@ from pipeline.stages.tracked import card_of_step, stage, with_files
 from pipeline.storage.cached_results import can_be_reused, make_or_reuse, move_files
 from pipeline.storage.workspace import original_names
 from pipeline.tracking.tracker import Tracker
-from ppo_core.data.rows.reader import Rows
+from ppo_core.data.rows.read_rows import Rows
 from ppo_core.errors.out_of_memory import free_unused
 from ppo_core.io.folder_cache import digest_of_code
 from ppo_core.models.files.finite_weights import require_finite_weights

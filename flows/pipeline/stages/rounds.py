@@ -7,9 +7,9 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from pipeline.evaluation.rates import Array
-from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import PPO, FlowRun
 from pipeline.inputs.labeled_pairs import label_pairs
+from pipeline.inputs.run_data import RunData
 from pipeline.judges.judge_budget import Spent, sum_spent
 from pipeline.launch.job import Pause
 from pipeline.results.step_records import FreshPairs, PreparedModel, RewardRound
@@ -19,7 +19,7 @@ from pipeline.stages.models import CODE, better_reward_model, train_fresh_model
 from pipeline.tracking.tracker import Tracker
 from ppo_core.checkpointing.folders import finished_checkpoints
 from ppo_core.config.placement import placement_for_reading
-from ppo_core.data.rows.reader import Rows
+from ppo_core.data.rows.read_rows import Rows
 from ppo_core.errors import DataError
 from ppo_core.errors.out_of_memory import free_unused
 from ppo_core.io.folder_cache import digest_of, digest_of_code

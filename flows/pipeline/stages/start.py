@@ -7,12 +7,12 @@ from pathlib import Path
 
 from pipeline.cost.gpu_table import find_gpu, processes_on_a_machine
 from pipeline.demo.task import find_demo_task
-from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import QUARANTINE, SETTINGS_FILE, ChampionStart, FlowRun
 from pipeline.inputs.lineage import Lineage, trace
 from pipeline.inputs.model_digests import digest_of_model
 from pipeline.inputs.replayed_pairs import inherited_rows, read_start_rows
 from pipeline.inputs.row_digests import ROWS_FILE, write_digests
+from pipeline.inputs.run_data import RunData
 from pipeline.inputs.run_rewards import RunRewards
 from pipeline.preflight.check_inputs import check_inputs
 from pipeline.preflight.fetch_inputs import fetch_inputs, share_inputs

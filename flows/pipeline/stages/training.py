@@ -10,8 +10,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import CRITIC, PPO, ChampionStart, FlowRun
+from pipeline.inputs.run_data import RunData
 from pipeline.inputs.run_rewards import RunRewards
 from pipeline.judges.judge_budget import Spent, sum_spent
 from pipeline.judges.rubric.job import PROGRAM as RUBRIC_PROGRAM

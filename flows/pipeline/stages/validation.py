@@ -10,10 +10,10 @@ from typing import NoReturn
 from pipeline.cost.measured_cost import cost_of_run
 from pipeline.evaluation.evaluate_policies import judge_of_run
 from pipeline.evaluation.notes import describe_accuracy, doubts_about_trained_judge
-from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
 from pipeline.inputs.labeled_pairs import label_pairs
 from pipeline.inputs.model_digests import digest_of_model
+from pipeline.inputs.run_data import RunData
 from pipeline.judges.judge_budget import Budget, Spent, sum_spent
 from pipeline.judges.judge_names import calls_per_question, can_ask
 from pipeline.judges.make_judge import make_judge_of_run

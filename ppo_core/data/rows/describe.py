@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from ppo_core.data.rows.reader import Rows
+from ppo_core.data.rows.read_rows import Rows
 from ppo_core.data.rows.row_error import list_reasons
 from ppo_core.errors import ConfigError
 from ppo_core.errors.control_characters import escape_controls

@@ -7,7 +7,7 @@ from uuid import uuid4
 import pyarrow
 from datasets import Dataset, disable_progress_bars
 
-from ppo_core.data.rows.reader import Rows
+from ppo_core.data.rows.read_rows import Rows
 from ppo_core.data.sources.raw_row import ROWS_AT_ONCE
 from ppo_core.io.atomic_files import explained_writes, write_atomically
 

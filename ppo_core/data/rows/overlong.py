@@ -22,7 +22,7 @@ from ppo_core.data.rows.encoding import (
     encode_row,
     tokenizer_digest,
 )
-from ppo_core.data.rows.reader import ROW, Rows, derive
+from ppo_core.data.rows.read_rows import ROW, Rows, derive
 from ppo_core.data.rows.row_error import RowError, attempt
 from ppo_core.data.rows.row_formats import Row
 from ppo_core.data.segments import EncodedSegment, Segment, joined

@@ -12,7 +12,7 @@ from ppo_core.config.row_settings import Overlong
 from ppo_core.data.prompts import context_length
 from ppo_core.data.rows.encoding import Encoding, tokenizer_digest
 from ppo_core.data.rows.overlong import fit_rows
-from ppo_core.data.rows.reader import Rows, derive
+from ppo_core.data.rows.read_rows import Rows, derive
 from ppo_core.data.rows.row_error import RowError
 from ppo_core.data.rows.row_formats import WEIGHT, Row
 from ppo_core.errors import DataError

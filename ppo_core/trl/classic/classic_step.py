@@ -82,6 +82,7 @@ class ClassicStep:
         config, run, timer = self._settings, self._run, self._timer
         size, gather = self._schedule.batch_size, self._engine.gather_record
         given = check_scores(inputs.scores, self._config.batch_size)
+        self._require_finite(given)
         with timer("ppo/total"):
             with timer("ppo/forward_pass"):
                 rollout = self._make_rollout(inputs)
@@ -139,12 +140,14 @@ class ClassicStep:
             )
         return replace(rollout, behavior_logprobs=cut)
 
-    def _score(self, rollout: Rollout, given: Tensor) -> Scores:
+    def _require_finite(self, given: Tensor) -> None:
         if self._engine.any(not bool(given.isfinite().all())):
             raise DataError(
                 f"Scores must be finite in all processes; in this process they are "
                 f"{given.tolist()}."
             )
+
+    def _score(self, rollout: Rollout, given: Tensor) -> Scores:
         models = replace(self._models, rewards=RewardMix({"given": lambda *_: given}, None))
         return score(rollout, [], models, self.train_state.module, self._engine, self._settings)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pipeline.evaluation.selection import BELOW_LIMIT, NEAR, nearest_within
-from pipeline.inputs.data_sets import RunData
+from pipeline.inputs.run_data import RunData
 from pipeline.results.step_records import EarlierPolicies, EvaluatedPolicy, TrainedPolicy
 from pipeline.settings.evaluation_config import MOST_TRIES, SelectionConfig
 from pipeline.settings.make_settings import make_settings

@@ -25,7 +25,7 @@ from pipeline.tracking.mlflow_client import connect
 from ppo_core.errors import ModelError
 from retraining.retrain import watch_feedback
 from serving.answer_traces import record_opinion
-from tests.flows.human_feedback.test_collect import START, judgment
+from tests.flows.human_feedback.test_collect_feedback import START, judgment
 from tests.helpers.runs.served_answers import serve_answers
 from tests.helpers.servers.servers import MlflowServer
 

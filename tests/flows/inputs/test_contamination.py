@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.evaluation.notes import note_on_copies
 from pipeline.inputs.contamination import COPIED, LEAST_CHANGED, find_copies, text_of
-from pipeline.inputs.data_sets import RunData
+from pipeline.inputs.run_data import RunData
 from pipeline.preflight.check_inputs import check_inputs
 from pipeline.settings.make_settings import make_settings
 from ppo_core.errors import DataError

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.inputs.lineage import UNKNOWN, git_state, installed_packages, trace
-from ppo_core.data.rows.reader import read_rows
+from ppo_core.data.rows.read_rows import read_rows
 
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
 

@@ -6,7 +6,6 @@ from pathlib import Path
 import pyarrow
 import pytest
 
-from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.replayed_pairs import (
     REPLAYED,
     inherited_rows,
@@ -15,8 +14,9 @@ from pipeline.inputs.replayed_pairs import (
     trained_pairs,
 )
 from pipeline.inputs.row_digests import ROWS_FILE, digest_of_row, write_digests
+from pipeline.inputs.run_data import RunData
 from pipeline.settings.make_settings import make_settings
-from ppo_core.data.rows.reader import Rows, read_rows
+from ppo_core.data.rows.read_rows import Rows, read_rows
 from ppo_core.errors import DataError, ModelError
 from tests.helpers.inputs.pipeline_inputs import tiny_table, write_rows
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from pyarrow import parquet
 
-from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.lineage import trace
 from pipeline.inputs.row_digests import count_seen, digests_in, digests_of_raw, write_digests
+from pipeline.inputs.run_data import RunData
 from pipeline.preflight.check_inputs import check_inputs
 from pipeline.settings.make_settings import as_plain_dict, make_settings
 from ppo_core.errors import DataError

@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from pipeline.inputs.data_sets import RunData
+from pipeline.inputs.run_data import RunData
 from pipeline.inputs.run_rewards import RunRewards
 from pipeline.judges.judge_names import SCORED_ELSEWHERE, check_reward_names
 from pipeline.launch.job import JobModels, write_job
@@ -239,7 +239,7 @@ def test_a_reward_that_would_fail_is_named_before_the_training(tmp_path, reward,
 
 HANGING = """
 from pathlib import Path
-from pipeline.inputs.data_sets import RunData
+from pipeline.inputs.run_data import RunData
 from pipeline.preflight.reward_trial import try_rewards
 from tests.flows.inputs.test_run_rewards import with_rewards
 try_rewards(RunData(with_rewards(Path("."), "python:HERE/rewards.py:hangs", stall_minutes=0.02)))

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from pipeline.cost.run_size import describe_sizes
-from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.model_digests import digest_of_model
+from pipeline.inputs.run_data import RunData
 from pipeline.inputs.run_rewards import RunRewards
 from pipeline.judges.chat_model import Question, Reply
 from pipeline.judges.judge_budget import Spent

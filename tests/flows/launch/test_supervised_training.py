@@ -18,7 +18,7 @@ from pipeline.launch.supervised_training import Training, supervised_job, train_
 from pipeline.settings.make_settings import make_settings
 from pipeline.settings.settings import Settings
 from pipeline.settings.training_sections import SupervisedSection
-from ppo_core.data.rows.reader import read_source
+from ppo_core.data.rows.read_rows import read_source
 from ppo_core.data.sources.source import source_of_rows
 from ppo_core.errors import ConfigError, ProcessError, RunInterruptedError
 from ppo_core.supervised.job import read_result

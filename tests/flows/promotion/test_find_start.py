@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.inputs.data_sets import RunData
+from pipeline.inputs.run_data import RunData
 from pipeline.promotion.find_start import find_start
 from pipeline.registry import start_models
 from pipeline.registry.start_models import START, START_TAG, publish_start

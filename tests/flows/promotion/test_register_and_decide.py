@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from pipeline import stages
-from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.inputs.json_lines import read_jsonl
 from pipeline.inputs.lineage import is_input
 from pipeline.inputs.row_digests import ROWS_FILE, write_digests
+from pipeline.inputs.run_data import RunData
 from pipeline.promotion import register_and_decide as register_module
 from pipeline.promotion.fetch_champion import find_champion
 from pipeline.registry import change_champion

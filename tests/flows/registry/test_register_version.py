@@ -15,12 +15,12 @@ from mlflow import MlflowClient
 from transformers import AutoModelForCausalLM
 
 from pipeline.registry.artifact import VersionContents, write_artifact
+from pipeline.registry.fetch_policy import find_policy
 from pipeline.registry.register_version import (
     CUT_DESCRIPTION,
     DESCRIPTION,
     MAX_DESCRIPTION_CHARACTERS,
     _within_limit,
-    find_policy,
     register_version,
     write_card,
 )

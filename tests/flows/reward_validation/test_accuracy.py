@@ -11,7 +11,7 @@ from pipeline.inputs.labeled_pairs import LabeledPair, label_pairs
 from pipeline.results.reward_report import Accuracy
 from pipeline.reward_validation.accuracy import ANCHORS, measure_accuracy
 from pipeline.reward_validation.scores import TextScorer, score_pairs
-from ppo_core.data.rows.reader import read_rows
+from ppo_core.data.rows.read_rows import read_rows
 from ppo_core.errors import DataError, ModelError
 from ppo_core.models.loading import load_reward_model
 from ppo_core.models.reward_model import RewardModel

@@ -15,7 +15,7 @@ from pipeline.reward_validation.samples import draw_samples
 from pipeline.reward_validation.scores import TextScorer
 from pipeline.reward_validation.validate import Compare, Preferences, validate
 from pipeline.settings.gate_configs import RewardGateConfig
-from ppo_core.data.rows.reader import read_rows
+from ppo_core.data.rows.read_rows import read_rows
 from ppo_core.errors import ModelError
 from ppo_core.models.loading import load_reward_model
 from ppo_core.models.reward_model import RewardModel

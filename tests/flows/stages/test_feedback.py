@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.inputs.labeled_pairs import LabeledPair
+from pipeline.inputs.run_data import RunData
 from pipeline.results.step_records import PreparedModel
 from pipeline.reward_validation.accuracy import measure_model
 from pipeline.settings.make_settings import make_settings

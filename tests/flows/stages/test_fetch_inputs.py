@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from pipeline.evaluation.guards.functions import load_guards
-from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import FlowRun
+from pipeline.inputs.run_data import RunData
 from pipeline.inputs.run_rewards import RunRewards
 from pipeline.preflight.fetch_inputs import fetch_inputs, share_inputs
 from pipeline.registry import change_champion
@@ -23,7 +23,7 @@ from pipeline.storage.addresses import S3Address
 from pipeline.storage.objects import write_object
 from pipeline.storage.workspace import Workspace
 from ppo_core.config.reward_names import read_rewards
-from ppo_core.data.rows.reader import read_rows
+from ppo_core.data.rows.read_rows import read_rows
 from ppo_core.errors import DataError, ModelError
 from ppo_core.io.user_code import load_function
 from ppo_core.models.loading import load_policy, load_tokenizer

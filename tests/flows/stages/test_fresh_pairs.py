@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import REWARD_MODEL, FlowRun
 from pipeline.inputs.json_lines import read_jsonl, write_jsonl
 from pipeline.inputs.labeled_pairs import label_pairs
 from pipeline.inputs.model_digests import digest_of_model
+from pipeline.inputs.run_data import RunData
 from pipeline.judges.judge_budget import Budget
 from pipeline.results.step_records import FreshPairs, PreparedModel
 from pipeline.reward_validation.accuracy import measure_model

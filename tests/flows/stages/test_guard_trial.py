@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.inputs.data_sets import RunData
+from pipeline.inputs.run_data import RunData
 from pipeline.preflight.check_inputs import check_inputs
 from pipeline.preflight.guard_trial import try_guards
 from pipeline.settings.make_settings import make_settings
@@ -65,7 +65,7 @@ def test_a_guard_that_hangs_ends_the_step(tmp_path: Path):
     script = tmp_path / "hang.py"
     script.write_text(
         "from pathlib import Path\n"
-        "from pipeline.inputs.data_sets import RunData\n"
+        "from pipeline.inputs.run_data import RunData\n"
         "from pipeline.preflight.guard_trial import try_guards\n"
         "from tests.flows.stages.test_guard_trial import with_guards\n"
         "try_guards(RunData(with_guards(Path('.'), 'hangs', stall_minutes=0.02)))\n"

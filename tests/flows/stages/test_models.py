@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.inputs.labeled_pairs import label_pairs
 from pipeline.inputs.model_digests import digest_of_model
+from pipeline.inputs.run_data import RunData
 from pipeline.preflight.fetch_inputs import share_inputs
 from pipeline.results.step_records import PreparedModel
 from pipeline.reward_validation.accuracy import measure_model

@@ -8,9 +8,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.inputs.model_digests import digest_of_model
+from pipeline.inputs.run_data import RunData
 from pipeline.judges.judge_budget import Spent
 from pipeline.results.step_records import FreshPairs, PreparedModel, TrainedPolicy, ValidatedReward
 from pipeline.settings.make_settings import make_settings

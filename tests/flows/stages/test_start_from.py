@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import SETTINGS_FILE, ChampionStart, FlowRun
 from pipeline.inputs.lineage import is_origin
 from pipeline.inputs.replayed_pairs import trained_pairs
 from pipeline.inputs.row_digests import ROWS_FILE, digest_of_row
+from pipeline.inputs.run_data import RunData
 from pipeline.launch.launcher import train
 from pipeline.results.step_records import (
     FetchedChampion,

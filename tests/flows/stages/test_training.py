@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.inputs.model_digests import digest_of_model
+from pipeline.inputs.run_data import RunData
 from pipeline.launch.launcher import train
 from pipeline.results.step_records import PreparedModel, ValidatedReward
 from pipeline.settings.evaluation_config import SelectionConfig

@@ -10,7 +10,7 @@ from pipeline.storage.addresses import S3Address
 from pipeline.storage.folder_copies import FolderCopies
 from pipeline.storage.upload import publish
 from pipeline.storage.workspace import Workspace
-from ppo_core.data.rows.reader import LEAST_SHARED, Rows, derive, each, read_rows
+from ppo_core.data.rows.read_rows import LEAST_SHARED, Rows, derive, each, read_rows
 from ppo_core.data.rows.row_formats import Row
 from ppo_core.errors import StorageError
 from tests.helpers.inputs.pipeline_inputs import write_rows

@@ -22,7 +22,7 @@ from pipeline.settings.decoding import Decoding
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.data.prompt_set import make_prompt_set
 from ppo_core.data.rows.dialogues import shown_prompt
-from ppo_core.data.rows.reader import Rows, read_rows
+from ppo_core.data.rows.read_rows import Rows, read_rows
 from ppo_core.data.types import Rollout
 from ppo_core.models.loading import load_policy, load_reward_model, load_tokenizer
 from ppo_core.models.reward_model import RewardModel

@@ -17,8 +17,8 @@ from pipeline.demo.judge import judge
 from pipeline.demo.task import build_demo_task
 from pipeline.evaluation.compare_in_both_orders import POINTS
 from pipeline.evaluation.evaluate_policies import answer_as_evaluated
-from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.flow_run import FlowRun
+from pipeline.inputs.run_data import RunData
 from pipeline.results.step_records import PreparedModel, TrainedPolicy
 from pipeline.settings.make_settings import make_settings, read_preset
 from pipeline.settings.settings import Settings

@@ -15,7 +15,7 @@ from pipeline.launch.mirror import mirrored
 from pipeline.settings.make_settings import make_settings
 from pipeline.settings.training_sections import SupervisedSection
 from pipeline.storage.workspace import Workspace
-from ppo_core.data.rows.reader import read_source
+from ppo_core.data.rows.read_rows import read_source
 from ppo_core.data.sources.source import source_of_rows
 from tests.helpers.servers.servers import BUCKET
 

@@ -16,7 +16,7 @@ import torch
 
 from flows.champion import load_champion
 from pipeline.evaluation.evaluate_policies import evaluate_policies
-from pipeline.inputs.data_sets import RunData
+from pipeline.inputs.run_data import RunData
 from pipeline.judges.chat_model import Question
 from pipeline.judges.reward_model_judge import RewardModelJudge
 from pipeline.judges.transformers_model import TransformersModel

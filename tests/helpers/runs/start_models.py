@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from pipeline.inputs.data_sets import RunData
 from pipeline.inputs.row_digests import ROWS_FILE, write_digests
+from pipeline.inputs.run_data import RunData
 from pipeline.registry.start_models import START_TAG, publish_start
 from pipeline.settings.settings import Settings
 from pipeline.tracking.mlflow_client import connect

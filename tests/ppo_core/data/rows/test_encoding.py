@@ -7,7 +7,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from ppo_core.data.prompts import encode_prompt, encode_prompts
-from ppo_core.data.rows import reader
+from ppo_core.data.rows import read_rows as reader
 from ppo_core.data.rows.describe import describe_reading
 from ppo_core.data.rows.encoding import encode_batch, encode_row
 from ppo_core.data.rows.overlong import fit_prompts

@@ -9,7 +9,7 @@ import pytest
 
 from ppo_core.config.row_settings import ReadOptions
 from ppo_core.data.rows.rankings import MAX_PAIRS, MAX_RANKED, pairs_of_ranking
-from ppo_core.data.rows.reader import read_rows
+from ppo_core.data.rows.read_rows import read_rows
 from ppo_core.errors import DataError
 from tests.helpers.inputs.pipeline_inputs import write_rows
 from tests.helpers.inputs.rows import plain, rows_of

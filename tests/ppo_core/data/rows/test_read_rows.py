@@ -10,12 +10,12 @@ from pipeline.settings.make_settings import make_settings
 from pipeline.settings.win_rate_arguments import WinRateArguments
 from ppo_core.config.row_settings import ReadOptions
 from ppo_core.config.script_arguments import ScriptArguments
-from ppo_core.data.rows import reader
+from ppo_core.data.rows import read_rows as reader
 from ppo_core.data.rows.describe import describe_reading
 from ppo_core.data.rows.handed_over import read_written_rows
 from ppo_core.data.rows.handed_over import write_rows as write_handed_over
 from ppo_core.data.rows.overlong import fit_pairs, fit_prompts
-from ppo_core.data.rows.reader import TooManyLeftOutError, derive, each, read_rows
+from ppo_core.data.rows.read_rows import TooManyLeftOutError, derive, each, read_rows
 from ppo_core.data.rows.row_error import RowError, list_reasons
 from ppo_core.errors import ConfigError, DataError, TrainingError
 from ppo_core.supervised.supervised_cli import SupervisedArguments

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.inputs.data_sets import RunData, references_of
+from pipeline.inputs.run_data import RunData, references_of
 from pipeline.preflight.check_inputs import check_inputs
 from pipeline.settings.make_settings import make_settings
 from pipeline.settings.settings import Settings

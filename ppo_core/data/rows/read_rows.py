@@ -1,4 +1,4 @@
-"""Read the rows of a data set, write them once to the cache, and map them into memory."""
+"""Read a data set once into the cache; leave out and count the rows that cannot be used."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Collect the feedback of users into a data set that trains reward models."""
+"""Collect the feedback of users, and turn it into weighted rows that train reward models."""
 
 from collections import Counter
 from collections.abc import Collection, Sequence

@@ -1,4 +1,4 @@
-"""Read the data sets of a run, and leave out or shorten rows that the models cannot read."""
+"""The data sets of a run; rows that the models cannot read are left out or shortened."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ from ppo_core.config.row_settings import PromptFormat, ReadOptions
 from ppo_core.data.chat_template import Messages
 from ppo_core.data.prompts import context_length
 from ppo_core.data.rows.overlong import fit_pairs, fit_prompts
-from ppo_core.data.rows.reader import ROW, Rows, read_rows
+from ppo_core.data.rows.read_rows import ROW, Rows, read_rows
 from ppo_core.data.rows.row_formats import Kind, Row
 from ppo_core.data.sources.source import named_data
 from ppo_core.errors import DataError

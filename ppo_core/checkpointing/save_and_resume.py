@@ -1,4 +1,4 @@
-"""The contents of a PPO checkpoint: everything that the next update depends on."""
+"""Save and resume PPO: a checkpoint has everything that the next update depends on."""
 
 import json
 from collections.abc import Callable, Mapping

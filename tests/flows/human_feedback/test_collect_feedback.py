@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 import numpy as np
 import pytest
 
-from human_feedback.collect import collect, weights_of
+from human_feedback.collect_feedback import collect, weights_of
 from human_feedback.opinions import Opinion
 from human_feedback.users import find_implausible
 from pipeline.inputs.json_lines import json_line
