@@ -133,9 +133,6 @@ class RunSize:
     evaluation_prompts: int
     """Number of prompts that the policies answer."""
 
-    different_prompts: int
-    """Number of different prompts among the evaluation prompts."""
-
     contests: int
     """Number of comparisons of two policies, or of a policy with references."""
 
@@ -143,8 +140,8 @@ class RunSize:
     """Numbers of answers and questions to compare PPO with SFT's baselines, as text; empty if the
     baselines are off."""
 
-    least_prompts: int
-    """Smallest number of prompts with which a policy can be promoted if it wins all of them."""
+    promotion: str
+    """Number of prompts that a policy must win to be promoted, as text."""
 
 
 def measure_run(settings: Settings, *, has_champion: bool) -> RunSize:
@@ -196,21 +193,39 @@ def measure_run(settings: Settings, *, has_champion: bool) -> RunSize:
         works=[] if None in works else [work for work in works if work is not None],
         selection=_selection(data, policy),
         evaluation_prompts=len(examples),
-        different_prompts=len({shown_prompt(row["prompt"]) for row in examples}),
         contests=len(contests_between(contestants)),
         baselines=_baselines(settings.evaluation, len(examples)),
-        least_prompts=_least_prompts(
-            limits_now(settings.promotion, ()), has_references="reference" in contestants
+        promotion=_promotion(
+            limits_now(settings.promotion, ()),
+            len({shown_prompt(row["prompt"]) for row in examples}),
+            has_references="reference" in contestants,
         ),
     )
 
 
-def _least_prompts(limits: PromotionConfig, *, has_references: bool) -> int:
+def _promotion(limits: PromotionConfig, prompts: int, *, has_references: bool) -> str:
+    """Return how many of N different prompts must be won, and how good a policy must be for it."""
     # scipy is slow to import.
+    from scipy.special import bdtri
+
     from pipeline.evaluation.sequential.sequential_test import StoppingRule
 
-    least = [limits.min_win_rate] + [limits.min_reference_win_rate] * has_references
-    return max(StoppingRule(least=one, gain=None, alpha=limits.alpha).least_wins() for one in least)
+    least = max(limits.min_win_rate, limits.min_reference_win_rate * has_references)
+    rule = StoppingRule(least=least, gain=None, alpha=limits.alpha)
+    wins = rule.least_wins(prompts)
+    if wins > prompts:
+        return (
+            "Warning: no policy can be promoted, because the alpha of [promotion] needs at least "
+            f"{rule.least_prompts()} prompts, all won, and there are {prompts} different ones. Add "
+            "rows to eval_prompts, or raise alpha (or false_promotion_rate)."
+        )
+    # The win rate p with P(at least `wins` of N prompts are won) = 4/5.
+    rate = bdtri(wins - 1, prompts, 1 / 5)
+    return (
+        f"promotion: at alpha {limits.alpha:.2g}, {wins:,} of {prompts:,} prompts must be won if "
+        f"none is a tie ({wins / prompts:.1%}); a policy that wins {rate:.1%} on average is shown "
+        "to be better in at least four of five runs"
+    )
 
 
 def _baselines(config: EvaluationConfig, prompts: int) -> str:
@@ -307,13 +322,8 @@ def describe_run(size: RunSize) -> str:
         f"evaluation: prompts {size.evaluation_prompts:,}, comparisons {size.contests}, "
         f"questions to each judge at most {questions:,}",
         *([f"baselines of SFT: {size.baselines}"] if size.baselines else []),
+        size.promotion,
     ]
-    if size.different_prompts < size.least_prompts:
-        lines.append(
-            "Warning: no policy can be promoted, because the alpha of [promotion] needs at least "
-            f"{size.least_prompts} prompts, all won, and there are {size.different_prompts} "
-            "different ones. Add rows to eval_prompts, or raise alpha (or false_promotion_rate)."
-        )
     return "\n".join(lines)
 
 

@@ -83,15 +83,28 @@ class StoppingRule:
             available=available,
         )
 
-    def least_wins(self) -> int:
+    def least_prompts(self) -> int:
         """Return the smallest number of prompts, all of them won, that gives "better"."""
+        return bisect_left(
+            range(2**40), -np.log(self.alpha), key=lambda wins: self._evidence_of(wins, losses=0)
+        )
+
+    def least_wins(self, prompts: int) -> int:
+        """Return how many of N prompts must be won, and the others lost, for "better".
+
+        If N prompts are too few even if all are won, return N + 1.
+        """
+        return bisect_left(
+            range(prompts + 1),
+            -np.log(self.alpha),
+            key=lambda wins: self._evidence_of(wins, losses=prompts - wins),
+        )
+
+    def _evidence_of(self, wins: int, *, losses: int) -> float:
+        """Return the log of the capital after wins and losses, see `log_capitals`."""
         least = max(self.least, SMALLEST_RATE)
-        growth = np.log1p(BETS * (1 - least) / least)  # what a win adds to a bet's log capital
-
-        def evidence(wins: int) -> float:
-            return float(logsumexp(wins * growth) - np.log(len(BETS)))
-
-        return bisect_left(range(2**40), -np.log(self.alpha), key=evidence)
+        logs = wins * np.log1p(BETS * (1 - least) / least) + losses * np.log1p(-BETS)
+        return float(logsumexp(logs) - np.log(len(BETS)))
 
     def _decisions(self, values: Values) -> list[Decided]:
         """Return the decision before the first value and after each value."""

@@ -59,7 +59,7 @@ def judged(
 def test_a_win_rate_is_decided_when_the_capital_reaches_one_over_alpha():
     # Against 1/2, each win multiplies the capital of a bet by 1 + bet.
     wins = next(n for n in range(1, 99) if np.mean((1 + BETS) ** n) >= 1000)
-    assert RULE.least_wins() == wins == 15
+    assert RULE.least_prompts() == wins == 15
     assert RULE.decide(Values(np.ones(wins - 1))) == "undecided"
     assert RULE.decide(Values(np.ones(wins))) == "better"
 
@@ -149,10 +149,22 @@ def test_a_rate_just_above_a_high_limit_survives_a_tie():
 @pytest.mark.parametrize(("least", "wins"), [(0.5, 15), (0.8, 47), (0.9999, None)])
 def test_the_fewest_wins_are_those_with_which_the_rule_decides(least: float, wins: int | None):
     rule = StoppingRule(least=least, gain=None, alpha=0.001)
-    found = rule.least_wins()
+    found = rule.least_prompts()
     assert wins is None or found == wins
     assert rule.decide(Values(np.ones(found))) == "better"
     assert rule.decide(Values(np.ones(found - 1))) == "undecided"
+
+
+@pytest.mark.parametrize("prompts", [14, 15, 64, 512])
+@pytest.mark.parametrize("least", [0.5, 0.8])
+def test_the_wins_that_are_needed_are_the_fewest_with_which_the_rule_decides(prompts, least):
+    rule = StoppingRule(least=least, gain=None, alpha=0.001)
+
+    def decision(wins: int) -> str:
+        return rule.decide(Values(np.array([1.0] * wins + [0.0] * (prompts - wins))))
+
+    fewest = [wins for wins in range(prompts + 1) if decision(wins) == "better"]
+    assert rule.least_wins(prompts) == (fewest[0] if fewest else prompts + 1)
 
 
 def test_the_judge_is_asked_further_until_its_verdicts_are_conclusive():
@@ -219,7 +231,7 @@ def test_power_and_false_promotions_of_simulated_weeks():
 def test_the_first_decision_is_made_at_a_look_and_not_between():
     rule = StoppingRule(least=0.5, gain=None, alpha=0.001)
     wins = np.ones(100)
-    assert rule.least_wins() == 15
+    assert rule.least_prompts() == 15
     assert rule.first_decision(wins) == ("better", PAIRS_AT_ONCE)
     assert rule.first_decision(wins[:15]) == ("better", 15)
     assert rule.first_decision(wins[:14]) == ("undecided", 14)
