@@ -21,10 +21,12 @@ from pipeline.demo.task import build_demo_task
 from pipeline.evaluation.evaluate_policies import evaluate_policies
 from pipeline.inputs.run_data import RunData
 from pipeline.inputs.run_rewards import RunRewards
+from pipeline.judges.judge_budget import Budget
 from pipeline.launch.job import JobModels, write_job
 from pipeline.preflight.check_inputs import check_inputs
 from pipeline.results.reward_report import RewardReport
 from pipeline.results.step_records import PreparedModel
+from pipeline.reward_validation.validate import Preferences
 from pipeline.settings.make_settings import make_settings, read_preset, settings_text
 from pipeline.settings.settings import Settings
 from ppo_core.models.kernels.cpu_memory import keep_few_compiled_matmuls
@@ -65,13 +67,15 @@ def work_of(settings: Settings, folder: Path) -> dict[str, Callable[[], object]]
     reports: list[RewardReport] = []
 
     def validate() -> None:
+        data, budget = RunData(settings), Budget.of(settings.judging)
         reports.append(
             stages.validation.examine_reward_model(
-                RunData(settings),
+                data,
                 PreparedModel(path=str(sft), digest="", metrics={}),
                 PreparedModel(path=str(rewarder), digest="", metrics={}),
-                None,
+                Preferences(data.test_pairs()),
                 folder,
+                compare=stages.validation.judge_samples(settings, None, budget)[0],
             )
         )
 

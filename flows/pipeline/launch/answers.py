@@ -81,7 +81,15 @@ def answer_as_ppo(
     `folder` is the folder of the run. `tokenizer` is the folder of the tokenizer; if it is empty,
     the tokenizer is in the folder `policy`.
     """
-    job = AnswerJob(
+    job = job_of_ppo(settings, policy, prompts, tokenizer=tokenizer)
+    return answer_in_run(job, settings, folder).texts
+
+
+def job_of_ppo(
+    settings: Settings, policy: str, prompts: Sequence[str | Messages], *, tokenizer: str = ""
+) -> AnswerJob:
+    """Return the job that samples an answer to each prompt as PPO does, see `answer_as_ppo`."""
+    return AnswerJob(
         policy=policy,
         tokenizer=tokenizer or policy,
         prompts=list(prompts),
@@ -97,4 +105,3 @@ def answer_as_ppo(
         precision=settings.precision,
         server=server_of(settings.ppo),
     )
-    return answer_in_run(job, settings, folder).texts

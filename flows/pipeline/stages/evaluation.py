@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,24 +29,16 @@ from pipeline.storage.cached_results import MadeModel, as_values, make_or_reuse
 from pipeline.tracking.tracker import Tracker
 from ppo_core.distributed.process import large_imports
 from ppo_core.io.folder_cache import digest_of, digest_of_code
+from ppo_core.io.imported_modules import imported_modules
 from ppo_core.io.validation import read_record
 from ppo_core.reporting.diagnosis import judged_worse
-from ppo_core.supervised.training_code import modules_of_training
 
 if TYPE_CHECKING:
     from pipeline.evaluation.baselines import Score
     from pipeline.evaluation.rates import Array
 
-CODE_OF_CHOICE = (
-    "pipeline.evaluation.compare_in_both_orders",
-    "pipeline.evaluation.evaluate_policies",
-    "pipeline.evaluation.selection",
-    "pipeline.results.selection",
-)
-"""Modules of the flow whose code determines the choice of the policy."""
-
-SAMPLED_BY = ("ppo_core.training.answer_prompts", "ppo_core.training.interpolation")
-"""Modules whose code, with that of their imports, determines the answers of a candidate."""
+CODE_OF_CHOICE = "pipeline.evaluation.selection"
+"""Module whose code, with the code of its imports, determines the choice of the policy."""
 
 SELECTED = "selected-policy"
 """Name of the chosen policy, and first part of the name of its folder in the cache."""
@@ -173,7 +164,7 @@ def _choose(
         "limit": divergence_limit(settings),
         "seed": settings.seed,
         "judge": judge and [judge.name, judge.version],
-        "code": digest_of_code(*CODE_OF_CHOICE, *chain(*map(modules_of_training, SAMPLED_BY))),
+        "code": digest_of_code(*imported_modules(CODE_OF_CHOICE)),
     }
 
     def choose(folder: Path) -> dict[str, Any]:

@@ -30,10 +30,10 @@ from pipeline.tracking.tracker import Tracker
 from ppo_core.data.rows.read_rows import Rows
 from ppo_core.errors.out_of_memory import free_unused
 from ppo_core.io.folder_cache import digest_of_code
+from ppo_core.io.imported_modules import imported_modules
 from ppo_core.models.files.finite_weights import require_finite_weights
 from ppo_core.models.loading import MEMBER, member_folders
 from ppo_core.supervised.job import read_result
-from ppo_core.supervised.training_code import modules_of_training
 
 SFT, FRESH, JUDGE = "sft", "fresh-reward-model", "judge"
 """Names of the trainings besides REWARD_MODEL; the name of a training's folder in the cache begins
@@ -66,7 +66,7 @@ class _Training:
             "model": digest_of_model(self.model),
             "rows": self.rows.digest,
             "settings": self.section.settings_of_result(),
-            "code": digest_of_code(*modules_of_training(CODE)),
+            "code": digest_of_code(*imported_modules(CODE)),
         }
 
 

@@ -23,8 +23,8 @@ from ppo_core.data.rows.read_rows import Rows
 from ppo_core.errors import DataError
 from ppo_core.errors.out_of_memory import free_unused
 from ppo_core.io.folder_cache import digest_of, digest_of_code
+from ppo_core.io.imported_modules import imported_modules
 from ppo_core.models.loading import load_reward_model
-from ppo_core.supervised.training_code import modules_of_training
 
 Costs: TypeAlias = dict[str, Spent]
 """Calls and tokens by name of the labeler."""
@@ -57,7 +57,7 @@ def decides_the_rounds(data: RunData, fresh: FreshPairs | None) -> dict[str, Any
         "overlong": settings.overlong,
         "reward_training": settings.reward_model_training.settings_of_result(),
         **({"members": members} if members > 1 else {}),
-        "reward_code": digest_of_code(__name__, *modules_of_training(CODE)),
+        "reward_code": digest_of_code(__name__, *imported_modules(CODE)),
     }
 
 

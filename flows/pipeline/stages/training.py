@@ -53,11 +53,11 @@ from pipeline.tracking.tracker import Tracker
 from ppo_core.checkpointing.folders import POLICIES
 from ppo_core.errors import DataError, ProcessError
 from ppo_core.io.folder_cache import digest_of, digest_of_code
+from ppo_core.io.imported_modules import imported_modules
 from ppo_core.io.text_files import read_json_file
 from ppo_core.io.validation import read_record
 from ppo_core.reporting.diagnosis import diagnose
 from ppo_core.reporting.metrics_file import METRICS_FILE, SELF_CHECK_FILE, UPDATE, read_metrics
-from ppo_core.supervised.training_code import modules_of_training
 
 POLICY = "policy"
 """Name of the policy's folder in the folder of the run, and first part of the name of the policy's
@@ -307,7 +307,7 @@ def _decides_the_result(
         "settings": config.settings_of_result(),
         "batch_size": config.batch_size or per_process * processes,
         "lora": asdict(settings.lora),
-        "code": digest_of_code(*modules_of_training(CODE)),
+        "code": digest_of_code(*imported_modules(CODE)),
         **RunRewards(data).decides_the_result(),
         **decides_the_rounds(data, fresh),
         **({"start": start.digest} if start else {}),

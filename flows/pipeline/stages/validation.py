@@ -1,11 +1,11 @@
 """Validate the reward model before PPO trains against it."""
 
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from shlex import quote
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from pipeline.cost.measured_cost import cost_of_run
 from pipeline.evaluation.evaluate_policies import judge_of_run
@@ -14,16 +14,16 @@ from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
 from pipeline.inputs.labeled_pairs import label_pairs
 from pipeline.inputs.model_digests import digest_of_model
 from pipeline.inputs.run_data import RunData
-from pipeline.judges.judge_budget import Budget, Spent, sum_spent
+from pipeline.judges.judge_budget import Budget, Payment, Spent, spent_by, sum_spent
 from pipeline.judges.judge_names import calls_per_question, can_ask
 from pipeline.judges.make_judge import make_judge_of_run
-from pipeline.launch.answers import answer_as_ppo
+from pipeline.launch.answers import answer_as_ppo, job_of_ppo
 from pipeline.reports.log_reports import log_reward_report
 from pipeline.reports.run_page.facts import RunFacts, curves_of
 from pipeline.reports.run_page.write_page import write_run_page
 from pipeline.reports.terminal import reward_model_in_words
 from pipeline.results.evaluation import TrainedJudge
-from pipeline.results.report_files import REWARD_REPORT_FILE, write_report
+from pipeline.results.report_files import REWARD_REPORT_FILE, read_report, write_report
 from pipeline.results.reward_report import OnPolicy, RewardReport
 from pipeline.results.step_records import FreshPairs, PreparedModel, ValidatedReward
 from pipeline.reward_validation.accuracy import measure_model
@@ -40,12 +40,29 @@ from pipeline.reward_validation.validate import (
 from pipeline.settings.settings import Settings
 from pipeline.stages.tracked import stage
 from pipeline.storage.addresses import is_in_s3
+from pipeline.storage.cached_results import as_values, make_or_reuse
 from pipeline.storage.workspace import original_names
 from pipeline.tracking.tracker import Tracker
 from ppo_core.config.placement import is_fast_in_bf16, placement_for_reading
 from ppo_core.data.text_config import text_config
 from ppo_core.errors import ModelError
+from ppo_core.io.folder_cache import digest_of, digest_of_code
+from ppo_core.io.imported_modules import imported_modules
+from ppo_core.io.validation import read_record
 from ppo_core.models.loading import load_config, load_reward_model
+
+MEASURED = "reward-report"
+"""First part of the name of a report's folder in the cache."""
+
+CODE = ("pipeline.reward_validation.validate", "ppo_core.training.answer_job")
+"""Modules whose code, with the code of their imports, determines the report."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Measured:
+    """What the cache stores about a report, besides the report's file."""
+
+    payment: Payment | None = None
 
 
 @stage(
@@ -79,8 +96,7 @@ def validate_reward_model(
     """
     _require_recorded(reward_model)
     data = RunData(settings)
-    budget = Budget.of(settings.judging)
-    report = examine_reward_model(data, sft, reward_model, judge_model, run.folder, fresh, budget)
+    report, spent = _measure(data, sft, reward_model, judge_model, run, fresh)
     by_hand = settings.accept_reward_model and not report.fit
     report = replace(report, accepted_by_hand=by_hand)
     print(f"reward model: {reward_model_in_words(report)}", flush=True)
@@ -94,7 +110,7 @@ def validate_reward_model(
         bias=report.bias,
         gain=report.gain,
         report_file=str(file),
-        spent=sum_spent(reward_model.spent, budget.spent({})),
+        spent=sum_spent(reward_model.spent, spent),
         judge=_measure_judge(data, judge_model) if judge_model else None,
         is_used=settings.uses_reward_model,
     )
@@ -162,30 +178,74 @@ def stop_run(validation: ValidatedReward, run: FlowRun) -> NoReturn:
     )
 
 
-def examine_reward_model(
+def _measure(
     data: RunData,
     sft: PreparedModel,
     reward_model: PreparedModel,
     judge_model: PreparedModel | None,
-    folder: Path,
-    fresh: FreshPairs | None = None,
-    budget: Budget | None = None,
-) -> RewardReport:
-    """Load the reward model, and return the report of `reward_validation.validate`.
+    run: FlowRun,
+    fresh: FreshPairs | None,
+) -> tuple[RewardReport, dict[str, Spent]]:
+    """Return the report, and what this run has spent on it; reuse the report for equal inputs.
 
-    `budget` counts the calls of the judge; by default, it is a new one with the run's limits.
+    So a run with other settings of PPO does not measure the reward model again.
     """
+    settings, preferences = data.settings, _preferences(data, fresh)
+    budget = Budget.of(settings.judging)
+    compare, judge = judge_samples(settings, judge_model, budget)
+    inputs = {
+        "policy": sft.digest,
+        "reward_model": reward_model.digest,
+        "training": reward_model.metrics,
+        "pairs": preferences.given.digest,
+        "votes": digest_of([asdict(pair) for pair in preferences.samples]),
+        "prompts": data.training_prompts().digest,
+        "formats": [settings.prompt_format, data.reward_format],
+        "end_of_text": settings.reward_model_training.end_of_text,
+        "bf16": _scores_in_bf16(settings),
+        "job": asdict(job_of_ppo(settings, sft.digest, [])),
+        "limits": asdict(settings.reward_gate),
+        "judge": judge,
+        "code": digest_of_code(*imported_modules(*CODE)),
+    }
+
+    def measure(folder: Path) -> dict[str, Any]:
+        report = examine_reward_model(
+            data, sft, reward_model, preferences, run.folder, compare=compare
+        )
+        write_report(folder / REWARD_REPORT_FILE, report)
+        return as_values(_Measured(payment=Payment(run=run.id, spent=budget.spent({}))))
+
+    made = make_or_reuse(run.workspace, MEASURED, inputs, measure)
+    report = read_report(Path(run.workspace.fetch(made.place), REWARD_REPORT_FILE), RewardReport)
+    return report, spent_by(run.id, read_record(made.values, _Measured).payment)
+
+
+def examine_reward_model(
+    data: RunData,
+    sft: PreparedModel,
+    reward_model: PreparedModel,
+    preferences: Preferences,
+    folder: Path,
+    *,
+    compare: Compare | None,
+) -> RewardReport:
+    """Load the reward model, and return the report of `reward_validation.validate`."""
     settings = data.settings
     return validate(
         load_scorer(data, reward_model.path),
-        Preferences(data.test_pairs(), data.voted_pairs(fresh.path if fresh else None)),
+        preferences,
         data.training_prompts(),
         _draw(settings, sft, folder),
         settings.reward_gate,
-        compare=_comparer(settings, judge_model, budget or Budget.of(settings.judging)),
+        compare=compare,
         training=reward_model.metrics,
         seed=settings.seed,
     )
+
+
+def _preferences(data: RunData, fresh: FreshPairs | None) -> Preferences:
+    return Preferences(data.test_pairs(), data.voted_pairs(fresh.path if fresh else None))
 
 
 def measure_given_model(
@@ -236,12 +296,17 @@ def _draw(settings: Settings, sft: PreparedModel, folder: Path) -> SampleRespons
     return partial(draw_samples, partial(answer_as_ppo, settings, sft.path, folder))
 
 
-def _comparer(settings: Settings, trained: PreparedModel | None, budget: Budget) -> Compare | None:
-    """Return a function that lets the judge compare samples; None without the judge's API key."""
+def judge_samples(
+    settings: Settings, trained: PreparedModel | None, budget: Budget
+) -> tuple[Compare | None, list[str]]:
+    """Return a function that lets the judge compare samples, and the judge's name and version.
+
+    Without the judge's API key, return None and an empty list.
+    """
     spec = judge_of_run(settings, trained)
     if can_ask(spec):
         judge = make_judge_of_run(settings, spec, budget)
-        return partial(
+        compare = partial(
             measure_on_policy,
             judge,
             budget,
@@ -249,6 +314,7 @@ def _comparer(settings: Settings, trained: PreparedModel | None, budget: Budget)
             least=settings.reward_gate.min_best_of_4,
             seed=settings.seed,
         )
+        return compare, [judge.name, judge.version]
     print(
         f"Warning: this step has no key for judge={settings.judge}, so the judge is not asked "
         "about the policy's samples. Only the accuracy on held-out pairs decides. To measure "
@@ -256,7 +322,7 @@ def _comparer(settings: Settings, trained: PreparedModel | None, budget: Budget)
         "secret of steps.evaluate_win_rate in the deployment file.",
         flush=True,
     )
-    return None
+    return None, []
 
 
 def _scores_in_bf16(settings: Settings) -> bool:

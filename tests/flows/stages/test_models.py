@@ -12,6 +12,7 @@ from pipeline.inputs.labeled_pairs import label_pairs
 from pipeline.inputs.model_digests import digest_of_model
 from pipeline.inputs.run_data import RunData
 from pipeline.preflight.fetch_inputs import share_inputs
+from pipeline.results.reward_report import RewardReport
 from pipeline.results.step_records import PreparedModel
 from pipeline.reward_validation.accuracy import measure_model
 from pipeline.settings.make_settings import make_settings
@@ -148,6 +149,49 @@ def test_the_judge_of_a_given_reward_model_is_trained_and_measured(tmp_path: Pat
     told = capsys.readouterr().out
     assert f"The judge is right in {measured.accuracy:.1%} of 6 held-out pairs" in told
     assert ("The evaluation will be inconclusive." in told) == (measured.low <= 0.5)
+
+
+COUNTING_JUDGE = """
+from pathlib import Path
+
+def judge(prompts, pairs):
+    with (Path(__file__).parent / "asked.txt").open("a") as file:
+        file.write("x" * len(pairs))
+    return ["first" if len(one) > len(other) else "second" for one, other in pairs]
+"""
+
+
+def test_a_reward_model_is_measured_again_only_if_something_it_depends_on_changes(
+    tmp_path: Path, start, capsys
+):
+    (tmp_path / "counting.py").write_text(COUNTING_JUDGE)
+    settings = bare(
+        tmp_path,
+        judge=f"python:{tmp_path / 'counting.py'}:judge",
+        reward_model=write_model(tmp_path / "rm", labels=1),
+        accept_reward_model=True,
+    )
+    sft = PreparedModel(path=settings.policy, digest=digest_of_model(settings.policy), metrics={})
+    digest = digest_of_model(settings.reward_model)
+    given = PreparedModel(path=settings.reward_model, digest=digest, metrics={})
+    run = start(settings)
+
+    def measure(settings: Settings) -> tuple[RewardReport, int]:
+        (tmp_path / "asked.txt").write_text("")
+        report = validate_reward_model(settings, sft, given, None, run).report()
+        return report, len((tmp_path / "asked.txt").read_text())
+
+    first, asked = measure(settings)
+    assert asked > 0
+    other_ppo = replace(settings, ppo=replace(settings.ppo, kl_coef=0.5, learning_rate=1e-4))
+    assert measure(other_ppo) == (first, 0)
+    assert "reward-report: reused " in capsys.readouterr().out
+    refusing = replace(settings, accept_reward_model=False)
+    assert measure(refusing) == (replace(first, accepted_by_hand=False), 0)
+    hotter = replace(settings, ppo=replace(settings.ppo, temperature=2.0))
+    strict = replace(settings, reward_gate=replace(settings.reward_gate, num_prompts=2))
+    (tmp_path / "counting.py").write_text(COUNTING_JUDGE + "# another version")
+    assert [measure(each)[1] > 0 for each in (hotter, strict, settings)] == [True] * 3
 
 
 @pytest.mark.slow

@@ -60,10 +60,10 @@ def test_an_import_that_fails_leaves_the_collector_on():
 
 def test_a_model_from_the_cache_is_found_without_torch():
     work = (
-        "from ppo_core.supervised.training_code import modules_of_training; "
+        "from ppo_core.io.imported_modules import imported_modules; "
         "from pipeline import stages; from ppo_core.io.folder_cache import digest_of_code; "
         "from pipeline.inputs.model_digests import digest_of_model; "
-        "digest_of_code(*modules_of_training('ppo_core.__main__')); digest_of_model('.ci')"
+        "digest_of_code(*imported_modules('ppo_core.__main__')); digest_of_model('.ci')"
     )
     assert imported_by(work, "torch", "transformers") == []
 

@@ -18,17 +18,19 @@ from flows.champion import load_champion
 from pipeline.evaluation.evaluate_policies import evaluate_policies
 from pipeline.inputs.run_data import RunData
 from pipeline.judges.chat_model import Question
+from pipeline.judges.judge_budget import Budget
 from pipeline.judges.reward_model_judge import RewardModelJudge
 from pipeline.judges.transformers_model import TransformersModel
 from pipeline.results.report_files import as_json
 from pipeline.results.step_records import FetchedChampion, PreparedModel
+from pipeline.reward_validation.validate import Preferences
 from pipeline.settings.evaluation_config import EvaluationConfig
 from pipeline.settings.judge_config import JudgingConfig
 from pipeline.settings.make_settings import make_settings
 from pipeline.settings.settings import Settings
 from pipeline.settings.win_rate_arguments import WinRateArguments
 from pipeline.stages.model_win_rate import compare_model
-from pipeline.stages.validation import _measure_judge, examine_reward_model
+from pipeline.stages.validation import _measure_judge, examine_reward_model, judge_samples
 from ppo_core.config import placement
 from tests.helpers.inputs.pipeline_inputs import tiny_table
 from tests.helpers.models.other_device import register
@@ -46,7 +48,10 @@ def places(folder: Path, settings: Settings) -> dict[str, Place]:
 
     def validation() -> Any:
         judged = PreparedModel(path=judge, digest="", metrics={})
-        return as_json(examine_reward_model(data, policy, judged, None, folder))
+        compare, _ = judge_samples(settings, None, Budget.of(settings.judging))
+        preferences = Preferences(data.test_pairs(), data.voted_pairs())
+        report = examine_reward_model(data, policy, judged, preferences, folder, compare=compare)
+        return as_json(report)
 
     def trained_judge() -> Any:
         return _measure_judge(data, PreparedModel(path=judge, digest="", metrics={})).accuracy

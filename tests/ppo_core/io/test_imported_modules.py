@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_core.supervised.training_code import modules_of_training
+from ppo_core.io.imported_modules import imported_modules
 from tests.helpers.inputs.pipeline_inputs import write_ppo_inputs
 from tests.helpers.models.chat import make_chat_tokenizer
 from tests.helpers.models.tiny import make_policy
@@ -44,9 +44,9 @@ import sys
 from pathlib import Path
 import ppo_core
 from ppo_core.io.folder_cache import digest_of_code
-from ppo_core.supervised.training_code import modules_of_training
+from ppo_core.io.imported_modules import imported_modules
 
-names = modules_of_training(sys.argv[1])
+names = imported_modules(sys.argv[1])
 before = digest_of_code(*names)
 for path in Path(ppo_core.__file__).parent.rglob("*.py"):
     source = path.read_bytes()
@@ -80,8 +80,8 @@ def test_the_list_has_every_module_that_training_both_models_loads(tmp_path: Pat
     words = printed_by(TRAIN_BOTH, tmp_path / "base", tmp_path)
     loaded = words[words.index("loaded") + 1 :]
     assert {"ppo_core.supervised.lora", "ppo_core.algorithm.masking"} < set(loaded)
-    assert set(loaded) <= set(modules_of_training(SUPERVISED))
-    assert "ppo_core.ppo.update" not in modules_of_training(SUPERVISED)
+    assert set(loaded) <= set(imported_modules(SUPERVISED))
+    assert "ppo_core.ppo.update" not in imported_modules(SUPERVISED)
 
 
 @pytest.mark.slow
@@ -95,7 +95,7 @@ def test_the_list_of_ppo_has_every_module_that_the_command_loads(tmp_path: Path)
     words = printed_by(TRAIN_PPO, *(part for k, v in flags.items() for part in (f"--{k}", v)))
     loaded = words[words.index("loaded") + 1 :]
     assert {"ppo_core.ppo.update", "ppo_core.algorithm.advantages"} < set(loaded)
-    assert set(loaded) <= set(modules_of_training(PPO))
+    assert set(loaded) <= set(imported_modules(PPO))
 
 
 @pytest.mark.parametrize("entry", [SUPERVISED, *slow(PPO)])
@@ -104,5 +104,5 @@ def test_one_byte_of_each_listed_module_and_of_no_other_changes_the_digest(
 ):
     shutil.copytree(ROOT / "ppo_core", tmp_path / "ppo_core")
     *changing, torch_is_loaded = printed_by(CHANGE_EACH, entry, source=tmp_path)
-    assert sorted(changing) == list(modules_of_training(entry))
+    assert sorted(changing) == list(imported_modules(entry))
     assert torch_is_loaded == "False"
