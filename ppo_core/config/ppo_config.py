@@ -172,7 +172,7 @@ class PPOConfig(RunConfig):
     kl_horizon: Count | None = None
     """With `kl_target`, episodes over which kl_coef changes by at most about 20% (arXiv:1909.08593,
     section 2.2). None: 1/24 of the run, at least one batch; kl_coef then follows the moving average
-    and the trend of the divergence instead of the last batch (`AdaptiveKL.landing`)."""
+    and the trend of the divergence, not the last batch alone (`AdaptiveKL.landing`)."""
 
     reference_refresh_updates: Natural = 0
     """Number of updates after which the policy is copied into the reference; 0: never."""
@@ -181,7 +181,7 @@ class PPOConfig(RunConfig):
 
     advantage_estimator: Literal["gae", "reinforce", "rloo", "grpo"] = "gae"
     """`gae` compares the rewards with a critic's values (arXiv:1506.02438). The other estimators
-    train no critic, which saves memory. `reinforce` sums the rewards from each token on
+    train no critic, which saves memory. `reinforce` sums the rewards from each token to the end
     (arXiv:2501.03262). `rloo` (arXiv:2402.14740) and `grpo` (arXiv:2402.03300) compare a response
     with the other responses to the same prompt."""
 
@@ -294,9 +294,9 @@ class PPOConfig(RunConfig):
     not remove them."""
 
     num_sample_generations: Natural = 10
-    """Maximum number of times per run that responses to the evaluation prompts are printed as a
-    table after an update, at equal intervals; the last time is after the last update. If this
-    number is positive, a table is also printed before the first update."""
+    """Maximum number of updates after which responses to the evaluation prompts are printed as a
+    table. These updates are equally spaced, and the last update is one of them. If this number is
+    positive, a table is also printed before the first update."""
 
     sft_model_path: str | None = None
     """Folder or hub id of the initial policy; a hub id may name a revision, as in
@@ -332,7 +332,7 @@ class PPOConfig(RunConfig):
 
     @property
     def compares_samples(self) -> bool:
-        """Whether advantages compare the responses to one prompt."""
+        """Whether the advantages compare a prompt's responses with each other."""
         return self.advantage_estimator in ("rloo", "grpo")
 
     @property
