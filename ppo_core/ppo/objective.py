@@ -24,7 +24,7 @@ OF_CRITIC = ("value_loss", "value_clipped", "new_values")
 
 @dataclass(frozen=True, kw_only=True)
 class CountedTokens:
-    """Values, from before the update, of a microbatch's N counted tokens; tensors are (N,)."""
+    """What the losses need of a microbatch's N counted tokens, from before the update; all (N,)."""
 
     weights: Tensor
     """Weight of the token in the loss."""
@@ -81,7 +81,7 @@ class Objective:
     """The weighted losses of counted tokens, and sums of losses and metrics over these tokens."""
 
     def __init__(self, config: PPOConfig, tokens: CountedTokens) -> None:
-        """Set the settings and the tokens of one microbatch."""
+        """Store the settings, and the counted tokens of one microbatch."""
         self._config, self._tokens = config, tokens
         self._of_policy: list[dict[str, Tensor]] = []  # a dict for each part, in order
         self._of_critic: dict[str, Tensor] = {}
