@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from ppo_core.models.reward_model import RewardModel
 
 OTHER_PARTS = ("vision_", "audio_", "multi_modal_projector.")
-"""Name prefixes of the tensors of a text-and-image model that are not in its text part."""
+"""How the names of tensors begin that a text-and-image model has outside its text part."""
 
 NAMED_TENSORS = 3
 """Number of tensors that an error message names."""
@@ -259,7 +259,7 @@ def load_model(
     """
     options = dict(options)
     if Path(path).is_dir():
-        # transformers would look for an adapter in the folder above the subfolder.
+        # With `subfolder`, transformers would look for an adapter in the folder above it.
         path = Path(path, options.pop("subfolder", ""))
     check_model_folder(path)
     source, revision = split_revision(path, options.get("revision"))

@@ -100,7 +100,7 @@ def load_adapter_classifier(model: "PeftModel", path: str | Path, name: str) -> 
         config = peft.PeftConfig.from_pretrained(str(path))
         weights = load_file(str(cached_file(str(path), "adapter_model.safetensors")))
     score = _take_score(weights, path)
-    # PEFT would look for the classifier head in the base, which is a causal model without one.
+    # Leave the head out: PEFT would look for it in the base, a causal model without this head.
     modules = [name for name in config.modules_to_save or [] if name not in _CLASSIFIER_HEADS]
     config.modules_to_save = modules or None
     add_beside(model, config, name)
