@@ -226,7 +226,7 @@ def _without_adapter(model: nn.Module) -> nn.Module:
     if not is_peft(model):
         return model
     merged = merged_copy(model)
-    # Otherwise the new adapter's files would name a base without the merged adapter (TRL #4713).
+    # Under this name, the new adapter's files would refer to the base before the merge (TRL #4713).
     merged.name_or_path = ""
     logger.warning(
         "The policy's adapter is merged into a copy of its base, and the adapter of peft_config is "
@@ -310,8 +310,8 @@ def share_random_scores(models: Iterable[object], engine: Engine) -> None:
 def require_equal_models(prints: dict[str, Layout], engine: Engine) -> None:
     """Raise if the fingerprints of the models' weights differ between processes.
 
-    All processes raise the same error: a launcher ends the other processes after the first error,
-    so one process alone may print its error.
+    All processes raise the same error, because only one of them may print it: a launcher ends the
+    other processes after the first error.
 
     Raises:
         ModelError: a process has other weights than process 0.
