@@ -59,7 +59,7 @@ class RedactedStream:
         self._held = _HeldText()
         self._bytes = _RedactedBuffer(self)
         self._renew_lock()
-        # Otherwise a process that is forked during a write would wait for the lock forever.
+        # A process that is forked during a write needs a new lock: the old lock is never released.
         os.register_at_fork(after_in_child=self._renew_lock)
 
     def __getattr__(self, name: str) -> Any:
@@ -118,7 +118,7 @@ class RedactedStream:
 
 
 class _RedactedBuffer:
-    """The bytes of a RedactedStream. Their end is held as the end of a text is.
+    """The binary buffer of a RedactedStream; the last bytes are held like the last characters.
 
     Bytes that are not UTF-8 become surrogates, and then bytes again.
     """

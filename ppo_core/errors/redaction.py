@@ -110,8 +110,8 @@ def _without_user(found: re.Match[str]) -> str:
 def mask_secrets(text: str) -> str:
     """Return `text` with known secrets, tokens, keys and authorizations masked.
 
-    Unlike `redact`, keep all other parts of the user, password and query of URLs. Use this for
-    documents that quote models and data sets, in which a URL's query is not secret.
+    Unlike `redact`, keep the user, password and query of a URL unless they contain such a secret.
+    Use this for documents that quote models and data sets, in which a URL's query is not secret.
     """
     for secret in known_secrets():
         text = text.replace(secret, MASK)
