@@ -57,9 +57,9 @@ class PPOConfig(RunConfig):
 
     total_episodes: Count | None = None
     """Responses sampled in the run, rounded up to a multiple of the batch size. If `max_steps` is
-    also set, the smaller number of updates counts. None: the batch size times `max_steps`, or
-    without `max_steps`, `samples_per_prompt` responses per prompt in each of `num_train_epochs`
-    passes."""
+    also set, the smaller number of updates counts. None: the batch size times `max_steps` if
+    `max_steps` is set, and otherwise `samples_per_prompt` responses to each prompt in each of
+    `num_train_epochs` passes."""
 
     batch_size: Count | None = None
     """Responses sampled for one PPO update, over all processes; None:
@@ -127,7 +127,7 @@ class PPOConfig(RunConfig):
     """Penalty per response token, subtracted from the score."""
 
     overlong_buffer: Natural = 0
-    """Number of final tokens of `response_length` over which a penalty grows linearly from 0 to
+    """Number of tokens before `response_length` over which a penalty grows linearly from 0 to
     `overlong_penalty` (arXiv:2503.14476, eq. 13); 0 disables the penalty."""
 
     overlong_penalty: NotNegative = 1.0
@@ -267,7 +267,7 @@ class PPOConfig(RunConfig):
     """Warn when the KL divergence from the reference exceeds this many nats per response."""
 
     warn_kl_note: str = ""
-    """Text at the end of the warning of `warn_kl`, such as what a larger divergence leads to."""
+    """Text to append to the warning of `warn_kl`, for example the risks of a large divergence."""
 
     warn_ratio: Positive = 2.0
     """Warn when the mean probability ratio of an update exceeds warn_ratio, or is below
@@ -289,9 +289,9 @@ class PPOConfig(RunConfig):
     # --- Earlier policies, sample tables, and names of models and adapters ---
 
     save_policies: Natural = 0
-    """Number of earlier policies to save, without optimizer state, at equal distances between the
-    start and the end of the run; each is in `output_dir/policies/<update>`. `save_total_limit` does
-    not remove them."""
+    """Number of policies to save before the end of the run, at equal intervals and without
+    optimizer state; each is in `output_dir/policies/<update>`. `save_total_limit` does not remove
+    them."""
 
     num_sample_generations: Natural = 10
     """Maximum number of updates after which responses to the evaluation prompts are printed as a

@@ -169,8 +169,8 @@ class ModelArguments(LoraArguments):
     transformers' default for the model."""
 
     lora_target_parameters: list[str] | None = None
-    """Names of further parameters to adapt that are not the weight of a module, such as MoE
-    experts."""
+    """Names of further parameters to adapt that are not the weight of a module, such as the weights
+    of MoE experts."""
 
     lora_modules_to_save: list[str] | None = None
     """Modules that are trained in full and saved with the adapters."""
