@@ -39,7 +39,7 @@ class PromptQueue:
         return len(self._prompts) - self.num_taken
 
     def take(self, limit: int) -> Sequence[Tokens]:
-        """Take up to `limit` prompts; if they begin a batch of `batch_size`, call `before_batch`.
+        """Take up to `limit` prompts; call `before_batch` if one of them is the first of a batch.
 
         `before_batch` may wait for other processes, so all processes must call it equally often.
         Therefore, the number of calls depends only on the number of prompts.

@@ -207,7 +207,7 @@ def check_padding(
 
 
 def _ways(backbone: object) -> Iterator[None]:
-    """Set a backbone to one way of computing a padded batch after another, the fastest first."""
+    """Set a backbone to its ways to compute a padded batch, one per iteration, fastest first."""
     yield
     if isinstance(backbone, DecoderBackbone):
         if backbone.fastest is Decoding.FAST:
