@@ -58,7 +58,7 @@ class Critic(nn.Module):
 
     @classmethod
     def from_classifier(cls, model: nn.Module) -> "Critic":
-        """Return a critic that trains a `...ForSequenceClassification` in place; values are scores.
+        """Return a critic that trains a sequence classifier in place; its scores are the values.
 
         Raises:
             ModelError: the model has no linear layer `score` with a single output.

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from ppo_core.models.reward_model import RewardModel
 
 OTHER_PARTS = ("vision_", "audio_", "multi_modal_projector.")
-"""How the names of tensors begin that a text-and-image model has outside its text part."""
+"""Name prefixes of the tensors of a text-and-image model that are not in its text part."""
 
 NAMED_TENSORS = 3
 """Number of tensors that an error message names."""

@@ -29,7 +29,7 @@ _HOW_TO_TRAIN = "Train a ...ForSequenceClassification with num_labels=1 and task
 class AdapterClassifier(nn.Module):
     """A reward model that consists of an adapter on the policy's base model, and a head.
 
-    The class has those attributes of a sequence classifier that `RewardModel` uses. Its parameters
+    The class has the attributes of a sequence classifier that `RewardModel` uses. Its parameters
     are only the head's, so `to()`, `train()` and `requires_grad_()` do not affect the base.
     """
 
