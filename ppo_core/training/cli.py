@@ -240,9 +240,9 @@ def load_prompts(
     """Return the training prompts, and the prompts for evaluation or samples (None without any).
 
     If `eval_strategy` is not "steps", no test split is read. The second result is then the
-    `watched_prompts`. Without `watched_prompts`, the last `HELD_OUT` prompts are held out for it if
-    there are more than `MANY_PROMPTS` prompts and the settings ask for samples. `context` is the
-    policy's context length; None means no limit.
+    `watched_prompts`. Without `watched_prompts`, the second result is the last `HELD_OUT` prompts,
+    which are held out, if there are more than `MANY_PROMPTS` prompts and the settings ask for
+    samples. `context` is the policy's context length; None means no limit.
 
     Raises:
         ConfigError: no data set is named, or another setting would disable `watched_prompts`.

@@ -147,7 +147,7 @@ class CriticFit:
 
     @contextmanager
     def _own_optimization(self, pause: Callable[[], None]) -> Iterator[Callable[[float], None]]:
-        """Yield a function to call before each step; at the end, all but the critic is as before.
+        """Yield a function to call before each step; at the end, restore all but the critic.
 
         The function calls `pause`. Then it sets the critic's learning rate to a fraction of the
         largest rate of the run, and the policy's rate to 0.

@@ -208,7 +208,7 @@ def trained_layouts(models: ModelBundle) -> dict[str, Layout]:
 
 
 def _prepared_policy(config: PPOConfig, given: ScriptModels) -> tuple[nn.Module, nn.Linear | None]:
-    """Return the policy, to which a given adapter is added, and the policy's value head or None."""
+    """Return the policy with the adapter of `peft_config`, if any, and its value head or None."""
     model, value_head = given.policy, None
     if isinstance(model, ModelWithValueHead):
         value_head, model = model.v_head.summary, model.pretrained_model
