@@ -19,7 +19,7 @@ def choose_engine(
     """Return the engine for a sharding; see `Engine` for the other options and errors.
 
     If `sharding` is None, DeepSpeed's settings or the options of `accelerate launch` specify the
-    sharding. Without both, it is "ddp" for several processes and "none" for one process.
+    sharding. If neither does, it is "ddp" for several processes and "none" for one process.
 
     Raises:
         ConfigError: the sharding, the other settings and the launcher contradict each other.
