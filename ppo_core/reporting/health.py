@@ -18,7 +18,7 @@ RECOVERY_UPDATES = 3
 
 REWARD = "objective/rlhf_reward"
 DROP = f"drop of {REWARD}"
-"""Name under which the guards read the result of `RewardDrop`, as if it were a metric."""
+"""Name of the result of `RewardDrop`, which the guards read like a metric."""
 
 
 @dataclass(frozen=True, kw_only=True)
