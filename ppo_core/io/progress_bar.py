@@ -226,7 +226,7 @@ class ProgressBar(tqdm):  # type: ignore[misc]
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseProgress:
-    """How far a phase is."""
+    """Progress of a phase."""
 
     phase: str
     done: float
