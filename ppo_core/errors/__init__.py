@@ -78,7 +78,7 @@ def library_errors(kind: type[PPOError], failure: str, next_move: str) -> Iterat
     """Raise every error of the block as `kind`, with the message "FAILURE: REASON. NEXT_MOVE".
 
     Use this for calls of libraries that parse files from outside. A PPOError passes unchanged. If
-    memory is full, a TrainingError says so, because neither file nor model is wrong.
+    memory is full, raise a TrainingError, because neither file nor model is wrong.
     """
     try:
         yield

@@ -27,7 +27,7 @@ _UNFINISHED = re.compile(
 def install_redaction() -> None:
     """Redact everything that this process writes to stdout and stderr from now on.
 
-    This includes tracebacks, warnings and log records, even those of existing log handlers. Output
+    This includes tracebacks, warnings, and log records, also from existing log handlers. Output
     that a native library or a child process writes directly to the file descriptors is not
     redacted.
     """
@@ -118,15 +118,15 @@ class RedactedStream:
 
 
 class _RedactedBuffer:
-    """The binary buffer of a RedactedStream; the last bytes are held like the last characters.
+    """The binary buffer of a RedactedStream; it also holds characters that may begin a secret.
 
-    Bytes that are not UTF-8 become surrogates, and then bytes again.
+    Bytes that are not UTF-8 are decoded to surrogates, and encoded to the same bytes again.
     """
 
     def __init__(self, text: RedactedStream) -> None:
         self._text = text
         self._held = _HeldText()
-        # It holds the first bytes of a character until the rest follows.
+        # The decoder holds the first bytes of a character until the rest follows.
         self._decoder = getincrementaldecoder("utf-8")("surrogateescape")
 
     def __getattr__(self, name: str) -> Any:
