@@ -30,7 +30,7 @@ _NOT_OF_THE_RESULT = re.compile(
     "output_dir|exp_name|run_name|report_to|disable_tqdm|dataset_num_proc|num_sample_generations|"
     "local_rollout_forward_batch_size|per_device_eval_batch_size|(logging|eval|save|hub|warn)_.*|"
     "push_to_hub|.*_model_path|max_skipped_steps|max_steps|async_save|vllm_(server|weights)_.*|"
-    # Its effect, the number of minibatches, is part of the `Schedule` (steps_per_update).
+    # `mini_batch_size` only determines `Schedule.steps_per_update`, which fingerprints contain.
     "mini_batch_size|"
     # The number of processes and the sharding change results by rounding only.
     "gradient_accumulation_steps|sharding|offload|deepspeed|ds3_gather_for_generation|ddp_timeout"
@@ -73,8 +73,8 @@ class PPOConfig(RunConfig):
     """Minibatches per epoch, each one optimizer step; must divide the batch size."""
 
     mini_batch_size: Count | None = None
-    """Responses of one optimizer step over all processes, instead of `num_mini_batches`, as in TRL
-    0.12 to 0.16; must divide the batch size."""
+    """Responses of one optimizer step over all processes; replaces `num_mini_batches`, as in TRL
+    0.12 to 0.16, and must divide the batch size."""
 
     max_tokens_per_microbatch: Count | None = None
     """Maximum tokens of prompts and responses, padding included, in one forward and backward pass
@@ -99,8 +99,8 @@ class PPOConfig(RunConfig):
     the loss correct for the truncation."""
 
     top_p: ShareAbove0 = 1.0
-    """Sample only from the fewest likeliest tokens with this total probability
-    (arXiv:1904.09751); 1 samples from all tokens. The loss is corrected as for `top_k`."""
+    """Sample only from the smallest set of likeliest tokens whose total probability reaches this
+    value (arXiv:1904.09751); 1 samples from all tokens. The loss is corrected as for `top_k`."""
 
     stop_token: Literal["eos"] | None = "eos"
     """Token that ends a response: `eos` is the tokenizer's end-of-sequence token; with None,
@@ -294,9 +294,9 @@ class PPOConfig(RunConfig):
     them."""
 
     num_sample_generations: Natural = 10
-    """Maximum number of updates after which responses to the evaluation prompts are printed as a
-    table. These updates are equally spaced, and the last update is one of them. If this number is
-    positive, a table is also printed before the first update."""
+    """Maximum number of tables with responses to the evaluation prompts that are printed in the
+    run, after equally spaced updates, of which the last update is one. If this number is positive,
+    one more table is printed before the first update."""
 
     sft_model_path: str | None = None
     """Folder or hub id of the initial policy; a hub id may name a revision, as in
