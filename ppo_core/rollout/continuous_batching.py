@@ -68,7 +68,7 @@ class ActiveSequences:
 
     @classmethod
     def new(cls, first: int, end: int, device: torch.device) -> "ActiveSequences":
-        """Return the active sequences of responses first to end - 1, which have no tokens yet."""
+        """Return active sequences for the responses `first` to `end - 1`, which have no tokens."""
         response = torch.arange(first, end, device=device)
         is_active = torch.ones_like(response, dtype=torch.bool)
         return cls(response, torch.zeros_like(response), is_active)
