@@ -165,7 +165,7 @@ class CriticFit:
         try:
             yield prepare_step
         finally:
-            # AdamW starts again, as for a critic that was loaded.
+            # Clear AdamW's state: the first update starts without moments, as in every run.
             self.engine.load_optimizer_states(state.module, state.optimizer, lambda name: {})
             scheduler.load_state_dict(schedule)
             state.skipped_steps, state.skipped_in_a_row = skipped

@@ -99,7 +99,7 @@ def trains_in_bf16(asked: bool | None, model: nn.Module, *, use_cpu: bool) -> bo
         return asked
     if {parameter.dtype for parameter in model.parameters()} != {torch.float32}:
         return False
-    # A model type without a width gets 0; a later check refuses it, with a message of its own.
+    # A model without a configured width counts as width 0; a later check refuses such a model.
     config = getattr(model, "config", None)
     width = 0 if config is None else getattr(text_config(config), "hidden_size", 0)
     return is_fast_in_bf16(width, use_cpu=use_cpu)
