@@ -14,7 +14,7 @@ from ppo_core.data.rows.row_error import RowError
 
 MAX_RANKED = 16
 """Maximum number of responses of a ranked list that are compared. The number of pairs grows with
-the square of the number of compared responses, so a prompt with many would outweigh the others."""
+the square of this number, so a prompt with many responses would outweigh other prompts."""
 
 MAX_PAIRS = MAX_RANKED * (MAX_RANKED - 1) // 2
 """Maximum number of pairs from a prompt's single judgments: as many as a ranked list can give."""
