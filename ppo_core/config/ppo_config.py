@@ -294,9 +294,9 @@ class PPOConfig(RunConfig):
     them."""
 
     num_sample_generations: Natural = 10
-    """Maximum number of tables with responses to the evaluation prompts that are printed in the
-    run, after equally spaced updates, of which the last update is one. If this number is positive,
-    one more table is printed before the first update."""
+    """Maximum number of times that responses to the evaluation prompts are printed as a table,
+    after equally spaced updates up to the last update. If this number is positive, a table is also
+    printed before the first update."""
 
     sft_model_path: str | None = None
     """Folder or hub id of the initial policy; a hub id may name a revision, as in
