@@ -16,8 +16,8 @@ def gae_advantages(rewards: Tensor, values: Tensor, *, gamma: float, gae_lambda:
     For decoupled GAE (arXiv:2503.01491), call this function twice: with the policy's lambda to get
     the advantages of the policy loss, and with the critic's lambda to get the returns A + values.
 
-    The caller removes tokens that are not counted (`ppo_core.algorithm.masking`) from inside a
-    response. Otherwise, values[t+1] would be 0 for the token before an uncounted token.
+    The caller must first remove uncounted tokens (`ppo_core.algorithm.masking`) from inside a
+    response: if one stayed, values[t+1] would be 0 for the token before it.
     """
     if rewards.shape != values.shape:
         raise ValueError(f"rewards {tuple(rewards.shape)} and values {tuple(values.shape)} differ.")

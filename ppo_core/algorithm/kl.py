@@ -8,7 +8,7 @@ Only the value of an estimator matters in the reward, and only its gradient matt
 | k1 | unbiased | 0, so there is no penalty |
 | k2 | biased, never negative | gradient of KL(policy || reference), as intended |
 | k3 | unbiased, nearly flat near the reference | gradient of KL(reference || policy) |
-| abs | does not estimate the divergence, never negative | of constant strength at any distance |
+| abs | no estimate of the divergence, never negative | toward the reference, of constant strength |
 | full | exact | gradient of KL(policy || reference), without sampling noise |
 
 In the reward, k3 penalizes far less than k1. In one test with equal coefficients, the divergence

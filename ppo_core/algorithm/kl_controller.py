@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 
 LARGEST_ERROR = 0.2
-"""Bound on the relative deviation of the divergence from its target, per update."""
+"""`AdaptiveKL.update` clips the relative deviation from the target to this absolute value."""
 
 HORIZONS, WINDOWS, LOOKAHEADS = 24, 15, 7.5
 """`AdaptiveKL.landing` divides the episodes of a run by these numbers to get horizon, window and
@@ -65,7 +65,7 @@ class AdaptiveKL:
     def update(self, kl: float, episodes: int) -> None:
         """Adapt to `kl`, the mean divergence in nats per response of a batch of `episodes`.
 
-        A divergence that is not finite is ignored: all steps of its batch were skipped.
+        A divergence that is not finite is ignored, because all steps of its batch were skipped.
 
         Raises:
             ValueError: the batch is so large relative to the horizon that one update could make

@@ -56,7 +56,7 @@ def find_mount(folder: Path, peers: ProcessGroup) -> Disk:
     """
     try:
         status = folder.stat()
-        # Machines from one image may have equal names, but each start of a machine has its own id.
+        # Machines from one image may have equal names, but each boot of a machine has its own id.
         boot = BOOT_ID.read_text() if BOOT_ID.exists() else ""
         own = (gethostname(), boot, status.st_dev, status.st_ino)
     except OSError:

@@ -17,7 +17,7 @@ FOLDER_NAME = re.compile(r"checkpoint-(\d+)(\.old)?")
 
 
 def finished_checkpoints(output_dir: str | Path) -> dict[int, Path]:
-    """Return finished checkpoints by step; a `.old` folder only if no other one has its step."""
+    """Return finished checkpoints by step; a `.old` folder counts only if its step has no other."""
     found: dict[int, Path] = {}
     for path in sorted(Path(output_dir).glob("checkpoint-*"), reverse=True):
         match = FOLDER_NAME.fullmatch(path.name)

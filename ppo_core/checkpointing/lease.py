@@ -1,4 +1,4 @@
-"""The lease of a folder of checkpoints: only the lease's newest holder may write into the folder.
+"""The lease of a checkpoint folder: only its newest holder may write checkpoints there.
 
 A restarted run cannot know whether its predecessor is dead, frozen, or cut off from the network
 and about to continue. So the restarted run takes a token higher than all earlier tokens (a fencing

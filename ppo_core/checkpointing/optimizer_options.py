@@ -34,7 +34,7 @@ def restore_options(optimizer: Optimizer, saved: JSON) -> None:
 def check_optimizer_fits(optimizer: Optimizer, saved: JSON) -> None:
     """Raise if a saved state has another optimizer class or number of parameter groups.
 
-    Otherwise the moments could silently start from zero (NeMo-RL #3171).
+    If such a state were accepted, moments could silently start from zero (NeMo-RL #3171).
 
     Raises:
         TrainingError: the state does not fit; the message names the difference.

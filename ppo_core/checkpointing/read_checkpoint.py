@@ -111,9 +111,8 @@ def read_checkpoint(
 ) -> Checkpoint:
     """Verify every file of a checkpoint against its manifest.
 
-    The processes of a machine divide the files among themselves.
-    A JSON file must also have the form in `forms`, because somebody may have changed both the file
-    and the manifest.
+    The processes of a machine divide the files among themselves. A JSON file must also have the
+    form in `forms`, because somebody may have changed both the file and the manifest.
 
     Raises:
         TrainingError: the checkpoint is unfinished, a file is missing, truncated or changed, or a

@@ -101,8 +101,8 @@ class TrainingState:
     def restore_optimizer(self, checkpoint: Checkpoint, *, is_same: bool) -> None:
         """Restore optimizer and schedule.
 
-        If not `is_same` and the schedule is a LambdaLR, learning rates and options come from the
-        new settings.
+        If `is_same` is False and the schedule is a LambdaLR, learning rates and options come from
+        the settings of this run, not from the checkpoint.
 
         Raises:
             TrainingError: the optimizer states belong to other parameters.

@@ -24,7 +24,7 @@ from ppo_core.errors import ConfigError
 from ppo_core.io.text_files import parse_strict_json, read_json_file, read_toml_file
 
 NEGATIVE_NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
-"""Words that are values, not flags. The pattern of argparse does not match exponents (-1e-5)."""
+"""Negative numbers, which are values and not flags; argparse's own pattern does not match -1e-5."""
 
 MAY_BE_SECRET = ("hub_token",)
 """Settings that may contain a secret, because they are never stored or logged."""
@@ -137,7 +137,7 @@ class DocumentedParser(HfArgumentParser):
             aliases = [f"--{alias}" for alias, meant in self._aliases.items() if meant == name]
             flags = (*flags, *aliases)
             options["help"] = self._help(name, aliases)
-            # `parse` reports a missing flag.
+            # `parse` itself reports missing flags, after unknown flags.
             options.pop("required", None)
             # HfArgumentParser drops the default of a field whose value may be a list.
             options.setdefault("default", self._default(name))

@@ -31,7 +31,7 @@ def require(config: object, name: str, holds: bool, what: str) -> None:
         config: the settings.
         name: name of the setting.
         holds: result of the check.
-        what: description of valid values, after "must be".
+        what: the words after "must be" in the message, such as "at least 1".
 
     Raises:
         ConfigError: `holds` is False.
@@ -134,7 +134,7 @@ def check_type(kind: Any, value: object, name: str) -> None:
 
 
 def is_finite(value: float) -> bool:
-    """Return whether a float is finite, or an integer has at most 64 bits."""
+    """Return whether a number is a finite float, or an integer of at most 64 bits."""
     return math.isfinite(value) if isinstance(value, float) else _has_64_bits(value)
 
 

@@ -35,7 +35,7 @@ def split_revision(path: str | Path, revision: str | None = None) -> tuple[str |
 
 
 def with_revision(path: str, revision: str | None) -> str:
-    """Return a model's name with the revision of another setting; a local path is unchanged.
+    """Add a revision from another setting to a hub id; return a local path unchanged.
 
     Raises:
         ConfigError: the name and the setting both name a revision.

@@ -30,7 +30,7 @@ _NOT_OF_THE_RESULT = re.compile(
     "output_dir|exp_name|run_name|report_to|disable_tqdm|dataset_num_proc|num_sample_generations|"
     "local_rollout_forward_batch_size|per_device_eval_batch_size|(logging|eval|save|hub|warn)_.*|"
     "push_to_hub|.*_model_path|max_skipped_steps|max_steps|async_save|vllm_(server|weights)_.*|"
-    # Its effect, the number of minibatches, is part of the `Schedule` (steps_per_update).
+    # `mini_batch_size` only determines `Schedule.steps_per_update`, which fingerprints contain.
     "mini_batch_size|"
     # The number of processes and the sharding change results by rounding only.
     "gradient_accumulation_steps|sharding|offload|deepspeed|ds3_gather_for_generation|ddp_timeout"
@@ -57,9 +57,9 @@ class PPOConfig(RunConfig):
 
     total_episodes: Count | None = None
     """Responses sampled in the run, rounded up to a multiple of the batch size. If `max_steps` is
-    also set, the smaller number of updates counts. None: the batch size times `max_steps`, or
-    without `max_steps`, `samples_per_prompt` responses per prompt in each of `num_train_epochs`
-    passes."""
+    also set, the smaller number of updates counts. None: the batch size times `max_steps` if
+    `max_steps` is set, and otherwise `samples_per_prompt` responses to each prompt in each of
+    `num_train_epochs` passes."""
 
     batch_size: Count | None = None
     """Responses sampled for one PPO update, over all processes; None:
@@ -73,8 +73,8 @@ class PPOConfig(RunConfig):
     """Minibatches per epoch, each one optimizer step; must divide the batch size."""
 
     mini_batch_size: Count | None = None
-    """Responses of one optimizer step over all processes, instead of `num_mini_batches`, as in TRL
-    0.12 to 0.16; must divide the batch size."""
+    """Responses of one optimizer step over all processes; replaces `num_mini_batches`, as in TRL
+    0.12 to 0.16, and must divide the batch size."""
 
     max_tokens_per_microbatch: Count | None = None
     """Maximum tokens of prompts and responses, padding included, in one forward and backward pass
@@ -99,8 +99,8 @@ class PPOConfig(RunConfig):
     the loss correct for the truncation."""
 
     top_p: ShareAbove0 = 1.0
-    """Sample only from the fewest likeliest tokens with this total probability
-    (arXiv:1904.09751); 1 samples from all tokens. The loss is corrected as for `top_k`."""
+    """Sample only from the smallest set of likeliest tokens whose total probability reaches this
+    value (arXiv:1904.09751); 1 samples from all tokens. The loss is corrected as for `top_k`."""
 
     stop_token: Literal["eos"] | None = "eos"
     """Token that ends a response: `eos` is the tokenizer's end-of-sequence token; with None,
@@ -127,7 +127,7 @@ class PPOConfig(RunConfig):
     """Penalty per response token, subtracted from the score."""
 
     overlong_buffer: Natural = 0
-    """Number of final tokens of `response_length` over which a penalty grows linearly from 0 to
+    """Number of tokens before `response_length` over which a penalty grows linearly from 0 to
     `overlong_penalty` (arXiv:2503.14476, eq. 13); 0 disables the penalty."""
 
     overlong_penalty: NotNegative = 1.0
@@ -172,7 +172,7 @@ class PPOConfig(RunConfig):
     kl_horizon: Count | None = None
     """With `kl_target`, episodes over which kl_coef changes by at most about 20% (arXiv:1909.08593,
     section 2.2). None: 1/24 of the run, at least one batch; kl_coef then follows the moving average
-    and the trend of the divergence instead of the last batch (`AdaptiveKL.landing`)."""
+    and the trend of the divergence, not the last batch alone (`AdaptiveKL.landing`)."""
 
     reference_refresh_updates: Natural = 0
     """Number of updates after which the policy is copied into the reference; 0: never."""
@@ -181,7 +181,7 @@ class PPOConfig(RunConfig):
 
     advantage_estimator: Literal["gae", "reinforce", "rloo", "grpo"] = "gae"
     """`gae` compares the rewards with a critic's values (arXiv:1506.02438). The other estimators
-    train no critic, which saves memory. `reinforce` sums the rewards from each token on
+    train no critic, which saves memory. `reinforce` sums the rewards from each token to the end
     (arXiv:2501.03262). `rloo` (arXiv:2402.14740) and `grpo` (arXiv:2402.03300) compare a response
     with the other responses to the same prompt."""
 
@@ -267,7 +267,7 @@ class PPOConfig(RunConfig):
     """Warn when the KL divergence from the reference exceeds this many nats per response."""
 
     warn_kl_note: str = ""
-    """Text at the end of the warning of `warn_kl`, such as what a larger divergence leads to."""
+    """Text to append to the warning of `warn_kl`, for example the risks of a large divergence."""
 
     warn_ratio: Positive = 2.0
     """Warn when the mean probability ratio of an update exceeds warn_ratio, or is below
@@ -289,14 +289,14 @@ class PPOConfig(RunConfig):
     # --- Earlier policies, sample tables, and names of models and adapters ---
 
     save_policies: Natural = 0
-    """Number of earlier policies to save, without optimizer state, at equal distances between the
-    start and the end of the run; each is in `output_dir/policies/<update>`. `save_total_limit` does
-    not remove them."""
+    """Number of policies to save before the end of the run, at equal intervals and without
+    optimizer state; each is in `output_dir/policies/<update>`. `save_total_limit` does not remove
+    them."""
 
     num_sample_generations: Natural = 10
-    """Maximum number of times per run that responses to the evaluation prompts are printed as a
-    table after an update, at equal intervals; the last time is after the last update. If this
-    number is positive, a table is also printed before the first update."""
+    """Maximum number of times that responses to the evaluation prompts are printed as a table,
+    after equally spaced updates up to the last update. If this number is positive, a table is also
+    printed before the first update."""
 
     sft_model_path: str | None = None
     """Folder or hub id of the initial policy; a hub id may name a revision, as in
@@ -332,7 +332,7 @@ class PPOConfig(RunConfig):
 
     @property
     def compares_samples(self) -> bool:
-        """Whether advantages compare the responses to one prompt."""
+        """Whether the advantages compare a prompt's responses with each other."""
         return self.advantage_estimator in ("rloo", "grpo")
 
     @property

@@ -15,7 +15,7 @@ from ppo_core.errors import ConfigError
 RewardKind: TypeAlias = Literal["reward-model", "python", "openai", "transformers"]
 
 OWN = "reward-model"
-"""The reward model of the run, as an entry of `rewards`."""
+"""Entry of `rewards` that means the run's own reward model."""
 
 KINDS: tuple[RewardKind, ...] = get_args(RewardKind)
 
@@ -36,7 +36,7 @@ class NamedReward:
     """One entry of `rewards`."""
 
     name: str
-    """Name of the reward, whose metric is `rewards/NAME`."""
+    """Name of the reward; its metric is `rewards/NAME`."""
 
     spec: str
     """The entry as the user wrote it."""
@@ -84,13 +84,13 @@ def read_rewards(specs: Sequence[str]) -> list[NamedReward]:
 
 
 def disagreement_names(rewards: Collection[str], means: Collection[str]) -> dict[str, str]:
-    """Return reward in `means` -> name of the standard deviation of its models' scores.
+    """Return reward in `means` -> name of the metric for the disagreement of its models.
 
-    Each reward in `means` is the mean of several models. If there is only one, the name is
-    `disagreement`; otherwise each name is `disagreement_REWARD`.
+    Each reward in `means` is the mean of several models, and the metric is the standard deviation
+    of their scores. One reward's metric is `disagreement`; several have `disagreement_REWARD`.
 
     Raises:
-        ConfigError: one of the `rewards` has such a name.
+        ConfigError: one of the `rewards` has the name of such a metric.
     """
     several = len(means) > 1
     names = {mean: f"disagreement_{mean}" if several else "disagreement" for mean in means}

@@ -21,7 +21,7 @@ Sharding: TypeAlias = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp2"]
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Settings that are not specific to PPO, most with their names in `TrainingArguments`.
+    """Settings that are not specific to PPO; most are named as in `TrainingArguments`.
 
     Commands and scripts accept the other arguments of `transformers.TrainingArguments` only with
     values that change no result. For other values, the error names an alternative

@@ -58,9 +58,9 @@ class ScriptArguments(DatasetArguments):
     or are too long. If more rows are left out, the command stops. 0 allows none."""
 
     watched_prompts: Natural = 0
-    """Number of training prompts, at equal distances, whose greedy answers are kept in
+    """Number of training prompts, equally spaced in the data set, whose greedy answers are saved in
     `output_dir/completions`: before the first update and num_sample_generations times after it. 0:
-    the answers to the prompts for evaluation are kept instead."""
+    save the answers to the evaluation prompts instead."""
 
     rewards: list[str] | None = None
     """Rewards whose sum, weighted by reward_weights, trains the policy: `reward-model` (the model
@@ -169,8 +169,8 @@ class ModelArguments(LoraArguments):
     transformers' default for the model."""
 
     lora_target_parameters: list[str] | None = None
-    """Names of further parameters to adapt that are not the weight of a module, such as MoE
-    experts."""
+    """Names of further parameters to adapt that are not the weight of a module, such as the weights
+    of MoE experts."""
 
     lora_modules_to_save: list[str] | None = None
     """Modules that are trained in full and saved with the adapters."""

@@ -57,10 +57,10 @@ short forms, and names in other commands and libraries."""
 
 
 def same_setting(name: str, known: Collection[str]) -> str | None:
-    """Return the setting in `known` with this name, or the first that `OTHER_NAMES` lists for it.
+    """Return the setting in `known` that has this name, or that `OTHER_NAMES` lists for the name.
 
-    Return None if `known` has no such setting. A hyphen counts as an underscore, and case is
-    ignored.
+    If `known` has several of them, return the first; if it has none, return None. A hyphen counts
+    as an underscore, and case is ignored.
     """
     plain = _plain(name)
     return next((meant for meant in (plain, *OTHER_NAMES.get(plain, ())) if meant in known), None)

@@ -1,6 +1,6 @@
 """Flags of TRL's scripts that this project accepts under TRL's names, or refuses with advice.
 
-The names that PPO refuses are in `unsupported_settings`, because they are also arguments of the
+The names that PPO refuses are in `unsupported_settings`, because scripts may also pass them to the
 Python class `PPOConfig`.
 """
 

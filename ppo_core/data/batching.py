@@ -63,7 +63,8 @@ def token_batches(
     max_tokens = max_tokens or batch_size * int(ordered[0])
     pass_cost = GPU_PASS_COST if (device or lengths.device).type == "cuda" else PASS_COST
     numbers = np.arange(1, len(ordered) + 1)
-    # least[n]: lowest cost of the first n sequences. starts[n]: start of the last of their batches.
+    # least[n] is the lowest cost of the first n sequences, and starts[n] is where the last batch of
+    # this split begins.
     least, starts = np.zeros(len(ordered) + 1), [0]
     for n in numbers:
         padded = ordered[:n] * np.ceil((n - numbers[:n] + 1) / processes)

@@ -181,7 +181,7 @@ def _render(
         raise DataError(
             f"{template} cannot be used: {error}. Set another chat_template."
         ) from error
-    except ValueError as error:  # the template raised it
+    except ValueError as error:  # raised by the template
         roles = ", ".join(message["role"] for message in messages)
         raise RejectedChatError(
             f"The chat template rejects messages with the roles {roles}: {error}. Reorder the "

@@ -120,7 +120,7 @@ def make_prompt_set(
     """
     rows = dataset
     if collator is not None:
-        # Collate one row at a time: it gets little padding, which `prompts_of` removes by the mask.
+        # Collate single rows, which get little padding; `prompts_of` removes it by the mask.
         rows = [dataset[number] for number in range(len(dataset))]
         dataset = [_collated(collator, row) for row in rows]
     elif asked and not isinstance(dataset, str | Mapping):

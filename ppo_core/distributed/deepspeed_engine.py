@@ -166,7 +166,7 @@ def _initialize_frozen(model: nn.Module, plugin: DeepSpeedPlugin, device: torch.
 def _discard(module: Any) -> None:
     """Drop the gradients of a module under ZeRO-1, -2 or -3, even between two microbatches.
 
-    DeepSpeed has no function for this, but drops gradients whose norm is NaN.
+    DeepSpeed has no function for this, but drops gradients whose norm is NaN. So make the norm NaN.
     """
     from deepspeed.utils import safe_set_local_grad
 
@@ -209,8 +209,8 @@ def _gathered_module(module: Any) -> Iterator[None]:
 def _forget_order(module: Any) -> None:
     """Make DeepSpeed fetch parameters on demand in the next passes, which are not training steps.
 
-    Otherwise DeepSpeed would prefetch in the recorded order of the previous training step, and
-    would record these passes as the order of a training step.
+    DeepSpeed records the order of the parameters in a training step, and prefetches in this order.
+    It would prefetch in the wrong order now, and record these passes as a training step.
     """
     coordinator = _fetcher(module).get_param_coordinator()
     if not coordinator.is_invalid_trace():

@@ -94,7 +94,7 @@ class Engine:
         )
         self.peers = ProcessGroup.of_training()
         """All processes of the run; they communicate over the connections of the training."""
-        # Without this, a user's own script that makes an Engine with gloo could abort at exit.
+        # Without this call, a user's own script that makes an Engine with gloo could abort at exit.
         if torch.distributed.is_initialized():
             let_gloo_finish_at_exit()
 

@@ -64,8 +64,8 @@ def is_main_process() -> bool:
 def end_with_parent() -> None:
     """Have the kernel kill this process when its parent process ends.
 
-    Otherwise an orphan could continue to train and write after its launcher was killed. The
-    function has an effect only on Linux, and only under torchrun or if the variable PARENT is set.
+    So no orphan can continue to train and write after its launcher was killed. The function has an
+    effect only on Linux, and only under torchrun or if the variable PARENT is set.
     """
     started_by = os.environ.get(PARENT)
     if sys.platform != "linux" or (started_by is None and _UNDER_TORCHRUN not in os.environ):

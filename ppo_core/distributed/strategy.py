@@ -60,7 +60,7 @@ def launched_processes() -> int:
 
 
 def launched_by_accelerate() -> Literal["deepspeed", "fsdp"] | None:
-    """Return the engine that `accelerate launch` selects; None if it selects neither engine."""
+    """Return whether `accelerate launch` selects DeepSpeed or FSDP; None if it selects neither."""
     if _is_on("ACCELERATE_USE_DEEPSPEED"):
         return "deepspeed"
     return "fsdp" if _is_on("ACCELERATE_USE_FSDP") else None

@@ -78,7 +78,7 @@ def library_errors(kind: type[PPOError], failure: str, next_move: str) -> Iterat
     """Raise every error of the block as `kind`, with the message "FAILURE: REASON. NEXT_MOVE".
 
     Use this for calls of libraries that parse files from outside. A PPOError passes unchanged. If
-    memory is full, a TrainingError says so, because neither file nor model is wrong.
+    memory is full, raise a TrainingError, because neither file nor model is wrong.
     """
     try:
         yield
@@ -87,7 +87,7 @@ def library_errors(kind: type[PPOError], failure: str, next_move: str) -> Iterat
     # The parsers raise DatasetsError, ArrowException, HfHubHTTPError, and KeyError, TypeError or
     # RecursionError for damaged input. Exception is the only base class of all of them.
     except Exception as error:
-        # This module imports the present one.
+        # Imported here, because `out_of_memory` imports this module.
         from ppo_core.errors.out_of_memory import full_memory
 
         full = full_memory(error, "Use a GPU with more memory, or a smaller model.")

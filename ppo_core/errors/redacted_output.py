@@ -27,7 +27,7 @@ _UNFINISHED = re.compile(
 def install_redaction() -> None:
     """Redact everything that this process writes to stdout and stderr from now on.
 
-    This includes tracebacks, warnings and log records, even those of existing log handlers. Output
+    This includes tracebacks, warnings, and log records, also from existing log handlers. Output
     that a native library or a child process writes directly to the file descriptors is not
     redacted.
     """
@@ -59,7 +59,7 @@ class RedactedStream:
         self._held = _HeldText()
         self._bytes = _RedactedBuffer(self)
         self._renew_lock()
-        # Otherwise a process that is forked during a write would wait for the lock forever.
+        # A process that is forked during a write needs a new lock: the old lock is never released.
         os.register_at_fork(after_in_child=self._renew_lock)
 
     def __getattr__(self, name: str) -> Any:
@@ -118,15 +118,15 @@ class RedactedStream:
 
 
 class _RedactedBuffer:
-    """The bytes of a RedactedStream. Their end is held as the end of a text is.
+    """The binary buffer of a RedactedStream; it also holds characters that may begin a secret.
 
-    Bytes that are not UTF-8 become surrogates, and then bytes again.
+    Bytes that are not UTF-8 are decoded to surrogates, and encoded to the same bytes again.
     """
 
     def __init__(self, text: RedactedStream) -> None:
         self._text = text
         self._held = _HeldText()
-        # It holds the first bytes of a character until the rest follows.
+        # The decoder holds the first bytes of a character until the rest follows.
         self._decoder = getincrementaldecoder("utf-8")("surrogateescape")
 
     def __getattr__(self, name: str) -> Any:

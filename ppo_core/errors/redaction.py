@@ -72,8 +72,8 @@ _TOKEN = re.compile(
     r"(?:(?<![A-Za-z0-9])|(?<=%[0-9A-Fa-f]{2}))"
     r"(?:hf_[A-Za-z0-9]{12,}|gh[pousr]_[A-Za-z0-9]{12,}|github_pat_\w{12,}|glpat-[\w-]{12,}"
     r"|xox[a-z]-[\w-]{8,}|A[KS]IA[0-9A-Z]{12,}"
-    # The next two tokens do not begin within a hyphenated word. Otherwise, the search could take
-    # quadratic time.
+    # The next two tokens do not begin within a hyphenated word: a search from each of its hyphens
+    # could take quadratic time.
     r"|(?:(?<![\w-])|(?<=%[0-9A-Fa-f]{2}))"
     r"(?:sk-(?=[\w-]*\d)[\w-]{12,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*))"
 )
@@ -110,8 +110,8 @@ def _without_user(found: re.Match[str]) -> str:
 def mask_secrets(text: str) -> str:
     """Return `text` with known secrets, tokens, keys and authorizations masked.
 
-    Unlike `redact`, keep all other parts of the user, password and query of URLs. Use this for
-    documents that quote models and data sets, in which a URL's query is not secret.
+    Unlike `redact`, keep the user, password and query of a URL unless they contain such a secret.
+    Use this for documents that quote models and data sets, in which a URL's query is not secret.
     """
     for secret in known_secrets():
         text = text.replace(secret, MASK)

@@ -41,7 +41,7 @@ def write_atomically(path: Path, content: str | bytes, *, durable: bool = True) 
         # The error of a full disk names no file.
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
     finally:
-        # After the rename, this file does not exist. After a failed write, raise only its error.
+        # The rename has removed this file. After a failed write, only the write's error is raised.
         with suppress(OSError):
             unfinished.unlink()
     if durable:

@@ -80,7 +80,7 @@ _LISTENERS: ContextVar[tuple[Listener, ...]] = ContextVar("listeners", default=(
 def listening(listener: Listener) -> Iterator[None]:
     """Tell `listener` about each bar that begins inside the context, hidden bars too.
 
-    A bar tells its listeners in every thread that advances it.
+    A bar keeps these listeners, and tells them even if another thread advances the bar.
     """
     token = _LISTENERS.set((*_LISTENERS.get(), listener))
     try:
@@ -137,7 +137,7 @@ class ProgressFile:
         """Write the phase, whose bar began or advanced."""
         now = time.monotonic()
         if now - self._written >= SECONDS_BETWEEN_WRITES:
-            # A full disk ends the training only when a file that a resume needs is written.
+            # Ignore a full disk here: only a file that a resume needs may end the training.
             with suppress(OSError):
                 self._path.write_text(phase + "\n", encoding="utf-8")
             self._written = now
@@ -196,7 +196,7 @@ class ProgressBar(tqdm):  # type: ignore[misc]
         for listener in self._listeners:
             listener.ended(self._phase)
         if self._in_log and not self.disable:
-            # The last line may already show the end.
+            # Show a last line only if the previous line does not show the end.
             self.leave = self.n != self.last_print_n
             if self._always_ends:
                 self.delay = 0.0
@@ -226,7 +226,7 @@ class ProgressBar(tqdm):  # type: ignore[misc]
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseProgress:
-    """How far a phase is."""
+    """Progress of a phase."""
 
     phase: str
     done: float
@@ -273,7 +273,7 @@ def progress(
         file=_OneLineEach(sys.stderr),
         miniters=math.ceil(total / LINES_PER_PHASE) if total else None,
         mininterval=SECONDS_BETWEEN_LINES if total else SECONDS_OF_SILENCE,
-        # Otherwise tqdm would show a slow phase every 10 seconds.
+        # With tqdm's default of 10 seconds, a slow phase would have too many lines.
         maxinterval=math.inf,
         bar_format=_IN_LOGS if total else _WITHOUT_TOTAL,
         disable=hidden,

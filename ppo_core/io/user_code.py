@@ -50,7 +50,7 @@ def require_call(function: Callable[..., Any], call: str, form: str, /, **column
     Args:
         function: function of a user.
         call: description of the call, such as "the function is called with two lists".
-        form: form in which to write the function.
+        form: how to write the function, for the message, such as "reward(prompts, responses)".
         **columns: arguments that the function gets by keyword.
 
     Raises:

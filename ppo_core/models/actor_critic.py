@@ -58,7 +58,7 @@ class Critic(nn.Module):
 
     @classmethod
     def from_classifier(cls, model: nn.Module) -> "Critic":
-        """Return a critic that trains a `...ForSequenceClassification` in place; scores are values.
+        """Return a critic that trains a sequence classifier in place; its scores are the values.
 
         Raises:
             ModelError: the model has no linear layer `score` with a single output.
@@ -147,7 +147,7 @@ class Critic(nn.Module):
 
     @classmethod
     def on_adapter(cls, model: "PeftModel", name: str = "critic") -> "Critic":
-        """Return a critic with a zero head on a PeftModel's base, under the adapter `name`.
+        """Return a critic with a zero head on a PeftModel's base with the adapter `name`.
 
         Raises:
             ModelError: there is no adapter of this name.

@@ -39,7 +39,7 @@ def is_peft(model: object) -> "TypeIs[PeftModel]":
 
 
 def plain_model(model: nn.Module) -> PreTrainedModel:
-    """Return the transformers model inside a PeftModel, whose layers still have the adapters.
+    """Return the transformers model inside a PeftModel, with the adapters still in its layers.
 
     Any other model is returned as it is.
 
@@ -97,8 +97,8 @@ def get_peft_config(model: ModelArguments) -> "LoraConfig | None":
 def add_adapter(model: nn.Module, peft_config: "PeftConfig", name: str = "default") -> "PeftModel":
     """Freeze a model, and add its first adapter, which is trainable, in place.
 
-    The adapter is set to the model's training or evaluation mode. PEFT creates adapters in training
-    mode, so otherwise LoRA's dropout would be active in a model in evaluation mode.
+    The adapter is set to the model's training or evaluation mode. PEFT itself creates adapters in
+    training mode, in which LoRA's dropout is active.
 
     Raises:
         ModelError: peft is not installed; the model is not a transformers model, or has an

@@ -97,7 +97,7 @@ class DecoderBackbone:
 
     @torch.no_grad()
     def width(self) -> int:
-        """Return D, a hidden state's size, by a forward pass: the setting has different names."""
+        """Return D, the hidden size, by a forward pass: configurations differ in its name."""
         ids = torch.zeros(1, 1, dtype=torch.long, device=next(self.module.parameters()).device)
         return self.hidden_states(ids).shape[-1]
 

@@ -259,7 +259,7 @@ def load_model(
     """
     options = dict(options)
     if Path(path).is_dir():
-        # transformers would look for an adapter in the folder above the subfolder.
+        # With `subfolder`, transformers would look for an adapter in the folder above it.
         path = Path(path, options.pop("subfolder", ""))
     check_model_folder(path)
     source, revision = split_revision(path, options.get("revision"))

@@ -248,7 +248,8 @@ class LanguageModel(nn.Module):
         """
         head = self.lm_head(temperature)
         if head.is_sharded():
-            # ZeRO-3's hooks gather the weights separately for the forward and the backward pass.
+            # The fused loss needs the weights for both passes at once, but ZeRO-3's hooks gather
+            # the weights for one pass at a time.
             logprobs, entropies = head.logprobs(states, rows.targets)
             loss, logprobs = token_loss(logprobs, slice(None)).sum(), logprobs.detach()
         else:

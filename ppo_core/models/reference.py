@@ -22,8 +22,8 @@ LAYER_PATTERNS = (
     "model.layers.{layer}",
     "decoder.block.{layer}",
 )
-"""How names of a layer's parameters begin, in the families of transformers; `{layer}` is the layer
-number."""
+"""Name prefixes of a layer's parameters, one for each naming scheme of transformers; `{layer}` is
+the layer number."""
 
 
 def make_reference(

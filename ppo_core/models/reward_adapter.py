@@ -29,7 +29,7 @@ _HOW_TO_TRAIN = "Train a ...ForSequenceClassification with num_labels=1 and task
 class AdapterClassifier(nn.Module):
     """A reward model that consists of an adapter on the policy's base model, and a head.
 
-    The class has those attributes of a sequence classifier that `RewardModel` uses. Its parameters
+    The class has the attributes of a sequence classifier that `RewardModel` uses. Its parameters
     are only the head's, so `to()`, `train()` and `requires_grad_()` do not affect the base.
     """
 
@@ -100,7 +100,7 @@ def load_adapter_classifier(model: "PeftModel", path: str | Path, name: str) -> 
         config = peft.PeftConfig.from_pretrained(str(path))
         weights = load_file(str(cached_file(str(path), "adapter_model.safetensors")))
     score = _take_score(weights, path)
-    # PEFT would look for the classifier head in the base, which is a causal model without one.
+    # Leave the head out: PEFT would look for it in the base, a causal model without this head.
     modules = [name for name in config.modules_to_save or [] if name not in _CLASSIFIER_HEADS]
     config.modules_to_save = modules or None
     add_beside(model, config, name)

@@ -127,7 +127,7 @@ class RewardModel:
     def score_encoded(self, rows: Sequence[list[int]], batch_size: int) -> Tensor:
         """Return scores (B,), on the CPU, of token sequences.
 
-        `batch_size` sequences are scored at a time, or fewer if memory is or was full.
+        `batch_size` sequences are scored at a time, or fewer once memory has been full.
 
         Raises:
             DataError: a sequence is empty, or longer than the model's context.

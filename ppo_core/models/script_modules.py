@@ -127,7 +127,7 @@ class ModuleBackbone:
 
 
 def _call(module: nn.Module, ids: Tensor, mask: Tensor, **options: Any) -> Any:
-    """Call a module with the inputs that it takes; by position if none is named `input_ids`."""
+    """Call a module with the inputs that it takes, by position if it takes no `input_ids`."""
     inputs = {"input_ids": ids, "attention_mask": mask.long(), **options}
     taken = inspect.signature(module.forward).parameters
     takes_any = any(each.kind == inspect.Parameter.VAR_KEYWORD for each in taken.values())

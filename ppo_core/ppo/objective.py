@@ -24,7 +24,7 @@ OF_CRITIC = ("value_loss", "value_clipped", "new_values")
 
 @dataclass(frozen=True, kw_only=True)
 class CountedTokens:
-    """Values, from before the update, of a microbatch's N counted tokens; tensors are (N,)."""
+    """Data from before the update about a microbatch's N counted tokens; each tensor is (N,)."""
 
     weights: Tensor
     """Weight of the token in the loss."""
@@ -81,7 +81,7 @@ class Objective:
     """The weighted losses of counted tokens, and sums of losses and metrics over these tokens."""
 
     def __init__(self, config: PPOConfig, tokens: CountedTokens) -> None:
-        """Set the settings and the tokens of one microbatch."""
+        """Store the settings, and the counted tokens of one microbatch."""
         self._config, self._tokens = config, tokens
         self._of_policy: list[dict[str, Tensor]] = []  # a dict for each part, in order
         self._of_critic: dict[str, Tensor] = {}
@@ -118,7 +118,7 @@ class Objective:
         return predicted.loss + self._tokens.kl_coef * divergence
 
     def of_critic(self, values: Tensor) -> Tensor:
-        """Return `vf_coef` times the weighted sum () of the losses of the critic's values (N,)."""
+        """Return the weighted sum () of the value losses of `values` (N,), times `vf_coef`."""
         config, tokens = self._config, self._tokens
         assert tokens.old_values is not None
         assert tokens.returns is not None

@@ -23,7 +23,7 @@ def restore_generators(generators: Mapping[str, torch.Generator], tensors: Tenso
     """Restore the states that `generator_tensors` returned.
 
     Raises:
-        TrainingError: the names of the generators differ, or the sizes of their states. The size
+        TrainingError: the names of the generators or the sizes of their states differ. The size
             depends on the type of the generator's device.
     """
     here = {name: state.shape for name, state in generator_tensors(generators).items()}

@@ -163,7 +163,7 @@ class FunctionReward:
     def __call__(
         self, prompts: Sequence[Prompt], rollout: Rollout, columns: Columns = NO_COLUMNS
     ) -> Tensor:
-        """Return the function's scores (B,) for prompts and responses as texts, and for columns.
+        """Call the function with prompts and responses as texts, and columns; return scores (B,).
 
         Raises:
             ModelError: the function raises an error, or does not return one number for each
@@ -282,7 +282,7 @@ class RewardMix:
         return [one for one in asked if not one.is_empty]
 
     def weighted(self) -> "RewardMix":
-        """Return the sum without the rewards whose weight is 0, which are only logged."""
+        """Return a mix without the rewards of weight 0, which are only logged."""
         named = zip(self.sources.items(), self.weights, strict=True)
         kept = [(name, source, weight) for (name, source), weight in named if weight]
         return RewardMix({name: one for name, one, _ in kept}, [weight for *_, weight in kept])

@@ -111,7 +111,7 @@ class RunState:
     """The unfinished update; None between updates."""
 
     first_rollouts: list[dict[str, Tensor]] | None = None
-    """`kept_tensors` of the first rollouts, which are saved with the critic; None if not kept."""
+    """Tensors of the first rollouts (`kept_tensors`), saved with the critic; None if not kept."""
 
     critic_fit_is_over: bool = False
     """Whether the fit of the critic is done, or was left out because of the rewards."""

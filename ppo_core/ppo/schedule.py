@@ -39,7 +39,7 @@ class Schedule:
         return self.num_updates * self.steps_per_update
 
     def between(self, number: int) -> list[int]:
-        """Return `number` counts of updates that split the run into nearly equal parts."""
+        """Return `number` counts of updates that split the run into `number` + 1 similar parts."""
         return [(1 + n) * self.num_updates // (1 + number) for n in range(number)]
 
 
@@ -142,8 +142,8 @@ def make_scheduler(optimizer: Optimizer, config: PPOConfig, schedule: Schedule) 
     During the critic's warmup the policy's rate is 0, so AdamW leaves the policy unchanged.
 
     Raises:
-        ConfigError: `critic_warmup_updates` is set, and a parameter group of the optimizer does not
-            have the name of the policy's or the critic's group.
+        ConfigError: `critic_warmup_updates` is set, and a parameter group of the optimizer has a
+            name other than POLICY and CRITIC, or no name.
     """
     steps = schedule.num_optimizer_steps
     is_share = config.warmup_steps < 1

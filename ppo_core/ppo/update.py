@@ -191,10 +191,10 @@ def _passes(
 def _leave_policy_out(optimizer: Optimizer) -> None:
     """Remove the gradients of the policy's parameters, so that AdamW does not count this step.
 
-    Otherwise AdamW would count these steps although its moments stay 0. Its bias correction would
-    then be wrong, and the policy's first real steps up to three times too large. A shared backbone
-    belongs to the policy. ZeRO keeps gradients outside `parameter.grad`: there this function has no
-    effect, and AdamW counts these steps.
+    If AdamW counted steps in which its moments stay 0, its bias correction would be wrong, and the
+    policy's first real steps would be up to three times too large. A shared backbone belongs to the
+    policy. ZeRO keeps gradients outside `parameter.grad`: with ZeRO this function has no effect,
+    and AdamW counts these steps.
     """
     for group in optimizer.param_groups:
         if group.get("name") == POLICY:

@@ -1,4 +1,4 @@
-"""Warn of metrics of an update that cross a limit, with advice; end a run of skipped steps."""
+"""Warn, with advice, if a metric of an update crosses a limit; end a run of skipped steps."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ RECOVERY_UPDATES = 3
 
 REWARD = "objective/rlhf_reward"
 DROP = f"drop of {REWARD}"
-"""Name under which the guards read the result of `RewardDrop`, as if it were a metric."""
+"""Name of the result of `RewardDrop`, which the guards read like a metric."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class Guard:
     """Function of the settings and the metric's first finite value; returns the limit."""
 
     rule: str
-    """Setting of the limit, or explanation of the limit or the metric; shown in the warning."""
+    """Setting that gives the limit, or an explanation of limit or metric; shown in the warning."""
 
     updates: int = 1
     """Number of consecutive updates with bad values before the warning."""

@@ -90,11 +90,11 @@ def repetition_reward(rollout: Rollout, scores: Tensor) -> float:
 
     The result is the lower end of a one-sided 99 % interval (Fisher's transformation with one
     variable held fixed), so that a small batch does not give a large value by chance. D is the
-    number of distinct responses. Equal responses count once, with their mean score. Otherwise the
-    interval would be too narrow for a policy that repeats responses. There are three measures of
-    repetition: the fraction of repeated tokens, of repeated 3-grams, and of the most frequent
-    token. The largest of the three correlations is used. The result is never below 0, and it is 0
-    for fewer than 8 distinct responses.
+    number of distinct responses. Equal responses count once, with their mean score. If they counted
+    separately, the interval would be too narrow for a policy that repeats responses. There are
+    three measures of repetition: the fraction of repeated tokens, of repeated 3-grams, and of the
+    most frequent token. The largest of the three correlations is used. The result is never below 0,
+    and it is 0 for fewer than 8 distinct responses.
     """
     ids, lengths, scores = _distinct_responses(rollout, scores)
     if len(ids) < 8:

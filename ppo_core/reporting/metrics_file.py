@@ -30,7 +30,7 @@ UPDATE = "update"
 """Key of the update's number in a line."""
 
 SPREAD = {"p10": 0.1, "p90": 0.9}
-"""End of a metric's name -> quantile of the responses that the metric has."""
+"""End of a metric's name -> the quantile over the responses that the metric measures."""
 
 logger = logging.getLogger(__name__)
 

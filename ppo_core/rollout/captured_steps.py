@@ -179,8 +179,8 @@ class _Graph:
             try:
                 self._states = self._computed()
             finally:
-                # End the capture even after an error, such as full memory: otherwise no other work
-                # could run on the GPU.
+                # End the capture even after an error, such as full memory: an open capture would
+                # block all other work on the GPU.
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         return graph

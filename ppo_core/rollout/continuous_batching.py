@@ -39,7 +39,7 @@ class PromptQueue:
         return len(self._prompts) - self.num_taken
 
     def take(self, limit: int) -> Sequence[Tokens]:
-        """Take up to `limit` prompts; if they begin a batch of `batch_size`, call `before_batch`.
+        """Take up to `limit` prompts; call `before_batch` if one of them is the first of a batch.
 
         `before_batch` may wait for other processes, so all processes must call it equally often.
         Therefore, the number of calls depends only on the number of prompts.
@@ -68,7 +68,7 @@ class ActiveSequences:
 
     @classmethod
     def new(cls, first: int, end: int, device: torch.device) -> "ActiveSequences":
-        """Return the active sequences of responses first to end - 1, which have no tokens yet."""
+        """Return active sequences for the responses `first` to `end - 1`, which have no tokens."""
         response = torch.arange(first, end, device=device)
         is_active = torch.ones_like(response, dtype=torch.bool)
         return cls(response, torch.zeros_like(response), is_active)

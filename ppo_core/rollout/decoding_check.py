@@ -126,7 +126,7 @@ def _tokens_to_decode(config: Any) -> int:
 
     A model type may define its own kind of cache layer (Unlimited-OCR's layer forgets tokens of the
     response, but not of the prompt). The check then decodes more tokens than the layer's window
-    has, if the context allows this.
+    can hold, if the model's context is long enough.
     """
     context = context_length(config) or math.inf
     past_window = [window + 2 for window in own_windows(text_config(config))]
@@ -173,7 +173,7 @@ def difference_of(model: nn.Module, differences: Tensor) -> float:
 
 
 def relative(actual: Tensor, expected: Tensor) -> Tensor:
-    """Return the differences, divided by the largest absolute `expected` number if it exceeds 1."""
+    """Return the differences, divided by max(1, largest absolute value in `expected`)."""
     return ((actual - expected).float() / expected.float().abs().max().clamp(min=1)).flatten()
 
 
@@ -185,9 +185,9 @@ def check_padding(
 ) -> float:
     """Try the ways to compute a padded batch, the fastest first, until one is accurate enough.
 
-    The backbone stays set to this way. Return the result of `difference` for this way: how much
-    results of a padded batch differ from results of single sequences. `numbers` names these results
-    in messages.
+    Leave the backbone set to the accurate way, and return the result of `difference` for it: how
+    much results of a padded batch differ from results of single sequences. `numbers` names these
+    results in messages.
 
     Raises:
         ModelError: the difference is too large in every way, even with a mask.
@@ -207,7 +207,7 @@ def check_padding(
 
 
 def _ways(backbone: object) -> Iterator[None]:
-    """Set a backbone to each way to compute a padded batch in turn, the fastest first."""
+    """Set a backbone to its ways to compute a padded batch, one per iteration, fastest first."""
     yield
     if isinstance(backbone, DecoderBackbone):
         if backbone.fastest is Decoding.FAST:

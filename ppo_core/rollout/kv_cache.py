@@ -19,7 +19,7 @@ class KVCache(AlignedSequences):
     def __init__(
         self, max_sequences: int, longest_prompt: int, max_new_tokens: int, device: torch.device
     ) -> None:
-        """Start without memory: the first `write` shows how many heads of which size to reserve."""
+        """Start without memory: the first `write` shows the number and the size of the heads."""
         super().__init__(longest_prompt, max_new_tokens, device)
         self.max_sequences = max_sequences
         self._layers: list[tuple[Tensor, Tensor]] = []
@@ -29,7 +29,7 @@ class KVCache(AlignedSequences):
         """Append prompts of these lengths (b,); `write` then stores their keys and values."""
         first = len(self.lengths)
         for part in self._parts():
-            # Masked columns have weight 0, and 0 times a NaN of an earlier sequence is NaN.
+            # Clear the rows: masked columns have weight 0, but 0 times an earlier NaN is NaN.
             part[first : first + len(lengths)] = 0
         super().add(lengths)
 
@@ -37,8 +37,8 @@ class KVCache(AlignedSequences):
         """Keep only the sequences `kept` (b,); move their keys and values to the first rows."""
         old_end = self.end
         self._select(kept)
-        # Prompts that are added later must fit, and end in the same column. No further columns are
-        # left free on the left, because some models accept no more columns than positions.
+        # Prompts that are added later also end at `end`, so the longest must fit before it. Keep no
+        # more columns free, because some models accept no more columns than positions.
         self.end = max(self.longest, self._longest_prompt)
         self._align()
         old, new = (slice(end - self.longest, end) for end in (old_end, self.end))

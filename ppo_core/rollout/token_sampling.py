@@ -155,10 +155,10 @@ def _draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
 def _first_above(cumulative: Tensor, thresholds: Tensor) -> tuple[Tensor, Tensor]:
     """Return the first index (B,) whose sum exceeds the threshold, and the sum (B,) before it."""
     total = cumulative[:, -1:]
-    # If rounding makes a threshold equal to the total, no sum would exceed it.
+    # Keep thresholds below the total: no sum would exceed a threshold that is rounded up to it.
     below = torch.nextafter(total, torch.zeros_like(total))
     thresholds = torch.minimum(thresholds[:, None], below)
-    # No sum exceeds a threshold that is NaN.
+    # No sum exceeds a threshold that is NaN, so its index may be past the end.
     index = torch.searchsorted(cumulative, thresholds, right=True)
     index = index.clamp(max=cumulative.shape[1] - 1)
     before = torch.where(index > 0, cumulative.gather(1, (index - 1).clamp(min=0)), 0)

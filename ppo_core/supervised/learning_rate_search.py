@@ -75,12 +75,12 @@ def find_learning_rate(
         lambda: _found(earlier, inputs) if earlier and engine.is_main else None
     )[0]
     if found is None:
-        # Rounding may differ between the processes, and so may their best rates.
+        # Use the result of the main process: rounding may give another process another best rate.
         found = engine.peers.of_main(
             search_learning_rate(make_ranker, pairs.rows, config, middle, engine)
         )
     rate, losses = found
-    # Also if the result is from `earlier`: the checkpoints beside `file` need it when they resume.
+    # Write even a result from `earlier`: a resume from the checkpoints beside `file` needs it.
     record = json.dumps({"rate": rate, "losses": losses, "inputs": inputs})
     engine.peers.together(lambda: write_atomically(file, record) if engine.is_main else None)
     return rate, losses

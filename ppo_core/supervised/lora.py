@@ -68,8 +68,8 @@ def keep_frozen_in_bf16(adapted: "PeftModel", engine: Engine) -> None:
             weight.data = weight.data.bfloat16()
         for parameter in adapted.parameters():
             if parameter.dtype != torch.bfloat16:
-                # While one tensor uses the memory-mapped weights file, the whole file stays in
-                # memory.
+                # Copy it out of the memory-mapped weights file, which stays in memory as long as
+                # one tensor uses it.
                 parameter.data = parameter.data.clone()
 
 

@@ -65,7 +65,7 @@ class PairRanker(nn.Module):
 
         Raises:
             ModelError: the classifier has no linear layer `score` on a backbone, or the states of a
-                padded batch differ from those of each text alone.
+                padded batch differ from the states of each text alone.
         """
         super().__init__()
         self.metrics = "accuracy", "margin"
@@ -113,12 +113,12 @@ class PairRanker(nn.Module):
 
     @torch.no_grad()
     def _check_states(self) -> None:
-        """Choose the fastest way to compute a padded pair that gives the states of each text alone.
+        """Choose the fastest way to compute padded pairs that does not change the texts' states.
 
-        PPO scores each text alone.
+        PPO scores single texts, so a text must have the same states in a pair and alone.
 
         Raises:
-            ModelError: no way gives these states.
+            ModelError: every way changes the states.
         """
         classifier, backbone = self.classifier.eval(), self.backbone
         config = text_config(classifier.config)

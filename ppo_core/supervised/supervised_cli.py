@@ -50,7 +50,7 @@ class SupervisedArguments:
     `org/name@revision:config/test`."""
 
     columns: list[str] | None = None
-    """Columns with other names, as in `prompt=post chosen=better`."""
+    """FIELD=COLUMN for columns with other names, as in `prompt=post chosen=better`."""
 
     prompt_format: PromptFormat = "auto"
     """How the model reads prompts: `chat` (in the tokenizer's chat template), `text` (as they are),

@@ -23,7 +23,7 @@ RATE_FILE = "learning-rate.json"
 """Name of the file with the result of a learning-rate search, in the folder of the training."""
 
 LOSS_AT = "loss_at_"
-"""Prefix of the metrics with the loss for each learning rate that a search tried."""
+"""Prefix of metric names; each of these metrics is the loss for one rate that a search tried."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -259,8 +259,8 @@ class TrainingLoop:
     def _own_batches(self, rows: list[int]) -> list[Batch]:
         """Return this process's batches of a step; all processes have the same number of them.
 
-        The processes share the rows of a pass, which have similar lengths. A process that gets no
-        row takes the shortest one of the pass, with weight 0.
+        The processes divide the rows of a pass, which have similar lengths. A process that gets no
+        row takes the shortest row of the pass, with weight 0.
         """
         engine, data = self._engine, self._data
         parts = passes_of_step(
@@ -357,8 +357,8 @@ def identity_of(config: SupervisedConfig, data: TrainingData) -> dict[str, Any]:
 def set_mode(module: Any, adapted: "PeftModel | None", *, recomputes: bool) -> None:
     """Set a `SummedLoss` to training mode, or only its adapters if that changes no result.
 
-    The fast path needs a backbone in evaluation mode. That mode would switch off dropout, and the
-    recomputation of activations.
+    The fast path needs a backbone in evaluation mode, which has no dropout and no recomputation of
+    activations. So the backbone stays in evaluation mode only if the training uses neither.
     """
     module.eval()
     is_fast = module.backbone is not None and module.backbone.fast_layers() is not None

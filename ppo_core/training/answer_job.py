@@ -85,7 +85,7 @@ class AnswerJob:
 
 
 def run_answer_job(job: AnswerJob, *, rank: int = 0, processes: int = 1) -> Answers:
-    """Return this process's answers: to the prompts at the indices rank, rank + processes, ...
+    """Answer the prompts at the indices rank, rank + processes, ...; return the answers.
 
     The number of processes changes an answer only by rounding, which depends on the batch.
 

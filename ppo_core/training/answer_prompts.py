@@ -41,7 +41,7 @@ from ppo_core.rollout.token_sampling import (
 )
 
 CHECKED_PROMPTS, CHECKED_TOKENS = 8, 16
-"""Number of prompts, and number of tokens per response, to check a server's weights."""
+"""Number of prompts, and of tokens per response, that a server samples to check its weights."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -101,7 +101,7 @@ def train_ppo(
             stop_after_updates=script.stop_after_updates,
         )
     finally:
-        # Save even if a server that is down makes an integration or the upload to the hub fail.
+        # Save even if an integration or the upload to the hub fails, because a server is down.
         if trainer.is_done:
             try:
                 trainer.save_model(script.policy_dir)
@@ -117,7 +117,7 @@ def _check_folders(output_dir: str, policy_dir: str | None, critic_dir: str | No
     """Raise if a folder cannot be written, or if `critic_dir` is also the folder of the policy.
 
     Raises:
-        ConfigError: nothing can be written into a folder, or the policy would be in `critic_dir`.
+        ConfigError: a folder is not writable, or the policy would be saved in `critic_dir`.
     """
     policy = "output_dir" if policy_dir is None else "policy_dir"
     if critic_dir is not None and same_place(critic_dir, policy_dir or output_dir):
@@ -239,10 +239,10 @@ def load_prompts(
 ) -> tuple[Dataset, Dataset | None]:
     """Return the training prompts, and the prompts for evaluation or samples (None without any).
 
-    If `eval_strategy` is not "steps", no test split is read. The samples are then for the
-    `watched_prompts`. Without `watched_prompts`, the last `HELD_OUT` prompts are held out if there
-    are more than `MANY_PROMPTS` prompts and the settings ask for samples. `context` is the policy's
-    context length; None means no limit.
+    If `eval_strategy` is not "steps", no test split is read. The second result is then the
+    `watched_prompts`. Without `watched_prompts`, the second result is the last `HELD_OUT` prompts,
+    which are held out, if there are more than `MANY_PROMPTS` prompts and the settings ask for
+    samples. `context` is the policy's context length; None means no limit.
 
     Raises:
         ConfigError: no data set is named, or another setting would disable `watched_prompts`.
@@ -317,8 +317,8 @@ def load_start(path: str, model: ModelArguments) -> PreTrainedModel:
     named = model.dtype != "auto"
     options: dict[str, Any] = {
         "attn_implementation": model.attn_implementation,
-        # With "auto", the trainer knows the precision of the files, in which it saves the policy.
-        # It casts the trained weights itself.
+        # With "auto", the trainer learns the precision of the files, in which it saves the policy.
+        # The trainer itself casts the trained weights.
         "dtype": getattr(torch, model.dtype) if model.use_peft and named else "auto",
         "quantization_config": get_quantization_config(model),
     }

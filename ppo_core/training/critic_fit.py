@@ -1,9 +1,10 @@
 """Fit an earlier run's critic to this run's rewards, before the first update.
 
 At the end of a run, a critic predicts the returns of the trained policy under the rewards of that
-run. The next run starts again from the reference, with other rewards. So each run keeps its first
-rollouts, whose policies are near the reference. The next run scores them with its own rewards, and
-trains the critic on the returns. The figures are in docs/retraining.md.
+run. The next run starts again from the reference, with other rewards. So a run that saves its
+critic also keeps its first rollouts, sampled while the policy was near the reference. The next run
+scores them with its own rewards, and trains the critic on the returns. The figures are in
+docs/retraining.md.
 """
 
 import sys
@@ -33,7 +34,7 @@ NUM_EPOCHS = 4
 """Number of times that the critic is trained on all kept rollouts."""
 
 UNCLIPPED = 1e9
-"""A `cliprange_value` that no value reaches."""
+"""A `cliprange_value` so large that no value is clipped."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +53,8 @@ class CriticFit:
         learning rate falls linearly from the largest rate of the run to 0. Afterwards, optimizer,
         schedule and counters are as before. The policy is not trained.
 
-        Nothing is trained if a reward is not a reward model with the policy's vocabulary. A
-        function may need columns, which are not kept.
+        Nothing is trained if a reward is not a reward model with the policy's vocabulary. Reward
+        functions are excluded because they may need columns, which are not kept.
 
         `pause` is called before each optimizer step. It may raise to stop the fit.
         """
@@ -129,7 +130,7 @@ class CriticFit:
             num_ppo_epochs=1,
             # The old values are 0, so clipping would keep the new values near 0.
             cliprange_value=UNCLIPPED,
-            # These compare the policy with log-probabilities, which are not kept.
+            # These settings need log-probabilities of the rollouts, which are not kept.
             kl_in_loss=False,
             target_kl=None,
             ratio_threshold=None,
@@ -146,7 +147,7 @@ class CriticFit:
 
     @contextmanager
     def _own_optimization(self, pause: Callable[[], None]) -> Iterator[Callable[[float], None]]:
-        """Yield a function to call before each step; at the end, all but the critic is as before.
+        """Yield a function to call before each step; at the end, restore all but the critic.
 
         The function calls `pause`. Then it sets the critic's learning rate to a fraction of the
         largest rate of the run, and the policy's rate to 0.
@@ -164,7 +165,7 @@ class CriticFit:
         try:
             yield prepare_step
         finally:
-            # AdamW starts again, as for a critic that was loaded.
+            # Clear AdamW's state: the first update starts without moments, as in every run.
             self.engine.load_optimizer_states(state.module, state.optimizer, lambda name: {})
             scheduler.load_state_dict(schedule)
             state.skipped_steps, state.skipped_in_a_row = skipped

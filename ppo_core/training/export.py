@@ -86,7 +86,7 @@ class PolicyExporter(RunContext):
             TrainingError: see `save_policy`.
         """
         critic = self.models.critic
-        assert critic is not None  # `require_whole_critic` has checked it
+        assert critic is not None  # checked by `require_whole_critic`
         weights = self.engine.full_state_dict(critic.model)
         head = self.engine.full_state_dict(critic.head)
         if weights is None or head is None:

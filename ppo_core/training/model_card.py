@@ -118,7 +118,7 @@ def push_folder(
 
 
 def without_folders(name: str) -> str:
-    """Return the last part of a path that is absolute or starts with ~, or any other name as is."""
+    """Return the last part of a path that is absolute or starts with ~; keep any other name."""
     for path in (PurePosixPath(name), PureWindowsPath(name)):
         if path.is_absolute() or name.startswith("~"):
             return path.name

@@ -99,7 +99,7 @@ def trains_in_bf16(asked: bool | None, model: nn.Module, *, use_cpu: bool) -> bo
         return asked
     if {parameter.dtype for parameter in model.parameters()} != {torch.float32}:
         return False
-    # A model type without a width gets 0; a later check refuses it, with a message of its own.
+    # A model without a configured width counts as width 0; a later check refuses such a model.
     config = getattr(model, "config", None)
     width = 0 if config is None else getattr(text_config(config), "hidden_size", 0)
     return is_fast_in_bf16(width, use_cpu=use_cpu)
@@ -208,7 +208,7 @@ def trained_layouts(models: ModelBundle) -> dict[str, Layout]:
 
 
 def _prepared_policy(config: PPOConfig, given: ScriptModels) -> tuple[nn.Module, nn.Linear | None]:
-    """Return the policy, to which a given adapter is added, and the policy's value head or None."""
+    """Return the policy with the adapter of `peft_config`, if any, and its value head or None."""
     model, value_head = given.policy, None
     if isinstance(model, ModelWithValueHead):
         value_head, model = model.v_head.summary, model.pretrained_model
@@ -226,7 +226,7 @@ def _without_adapter(model: nn.Module) -> nn.Module:
     if not is_peft(model):
         return model
     merged = merged_copy(model)
-    # Otherwise the new adapter's files would name a base without the merged adapter (TRL #4713).
+    # Under this name, the new adapter's files would refer to the base before the merge (TRL #4713).
     merged.name_or_path = ""
     logger.warning(
         "The policy's adapter is merged into a copy of its base, and the adapter of peft_config is "
@@ -310,8 +310,8 @@ def share_random_scores(models: Iterable[object], engine: Engine) -> None:
 def require_equal_models(prints: dict[str, Layout], engine: Engine) -> None:
     """Raise if the fingerprints of the models' weights differ between processes.
 
-    All processes raise the same error: a launcher ends the other processes after the first error,
-    so one process alone may print its error.
+    All processes raise the same error, because only one of them may print it: a launcher ends the
+    other processes after the first error.
 
     Raises:
         ModelError: a process has other weights than process 0.

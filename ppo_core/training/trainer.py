@@ -209,7 +209,7 @@ class Trainer:
         metrics = metrics | {"val/skipped_steps": float(state.skipped_steps)}
         run, config = self._run, self.config
         run.pending = None
-        # A policy that is not trained does not diverge, whatever the coefficient.
+        # While only the critic is trained, the coefficient does not affect the divergence.
         if run.adaptive_kl is not None and not self._trains_only_the_critic:
             run.adaptive_kl.update(metrics["objective/kl"], self.schedule.batch_size)
         run.updates += 1
@@ -373,7 +373,7 @@ class Trainer:
         # Save earlier policies first: a run that resumes from the checkpoint needs all of them.
         self._files.save_earlier(self._earlier)
         # Save last: a reward function may draw random numbers for the samples above, and the
-        # checkpoint must contain the random states after that.
+        # checkpoint must contain the random states after these draws.
         ends = self._run.updates == last or self._reporter.should_stop
         saves = self._reporter.should_save or (ends and self.config.save_strategy != "no")
         if self.engine.any(saves):

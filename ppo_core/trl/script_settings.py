@@ -21,7 +21,7 @@ Settings = TypeVar("Settings")
 Copied = TypeVar("Copied", bound="DataclassInstance")
 
 _IS_COPIED, _IS_OWN = "_is_copied", "_is_own"
-"""Attributes that mark the settings that a trainer has copied, and the trainer's own copy."""
+"""Attributes that mark settings that a trainer has copied, and the trainer's copy of them."""
 
 logger = logging.getLogger(__name__)
 

@@ -37,7 +37,7 @@ def require_columns_read(renamed: Mapping[str, str], *read: Rows) -> None:
         ConfigError: a column was not read; the message names the field and the column.
     """
     described = {columns for rows in read for columns in rows.reading.values()}
-    # A field may be read from several columns; a name in a file may contain a comma, too.
+    # A description may be a list of columns, separated by commas, or a name that has a comma.
     columns = described | {column for columns in described for column in columns.split(", ")}
     for field, name in renamed.items():
         if name not in columns:

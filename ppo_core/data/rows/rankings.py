@@ -14,10 +14,10 @@ from ppo_core.data.rows.row_error import RowError
 
 MAX_RANKED = 16
 """Maximum number of responses of a ranked list that are compared. The number of pairs grows with
-the square of the number of compared responses, so a prompt with many would outweigh the others."""
+the square of this number, so a prompt with many responses would outweigh other prompts."""
 
 MAX_PAIRS = MAX_RANKED * (MAX_RANKED - 1) // 2
-"""Maximum number of pairs from a prompt's single judgments; `MAX_RANKED` responses give as many."""
+"""Maximum number of pairs from a prompt's single judgments: as many as a ranked list can give."""
 
 _Ranked: TypeAlias = tuple[float, str]
 """Quality of a response (a larger number is better), and the response."""
@@ -93,7 +93,7 @@ class _Judged:
         """Yield pairs of a preferred and a rejected judgment, at most `MAX_PAIRS` pairs.
 
         If more pairs are possible, the preferred judgments, or the first `MAX_PAIRS` of them, are
-        used about equally often. A preferred judgment has another rejected judgment each time.
+        used about equally often. No pair occurs twice.
         """
         first, second = len(self.preferred), len(self.rejected)
         for number in range(min(first * second, MAX_PAIRS)):

@@ -66,7 +66,7 @@ class TooManyLeftOutError(DataError):
     """More rows cannot be used than the setting `max_left_out` allows."""
 
     def __init__(self, message: str, files: tuple[Path, ...] = ()) -> None:
-        """Store the message and the files of the rows, see `Rows.left_out_files`."""
+        """Store the message and the files of the left-out rows, see `Rows.left_out_files`."""
         super().__init__(message)
         self.files = files
 

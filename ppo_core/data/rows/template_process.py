@@ -113,7 +113,7 @@ class TemplateProcess:
     def _forget(self) -> None:
         """Drop the process in a forked child, because the process belongs to the parent."""
         if self._process is not None:
-            self._process.returncode = 0  # otherwise Popen would warn when deleted
+            self._process.returncode = 0  # so that Popen does not warn when it is deleted
         self._process = None
         self._lock = threading.Lock()
 

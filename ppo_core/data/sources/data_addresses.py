@@ -70,7 +70,7 @@ class _NoRedirects(HTTPRedirectHandler):
 def _copy(reply: HTTPResponse, file: IO[bytes]) -> None:
     ends = time.monotonic() + DOWNLOAD_SECONDS
     size = 0
-    # Unlike `read`, `read1` returns what has arrived, so a slow server meets the limit of time.
+    # `read` waits for the whole part. `read1` does not, so the time limit holds for slow servers.
     while part := reply.read1(1 << 16):
         size += len(part)
         if size > MAX_DOWNLOAD_BYTES:

@@ -74,7 +74,7 @@ def _splits_of_names(folder: Path, suffixes: tuple[str, ...]) -> dict[str, list[
             f"'{folder}' has more than {MOST_ENTRIES} files and folders below it, so it is hardly "
             "a data set. Name the folder of the data."
         )
-    # Spark writes folders whose names end as those of files.
+    # Spark writes folders whose names end like the names of data files.
     files = [path for path, is_file in found if is_file and str(path).endswith(suffixes)]
     if not files:
         raise DataError(

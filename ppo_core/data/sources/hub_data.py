@@ -83,7 +83,7 @@ class HubData:
 def without_media(loaded: Any) -> Any:
     """Return a data set without columns of media, such as images.
 
-    Otherwise, `datasets` would open the files and addresses in these columns.
+    `datasets` would open the files and addresses that these columns name.
     """
     media = [column for column, feature in loaded.features.items() if _is_media(feature)]
     return loaded.remove_columns(media)

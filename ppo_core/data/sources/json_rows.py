@@ -39,8 +39,8 @@ def read_json_rows(path: Path) -> Iterator[RawRow]:
     Raises:
         DataError: the file cannot be read, is not UTF-8, or a row is not a JSON object. The message
             names the number of a wrong row, counted from 0. In a file with one object on each line,
-            it also names the number of the line, counted from 1; of a line that is not JSON, it
-            names only the latter.
+            it also names the number of the line, counted from 1. If the line is not JSON, it names
+            the line but not the row.
     """
     failure, move = f"'{path}' cannot be read", "Name a file of rows that you may read."
     with library_errors(DataError, failure, move), open_data_file(path) as file:
@@ -71,7 +71,7 @@ def _read_lines(lines: Iterator[tuple[int, bytes]], path: Path) -> Iterator[RawR
         try:
             if len(line) == MAX_LINE_BYTES:
                 raise ValueError(f"it has {MAX_LINE_BYTES >> 20} MiB or more")
-            # With its line break, a line that ends inside a string would have a wrong character.
+            # In a string that is cut off, the line break would be reported as a wrong character.
             value = _as_row(_parse(line.rstrip(b"\r\n")))
         except JSONDecodeError as error:
             raise DataError(

@@ -272,7 +272,7 @@ def _open_hub(data: HubData) -> Source:
 
 
 def _of_data_set(name: str, digest: str, loaded: Any) -> Source:
-    # Without a format: a saved data set may have the format of torch or numpy.
+    # Remove the format, because a saved data set may return tensors of torch or numpy.
     plain = without_media(loaded).with_format(None)
 
     def rows() -> Iterator[RawRow]:

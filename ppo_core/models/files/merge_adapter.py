@@ -26,10 +26,10 @@ def merged_copy(
     """Return a plain transformers model: the base merged with an adapter (default: the active one).
 
     Saving and loading the copy do not need peft. The PeftModel is not changed. The copy is on the
-    CPU, because a GPU may have no memory for a second model. If the PeftModel is
-    sharded, pass its unsharded state dict as `weights`, and use the copy only for saving. If the
-    base is quantized, the copy has the dequantized weights, in the precision in which the base was
-    loaded. They are not quantized again, because rounding would change the policy.
+    CPU, because a GPU may have no memory for a second model. If the PeftModel is sharded, pass its
+    unsharded state dict as `weights`, and use the copy only for saving. If the base is quantized,
+    the copy has the dequantized weights, in the precision in which the base was loaded. The weights
+    are not quantized again, because rounding would change the policy.
 
     Raises:
         ModelError: there is no adapter of this name.

@@ -88,7 +88,7 @@ def refuse_adapter(path: str | Path) -> None:
 
 
 def adapter_refusal(path: str | Path) -> ModelError:
-    """Return the error for a PEFT model that is given although a whole model is needed."""
+    """Return the error for a PEFT model that is given where a whole model is needed."""
     return ModelError(
         f"'{path}' is a PEFT model, but a whole model is needed. Merge the adapter into its base "
         "with peft.AutoPeftModelForCausalLM.from_pretrained(...).merge_and_unload()"

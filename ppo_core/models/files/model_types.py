@@ -32,7 +32,7 @@ EXACT = frozenset(
     vipllava whisper xglm xlm-roberta xlm-roberta-xl xlstm xmod youtu zamba zamba2 zaya
     """.split()
 )
-"""Language models for which sampling and scoring compute the log-probabilities of the model's own
+"""Language models for which sampling and scoring reproduce the log-probabilities of the model's own
 forward pass. `make architectures` measures the differences (tests/benchmarks/ARCHITECTURES.md)."""
 
 SCORING_ENCODERS = frozenset(

@@ -42,7 +42,7 @@ class KeptRollout:
 
     rollout: Rollout
     prompts: list[Prompt]
-    """Token ids; if a prompt is a chat, all prompts as the earlier run read them."""
+    """Token ids; if any prompt is a chat, all prompts in the form that the earlier run read."""
 
 
 def kept_tensors(rollout: Rollout, prompts: Sequence[Prompt]) -> dict[str, Tensor]:

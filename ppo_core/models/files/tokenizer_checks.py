@@ -69,7 +69,7 @@ def try_tokenizer(tokenizer: PreTrainedTokenizerBase, path: str | Path) -> None:
         ModelError: the tokenizer takes longer than TRIAL_SECONDS.
         BaseException: the tokenizer fails, for example by a panic of its library.
     """
-    # Otherwise transformers warns that the trial texts are longer than the model's context.
+    # This entry silences transformers' warning that the trial texts exceed the model's context.
     tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     ends = time.monotonic() + TRIAL_SECONDS
     for texts in _trial_texts():
@@ -98,7 +98,7 @@ def _trial_texts() -> Iterator[list[str]]:
 
 
 def _encode_and_decode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> None:
-    # A call with one text blocks all other threads, also the thread that limits the time.
+    # Encode a list: a call with one text would block all threads, also the one with the deadline.
     ids = tokenizer(texts, add_special_tokens=True)["input_ids"]
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
@@ -133,8 +133,8 @@ def _growth(rule: Mapping[str, Any]) -> float:
 def _longest_replacement(charsmap: str) -> int:
     """Return the length of the longest text in sentencepiece's table of replacements.
 
-    The table begins with 4 bytes that contain the size of an index, and with the index. The texts
-    follow, each with a zero byte at its end.
+    The table begins with the size of an index, in 4 bytes, and the index itself. The texts follow,
+    each with a zero byte at its end.
     """
     table = base64.b64decode(charsmap)
     begin = 4 + int.from_bytes(table[:4], "little")

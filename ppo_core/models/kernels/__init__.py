@@ -1,1 +1,1 @@
-"""Computations that are faster than those of transformers, mostly for small models on a CPU."""
+"""Faster versions of computations of transformers, mostly for small models on a CPU."""

@@ -1,4 +1,4 @@
-"""Memory of a process that computes on the CPU: its settings, and the return of freed blocks.
+"""Control the memory of a process on the CPU: set up its allocator, and return freed blocks.
 
 The settings affect the whole process, so only commands change them, never a constructor or an
 import. This file does not import torch, so that a command can call it before torch is loaded.
@@ -24,7 +24,7 @@ are used again, which takes some hundredths of a second for this number of bytes
 
 
 class _Mallinfo2(ctypes.Structure):
-    """The struct of glibc's mallinfo2(3), whose `fordblks` are the bytes of freed blocks."""
+    """The struct of glibc's mallinfo2(3); its field `fordblks` counts the bytes of freed blocks."""
 
     _fields_ = tuple(
         (name, ctypes.c_size_t)

@@ -137,8 +137,8 @@ class FusedLinearLoss(torch.autograd.Function):
 class _PlainLinear:
     """A head of one weight matrix, without bias, hooks or rule, in the hidden states' precision.
 
-    The gradients are written by hand, so that the only passes over (n, V) are the matmuls, the
-    softmax and the entropy:
+    The gradients are written by hand, so that only the matmuls, the softmax and the entropy read
+    tensors of shape (n, V):
 
         dl / dh = l' (W[a] - p W) / T        dl / dW = l' (onehot(a) - p) h / T
     """

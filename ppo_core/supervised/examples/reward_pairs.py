@@ -51,8 +51,8 @@ def pair_encoding(
     """Return the encoding of rows as token ids of the prompt with each response, and the margin.
 
     Texts are encoded as by `encode_dialogue`, which also encodes the texts that the trained model
-    scores. The margin is 0 if the row has none, and a weight is kept. One of the two responses may
-    be None. A row cannot be used if prompt and response together have no token.
+    scores. The margin of a row without one is 0. A row's weight, if it has one, is kept. One of the
+    two responses may be None. A row cannot be used if prompt and response together have no token.
     """
 
     def sequences(row: Row) -> list[list[Segment]]:

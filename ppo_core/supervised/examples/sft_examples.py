@@ -108,8 +108,8 @@ def _chat_segments(
 ) -> list[Segment]:
     """Split a conversation into segments; assistant turns from message `first` on are counted.
 
-    `end` appends the end-of-sequence token to a conversation whose last turn is the assistant's, if
-    the token is missing there.
+    With `end`, append the end-of-sequence token if the last turn is the assistant's and lacks the
+    token.
     """
     full = render_chat(tokenizer, messages, answer_follows=False)
     if has_generation_mask(tokenizer):

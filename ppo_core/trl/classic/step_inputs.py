@@ -45,7 +45,7 @@ def check_scores(scores: Sequence[Tensor | float], batch_size: int) -> Tensor:
 
 
 def as_numbers(scores: Sequence[Tensor | float]) -> list[float]:
-    """Return scores as numbers; NumPy converts no array (1,) by `float`."""
+    """Return scores as numbers, by `item` if possible: `float` refuses a NumPy array (1,)."""
     return [score.item() if hasattr(score, "item") else float(score) for score in scores]
 
 
