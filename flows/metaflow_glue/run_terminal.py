@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from pipeline.inputs.flow_run import PAGE
 from pipeline.reports.live.live_panel import WIDTH, LivePanel
 from ppo_core.errors.control_characters import escape_controls
 from ppo_core.errors.redaction import redact
@@ -203,7 +204,7 @@ class RunTerminal:
         begins = bool(_WARNING.match(line))
         is_warning = begins or bool(was_warning and _CONTINUED.match(line))
         self._is_warning[head] = is_warning
-        if step == self._last_step or is_warning:
+        if step == self._last_step or is_warning or line.startswith(PAGE):
             self._print(line)
             if begins and self._panel is not None:
                 self._panel.warn(line)

@@ -182,5 +182,5 @@ def refuse_secrets(
 
 def _secret_in(name: str, value: str) -> str | None:
     if value and names_secret(name) and name.rpartition(".")[2] not in NO_SECRETS:
-        return "a secret, by its name"
+        return "a secret, judging by its name"
     return describe_secret(value)

@@ -459,8 +459,8 @@ def _check_estimator(config: PPOConfig) -> None:
     name = config.advantage_estimator
     if config.compares_samples and config.samples_per_prompt < 2:
         raise ConfigError(
-            f"advantage_estimator={name!r} compares the responses to one prompt, and "
-            f"samples_per_prompt={config.samples_per_prompt} gives each prompt one. Set "
+            f"advantage_estimator={name!r} compares several responses to a prompt, and "
+            f"samples_per_prompt={config.samples_per_prompt} gives each prompt only one. Set "
             "samples_per_prompt=4, for example."
         )
     ignored = [] if config.has_critic else [*_OF_CRITIC]

@@ -97,8 +97,8 @@ def disagreement_names(rewards: Collection[str], means: Collection[str]) -> dict
     for mean, name in names.items():
         if name in rewards:
             raise ConfigError(
-                f"A reward has the name {name!r}, which is the metric for the standard deviation "
-                f"of the models of the reward {mean!r}, so one would overwrite the other. Give "
+                f"A reward has the name {name!r}. The metric for the disagreement of the models of "
+                f"the reward {mean!r} has this name, so one would overwrite the other. Give "
                 "the reward another name: write NAME= before its entry in rewards, or pass a dict."
             )
     return names

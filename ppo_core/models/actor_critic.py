@@ -48,7 +48,7 @@ class Critic(nn.Module):
         super().__init__()
         if (outputs := getattr(head, "out_features", 1)) != 1:
             raise ModelError(
-                f"The value model gives {outputs} values at each token, and must give one. Make "
+                f"The value model gives {outputs} values for each token, but must give one. Make "
                 "its head with one output (num_labels=1)."
             )
         self.backbone = backbone

@@ -340,7 +340,7 @@ def check_reward_config(path: str | Path) -> None:
         )
     if config.num_labels != 1:
         raise ModelError(
-            f"The reward model '{path}' has {config.num_labels} labels, and must have one: its "
+            f"The reward model '{path}' has {config.num_labels} labels, but must have one: its "
             "score. Train a reward model with num_labels=1."
         )
 

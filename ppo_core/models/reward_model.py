@@ -49,7 +49,7 @@ class RewardModel:
         if model.config.num_labels != 1:
             raise ModelError(
                 f"The reward model {type(model).__name__} has {model.config.num_labels} labels, "
-                "and must have one: its score. Train a reward model with num_labels=1."
+                "but must have one: its score. Train a reward model with num_labels=1."
             )
         self.model = model
         self.tokenizer = tokenizer

@@ -234,8 +234,8 @@ def _slow(phase: str, limit: float, metrics: str) -> Callable[[PPOConfig, Update
         if lost <= limit * total or lost <= SECONDS_THAT_MATTER * len(updates):
             return ""
         return (
-            f"{metrics} is {lost / total:.0%} of the time, {lost / len(updates):.1f} seconds of "
-            "an update"
+            f"{metrics} takes {lost / total:.0%} of the time, {lost / len(updates):.1f} seconds "
+            "per update"
         )
 
     return evidence
@@ -252,7 +252,7 @@ TRENDS = {
     "useless critic": Trend(
         evidence=_useless_critic,
         advice="The critic is no better than a constant, so advantages are as noisy as without "
-        "it. Set critic_warmup_updates, change critic_learning_rate, or raise cliprange_value if "
+        "a critic. Set critic_warmup_updates, change critic_learning_rate, or raise cliprange_value if "
         "val/clipfrac_avg is near 1. Or use no critic, with advantage_estimator='rloo'.",
         source="OpenAI Baselines, explained_variance: 0 is as good as predicting nothing",
     ),

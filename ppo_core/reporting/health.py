@@ -93,7 +93,7 @@ GUARDS = {
         "for the reward, or optimizer steps are too large. Raise kl_coef, set kl_target, or lower "
         "learning_rate. Read some responses, because the policy may exploit the reward model.",
         source="arXiv:2210.10760 (Gao et al.): as the divergence grows, the reward model's score "
-        "rises on, and the true reward falls",
+        "keeps rising, and the true reward falls",
         note=lambda config: config.warn_kl_note,
     ),
     "negative divergence": Guard(
@@ -184,8 +184,8 @@ GUARDS = {
         metric=DROP,
         side="above",
         limit=lambda config, _: 3.0,
-        rule=f"mean of the best {WINDOW} updates less mean of the last {WINDOW}, in standard "
-        "deviations of the noise of one update",
+        rule=f"mean of the best {WINDOW} updates minus mean of the last {WINDOW}, as a multiple of the "
+        "standard deviation between two updates",
         updates=3,
         words="The policy loses reward that it had, because optimizer steps are too large, or the "
         "KL penalty grows faster than the scores. Lower learning_rate or num_ppo_epochs. If "

@@ -150,8 +150,8 @@ def search_learning_rate(
     if not math.isfinite(losses[best]):
         raise TrainingError(
             f"The training of the reward model diverges with each of the learning rates "
-            f"{', '.join(f'{rate:.1e}' for rate in losses)}. Set learning_rate to a number below "
-            "them, and check that the weights of the model are finite."
+            f"{', '.join(f'{rate:.1e}' for rate in losses)}. Set learning_rate to a lower "
+            "number, and check that the weights of the model are finite."
         )
     return best, {f"{LOSS_AT}{rate:.1e}": loss for rate, loss in losses.items()}
 

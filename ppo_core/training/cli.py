@@ -76,9 +76,9 @@ def train_ppo(
     """
     if config.push_to_hub and script.policy_dir is not None:
         raise ConfigError(
-            "push_to_hub=True uploads the policy that is saved in output_dir, but with "
-            f"policy_dir={script.policy_dir!r} the policy is saved without an upload. Remove "
-            "policy_dir or push_to_hub."
+            "push_to_hub=True uploads only a policy in output_dir, and "
+            f"policy_dir={script.policy_dir!r} saves the policy elsewhere. Remove policy_dir or "
+            "push_to_hub."
         )
     # Seed the global generators, because a reward function may use them.
     seed_global_generators(config.seed)

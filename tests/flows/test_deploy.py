@@ -92,7 +92,7 @@ def test_a_secret_in_either_file_is_refused_with_its_place(tmp_path: Path, capsy
     files.path.write_text(tomli_w.dumps(tables))
     code, output, messages = deploy(files.path, "--create", capsys)
     assert code == 1
-    assert "defaults.environment.HF_TOKEN holds a secret, by its name" in messages
+    assert "defaults.environment.HF_TOKEN holds a secret, judging by its name" in messages
     assert CANARY not in output + messages
 
 

@@ -136,7 +136,7 @@ def test_the_lines_of_a_key_in_a_variable_are_hidden(case: str, monkeypatch):
 def test_a_name_gives_a_secret_away(name: str):
     table = example("argo")
     table["defaults"] = {**table["defaults"], "environment": {name: "a-plain-word"}}
-    with pytest.raises(ConfigError, match="a secret, by its name"):
+    with pytest.raises(ConfigError, match="a secret, judging by its name"):
         read_deployment(table)
 
 

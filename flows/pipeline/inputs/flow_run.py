@@ -14,6 +14,9 @@ QUARANTINE = "quarantine"
 """Folder for the rows that were left out, in the folder of the run or, without a run, in
 `output_dir`."""
 
+PAGE = "Page of the run:"
+"""Beginning of the lines that say where the page of a run is; a terminal shows them at once."""
+
 PPO = "ppo"
 """Folder of PPO's files and checkpoints, in the folder of the run."""
 
@@ -63,3 +66,13 @@ class FlowRun:
     def folder(self) -> Path:
         """Folder of the policy, reports, samples, judgments and journal (entries for MLflow)."""
         return self.workspace.folder_of_run(self.id.rpartition("/")[2])
+
+    def place_of(self, file: str) -> str:
+        """Return the path of a file of the run; with a store, its name in MLflow.
+
+        The path is relative to the current folder if the file is below that folder.
+        """
+        if self.workspace.store:
+            return file
+        path, here = self.folder / file, Path.cwd()
+        return str(path.relative_to(here) if path.is_relative_to(here) else path)

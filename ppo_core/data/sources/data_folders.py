@@ -71,8 +71,8 @@ def _splits_of_names(folder: Path, suffixes: tuple[str, ...]) -> dict[str, list[
         found = sorted(islice(_visible_entries(folder), MOST_ENTRIES + 1))
     if len(found) > MOST_ENTRIES:
         raise DataError(
-            f"'{folder}' has more than {MOST_ENTRIES} files and folders below it, so it is hardly "
-            "a data set. Name the folder of the data."
+            f"'{folder}' has more than {MOST_ENTRIES} files and folders below it, so it is "
+            "probably not a data set. Name the folder of the data."
         )
     # Spark writes folders whose names end like the names of data files.
     files = [path for path, is_file in found if is_file and str(path).endswith(suffixes)]

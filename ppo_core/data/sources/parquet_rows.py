@@ -35,7 +35,7 @@ def read_parquet_rows(path: Path) -> Iterator[RawRow]:
             raise ValueError(f"its {size} bytes claim to hold {rows} rows")
         names = parquet.schema_arrow.names
         if len(set(names)) < len(names):
-            raise ValueError(f"two of its columns {names} have one name")
+            raise ValueError(f"two of its columns {names} have the same name")
         read = 0
         for batch in parquet.iter_batches(ROWS_AT_ONCE):
             batch.validate(full=True)

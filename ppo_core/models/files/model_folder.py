@@ -128,8 +128,8 @@ def check_config_keys(config: Mapping[str, Any], path: str | Path) -> None:
         if is_number and (allowed := _unmet(key, value)):
             raise _refused(
                 Path(path) / "config.json",
-                f"its key {key!r} is {value}, but must be {allowed}; with it, all outputs of the "
-                "model would be wrong",
+                f"its key {key!r} is {value}, but must be {allowed}; with this value, all "
+                "outputs of the model would be wrong",
             )
         if key.endswith("attn_implementation") or key.endswith("experts_implementation"):
             names = value.values() if isinstance(value, Mapping) else [value]

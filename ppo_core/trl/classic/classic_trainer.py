@@ -336,7 +336,7 @@ def _check_arguments(config: ClassicPPOConfig, training_data_collator: object) -
         )
     if training_data_collator is not None:
         raise ConfigError(
-            "training_data_collator is not honored, because step() pads its own rows. Leave "
+            "training_data_collator is not supported, because step() pads its own rows. Leave "
             "training_data_collator out; data_collator makes the batches of the data set."
         )
 

@@ -129,8 +129,8 @@ class Generation:
         """Return a warning if the statistics of `step` on these responses are biased, else None."""
         if self.unaccounted:
             return (
-                f"generate() samples with {', '.join(self.unaccounted)}, and so not from the "
-                "policy: step() takes the policy's own log-probabilities, as TRL does. The "
+                f"generate() samples with {', '.join(self.unaccounted)}, so the samples are not "
+                "from the policy: step() takes the policy's own log-probabilities, as TRL does. The "
                 "gradient and the KL divergence are then biased, and the divergence can become "
                 "negative. Leave the argument out to sample from the policy."
             )

@@ -318,7 +318,7 @@ def test_a_value_model_with_several_values_at_each_token_is_refused(settings):
         config = LlamaConfig(**make_policy().config.to_dict() | {"num_labels": 2})
         lora = peft.LoraConfig(r=2, task_type="SEQ_CLS", **settings)
         critic = peft.get_peft_model(LlamaForSequenceClassification(config), lora)
-    with pytest.raises(ModelError, match=r"gives 2 values at each token.*num_labels=1"):
+    with pytest.raises(ModelError, match=r"gives 2 values for each token.*num_labels=1"):
         make_trainer(ONE_UPDATE, value_model=critic)
 
 

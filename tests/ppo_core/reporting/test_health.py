@@ -148,7 +148,7 @@ def test_the_warning_about_a_falling_reward_says_how_far_it_fell():
     (message,) = (str(text) for value in history for text in watched.check({REWARD: value}))
     assert re.match(
         r"Falling reward: drop of objective/rlhf_reward is 3\.\d+, above 3 for 3 updates \(mean of "
-        r"the best 10 updates less mean of the last 10, .* Lower learning_rate",
+        r"the best 10 updates minus mean of the last 10, .* Lower learning_rate",
         message,
     )
 

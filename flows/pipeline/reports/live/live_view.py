@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pipeline.inputs.flow_run import FlowRun
+from pipeline.inputs.flow_run import PAGE, FlowRun
 from pipeline.reports.document import Document, ShownProgress
 from pipeline.reports.live.followed_phase import (
     FollowedPhase,
@@ -19,7 +19,7 @@ from pipeline.reports.live.live_card import LiveCard
 from pipeline.reports.run_page.facts import RunFacts, curves_of
 from pipeline.reports.run_page.ppo_so_far import with_ppo_so_far
 from pipeline.reports.run_page.run_document import REFRESH_SECONDS, run_document
-from pipeline.reports.run_page.write_page import write_page_file
+from pipeline.reports.run_page.write_page import PAGE_FILE, write_page_file
 from pipeline.settings.settings import Settings
 from pipeline.tracking.tracker import Tracker
 from ppo_core.io.progress_bar import PROGRESS
@@ -111,9 +111,13 @@ class LiveView:
         self._next = time.monotonic() + max(REFRESH_SECONDS, rest)
 
     def _write_page(self, document: Document) -> None:
-        has_disk = not self._run.workspace.store
-        if has_disk and (error := write_page_file(document, self._run.folder)):
+        if self._run.workspace.store:
+            return
+        is_first = not (self._run.folder / PAGE_FILE).exists()
+        if error := write_page_file(document, self._run.folder):
             self._warn(str(error))
+        elif is_first:
+            print(f"{PAGE} {self._run.place_of(PAGE_FILE)}, rewritten while it trains", flush=True)
 
     def _warn(self, problem: str) -> None:
         """Print, only once, why the page or the card is out of date."""

@@ -79,17 +79,7 @@ class RunFacts:
     @property
     def settings_file(self) -> str:
         """Path of the settings file for repeating the run; with a store, its name in MLflow."""
-        return self.place_of(SETTINGS_FILE)
-
-    def place_of(self, file: str) -> str:
-        """Return the path of a file of the run; with a store, its name in MLflow.
-
-        The path is relative to the current folder if the file is below that folder.
-        """
-        if self.run.workspace.store:
-            return file
-        path, here = self.run.folder / file, Path.cwd()
-        return str(path.relative_to(here) if path.is_relative_to(here) else path)
+        return self.run.place_of(SETTINGS_FILE)
 
 
 def curves_of(run: FlowRun, journal: Journal) -> Curves:

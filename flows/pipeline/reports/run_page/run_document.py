@@ -258,7 +258,7 @@ def _commands(facts: RunFacts) -> Section:
         ]
         if not facts.run.workspace.store:
             ask = (
-                f"python flows/feedback.py choose {quote(facts.place_of(''))} "
+                f"python flows/feedback.py choose {quote(facts.run.place_of(''))} "
                 f"--policy {quote(uri)} --labels 200"
             )
             commands.append(("Write 200 pairs of its answers for people to label", ask))

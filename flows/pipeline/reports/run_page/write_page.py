@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from pipeline.inputs.flow_run import FlowRun
+from pipeline.inputs.flow_run import PAGE, FlowRun
 from pipeline.reports.document import Document
 from pipeline.reports.html_page import document_page
 from pipeline.reports.run_page.facts import RunFacts, curves_of
@@ -29,8 +29,8 @@ def write_run_page(facts: RunFacts, parent: RunLog) -> str:
     if error is not None:
         return f"The page of the run was not written: {error}"
     parent.log_artifact(facts.run.folder / PAGE_FILE)
-    place = "" if facts.run.workspace.store else f"{facts.place_of(PAGE_FILE)}, and "
-    return f"Page of the run: {place}{PAGE_FILE} of the run in MLflow"
+    place = "" if facts.run.workspace.store else f"{facts.run.place_of(PAGE_FILE)}, and "
+    return f"{PAGE} {place}{PAGE_FILE} of the run in MLflow"
 
 
 def write_failure(run: FlowRun, settings: Settings, failure: str) -> None:

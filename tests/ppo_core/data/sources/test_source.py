@@ -75,7 +75,7 @@ def test_a_saved_folder_has_plain_values_whatever_its_format(tmp_path, form):
 
 
 def test_an_address_with_a_user_is_refused_without_its_password():
-    with pytest.raises(DataError, match=r"'https://host/rows\.jsonl' names a user") as caught:
+    with pytest.raises(DataError, match=r"'https://host/rows\.jsonl' has a user name") as caught:
         open_source("https://ann:canary@host/rows.jsonl", allow_urls=True)
     assert "canary" not in str(caught.value)
 

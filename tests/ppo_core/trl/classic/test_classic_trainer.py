@@ -843,7 +843,7 @@ def test_the_accelerator_and_the_device_are_attributes():
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        ({"training_data_collator": len}, ConfigError, "training_data_collator is not honored"),
+        ({"training_data_collator": len}, ConfigError, "training_data_collator is not supported"),
         ({"model": make_policy("gpt2")}, ModelError, "AutoModelForCausalLMWithValueHead"),
         ({"config": UpdateConfig()}, ConfigError, "takes ppo_core.classic.PPOConfig"),
     ],
