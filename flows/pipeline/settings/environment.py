@@ -76,7 +76,7 @@ def run_and_exit(main: Callable[[Sequence[str]], int]) -> NoReturn:
     except BrokenPipeError:
         if not _has_lost_its_reader(sys.stdout.fileno()):
             raise
-        # Python writes the rest of the output at exit, which would fail again.
+        # At exit, Python writes the rest of the output, which would fail again on the broken pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     sys.exit(code)
