@@ -47,7 +47,7 @@ CODE_OF_CHOICE = (
 """Modules of the flow whose code determines the choice of the policy."""
 
 SAMPLED_BY = ("ppo_core.training.answer_prompts", "ppo_core.training.interpolation")
-"""Modules whose code, with that of their imports, determines the answers of a candidate."""
+"""Modules whose code, and whose imports' code, determines the answers of a candidate."""
 
 SELECTED = "selected-policy"
 """Name of the chosen policy, and first part of the name of its folder in the cache."""

@@ -117,7 +117,7 @@ def start_run(
         flow: name of the flow.
         number: Metaflow's id of the run.
         steps: names of the steps that get an MLflow run.
-        champion: the champion; with `start_from`, reward model and critic start from its run.
+        champion: the champion; with `start_from`, its run's reward model and critic are the start.
 
     Raises:
         ConfigError, DataError, ModelError: see `find_start`; or MLflow does not answer.

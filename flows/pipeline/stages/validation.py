@@ -173,7 +173,7 @@ def examine_reward_model(
 ) -> RewardReport:
     """Load the reward model, and return the report of `reward_validation.validate`.
 
-    `budget` counts the calls of the judge; by default, it is a new one with the run's limits.
+    `budget` counts the calls of the judge; the default is a new budget with the run's limits.
     """
     settings = data.settings
     return validate(
@@ -193,8 +193,8 @@ def measure_given_model(
 ) -> tuple[OnPolicy | None, dict[str, Spent]]:
     """Measure how often the run's judge and a given reward model prefer the same samples.
 
-    The judge compares the samples of the first `num_prompts` prompts; the validation compares them,
-    too. The judge stops early once the agreement is clearly below `fresh_pairs.enough_agreement`.
+    The judge compares the samples of the first `num_prompts` prompts, as the validation does later.
+    It stops early once the agreement is clearly below `fresh_pairs.enough_agreement`.
     Also return what the judge spent. The measurement is None if the judge's budget is too small.
 
     Raises:
