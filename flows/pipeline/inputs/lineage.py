@@ -124,7 +124,7 @@ def is_origin(tag: str) -> bool:
 
 
 def is_input(tag: str) -> bool:
-    """Return whether a tag describes an input of a run, or its version of Python."""
+    """Return whether a tag describes an input of a run, or is the version of Python."""
     return tag == "python" or is_origin(tag)
 
 
