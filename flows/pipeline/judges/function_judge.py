@@ -41,7 +41,7 @@ class FunctionJudge:
             DataError: the function raised an error, or did not return one valid `Verdict` for
                 every pair.
         """
-        # Reading the verdicts also runs the function if it is a generator.
+        # If the function is a generator, it runs only while its verdicts are read.
         with user_code_errors(DataError, self._described):
             verdicts = self._verdicts(list(map(shown_prompt, prompts)), list(pairs))
         if len(verdicts) != len(pairs):
