@@ -84,7 +84,7 @@ class StoppingRule:
         )
 
     def least_wins(self) -> int:
-        """Return the smallest number of prompts, all of them won, that gives "better"."""
+        """Return the smallest number of prompts that gives "better" if the candidate wins all."""
         least = max(self.least, SMALLEST_RATE)
         growth = np.log1p(BETS * (1 - least) / least)  # what a win adds to a bet's log capital
 
