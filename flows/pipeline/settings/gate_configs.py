@@ -55,7 +55,7 @@ class RewardGateConfig:
 
     max_degenerate_preferred: Share = 0.6
     """Maximum fraction of references for which a degenerate version scores above its rivals; an
-    indifferent model has 33 to 50 %. The lower end of the 95 % interval must not exceed the limit."""
+    indifferent model has 33 to 50 %. The lower end of the 95 % interval must not exceed it."""
 
     tolerance: Positive = 1e-3
     """Maximum difference between the scores of one text that is scored alone, in a batch, and with
