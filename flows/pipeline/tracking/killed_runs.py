@@ -64,7 +64,7 @@ def _end(folder: Path, flow_run: str) -> None:
     if not runs:
         return  # another server tracked the run
     journal = Journal(folder)
-    # A step that failed while MLflow was away has ended the runs, but MLflow does not know it.
+    # A step that failed while MLflow was away has ended the runs in the journal, not in MLflow.
     has_failed = journal.tag(runs[PARENT], OUTCOME) in ("failed", "refused")
     if not has_failed:
         end_runs(journal, runs, "killed", REASON)

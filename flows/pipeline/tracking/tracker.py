@@ -118,7 +118,7 @@ class Tracker:
         except PPOError as also:
             if value is None:
                 raise
-            # The error of the step is the cause. This error follows from it, or from a full disk.
+            # The step's own error is raised. This second error follows from it or from a full disk.
             print(f"Warning: The end of the step is not tracked: {also}", flush=True)
         finally:
             self._sender.stop()
