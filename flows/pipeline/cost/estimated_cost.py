@@ -35,7 +35,7 @@ NUMBERS_OF_GPUS = (1, 2, 4, 8)
 
 
 SpeedOf = Callable[[TrainingSize], Speed]
-"""Function that returns the speed of a training's devices with its precision and sharding."""
+"""Function that returns the speed of the devices for a training's precision and sharding."""
 
 
 @dataclass(frozen=True, kw_only=True)
