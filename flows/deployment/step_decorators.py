@@ -92,7 +92,7 @@ def _variables_of_keys(resources: StepResources, deployment: Deployment) -> dict
 
 
 def _kubernetes_attributes(resources: StepResources) -> dict[str, Any]:
-    """Return the attributes of @kubernetes that are set; otherwise, Metaflow's defaults apply."""
+    """Return the attributes of @kubernetes that are set; the others keep Metaflow's defaults."""
     gpu_node = {GPU_LABEL: resources.gpu_type} if resources.gpu_type else {}
     efa = {EFA_RESOURCE: str(resources.efa)} if resources.efa else {}
     account = {ACCOUNT_LABEL: resources.service_account} if resources.service_account else {}
@@ -113,7 +113,7 @@ def _kubernetes_attributes(resources: StepResources) -> dict[str, Any]:
 
 
 def _batch_attributes(resources: StepResources) -> dict[str, Any]:
-    """Return the attributes of @batch that are set; otherwise, Metaflow's defaults apply."""
+    """Return the attributes of @batch that are set; the others keep Metaflow's defaults."""
     given = {
         "efs_volumes": [f"{volume}:{folder}" for volume, folder in resources.mounts.items()],
         "gpu": resources.gpu,
