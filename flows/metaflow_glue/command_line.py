@@ -21,8 +21,8 @@ def check_settings_file(argv: Sequence[str]) -> None:
     """Check that `--config` has the form that Metaflow expects, and that the file can be read.
 
     Without this check, Metaflow would accept any two words after `--config` as the name and the
-    file. It would wait for the writer if the file is a pipe, and print a traceback if the file is
-    not UTF-8.
+    file. Metaflow would wait for ever if the file is a pipe to which nobody writes, and print a
+    traceback if the file is not UTF-8.
 
     Raises:
         ConfigError: `--config` has another form, a settings file follows `run` directly, or the
