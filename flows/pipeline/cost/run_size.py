@@ -206,7 +206,7 @@ def measure_run(settings: Settings, *, has_champion: bool) -> RunSize:
 
 
 def _least_prompts(limits: PromotionConfig, *, has_references: bool) -> int:
-    # scipy is slow to import.
+    # Imported here because the module imports scipy, which is slow.
     from pipeline.evaluation.sequential.sequential_test import StoppingRule
 
     least = [limits.min_win_rate] + [limits.min_reference_win_rate] * has_references
