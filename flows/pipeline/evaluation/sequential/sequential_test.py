@@ -122,7 +122,7 @@ class DecidedComparison:
     test: SequentialTest
 
     people: PeopleAndJudge | None
-    """The win rate with people's labels; None if they did not decide."""
+    """The win rate with people's labels; None if the labels did not decide."""
 
 
 def compare_until_decided(
