@@ -62,7 +62,7 @@ class FunctionJudge:
                     f"{self._described} returned {given!r:.80}. Return a list with one verdict "
                     "for every pair."
                 )
-            # Stop after one verdict too many, which is an error: a generator may never end.
+            # One verdict too many is an error. Stop there, because a generator may never end.
             for number, item in enumerate(islice(given, len(pairs) + 1), start=1):
                 verdicts.append(self._read(item, number))
                 bar.update()

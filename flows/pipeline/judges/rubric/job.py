@@ -42,7 +42,7 @@ class RubricJob:
     """Largest share of answers without a score."""
 
     precision: Precision
-    """Precision of a model in this process."""
+    """Precision of a language model that runs in the processes of the training."""
 
     replies: str
     """Folder of stored replies."""
