@@ -132,8 +132,8 @@ def environment_of(processes: int, machines: Machines, reason: Path) -> dict[str
 def threads_of_a_process(processes: int) -> int:
     """Return the number of threads of each process if several processes share this machine.
 
-    The number is a process's share of the cores, because with more spinning threads than cores,
-    training is many times slower; or OMP_NUM_THREADS, if that is lower. Of a list such as 8,2, the
+    The number is the process's share of the cores, or OMP_NUM_THREADS if this variable is lower.
+    With more spinning threads than cores, training is many times slower. Of a list such as 8,2, the
     first number counts: OpenMP uses it for the outer threads.
     """
     share = max(len(os.sched_getaffinity(0)) // processes, 1)
