@@ -109,7 +109,7 @@ def _evaluated(
     tests = [one.test for one in report.win_rate.values() if one.test]
     if first.champion == champion and not (
         any(one.may_reach(alpha) for one in tests)
-        # Without a key of the judge, this step cannot ask for more evidence than there is.
+        # Without the key of the judge, this step cannot collect more evidence.
         and (judge is not None or can_ask(settings.judge))
     ):
         return first
