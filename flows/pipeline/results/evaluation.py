@@ -483,8 +483,8 @@ class Evaluation(JudgedContests):
     """Mean number of words of an answer, by contestant."""
 
     repetition: dict[str, float]
-    """Fraction of the 3-grams of words in an answer that repeat an earlier one, averaged over the
-    distinct answers, by contestant."""
+    """Fraction of the 3-grams of words in an answer that repeat an earlier 3-gram, averaged over
+    the distinct answers, by contestant."""
 
     kl: dict[str, float | None]
     """KL divergence from SFT in nats per answer, by policy; None if the decoding allows no
