@@ -162,7 +162,7 @@ def _with_verdict(measured: RewardReport, limits: RewardGateConfig) -> RewardRep
 
 
 def _score_references(scorer: TextScorer, prompts: Rows, limit: int) -> Array | None:
-    """Return the scores of the first `limit` references; None if there is none to score.
+    """Return the scores of the first `limit` references; None if none can be scored.
 
     The score of a reference that the model cannot read is NaN.
 
