@@ -56,7 +56,7 @@ def prepare_environment() -> None:
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
     keep_few_compiled_matmuls()
-    # No garbage collection at exit: the process frees all its memory anyway.
+    # Skip the garbage collection at exit: the process frees all its memory anyway.
     atexit.register(gc.freeze)
     if get_username() is None:
         os.environ["USERNAME"] = "rlhf"

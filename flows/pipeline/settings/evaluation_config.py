@@ -42,9 +42,9 @@ class EvaluationConfig:
 
     baseline_prompts: Natural = 128
     """Maximum number of prompts on which PPO is compared with two baselines: SFT's greedy answer,
-    and the sample that the reward model scores highest among four samples of SFT. They are the
-    first prompts that the judge compared for the promotion decision. No decision depends on this
-    comparison. 0 compares nothing."""
+    and the sample that the reward model scores highest among four samples of SFT. The prompts are
+    the first that the judge compared for the promotion decision. No decision depends on the
+    comparison with the baselines. 0 compares nothing."""
 
     max_invalid: ShareBelow1 = 0.05
     """Maximum fraction of pairs without a verdict; above it, the result is inconclusive."""

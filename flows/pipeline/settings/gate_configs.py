@@ -268,8 +268,9 @@ class PromotionConfig:
 
     withdraw_alpha: ErrorRate | None = None
     """If set, the flow Retrain first compares users' feedback on the champion with users' feedback
-    on the previous champion, and withdraws the champion if it is shown to be worse. The value is
-    the largest probability of withdrawing a champion that is not worse. See docs/feedback.md."""
+    on the previous champion, and withdraws the champion if the feedback shows that it is worse.
+    The value is the largest probability of withdrawing a champion that is not worse. See
+    docs/feedback.md."""
 
     def __post_init__(self) -> None:
         """Raise if a value is out of range, or contradicts another value."""
