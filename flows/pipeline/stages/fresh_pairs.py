@@ -27,7 +27,7 @@ from ppo_core.io.folder_cache import digest_of, digest_of_code
 from ppo_core.io.validation import read_record
 
 LABELLER = "fresh_pairs.labeller"
-"""Name of the setting, for errors."""
+"""Name of the setting `labeller` in error messages."""
 
 FRESH_PAIRS = "fresh-pairs"
 """Name of the pairs, and first part of the name of their folder in the cache."""

@@ -76,7 +76,7 @@ def _print_versions_that_saw(settings: Settings) -> None:
 
 
 def find_inputs(given: Settings) -> Settings:
-    """Fetch the inputs to this machine, unchecked; return the settings with the inputs' paths."""
+    """Fetch the inputs, without checking them; return the settings with the inputs' local paths."""
     require_writable(Path(given.output_dir), "output_dir")
     return make_demo_task(given) if given.task else fetch_inputs(given)
 
