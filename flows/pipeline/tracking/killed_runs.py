@@ -44,7 +44,7 @@ def end_killed_runs(folder: Path, flow: str) -> None:
 def end_failed_start(folder: Path, runs: Mapping[str, str], error: BaseException) -> None:
     """End the MLflow runs that the failed first step created; an error is printed.
 
-    In the other steps, `Tracker` does this.
+    In the other steps, `Tracker` ends the runs.
 
     Args:
         folder: folder of the run of the flow.

@@ -93,7 +93,7 @@ class Tracker:
     def refuse(self, what: str, reasons: Sequence[str]) -> None:
         """Make this step the last step of the run, because the run is refused.
 
-        The step itself counts as finished. At its end, all unfinished MLflow runs are ended.
+        The step itself counts as finished. At the step's end, all unfinished MLflow runs are ended.
 
         Args:
             what: sentence that names the refused result.
