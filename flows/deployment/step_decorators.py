@@ -79,9 +79,9 @@ def _add_to_step(step: Any, resources: StepResources, deployment: Deployment) ->
 
 
 def _variables_of_keys(resources: StepResources, deployment: Deployment) -> dict[str, str]:
-    """Return the environment variables that mark a step without the key of a server.
+    """Return the environment variables that mark a step that lacks the key of a server.
 
-    A step is marked if the step that calls the server has a secret that this step lacks.
+    A step counts as lacking the key if it lacks a secret of the step that calls the server.
     """
     steps = {JUDGED_ELSEWHERE: JUDGING_STEP, SCORED_ELSEWHERE: TRAINING_STEP}
     return {
