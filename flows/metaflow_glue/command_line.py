@@ -93,9 +93,9 @@ def _record_resumed_runs(flow_name: str) -> None:
     """Record a resumed run as the latest run before its first step.
 
     Metaflow calls `execute` after it has copied the finished steps of the original run. Metaflow
-    records the latest run only in the command `run`. Therefore, a second `resume` would
-    continue the original run and repeat all steps that the first `resume` had finished. Metaflow
-    has no hook for this, so this function replaces a method of Metaflow's runtime.
+    itself records the latest run only in the command `run`, so a second `resume` would continue the
+    original run and repeat all steps that the first `resume` had finished. Metaflow has no hook for
+    this, so this function replaces a method of Metaflow's runtime.
     """
     execute = NativeRuntime.execute
 
