@@ -40,7 +40,7 @@ SpeedOf = Callable[[TrainingSize], Speed]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingCost:
-    """A training, with one function for its size on other processes and one for its time."""
+    """A training, and functions for its size on other processes and for its time."""
 
     training: Training
     size_on: Callable[[Processes], TrainingSize | None]

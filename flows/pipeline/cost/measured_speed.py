@@ -54,7 +54,7 @@ class LinearCost:
         return cls(outside=max(seconds[0] - depths[0] * layer, 0.0), layer=layer)
 
     def minus(self, other: "LinearCost", *, layers: int) -> "LinearCost":
-        """Return this cost minus `other`, with the layer part of `other` taken `layers` times."""
+        """Return this cost minus `other`; subtract `layers` layers of `other` from each layer."""
         return LinearCost(
             outside=self.outside - other.outside, layer=self.layer - layers * other.layer
         )
