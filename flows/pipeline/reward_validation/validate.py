@@ -123,7 +123,7 @@ def validate(
 
 
 def _contract(scorer: TextScorer, pairs: Sequence[LabeledPair], *, tolerance: float) -> Contract:
-    """Check each member of the reward model; return the first failed check, or the first check."""
+    """Check each member of the reward model; return the first failed check, else the first one."""
     checks = [check_contract(one, pairs, tolerance=tolerance) for one in scorer.of_members()]
     return next((check for check in checks if check.reasons), checks[0])
 
