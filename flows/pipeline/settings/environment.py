@@ -18,14 +18,14 @@ from ppo_core.models.kernels.cpu_memory import keep_few_compiled_matmuls
 DEFAULTS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false",
-    # MLflow would print two lines at the end of every step.
+    # Without this variable, MLflow prints two lines at the end of every step.
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     # MLflow gives up after 14 seconds with 3 retries, and after minutes with its default of 7.
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
-    # After a redirect, settings and texts would be sent to an address that the user did not choose.
+    # A redirect would send settings and texts to an address that the user did not choose.
     "MLFLOW_ALLOW_HTTP_REDIRECTS": "false",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    # Metaflow would print that pylint is not installed.
+    # Without this variable, Metaflow prints that pylint is not installed.
     "METAFLOW_PYLINT": "false",
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
     "TRANSFORMERS_VERBOSITY": "error",

@@ -55,7 +55,8 @@ class RewardGateConfig:
 
     max_degenerate_preferred: Share = 0.6
     """Maximum fraction of references for which a degenerate version scores above its rivals; an
-    indifferent model has 33 to 50 %. The lower end of the 95 % interval must not exceed it."""
+    indifferent model has 33 to 50 %. The lower end of the 95 % interval must not exceed this
+    maximum."""
 
     tolerance: Positive = 1e-3
     """Maximum difference between the scores of one text that is scored alone, in a batch, and with
@@ -247,8 +248,8 @@ class PromotionConfig:
     and `alpha` must be left out."""
 
     min_gain: ShareBelow1 | None = None
-    """Win rate that is worth a promotion: once the rate is shown to be lower, the judge is asked no
-    further. None: 0.05 more than the win rate that the policy must exceed, or halfway from that
+    """Win rate that is worth a promotion: the judge is asked no more once the rate is shown to be
+    lower. None: 0.05 more than the win rate that the policy must exceed, or halfway from that
     rate to 1 if this is less."""
 
     max_kl: PositiveOrInf = 20.0
