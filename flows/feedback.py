@@ -160,7 +160,7 @@ def _disputed(given: argparse.Namespace) -> None:
 
 
 def _settings_of(run_folder: str) -> "Settings":
-    """Return the settings of a run from the file in its folder, with the built-in task's files."""
+    """Return the settings in a run's folder; a built-in task becomes the files of the task."""
     from pipeline.inputs.flow_run import SETTINGS_FILE
     from pipeline.settings.make_settings import make_settings, read_settings_file
     from pipeline.stages.start import make_demo_task

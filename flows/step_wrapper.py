@@ -110,7 +110,7 @@ def is_permanent(error: BaseException) -> bool:
 def is_last_attempt(step: Any, *, is_permanent: bool = True) -> bool:
     """Return whether the run ends if this attempt of a step fails.
 
-    Without a scheduler, a permanent error ends the run at once. A scheduler retries it.
+    Without a scheduler, a permanent error ends the run at once. A scheduler retries every error.
     """
     is_retried = runs_remotely() or not is_permanent
     return not is_retried or current.retry_count + 1 >= most_attempts(step)

@@ -35,7 +35,7 @@ def check_deployment(files: DeploymentFiles) -> None:
             the scheduler would store a secret in clear text.
         ProcessError: Metaflow refuses a flow.
     """
-    # Imported here, because this module imports torch.
+    # Imported here, because `size_check` imports torch.
     from deployment.size_check import check_sizes
 
     settings = check_settings(files)

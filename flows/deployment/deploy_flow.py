@@ -26,7 +26,7 @@ ANOTHERS = "Try again with the correct production token."
 """Metaflow's message when it refuses to change another user's deployment."""
 
 MAX_LINES = 12
-"""Number of stderr lines of a failed command that the error message shows, counted from the end."""
+"""Maximum number of last stderr lines of a failed command that the error message shows."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class DeploymentFiles:
     path: Path
     deployment: Deployment
     authorize: str = ""
-    """Metaflow's production token, to change a deployment that somebody else created; or empty."""
+    """Metaflow's production token, for changing somebody else's deployment; may be empty."""
 
     @property
     def settings(self) -> Path:

@@ -39,7 +39,7 @@ class DeployedFlow:
     """Time zone of `cron`; empty for UTC."""
 
     last_run: str = ""
-    """Name of the last run; empty without one."""
+    """Name of the last run; empty if there is none."""
 
     result: str = ""
     """Status of the last run, with its end time, or with its start time while it runs."""

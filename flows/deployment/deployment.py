@@ -87,9 +87,9 @@ class Deployment:
     that was checked is the image that runs."""
 
     timeout_hours: NotNegative = 168.0
-    """Time limit of a run of a flow in hours, including the time in queues; the scheduler then
-    stops the run. 0 for no limit; in Step Functions, a job that never starts then keeps its run
-    alive for a year."""
+    """Time limit in hours of a run of a flow, including the time in queues; the scheduler stops a
+    run that takes longer. 0 for no limit: on Step Functions, a job that never starts then keeps its
+    run alive for a year."""
 
     schedule: Schedule = field(default_factory=Schedule)
     """When the flow Retrain starts."""

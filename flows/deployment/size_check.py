@@ -118,7 +118,7 @@ def _planned(
 ) -> Iterator[PlannedTraining]:
     """Yield the trainings that run on a known type of GPU and have a known size (see `_size_of`).
 
-    For every other training on GPUs, append the reason to `lines`. Skip trainings on CPUs.
+    Skip every other training; if it runs on GPUs, append the reason to `lines`.
     """
     trainings = {
         "load_policy": ("SFT", "sft", settings.sft.lora.r),

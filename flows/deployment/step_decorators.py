@@ -79,9 +79,9 @@ def _add_to_step(step: Any, resources: StepResources, deployment: Deployment) ->
 
 
 def _variables_of_keys(resources: StepResources, deployment: Deployment) -> dict[str, str]:
-    """Return the environment variables that mark a step without the key of a server.
+    """Return the environment variables that mark a step that lacks the key of a server.
 
-    A step is marked if the step that calls the server has a secret that this step lacks.
+    A step counts as lacking the key if it lacks a secret of the step that calls the server.
     """
     steps = {JUDGED_ELSEWHERE: JUDGING_STEP, SCORED_ELSEWHERE: TRAINING_STEP}
     return {
@@ -92,7 +92,7 @@ def _variables_of_keys(resources: StepResources, deployment: Deployment) -> dict
 
 
 def _kubernetes_attributes(resources: StepResources) -> dict[str, Any]:
-    """Return the attributes of @kubernetes that are set; otherwise, Metaflow's defaults apply."""
+    """Return the attributes of @kubernetes that are set; the others keep Metaflow's defaults."""
     gpu_node = {GPU_LABEL: resources.gpu_type} if resources.gpu_type else {}
     efa = {EFA_RESOURCE: str(resources.efa)} if resources.efa else {}
     account = {ACCOUNT_LABEL: resources.service_account} if resources.service_account else {}
@@ -113,7 +113,7 @@ def _kubernetes_attributes(resources: StepResources) -> dict[str, Any]:
 
 
 def _batch_attributes(resources: StepResources) -> dict[str, Any]:
-    """Return the attributes of @batch that are set; otherwise, Metaflow's defaults apply."""
+    """Return the attributes of @batch that are set; the others keep Metaflow's defaults."""
     given = {
         "efs_volumes": [f"{volume}:{folder}" for volume, folder in resources.mounts.items()],
         "gpu": resources.gpu,

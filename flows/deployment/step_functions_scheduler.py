@@ -65,7 +65,8 @@ class StepFunctionsScheduler:
         tags = dict(TAG.findall(machine["definition"]))
         return DeployedFlow(
             name=name,
-            # AWS does not say when a state machine was updated. The tag has dots instead of colons.
+            # AWS does not say when a state machine was updated, so a tag has this time. A tag has
+            # dots instead of colons.
             deployed_at=tags.get(DEPLOYED, "").replace(".", ":") or str(machine["creationDate"]),
             tags=tags,
             token=token[1] if (token := TOKEN.search(machine["definition"])) else "",

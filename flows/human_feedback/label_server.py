@@ -76,7 +76,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _is_ours(self) -> bool:
         # Refuse other host names: a foreign name may resolve to 127.0.0.1 (DNS rebinding).
-        # Browsers leave out port 80.
+        # Browsers leave out port 80 in the header Host.
         host = f"127.0.0.1:{self.server.server_port}".removesuffix(":80")
         return self.headers.get("Host") == host
 

@@ -34,7 +34,7 @@ INTERFACE = f"""<View>
 https://labelstud.io/tags/choices."""
 
 ANYONE = "label-studio"
-"""Id that `sides_of` gets for every task: who will label the task is not known in advance."""
+"""Id of the annotator for `sides_of`, because nobody knows yet who will label a task."""
 
 
 @dataclass(frozen=True)

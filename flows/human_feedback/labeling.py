@@ -98,7 +98,7 @@ class Labeling:
             self._actions.append(None)
 
     def undo(self) -> None:
-        """Take back the person's last skip or label for one of `pairs`; do nothing without any.
+        """Take back the person's last skip or label for one of `pairs`, if there is one.
 
         Once all actions since the start are taken back, further calls take back the labels that the
         file had before, the newest first.

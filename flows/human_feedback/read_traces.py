@@ -22,9 +22,9 @@ Said: TypeAlias = Feedback | Expectation
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """Thresholds for a judgment by a number: positive from `liked` on, negative up to `disliked`.
+    """Thresholds for numbers as judgments: from `liked` on positive, up to `disliked` negative.
 
-    If a threshold is None, judgments by numbers are left out.
+    If a threshold is None, judgments that are numbers are left out.
     """
 
     liked: float | None = None

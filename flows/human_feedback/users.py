@@ -12,7 +12,7 @@ from human_feedback.opinions import Opinion
 from human_feedback.same_answers import AnswerKey, answer_key
 
 FALSE_ALARMS = 0.05
-"""Maximum probability that the tests together name any user although all users judge alike."""
+"""Maximum probability that at least one user is named although all users judge alike."""
 
 _Votes: TypeAlias = Mapping[AnswerKey, bool]
 """Answer -> whether a user likes the answer."""

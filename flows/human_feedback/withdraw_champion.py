@@ -19,9 +19,9 @@ ALPHA = 0.01
 """Maximum probability of withdrawing a champion that users like as much as the previous one."""
 
 PLANNED = 250
-"""Number of comparisons for which the previous champion's users should suffice. Each
-comparison takes one user of the champion, and at most 1 / PLANNED (but at least one) of the
-previous champion's users."""
+"""Number of comparisons for which the users of the previous champion should suffice. A comparison
+takes one user of the champion, and k users of the previous champion: k is the number of these users
+divided by PLANNED and rounded down, but at least 1 and at most MOST_COMPARED."""
 
 MOST_COMPARED = 5
 """Maximum number of the previous champion's users in one comparison."""
@@ -48,7 +48,7 @@ class FeedbackComparison:
 
     evidence: float
     """Largest capital of bets that users like the champion less. A capital of at least 1 / alpha
-    shows that they do."""
+    shows that users like the champion less."""
 
     def describe(self) -> str:
         """Return the rates and the evidence as a sentence."""

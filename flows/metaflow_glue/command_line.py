@@ -21,8 +21,8 @@ def check_settings_file(argv: Sequence[str]) -> None:
     """Check that `--config` has the form that Metaflow expects, and that the file can be read.
 
     Without this check, Metaflow would accept any two words after `--config` as the name and the
-    file. It would wait for the writer if the file is a pipe, and print a traceback if the file is
-    not UTF-8.
+    file. Metaflow would wait for ever if the file is a pipe to which nobody writes, and print a
+    traceback if the file is not UTF-8.
 
     Raises:
         ConfigError: `--config` has another form, a settings file follows `run` directly, or the
@@ -93,9 +93,9 @@ def _record_resumed_runs(flow_name: str) -> None:
     """Record a resumed run as the latest run before its first step.
 
     Metaflow calls `execute` after it has copied the finished steps of the original run. Metaflow
-    records the latest run only in the command `run`. Therefore, a second `resume` would
-    continue the original run and repeat all steps that the first `resume` had finished. Metaflow
-    has no hook for this, so this function replaces a method of Metaflow's runtime.
+    itself records the latest run only in the command `run`, so a second `resume` would continue the
+    original run and repeat all steps that the first `resume` had finished. Metaflow has no hook for
+    this, so this function replaces a method of Metaflow's runtime.
     """
     execute = NativeRuntime.execute
 

@@ -21,7 +21,7 @@ from pipeline.launch.forked_processes import ForkedProcess, ForkServer
 
 REMOTE = ("batch", "kubernetes")
 """Metaflow's commands that run a step on another machine and wait for it. In the arguments, such a
-command comes directly before the word `step`. They are also the values of the option `--with`."""
+command comes directly before the word `step`. The option `--with` takes the same words."""
 
 GPUS = ("/dev/nvidiactl", "/dev/kfd")
 """Device files of the drivers of NVIDIA and AMD."""

@@ -32,7 +32,7 @@ def alarm_refused_policies(topic: str, settings: "Settings", run: str) -> None:
     """Send an alarm if the last `REFUSED_IN_A_ROW` decisions all refused their policies."""
     if not topic:
         return
-    # Imported here, because this module imports MLflow.
+    # Imported here, because `change_champion` imports MLflow.
     from pipeline.registry.change_champion import read_champions
 
     try:

@@ -35,12 +35,12 @@ NUMBERS_OF_GPUS = (1, 2, 4, 8)
 
 
 SpeedOf = Callable[[TrainingSize], Speed]
-"""Function that returns the speed of a training's devices with its precision and sharding."""
+"""Function that returns the speed of the devices for a training's precision and sharding."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingCost:
-    """A training, with one function for its size on other processes and one for its time."""
+    """A training, and functions for its size on other processes and for its time."""
 
     training: Training
     size_on: Callable[[Processes], TrainingSize | None]

@@ -138,9 +138,9 @@ def _gathering_seconds(
 
     Policy and critic are one module. With an adapter, this module also contains the reference. With
     `gathers`, the module is gathered for sampling and again for the critic's pass, and the module
-    of the reference and each reward model are gathered once. Without `gathers`, each pass gathers
-    weights again: under zero3 all weights of its model, under fsdp2 the weights of the layers. The
-    weights outside the layers are then gathered only once under fsdp2.
+    of the reference and each reward model are gathered once. Without `gathers`, each pass under
+    zero3 gathers all weights of its model again. Under fsdp2, each pass gathers the weights of the
+    layers again, and the weights outside the layers are gathered once.
     """
     policy, critic = module[0], module[-1]
     reference = module if size.adapter else [policy]

@@ -97,7 +97,7 @@ def find_gpu(config: HardwareConfig) -> Gpu | None:
 def processes_on_a_machine(settings: Settings) -> int:
     """Return the number of processes of a training on each machine.
 
-    The setting `processes` is the number; 0 means one process per GPU, and without a GPU, one.
+    The setting `processes` is the number; 0 means one process per GPU, or one without a GPU.
 
     Raises:
         ConfigError: the settings name a GPU but not `processes`, and this machine has no GPU.

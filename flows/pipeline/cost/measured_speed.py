@@ -1,4 +1,4 @@
-"""Measure the speed of this machine on two models: the policy of a run, cut to few layers.
+"""Measure the speed of this machine on two models: a run's policy, cut to two numbers of layers.
 
 A pass through L layers takes a + b L seconds. Models of two depths give b, the time of a layer, and
 a, the time of everything outside the layers: embeddings, LM head, and drawing tokens.
@@ -54,7 +54,7 @@ class LinearCost:
         return cls(outside=max(seconds[0] - depths[0] * layer, 0.0), layer=layer)
 
     def minus(self, other: "LinearCost", *, layers: int) -> "LinearCost":
-        """Return this cost minus `other`, with the layer part of `other` taken `layers` times."""
+        """Return this cost minus `other`; subtract `layers` layers of `other` from each layer."""
         return LinearCost(
             outside=self.outside - other.outside, layer=self.layer - layers * other.layer
         )
@@ -168,7 +168,7 @@ class MeasuredSpeed:
 def measure_speed(policy: str, size: PPOSize, *, seconds: float = MAX_SECONDS) -> MeasuredSpeed:
     """Measure the speed of this machine on a policy, and show a progress bar.
 
-    As many processes are timed as a training starts on this machine.
+    The number of timed processes is the number that a training starts on this machine.
 
     Args:
         policy: folder or hub id.

@@ -103,7 +103,7 @@ class Choice:
 
 
 def memory_of(size: TrainingSize) -> Memory:
-    """Return the memory of a training in the phase that needs the most."""
+    """Return the memory of the phase of a training that needs the most memory."""
     return peak_memory(size) if isinstance(size, PPOSize) else peak_supervised_memory(size)
 
 

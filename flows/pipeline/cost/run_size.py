@@ -205,7 +205,7 @@ def measure_run(settings: Settings, *, has_champion: bool) -> RunSize:
 
 def _promotion(limits: PromotionConfig, prompts: int, *, has_references: bool) -> str:
     """Return how many of N different prompts must be won, and how good a policy must be for it."""
-    # scipy is slow to import.
+    # Imported here because scipy is slow to import.
     from scipy.special import bdtri
 
     from pipeline.evaluation.sequential.sequential_test import StoppingRule

@@ -29,7 +29,7 @@ PEAK_SHARE = 0.4
 the training of large language models, 0.3 to 0.5 are reported (arXiv:2204.02311)."""
 
 LINK_SHARE = 0.7
-"""Assumed fraction that collectives reach of the bandwidth between processes."""
+"""Assumed fraction of the bandwidth between processes that collectives reach."""
 
 PUBLISHED_RATE, PUBLISHED_LAYERS = 49.94, 24
 """Tokens per second that Qwen2-0.5B-Instruct generates with transformers on an A100 at batch size 1

@@ -2,8 +2,8 @@
 
 A seeded grammar generates all data at run time, so the flow runs without a network.
 `build_demo_task` writes the same files that a user would provide. References and demonstrations
-are imperfect and preferences are noisy, as if people had written them. Otherwise no policy could
-beat the references, and the reward model would be perfect.
+are imperfect and preferences are noisy, as if people had written them. If they were perfect, no
+policy could beat the references, and the reward model would be perfect.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Compare PPO with baselines: other ways to choose the answers of SFT.
+"""Compare PPO with two baselines: SFT's greedy answers, and the best of several samples of SFT.
 
 The prompts are some of the prompts on which the judge decided about the promotion.
 """
@@ -91,7 +91,7 @@ def measure_baselines(
     spec: str,
     budget: Budget,
 ) -> JudgedBaselines:
-    """Compare SFT's greedy answers, and the best of four samples, with its ordinary samples.
+    """Compare SFT's greedy answers, and the best of four samples, with ordinary samples of SFT.
 
     If the budget is too small or a PPOError is raised, the result states the reason. The evaluation
     does not fail, because this comparison decides nothing.

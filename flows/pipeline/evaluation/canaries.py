@@ -45,8 +45,8 @@ def run_canaries(
 
     The judge compares each canary with the answer in both orders. It compares an answer with itself
     only once, because the swapped question would be identical. `answers` are references, or answers
-    of a policy. The report also has `sound=False` if all answers are empty or white space, so that
-    nothing is tested, or if the judge gives no verdict on a kind of canary.
+    of a policy. In the report, `sound` is False if the judge fails a canary, if it gives no verdict
+    on a kind of canary, or if all answers are empty or white space, so that nothing is tested.
     """
     cases = _first_cases(prompts, answers, count)
     if not cases:

@@ -65,7 +65,7 @@ class Comparison:
 
     @cached_property
     def flipped(self) -> tuple[bool, ...]:
-        """Per pair: whether the judge chose the same position, but not the same answer, twice."""
+        """Per pair: whether the judge chose the same position in both orders."""
         return tuple(
             {one.winner, other.winner} == {"first", "second"}
             for one, other in zip(self.straight, self.swapped, strict=True)

@@ -96,8 +96,9 @@ def evaluate(
     """Test the judge with canaries and labels, and let the judge compare answers.
 
     A contest with a rule is judged until the rule decides. A contest without a rule decides
-    nothing, and doubts about its rate do not make the result inconclusive. Its prompts are those of
-    the contest that has a rule and the same opponent, or else of the first contest with a rule.
+    nothing, and doubts about its rate do not make the result inconclusive. It uses the prompts of
+    the contest with a rule and the same opponent; if there is none, the prompts of the first
+    contest with a rule.
 
     Args:
         judge: the judge.

@@ -431,7 +431,7 @@ def mean_words(texts: Sequence[str]) -> float:
 
 
 def repeated_share(texts: Sequence[str], n: int = 3) -> float:
-    """Return the mean fraction of word n-grams that repeat an earlier n-gram, over distinct texts.
+    """Return the mean over texts of the fraction of word n-grams that repeat an earlier n-gram.
 
     Equal texts count once, so that a stock answer does not hide the repetition in other answers.
     """

@@ -122,7 +122,7 @@ def style_controlled_rate(comparison: Comparison) -> StyleControlledRate:
 
         f tanh(m / deviation(m)) + g sign(k)
         k = number in the candidate - number in the opponent
-        m = number per 1,000 characters in the candidate - in the opponent
+        m = number per 1,000 characters in the candidate - the same number in the opponent
 
     The prediction is for m = k = 0. Unlike the step c, the step g needs no mean over both sides of
     0, because pairs with k = 0 exist.

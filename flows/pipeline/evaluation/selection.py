@@ -101,9 +101,9 @@ def nearest_within(divergence: Callable[[float], float], limit: float) -> list[T
     """Measure policies until one diverges by NEAR to 1 times the limit; return all measurements.
 
     The search starts at the end of PPO, w = 1, where any divergence within the limit suffices. It
-    measures at most MOST_TRIES policies. It assumes
-    that the KL divergence is proportional to w^e. At first, e is 2, which holds for small changes
-    of the weights. Later values of e fit the last two measurements.
+    measures at most MOST_TRIES policies. It assumes that the KL divergence is proportional to w^e.
+    At first, e is 2, which holds for small changes of the weights. Later values of e fit the last
+    two measurements.
 
     Args:
         divergence: function that returns the KL divergence at a position w, in nats per answer.

@@ -35,7 +35,8 @@ TEMPLATE = 10
 """An n-gram that is in more different texts than this number is part of a template."""
 
 LEAST_WORDS = 8
-"""Smallest number of words of a copied prompt: shorter prompts may be equal by chance."""
+"""Smallest number of words of a prompt that counts as a copy; shorter ones may be equal by chance.
+"""
 
 LEAST_CHANGED = 13
 """Smallest number of words of a prompt that counts as a copy with changed words. Shorter sentences
@@ -48,7 +49,7 @@ COPIED = "whose text is also in the training data"
 """Reason for which a prompt is left out; the message adds the number of prompts."""
 
 COLUMNS = ("prompt", "completion", "text", "messages", "chosen", "rejected", "first", "second")
-"""Columns of texts that train a model."""
+"""Columns whose texts train a model."""
 
 _PER_WORD = np.uint64(0x9E3779B97F4A7C15)
 """Odd number that makes the hash of an n-gram depend on the order of its words."""
@@ -132,8 +133,8 @@ def find_copies(
 def text_of(value: str | Messages | None) -> str:
     """Return the text of a prompt or conversation.
 
-    System messages are left out, because many prompts have the same one. If all messages are system
-    messages, all are kept.
+    System messages are left out, because many prompts have the same system message. If all messages
+    are system messages, all are kept.
     """
     if not is_messages(value):
         return value if isinstance(value, str) else ""
@@ -250,7 +251,7 @@ class _Found:
         return shared, total
 
     def _drop_templates(self) -> None:
-        """Join the new hits with the earlier ones, and drop the hits of n-grams of templates."""
+        """Join the new hits with the earlier hits, and drop the hits of n-grams of templates."""
         hits, keys = (
             np.concatenate(parts)
             for parts in zip((self._hits, self._keys), *self._pending, strict=True)

@@ -34,8 +34,8 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 def json_line(row: Mapping[str, Any]) -> str:
     """Return a row as a line of JSON; secrets in texts, and texts in secret fields, are masked.
 
-    Texts are masked before the encoding. A mask in the encoded line could remove the backslash of a
-    quote, which would make the JSON invalid.
+    Texts are masked before the encoding. A mask over a part of the encoded line could remove the
+    backslash before a quote, and the JSON would be invalid.
     """
     return json.dumps(_masked(row), ensure_ascii=False, default=str) + "\n"
 

@@ -27,9 +27,9 @@ class LabeledPair:
     """The other response."""
 
     margin: float | None = None
-    """Mean over the rows of the chosen response's rating minus the other response's rating; None if
-    no row has a margin. The mean is negative if a minority preferred the other response by a large
-    margin."""
+    """Rating of the chosen response minus rating of the other response, as a mean over the rows;
+    None if no row has a margin. The mean is negative if a minority preferred the other response by
+    a large margin."""
 
     category: str | None = None
     """Column `category` of the first row, or column `source` if the category is empty."""

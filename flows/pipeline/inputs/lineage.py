@@ -124,7 +124,7 @@ def is_origin(tag: str) -> bool:
 
 
 def is_input(tag: str) -> bool:
-    """Return whether a tag describes an input of a run, or its version of Python."""
+    """Return whether a tag describes an input of a run, or is the version of Python."""
     return tag == "python" or is_origin(tag)
 
 
@@ -161,7 +161,7 @@ def installed_distributions() -> list[Distribution]:
     """Return the metadata of all installed packages, sorted by name."""
     found: dict[str, Distribution] = {}
     for package in distributions():
-        # Python imports the first of two copies. A broken installation may have no name.
+        # Of two copies, Python imports the first. A broken installation may have no name.
         if name := package.metadata["Name"]:
             found.setdefault(name.lower(), package)
     return [found[name] for name in sorted(found)]

@@ -66,7 +66,7 @@ def read_digests(source: str, renamed: Mapping[str, str], *, allow_urls: bool) -
 
 
 def digests_of_raw(row: RawRow, name: str, renamed: Mapping[str, str]) -> set[bytes]:
-    """Return the digests of a row for every use that it fits, as text and as a chat.
+    """Return the digests of a row, for each use of rows with these columns, as text and as chat.
 
     A ranked list has the digest of each of its pairs. A row with a response never has the digest of
     its prompt alone, which would also match other rows.

@@ -72,7 +72,7 @@ class RunData:
 
     @cached_property
     def reward_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer of the given reward model, or of the policy if the run trains one."""
+        """The tokenizer of the given reward model, or of the policy if the run trains the model."""
         if self.settings.reward_model:
             return load_tokenizer(self.settings.reward_model, self.reward_format)
         return self.policy_tokenizer
@@ -293,7 +293,7 @@ class RunData:
     def digested(self) -> dict[str, tuple[Rows, Rows]]:
         """Return the given rows of each data set, and the rows that the run uses.
 
-        The data sets are those of `by_use` and the labeled pairs.
+        The result has the data sets of `by_use`, and the labeled pairs.
         """
         settings = self.settings
         test = settings.preferences_test or settings.preferences

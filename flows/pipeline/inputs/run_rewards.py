@@ -71,7 +71,7 @@ class RunRewards:
         return [one for one in asked if not one.is_empty]
 
     def digests(self) -> dict[str, str]:
-        """Return a digest of each reward by name, except of the run's own reward model."""
+        """Return name -> digest of each reward except the run's own reward model."""
         return {one.name: self._digest_of(one) for one in self.named if not one.is_own}
 
     def decides_the_result(self) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def split_off_judge_pairs(rows: Rows) -> tuple[Rows, Rows]:
 
 
 def pairs_of_feedback(feedback: Rows, others: Sequence[Rows]) -> Rows:
-    """Return feedback as training pairs; a judgment of one response has None as the other one.
+    """Return feedback as training pairs; if only one response was judged, the other one is None.
 
     Pairs that are in `others` are left out.
 

@@ -41,7 +41,7 @@ class FunctionJudge:
             DataError: the function raised an error, or did not return one valid `Verdict` for
                 every pair.
         """
-        # Reading the verdicts also runs the function if it is a generator.
+        # If the function is a generator, it runs only while its verdicts are read.
         with user_code_errors(DataError, self._described):
             verdicts = self._verdicts(list(map(shown_prompt, prompts)), list(pairs))
         if len(verdicts) != len(pairs):
@@ -62,7 +62,7 @@ class FunctionJudge:
                     f"{self._described} returned {given!r:.80}. Return a list with one verdict "
                     "for every pair."
                 )
-            # Stop after one verdict too many, which is an error: a generator may never end.
+            # One verdict too many is an error. Stop there, because a generator may never end.
             for number, item in enumerate(islice(given, len(pairs) + 1), start=1):
                 verdicts.append(self._read(item, number))
                 bar.update()

@@ -38,7 +38,7 @@ def sum_spent(*parts: Mapping[str, Spent]) -> dict[str, Spent]:
 
 @dataclass(frozen=True, kw_only=True)
 class Payment:
-    """What the run of the flow that made a cached result has spent on it."""
+    """What a run of the flow has spent to make a result that is in the cache."""
 
     run: str
     spent: dict[str, Spent]
@@ -47,7 +47,7 @@ class Payment:
 def spent_by(run: str, payment: Payment | None) -> dict[str, Spent]:
     """Return what a run has spent on a cached result; {} if another run has made the result.
 
-    A run that is killed after it has made the result reuses it when it is resumed.
+    A resumed run may reuse a result that it made, and paid for, before it was killed.
     """
     return payment.spent if payment is not None and payment.run == run else {}
 

@@ -74,9 +74,9 @@ def read_judges(spec: str) -> list[JudgePart]:
 
 
 def calls_per_question(spec: str) -> int:
-    """Return how many calls to servers one question to the judges of a specification costs.
+    """Return the number of calls to servers for one question to all judges of a specification.
 
-    A question that must be asked again costs more.
+    A question that must be asked again needs more calls.
     """
     return sum(part.kind == "openai" for part in read_judges(spec))
 

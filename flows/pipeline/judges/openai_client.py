@@ -33,7 +33,7 @@ class CallError(Exception):
     """A call failed, but may succeed if it is repeated."""
 
     def __init__(self, words: str, retry_after: float | None = None) -> None:
-        """Take the message, and the seconds that the server asks to wait; None if it names none."""
+        """Take the message, and the seconds to wait that the server asks for; None if unknown."""
         super().__init__(words)
         self.retry_after = retry_after
 

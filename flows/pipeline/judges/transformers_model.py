@@ -139,7 +139,7 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> 
     """Return the token that ends an answer.
 
     A model may have several end tokens (end of text, end of turn). Return the end token that the
-    chat template writes after an answer. If it writes none, return the tokenizer's end token.
+    chat template writes after an answer. If the template writes none, return the tokenizer's.
     """
     named = model.generation_config.eos_token_id
     ends = named if isinstance(named, list) else [named]
@@ -152,6 +152,6 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> 
 
 
 def _temperature(model: PreTrainedModel, sampling: str) -> float:
-    """Return 0 for greedy decoding, otherwise the model's default temperature, 1 if it has none."""
+    """Return 0 for greedy sampling, else the model's default temperature; 1 without a default."""
     own = model.generation_config.temperature
     return 0.0 if sampling == "greedy" else 1.0 if own is None else own

@@ -132,8 +132,9 @@ def environment_of(processes: int, machines: Machines, reason: Path) -> dict[str
 def threads_of_a_process(processes: int) -> int:
     """Return the number of threads of each process if several processes share this machine.
 
-    With more spinning threads than cores, training is many times slower. A lower OMP_NUM_THREADS
-    applies. Of a list such as 8,2, the first number counts: OpenMP uses it for the outer threads.
+    The number is the process's share of the cores, or OMP_NUM_THREADS if this variable is lower.
+    With more spinning threads than cores, training is many times slower. Of a list such as 8,2, the
+    first number counts: OpenMP uses it for the outer threads.
     """
     share = max(len(os.sched_getaffinity(0)) // processes, 1)
     given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()

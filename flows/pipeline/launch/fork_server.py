@@ -2,8 +2,8 @@
 
 Its client is `forked_processes`. The server of a run forks the steps. Each of these steps has a
 server of its own, which forks the trainings. A step that has computed with several threads must not
-fork, because the new process would lack OpenMP's threads. So this server is forked before the step
-begins.
+fork, because the new process would lack OpenMP's threads. So the server of a step is forked before
+the step begins.
 
 `serve` reads requests from its standard input, which is a socket. It ends when the client has
 closed the socket and all forked processes have ended. If the code changes during a run, the change
@@ -75,7 +75,7 @@ def serve() -> None:
     """
     handlers, openmp = _ignore_signals(), openmp_settings(os.environ)
     _set_streams([os.open(os.devnull, os.O_WRONLY) for _ in range(2)])
-    # During the imports, nothing has been forked, so nobody needs the server without its client.
+    # End with the client during the imports: no forked process needs the server yet.
     end_with(os.getppid())
     with large_imports():
         for module in sys.argv[1:]:
@@ -87,8 +87,8 @@ def serve() -> None:
 def _ignore_signals() -> Handlers:
     """Ignore SIGNALS, and return the handlers that a program needs.
 
-    The programs save a checkpoint and end. The server stays until then, because it reports their
-    exit codes.
+    On a signal, the programs save a checkpoint and end. The server must outlive the programs,
+    because it reports their exit codes.
     """
     return {each: signal.signal(each, signal.SIG_IGN) for each in SIGNALS}
 
@@ -120,7 +120,7 @@ def _serve(
 
 
 def _fork_server(openmp: Mapping[str, str | None]) -> socket.socket | None:
-    """Fork a server for this process; return its socket for requests in the server only."""
+    """Fork a server for this process; return its socket in the server, and None in this process."""
     here, there = socket.socketpair()
     program = os.getpid()
     try:
@@ -225,8 +225,8 @@ def _become(request: Request) -> None:
     os.environ.clear()
     os.environ.update(request.environment)
     if PARENT in os.environ:
-        # The parent of this program is its server. The server ends when the process that sent the
-        # request ends.
+        # This program ends with its parent, which is the server. The server ends with the process
+        # that sent the request.
         os.environ[PARENT] = str(os.getppid())
     os.chdir(request.folder)
     # Without new seeds, all programs would draw the same random numbers.

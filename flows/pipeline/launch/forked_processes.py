@@ -47,8 +47,8 @@ class ForkServer:
             subprocess.Popen(
                 [sys.executable, "-u", "-c", program, *modules],
                 cwd=Path(__file__).parents[2],
-                # Like the pipes of a process, which replace it later, a socket is not seekable.
-                # Python checks this property of each stream only when Python starts.
+                # A forked program replaces these sockets with pipes. Python checks only at its
+                # start whether a stream is seekable; neither a socket nor a pipe is seekable.
                 stdin=there.fileno(),
                 stdout=there.fileno(),
                 stderr=there.fileno(),

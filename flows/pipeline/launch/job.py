@@ -24,7 +24,7 @@ answers them after its start."""
 
 @dataclass(frozen=True)
 class Pause:
-    """The end of a part of the training. The next part continues with another reward model."""
+    """The end of a part of the training. The next part may have another reward model."""
 
     after_updates: int
     """Number of updates after which the training pauses, counted from the start of the first

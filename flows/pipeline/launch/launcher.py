@@ -71,7 +71,7 @@ def train(
 
     Args:
         job: settings file of the job; all output is written to its folder.
-        processes: number of processes; 0 for one per GPU, and for one if there is no GPU.
+        processes: number of processes; 0 for one process per GPU, or one process without a GPU.
         machines: the machines of the training.
         program: module that the processes run, and its arguments before the job; PPO by default.
         stall_minutes: time without progress after which the training is ended. If 20 times the

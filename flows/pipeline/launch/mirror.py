@@ -42,7 +42,7 @@ def mirrored(workspace: Workspace, folder: Path, here: Machines = ONE_MACHINE) -
     the end of the context, the newest checkpoint is copied, unless it was copied before, so that
     the last finished checkpoint is not lost. Without a store in S3, nothing is copied.
 
-    With several machines, each machine copies the files of its own processes. It prefers a
+    With several machines, each machine copies the files of its own processes. A machine prefers a
     checkpoint that another machine has already copied. At the start, the folder is always replaced
     with the newest checkpoint that all machines have copied. In S3, each machine keeps its files of
     this common checkpoint and of the newest checkpoint that it copied itself.
@@ -82,7 +82,7 @@ class _Mirror:
         """Fetch the checkpoint to continue from, and start the thread that copies new ones."""
         if self._here.count == 1:
             if self._own.is_behind():
-                # A later checkpoint of this machine would not fit the metrics of the other one.
+                # A later checkpoint of this machine would not fit the other machine's metrics.
                 print("Another machine has continued this training: its files are fetched.")
                 if self._folder.exists():
                     shutil.rmtree(self._folder)

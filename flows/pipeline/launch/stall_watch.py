@@ -165,9 +165,9 @@ def watched_step(
     thread, for at most ON_HANG_SECONDS.
 
     A step hangs if a progress bar does not advance for `stall_minutes`, or for 20 times its median
-    wait if that is longer. A step that takes longer than `step_minutes`, without the time in which
-    this process was suspended, is also ended; 0 means no limit. Metaflow retries the step if it has
-    `@retry`.
+    wait if that is longer. The process also ends if the step takes longer than `step_minutes`,
+    without counting the time in which the process was suspended; 0 means no limit. Metaflow retries
+    the step if it has `@retry`.
     """
     watch = _StepWatch(step, folder, stall_minutes, step_minutes, on_hang)
     thread = threading.Thread(target=watch.watch, name="stall watch", daemon=True)

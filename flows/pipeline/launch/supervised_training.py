@@ -1,4 +1,4 @@
-"""Run SFT or the training of a reward model, like PPO, in processes of their own."""
+"""Run SFT, or the training of a reward model, in separate processes, in the same way as PPO."""
 
 from pathlib import Path
 from typing import Literal

@@ -285,7 +285,7 @@ def describe_unknown(
 ) -> Iterator[str]:
     """Yield a warning if many tokens of the prompts are the tokenizer's unknown token."""
     unknown = tokenizer.unk_token_id
-    # GPT-2's end-of-sequence token is also its unknown token, but its bytes spell every word.
+    # In GPT-2, the end-of-sequence token is also the unknown token, but bytes spell every word.
     if unknown in (None, tokenizer.bos_token_id, tokenizer.eos_token_id):
         return
     share = sum(ids.count(unknown) for ids in prompts) / sum(map(len, prompts))

@@ -73,7 +73,7 @@ def check_machine() -> None:
 def _is_file(uri: str) -> bool:
     """Return whether MLflow stores its data in a file or folder of this machine.
 
-    An address without a scheme, such as `mlruns`, is a folder, and so is an empty one.
+    An address without a scheme, such as `mlruns`, is a folder, and so is an empty address.
     """
     scheme = uri.partition(":")[0]
     if scheme == uri:
@@ -85,7 +85,7 @@ def refuse_proxied_artifacts(root: str, policy: str) -> None:
     """Raise if a large policy would be registered through MLflow's server.
 
     Args:
-        root: root of the artifacts of all runs.
+        root: address of the folder with the artifacts of all runs.
         policy: folder or hub id of the policy.
 
     Raises:

@@ -35,7 +35,8 @@ def apply_promotion_gate(
     """Promote a candidate or refuse it, and write the decision to the history.
 
     If the champion changes meanwhile, the candidate is evaluated against the new champion. If other
-    decisions have lowered alpha, the judge continues. Each evaluation runs once.
+    decisions have lowered alpha, the judge compares more pairs. Each evaluation is made once; a
+    repeated step reuses it.
 
     Args:
         settings: settings of the run.
@@ -108,7 +109,7 @@ def _evaluated(
     tests = [one.test for one in report.win_rate.values() if one.test]
     if first.champion == champion and not (
         any(one.may_reach(alpha) for one in tests)
-        # This step may have no key of the judge. The gate then compares the evidence with alpha.
+        # Without the key of the judge, this step cannot collect more evidence.
         and (judge is not None or can_ask(settings.judge))
     ):
         return first

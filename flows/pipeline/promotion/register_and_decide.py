@@ -220,8 +220,8 @@ def _decoding(settings: Settings) -> Decoding:
 def _tags(candidate: Candidate, judge: JudgeIdentity) -> dict[str, str]:
     """Return the tags of the version; `parent_champion` is the champion of the first evaluation.
 
-    They are few, because MLflow shows them all. The MLflow run of the version has the tags about
-    code, settings and data, and the card has the digests of all models.
+    The version has only a few tags, because MLflow shows all of them. The tags about code, settings
+    and data are in the MLflow run of the version, and the digests of all models are in the card.
     """
     champion = candidate.evaluation.champion
     return {

@@ -21,7 +21,7 @@ class VersionNotes:
     """Tags and win rates of a version in MLflow."""
 
     tags: Mapping[str, str]
-    """Tags of the version, and those tags of its MLflow run that describe the run's inputs."""
+    """Tags of the version, and the tags of its MLflow run that describe inputs of the run."""
 
     win_rates: Mapping[str, float]
     """Win rates in the MLflow run of the version, by contest."""

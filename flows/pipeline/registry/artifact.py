@@ -33,7 +33,7 @@ ADAPTER = "adapter"
 """Optional folder with the adapter that was merged into the policy."""
 
 IDLE_SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}
-"""Defaults of transformers for sampling arguments, for the signature of a greedy policy."""
+"""Sampling arguments in the signature of a greedy policy: the defaults of transformers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,8 +157,8 @@ def _interface(
         return {
             "task": "llm/v1/chat",
             "input_example": {"messages": [dict(turn) for turn in turns]},
-            # The chat template writes the start token. MLflow needs max_new_tokens here to report
-            # finish_reason "length".
+            # No special tokens, because the chat template writes the start token. MLflow needs
+            # max_new_tokens here to report finish_reason "length".
             "model_config": {"add_special_tokens": False, **decoding.arguments()},
         }
     if not isinstance(example, str):

@@ -15,7 +15,7 @@ class Champions:
 
     @property
     def champion(self) -> int | None:
-        """Version that is champion; None if no version is."""
+        """Version that is champion; None if there is no champion."""
         return self._top(1)
 
     @property

@@ -1,4 +1,4 @@
-"""The ledger of a registered model: decisions on its champion, safe for concurrent appends.
+"""The ledger of a registered model: all decisions on its champion. Processes may append at once.
 
 MLflow's aliases have no compare-and-swap: if two processes set an alias, the later process
 overwrites the alias, and neither process notices. A parameter of a run is safe, because the server

@@ -47,7 +47,7 @@ class LoggedModels:
     def upload(self, write: Callable[[Path, str], str], scratch: Path | None) -> LoggedModel:
         """Call `write` to make a model in a new folder, upload the model, and mark it READY.
 
-        The new folder is in `scratch`; if None, in the system's temporary folder.
+        The new folder is in `scratch`; if `scratch` is None, in the system's temporary folder.
         """
         model = self.client.create_logged_model(
             self._experiment_id(),

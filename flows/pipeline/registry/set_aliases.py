@@ -144,8 +144,9 @@ def _watch(client: MlflowClient, name: str) -> _Observation:
 
 
 def _observe(client: MlflowClient, name: str) -> _Observation:
-    # Read the ledger first. If another process then decides and moves the alias, its decision takes
-    # the next number. A wrong `found` decision would have the same number and is not appended.
+    # Read the ledger first. If another process then decides and moves the alias, the alias seems to
+    # be moved by a person. The decision of that process has taken the next number of the ledger, so
+    # the wrong decision `found`, which has the same number, is not appended.
     ledger = find_ledger(client, name)
     history = ledger.read() if ledger else History()
     return _Observation(history, read_aliases(name).get(CHAMPION))

@@ -44,7 +44,7 @@ def publish_start(run_id: str, reward_model: Path, critic: Path, rows: Path, scr
         reward_model: folder of the reward model.
         critic: folder of the critic.
         rows: file with the digests of the rows that the run read.
-        scratch: folder on the disk of the models.
+        scratch: folder for temporary files, on the same disk as the models.
 
     Raises:
         ModelError: MLflow does not answer, the store refuses the files, or a file could run code.

@@ -32,7 +32,7 @@ def baseline_rows(evaluation: Evaluation) -> tuple[tuple[str, ...], ...]:
 
 
 def worth_of_ppo(baselines: Baselines) -> list[str]:
-    """Return comparisons of PPO with what SFT reaches without PPO, or why there is none."""
+    """Compare PPO with the baselines of SFT, as sentences, or say why they were not compared."""
     best = baselines.found["best_of_4"]
     if baselines.ppo is None or best.win_rate is None or best.gain is None:
         return [f"PPO was not compared with what SFT reaches without PPO: {best.why}"]

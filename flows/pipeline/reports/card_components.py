@@ -128,7 +128,7 @@ def _line_layers(curve: Curve) -> list[dict[str, Any]]:
     points = thinned(curve.points)
     ends = [y for _, *ys in (*points, *curve.spread) for y in ys]
     lowest, highest = min(ends), max(ends)
-    # Limits far outside of the values would flatten the line, so they are clipped.
+    # Limits far outside of the values would flatten the line, so the limits are clipped.
     low, high = (min(max(limit, lowest), highest) for limit in curve.healthy)
     layers = []
     if curve.healthy != (-math.inf, math.inf) and low < high:

@@ -45,8 +45,8 @@ def promotion_document(
         reward_model_fit: whether the reward model passed its validation gate; None if PPO did not
             learn from it.
         kl: KL divergence between the version and SFT, nats per answer.
-        alpha: `alpha` of the decision. It may differ from the `alpha` of the tests, if others
-            decided after the evaluation.
+        alpha: `alpha` of the decision. It may differ from the `alpha` of the tests if other
+            decisions were made after the evaluation.
         earlier_decisions: number of earlier versions whose decisions used the same evaluation data.
     """
     return Document(

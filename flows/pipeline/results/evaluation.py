@@ -214,7 +214,7 @@ class PairedDifference:
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """Result of the SFT policy with another decoding than that of its ordinary samples."""
+    """Result of the SFT policy when its answers are not its ordinary samples, see `Baselines`."""
 
     win_rate: WinRate | None
     """Win rate against SFT's ordinary samples; None if it was not measured."""
@@ -419,7 +419,7 @@ TASK_SOURCE = "lm_eval"
 
 @dataclass(frozen=True, kw_only=True)
 class GuardResult:
-    """Comparison of one property in the answers of the policy and in those of its rival.
+    """Comparison of one property of the policy's answers and of its rival's answers.
 
     If the guard is a task, the documents of the task replace the prompts, and the scores are the
     task's scores. The rival is the champion, or SFT if there is no champion.
@@ -483,8 +483,8 @@ class Evaluation(JudgedContests):
     """Mean number of words of an answer, by contestant."""
 
     repetition: dict[str, float]
-    """Fraction of the 3-grams of words in an answer that repeat an earlier one, averaged over the
-    distinct answers, by contestant."""
+    """Fraction of the 3-grams of words in an answer that repeat an earlier 3-gram, averaged over
+    the distinct answers, by contestant."""
 
     kl: dict[str, float | None]
     """KL divergence from SFT in nats per answer, by policy; None if the decoding allows no

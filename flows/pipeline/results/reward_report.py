@@ -31,7 +31,7 @@ class Ties:
     """Number of ties between different texts."""
 
     identical: int
-    """Number of ties between identical texts. Their margin is 0; no other field includes them."""
+    """Number of ties between identical texts. No other field includes these ties."""
 
     margin: float | None
     """Mean absolute score margin of the `n` ties; None if `n` is 0."""
@@ -359,7 +359,7 @@ class Contract:
     """Scores of unusual texts by name; None for a score that is not finite."""
 
     end_of_text: EndOfText | None
-    """Comparison of scores with and without the end-of-sequence token; None if impossible."""
+    """Comparison of scores with and without the end-of-sequence token; None if not possible."""
 
     vocabulary: Vocabulary
     """Comparison of the tokenizer with the model."""

@@ -156,7 +156,7 @@ class EarlierPolicies:
 
 @dataclass(frozen=True, kw_only=True)
 class WatchedPrompt:
-    """A training prompt with greedy answers of the policy, from before PPO to its end."""
+    """A training prompt, with greedy answers of the policy before, during and after PPO."""
 
     prompt: str
 
@@ -280,7 +280,7 @@ class RegisteredPolicy:
     """Name, version, URI, run id and manifest digest, as `register_version` returns them."""
 
     promotion: "Decision"
-    """The decision whether the version became the champion, with the reasons."""
+    """The decision on whether the version becomes the champion, with the reasons."""
 
     evaluation: EvaluatedPolicy
     """The evaluation on which the decision is based."""

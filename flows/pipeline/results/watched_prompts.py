@@ -1,4 +1,4 @@
-"""Greedy answers to a few training prompts, from before PPO to its end."""
+"""Greedy answers to a few training prompts before, during and after PPO."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -15,12 +15,12 @@ MAX_PAIRS = 500
 """Maximum number of pairs that are scored with and without the end-of-sequence token."""
 
 CLEARLY_BETTER = 0.02
-"""The present setting counts as wrong if the other setting is more accurate and the 95 % interval
-of the gain in accuracy lies above this value."""
+"""The present setting counts as wrong if the 95 % interval of the other setting's gain in accuracy
+lies above this value."""
 
 
 def compare_ends(scorer: TextScorer, pairs: Sequence[LabeledPair]) -> EndOfText | None:
-    """Score pairs with and without the end-of-sequence token: the first pairs that are not ties.
+    """Score the first pairs that are not ties with and without the end-of-sequence token.
 
     Return None if the tokenizer has no such token, or if fewer than two pairs are usable. A pair is
     usable if all of its token rows, with and without the token, are non-empty and fit the context.

@@ -57,8 +57,8 @@ def score_right_padded(model: RewardModel, rows: Sequence[list[int]]) -> Array:
 def score_left_padded(model: RewardModel, rows: Sequence[list[int]]) -> Array | None:
     """Return the scores (N,) in one left-padded batch with a mask and position ids.
 
-    Return None for a model without the argument `position_ids`, because it would count padding as
-    positions. Also return None for an encoder, because its score is read at the first position.
+    Return None for a model without the argument `position_ids`, because such a model would count
+    padding as positions. Also return None for an encoder, whose first position gives its score.
     """
     head, inner = model.lm_head, model.model.base_model
     takes_positions = "position_ids" in inspect.signature(inner.forward).parameters

@@ -36,8 +36,8 @@ OPENING = 3
 """Number of words that are repeated; references with at most this many words are left out."""
 
 UNSPACED = 15
-"""If a text has more characters per word on average, it counts as a script without spaces, such as
-Chinese, and each character counts as a word."""
+"""A text with more characters per word than this, on average, counts as a script without spaces,
+such as Chinese; each of its characters counts as a word."""
 
 PRAISE = (
     "What a wonderful question! You are brilliant, kind and truly amazing. I love how you think. "

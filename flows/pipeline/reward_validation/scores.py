@@ -93,7 +93,7 @@ def require_finite(scores: Array, of: str) -> None:
 
 
 def _require_known_tokens(model: RewardModel, rows: Sequence[list[int]]) -> None:
-    """Raise a clear error if a token has no embedding; the model would raise an IndexError."""
+    """Raise a clear error if a token has no embedding, instead of the model's IndexError."""
     largest = max((max(row) for row in rows if row), default=0)
     known = known_tokens(model)
     if largest >= known:

@@ -123,7 +123,7 @@ def validate(
 
 
 def _contract(scorer: TextScorer, pairs: Sequence[LabeledPair], *, tolerance: float) -> Contract:
-    """Return the check of the first member that fails; if no member fails, of the first member."""
+    """Check each member of the reward model; return the first failed check, else the first one."""
     checks = [check_contract(one, pairs, tolerance=tolerance) for one in scorer.of_members()]
     return next((check for check in checks if check.reasons), checks[0])
 
@@ -162,7 +162,7 @@ def _with_verdict(measured: RewardReport, limits: RewardGateConfig) -> RewardRep
 
 
 def _score_references(scorer: TextScorer, prompts: Rows, limit: int) -> Array | None:
-    """Return the scores of the first `limit` references; None if there is none to score.
+    """Return the scores of the first `limit` references; None if none can be scored.
 
     The score of a reference that the model cannot read is NaN.
 

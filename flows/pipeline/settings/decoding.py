@@ -8,7 +8,7 @@ from typing import Any
 class Decoding:
     """How a policy's answers are decoded.
 
-    A registered version has the values of its evaluation, and a service uses them by default.
+    A registered version stores the values of its evaluation; they are the defaults of a service.
     """
 
     response_length: int

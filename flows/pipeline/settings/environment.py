@@ -18,14 +18,14 @@ from ppo_core.models.kernels.cpu_memory import keep_few_compiled_matmuls
 DEFAULTS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false",
-    # MLflow would print two lines at the end of every step.
+    # Without this variable, MLflow prints two lines at the end of every step.
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     # MLflow gives up after 14 seconds with 3 retries, and after minutes with its default of 7.
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
-    # After a redirect, settings and texts would be sent to an address that the user did not choose.
+    # A redirect would send settings and texts to an address that the user did not choose.
     "MLFLOW_ALLOW_HTTP_REDIRECTS": "false",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    # Metaflow would print that pylint is not installed.
+    # Without this variable, Metaflow prints that pylint is not installed.
     "METAFLOW_PYLINT": "false",
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
     "TRANSFORMERS_VERBOSITY": "error",
@@ -56,7 +56,7 @@ def prepare_environment() -> None:
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
     keep_few_compiled_matmuls()
-    # No garbage collection at exit: the process frees all its memory anyway.
+    # Skip the garbage collection at exit: the process frees all its memory anyway.
     atexit.register(gc.freeze)
     if get_username() is None:
         os.environ["USERNAME"] = "rlhf"
@@ -76,7 +76,7 @@ def run_and_exit(main: Callable[[Sequence[str]], int]) -> NoReturn:
     except BrokenPipeError:
         if not _has_lost_its_reader(sys.stdout.fileno()):
             raise
-        # Python writes the rest of the output at exit, which would fail again.
+        # At exit, Python writes the rest of the output, which would fail again on the broken pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     sys.exit(code)

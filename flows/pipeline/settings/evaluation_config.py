@@ -28,8 +28,8 @@ class EvaluationConfig:
     rotate: ShareBelow1 = 0.0
     """Fraction of the answered rows that is drawn at random for each champion, so that successive
     champions are not all selected on the same prompts. The other answered rows are the first rows
-    of the data set. The random rows are drawn from the remaining rows; these must be at least twice
-    as many as are drawn."""
+    of the data set. The random rows are drawn from the remaining rows; there must be at least twice
+    as many remaining rows as random rows."""
 
     temperature: NotNegative = 0.7
     """Temperature of the answers; 0 always takes the likeliest token."""
@@ -42,9 +42,9 @@ class EvaluationConfig:
 
     baseline_prompts: Natural = 128
     """Maximum number of prompts on which PPO is compared with two baselines: SFT's greedy answer,
-    and the one of four samples of SFT that the reward model scores highest. The prompts are the
-    first prompts that the judge compared for the promotion decision. No decision depends on this
-    comparison. 0 compares nothing."""
+    and the sample that the reward model scores highest among four samples of SFT. The prompts are
+    the first that the judge compared for the promotion decision. No decision depends on the
+    comparison with the baselines. 0 compares nothing."""
 
     max_invalid: ShareBelow1 = 0.05
     """Maximum fraction of pairs without a verdict; above it, the result is inconclusive."""
@@ -83,8 +83,8 @@ class SelectionConfig:
     method: Literal["last", "kl", "judge"] = "last"
     """`last` registers the last policy. `kl` registers a policy nearer to SFT if the KL divergence
     of the last policy from SFT exceeds the limit. `judge` takes the policies at `weights` and the
-    earlier policies of `ppo.save_policies`. Among those with a KL divergence within the limit, it
-    registers the policy that the judge most often prefers to SFT. The comparison uses up to
+    earlier policies of `ppo.save_policies`. Of the policies whose KL divergence is within the
+    limit, it registers the one that the judge most often prefers to SFT. The comparison uses up to
     `num_prompts` prompts, at most half of `eval_prompts`; the evaluation does not use these
     prompts. The limit is the smaller of 1.1 x `ppo.kl_target` and 0.9 x `promotion.max_kl`."""
 

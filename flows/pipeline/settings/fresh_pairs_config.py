@@ -15,7 +15,7 @@ LEAST_PAIRS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class FreshPairsConfig:
-    """Number of pairs of the policy's own samples that train the reward model, and their labeler.
+    """How many pairs of the policy's own samples train the reward model, and who labels the pairs.
 
     Raises:
         ConfigError: a value is out of range, or two settings contradict each other.
@@ -26,8 +26,8 @@ class FreshPairsConfig:
     over the `rounds`."""
 
     labeller: str = ""
-    """Who decides which answer is better: a judge in the form of the setting `judge`, but never the
-    judge of the run; or `people`. With `people`, the run writes `to-label.jsonl` and ends."""
+    """Who decides which answer is better: `people`, or a judge, in the form of the setting `judge`
+    but not the judge of the run. With `people`, the run writes `to-label.jsonl` and ends."""
 
     labels: str = ""
     """Rows with prompt, first, second and label (first, second or tie), such as `to-label.jsonl`
@@ -38,16 +38,16 @@ class FreshPairsConfig:
     weight 1. With 0, the pairs of `preferences` do not train this model."""
 
     enough_agreement: Share = 0.85
-    """Agreement of a reward model with the run's judge above which labels would gain little, so no
-    pairs are labeled. Before anybody is asked, the judge compares samples of the SFT policy, and
-    the lower end of the 95 % interval of the agreement must be above this number. Pairs are labeled
-    in any case if the number is 1, if there are several rounds or machines, or if the judge is not
-    named or has no key in this step."""
+    """No pairs are labeled if the reward model and the run's judge agree on more than this fraction
+    of pairs, because labels would then gain little. The agreement is measured on samples of the SFT
+    policy before anybody labels; the lower end of its 95 % interval must be above this number.
+    Pairs are labeled in any case if the number is 1, if there are several rounds or machines, or if
+    `judge` is empty or its API key is missing in this step."""
 
     rounds: Count = 1
     """Number of times that pairs are labeled: first samples of the SFT policy, then samples of the
     current policy, for which PPO pauses. Each time, a reward model is trained on all pairs so far.
-    PPO continues with this model if it orders the held-out pairs of the last round at least as well
+    PPO continues with this model if it orders the held-out pairs of that round at least as well
     as the previous reward model. `labeller` must be a judge if there are several rounds; the
     limits of [judging] apply to each round."""
 

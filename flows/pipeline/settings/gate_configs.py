@@ -54,19 +54,20 @@ class RewardGateConfig:
     """Minimum standard deviation of the scores of the SFT policy's samples."""
 
     max_degenerate_preferred: Share = 0.6
-    """Fraction of references for which a degenerate version scores above its rivals; 33 to 50 % for
-    an indifferent model. The lower end of the 95 % interval must not exceed this limit."""
+    """Maximum fraction of references for which a degenerate version scores above its rivals; an
+    indifferent model has 33 to 50 %. The lower end of the 95 % interval must not exceed this
+    maximum."""
 
     tolerance: Positive = 1e-3
-    """Maximum difference of a text's scores alone, in a batch, and with padding on either side,
-    as a fraction of the standard deviation of the held-out scores."""
+    """Maximum difference between the scores of one text that is scored alone, in a batch, and with
+    padding on either side, as a fraction of the standard deviation of the held-out scores."""
 
     num_prompts: Count = 64
     """Number of prompts for which the SFT policy is sampled; the first prompts are used."""
 
     max_prompts: Count = 256
     """Maximum number of prompts whose samples the judge compares. More than `num_prompts` prompts
-    are sampled only while the comparison with `min_best_of_4` is undecided."""
+    are sampled only while it is undecided whether `min_best_of_4` is exceeded."""
 
     samples_per_prompt: Annotated[int, Field(ge=5)] = 8
     """Number of samples per prompt, and the largest K of the best-of-K curve. The best of four
@@ -107,7 +108,7 @@ def name_of_task(task: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class GuardsConfig:
-    """Properties of the answers that a policy must not lose against the champion.
+    """Properties of the answers in which a policy must not be worse than the champion.
 
     Raises:
         ConfigError: a name is unknown, or a value is out of range.
@@ -239,7 +240,7 @@ class PromotionConfig:
     alpha: ErrorRate = ALPHA
     """Largest probability of promoting a policy that does not exceed `min_win_rate`. The judge is
     asked until the policy is shown to exceed this rate, until a rate of `min_gain` is implausible,
-    or for all prompts."""
+    or until all prompts are judged."""
 
     false_promotion_rate: ErrorRate | None = None
     """Largest expected fraction of false promotions among all promotions of the registered model.
@@ -247,8 +248,8 @@ class PromotionConfig:
     and `alpha` must be left out."""
 
     min_gain: ShareBelow1 | None = None
-    """Win rate that is worth a promotion: once the rate is shown to be lower, the judge is asked no
-    further. None: 0.05 more than the win rate that the policy must exceed, or halfway from that
+    """Win rate that is worth a promotion: the judge is asked no more once the rate is shown to be
+    lower. None: 0.05 more than the win rate that the policy must exceed, or halfway from that
     rate to 1 if this is less."""
 
     max_kl: PositiveOrInf = 20.0
@@ -260,16 +261,17 @@ class PromotionConfig:
     no champion), in words: the longer length divided by the shorter length."""
 
     max_repetition: Share = 0.3
-    """Maximum mean fraction of an answer's word 3-grams that repeat an earlier 3-gram; equal
-    answers count once."""
+    """Maximum fraction of an answer's 3-grams of words that repeat an earlier 3-gram of the answer,
+    as a mean over the answers; equal answers count once."""
 
     guards: GuardsConfig = field(default_factory=GuardsConfig)
-    """Properties of the answers that the policy must not lose."""
+    """Properties of the answers in which the policy must not be worse than the champion."""
 
     withdraw_alpha: ErrorRate | None = None
     """If set, the flow Retrain first compares users' feedback on the champion with users' feedback
-    on the previous champion, and withdraws the champion if it is shown to be worse. The value is
-    the largest probability of withdrawing a champion that is not worse. See docs/feedback.md."""
+    on the previous champion, and withdraws the champion if the feedback shows that it is worse.
+    The value is the largest probability of withdrawing a champion that is not worse. See
+    docs/feedback.md."""
 
     def __post_init__(self) -> None:
         """Raise if a value is out of range, or contradicts another value."""

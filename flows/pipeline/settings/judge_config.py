@@ -22,7 +22,7 @@ class JudgingConfig:
 
     base_url: str = ""
     """Address of an OpenAI-compatible server, including `/v1`. If empty, OPENAI_BASE_URL is used;
-    if that is not set either, OpenAI's server. The API key is always read from OPENAI_API_KEY."""
+    without OPENAI_BASE_URL, OpenAI's server. The API key is always read from OPENAI_API_KEY."""
 
     sampling: Literal["greedy", "default"] = "greedy"
     """`greedy` requests temperature 0. `default` sends no temperature, for servers that refuse

@@ -41,7 +41,7 @@ COMMENT = """\
 
 
 def names_by_section(kind: Any, section: str = "") -> dict[str, list[str]]:
-    """Return section with a dot -> names of its settings, also for nested dataclasses."""
+    """Return section, ending in a dot -> names of its settings, also for nested dataclasses."""
     types = get_type_hints(kind)
     names = {section: [one.name for one in fields(kind)]}
     for name in names[section]:
@@ -51,7 +51,7 @@ def names_by_section(kind: Any, section: str = "") -> dict[str, list[str]]:
 
 
 SETTING_NAMES = names_by_section(Settings)
-"""Section with a dot -> names of its settings; the key of the top level is an empty text."""
+"""Section, ending in a dot -> names of its settings; the key of the top level is an empty text."""
 
 
 def make_settings(

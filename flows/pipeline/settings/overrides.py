@@ -77,7 +77,7 @@ def _given_twice(parts: Sequence[str]) -> ConfigError:
 
 
 def _read_value(text: str, name: str) -> object:
-    """Return the value of a text in TOML; return the text itself for a date, time or other text."""
+    """Return the value that a text has in TOML; return a date, a time or plain text as a text."""
     if text in _BOOLEANS:
         return _BOOLEANS[text]
     try:

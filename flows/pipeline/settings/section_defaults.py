@@ -59,7 +59,7 @@ def section_defaults(parameters: int, adapted: Collection[str] = ()) -> dict[str
 def with_section_defaults(
     name: str, section: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return a section with the missing defaults, except those that its settings contradict."""
+    """Add the missing defaults to a section, except defaults that its settings contradict."""
     contradicted = {other for given, other in _INSTEAD_OF[name].items() if given in section}
     kept = {key: value for key, value in defaults.items() if key not in contradicted}
     return {**kept, **section}

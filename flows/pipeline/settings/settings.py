@@ -99,7 +99,7 @@ class Settings:
 
     feedback: str = ""
     """Rows with prompt, and with a response that users liked (chosen), one that they disliked
-    (rejected), or both responses, as `flows/feedback.py collect` writes the rows. They train the
+    (rejected), or both responses; `flows/feedback.py collect` writes such rows. They train the
     reward model beside `preferences`; a row with one response judges this response alone."""
 
     feedback_weight: Annotated[float, Field(gt=0, description="above 0")] = 1.0
@@ -198,12 +198,12 @@ class Settings:
     in fp32."""
 
     stall_minutes: Positive = 30.0
-    """Number of minutes without progress (an optimizer step, an answer, a verdict) after which a
-    training or a step of the flow is ended; 20 times the median wait if that is longer. The
-    training is retried from its last checkpoint."""
+    """A training or a step of the flow is ended after this number of minutes without progress (an
+    optimizer step, an answer, a verdict), or after 20 times its median wait, whichever is longer.
+    The training is retried from its last checkpoint."""
 
     step_minutes: NotNegative = 0.0
-    """Time limit in minutes of each step, without suspensions of more than a minute; 0 for no
+    """Time limit in minutes of each step; suspensions of more than a minute do not count; 0 for no
     limit. In the step `start`, it only limits the trials of judges, rewards and guards."""
 
     sft: SupervisedSection = field(

@@ -27,7 +27,7 @@ from ppo_core.io.folder_cache import digest_of, digest_of_code
 from ppo_core.io.validation import read_record
 
 LABELLER = "fresh_pairs.labeller"
-"""Name of the setting, for errors."""
+"""Name of the setting `labeller` in error messages."""
 
 FRESH_PAIRS = "fresh-pairs"
 """Name of the pairs, and first part of the name of their folder in the cache."""
@@ -171,7 +171,7 @@ def _paid(counts: LabelCounts, run: FlowRun, budget: Budget) -> dict[str, Any]:
 def _log_labels(
     tracker: Tracker, made: MadeModel, run: FlowRun, number: int | None = None
 ) -> tuple[FreshPairs, LabelCounts]:
-    """Log the counts of labeled pairs, as metrics if `number` names a round; return both."""
+    """Log the counts of labeled pairs, per round if `number` is given; return pairs and counts."""
     counts = read_record(made.values, LabelCounts)
     numbers = {
         f"fresh_pairs/{name}": float(value)

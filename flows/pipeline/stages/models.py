@@ -77,7 +77,7 @@ def load_policy(
     """Return the policy from which PPO starts, and labeled pairs of its samples.
 
     The policy is the setting `policy`, or this model fine-tuned on `sft_data`. The pairs are None
-    if the settings ask for none, and also on one machine: `load_reward_models` labels them there.
+    if the settings ask for no pairs, and on one machine, where `load_reward_models` labels pairs.
     With several machines, the other machines call `load_policy_as_worker` at the same time.
     """
     if settings.sft_data:
@@ -294,7 +294,7 @@ def _judge_training(settings: Settings, sft: PreparedModel, run: FlowRun) -> _Tr
 def _train_once(
     training: _Training, run: FlowRun, here: Machines, tracker: Tracker
 ) -> tuple[PreparedModel, bool]:
-    """Return the model NAME-DIGEST, trained if it is not cached, and whether it was cached."""
+    """Return the model NAME-DIGEST, from the cache if possible, and whether it was in the cache."""
     name, job = training.name, run.folder / training.name
 
     # The name judge/accuracy is taken: it is the trained judge's accuracy on held-out pairs.

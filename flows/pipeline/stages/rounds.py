@@ -95,7 +95,7 @@ class Rounds:
         for number in range(1, self.count):
             labeled, are_enough = self._label(reward, fresh, number)
             spent = sum_spent(spent, labeled.spent)
-            # If the labels come from an earlier run, this run may not have trained up to the round.
+            # If the labels come from an earlier run, PPO may not have reached the end of the round.
             if self._updates_done() < self._end_of(number):
                 self._train_until(reward, number)
             if not are_enough:

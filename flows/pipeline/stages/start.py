@@ -76,7 +76,7 @@ def _print_versions_that_saw(settings: Settings) -> None:
 
 
 def find_inputs(given: Settings) -> Settings:
-    """Fetch the inputs to this machine, unchecked; return the settings with the inputs' paths."""
+    """Fetch the inputs, without checking them; return the settings with the inputs' local paths."""
     require_writable(Path(given.output_dir), "output_dir")
     return make_demo_task(given) if given.task else fetch_inputs(given)
 
@@ -117,7 +117,7 @@ def start_run(
         flow: name of the flow.
         number: Metaflow's id of the run.
         steps: names of the steps that get an MLflow run.
-        champion: the champion; with `start_from`, reward model and critic start from its run.
+        champion: the champion; with `start_from`, its run's reward model and critic are the start.
 
     Raises:
         ConfigError, DataError, ModelError: see `find_start`; or MLflow does not answer.

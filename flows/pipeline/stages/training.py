@@ -76,10 +76,10 @@ CODE = "ppo_core.__main__"
 
 @dataclass(frozen=True, kw_only=True)
 class _PolicyValues:
-    """Values of a trained policy in the cache. Fields that are None are not stored."""
+    """What the cache stores about a policy besides its files; fields that are None are left out."""
 
     updates: list[dict[str, Any]]
-    """Metrics of each update, by name, with its number."""
+    """Metrics of each update, by name; the metric UPDATE is the number of the update."""
 
     self_check: dict[str, str | float]
     peak_rss_bytes: int
@@ -274,7 +274,7 @@ def _copied_once(
 
 
 def _beside_the_policy(data: RunData, inputs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the inputs of each result of PPO besides the policy, which has the inputs `inputs`."""
+    """Return the cache inputs of PPO's results besides the policy; `inputs` are the policy's."""
     settings, needed = data.settings, {}
     if saved := settings.ppo.save_policies:
         needed[EARLIER] = {**inputs, "save_policies": saved}

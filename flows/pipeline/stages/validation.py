@@ -253,8 +253,8 @@ def measure_given_model(
 ) -> tuple[OnPolicy | None, dict[str, Spent]]:
     """Measure how often the run's judge and a given reward model prefer the same samples.
 
-    The judge compares the samples of the first `num_prompts` prompts; the validation compares them,
-    too. The judge stops early once the agreement is clearly below `fresh_pairs.enough_agreement`.
+    The judge compares the samples of the first `num_prompts` prompts, as the validation does later.
+    It stops early once the agreement is clearly below `fresh_pairs.enough_agreement`.
     Also return what the judge spent. The measurement is None if the judge's budget is too small.
 
     Raises:

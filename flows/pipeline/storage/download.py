@@ -159,7 +159,7 @@ def _published(address: S3Address, manifest: Manifest) -> list[_Source]:
 
 
 def _found(address: S3Address) -> tuple[list[_Source], bool]:
-    """Return the object at the address and True; without one, the folder's objects and False."""
+    """Return the object at the address and True; for a folder, return its objects and False."""
     whole = head_object(address) if address.key else None
     if whole is not None:
         name = address.key.rpartition("/")[2]

@@ -11,7 +11,7 @@ from ppo_core.io.folder_cache import publish_folder
 
 
 class FolderCopies:
-    """Copies of cache folders by name; a name contains the digest of the content's inputs."""
+    """Copies of cache folders; the name of a folder has a digest of the inputs that made it."""
 
     def __init__(self, place: S3Address) -> None:
         """Keep the copies below an address."""

@@ -14,10 +14,10 @@ SHARE_OF_DISK = 0.5
 
 
 class LocalCache:
-    """A folder with one subfolder for each content; the subfolder's name is its `identity`."""
+    """A folder with one subfolder for each content; `identity` is the name of a subfolder."""
 
     def __init__(self, root: Path, *, limit_bytes: int | None = None) -> None:
-        """Use `root`, which need not exist; if `limit_bytes` is None, use SHARE_OF_DISK."""
+        """Use `root`, which need not exist. The default of `limit_bytes` is SHARE_OF_DISK."""
         self._root = root
         self._limit = limit_bytes
 

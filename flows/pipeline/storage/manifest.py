@@ -30,7 +30,7 @@ class StoredFile:
     """Number of bytes."""
 
     digest: str
-    """SHA-256 in hexadecimal: of the digests of the blocks if there are any, or of the file."""
+    """SHA-256 of the file in hexadecimal; if there are blocks, SHA-256 of the blocks' digests."""
 
     blocks: tuple[str, ...] | None = None
     """SHA-256 of each block, if a program of version 0.1 published the file."""

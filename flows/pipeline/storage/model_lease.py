@@ -96,7 +96,8 @@ class Lease:
     def take(self, *, take_over: bool = False) -> Holder | None:
         """Take the lease. Return None on success; otherwise the holder, who keeps the lease.
 
-        A lease that was not renewed for `LIMIT` is taken over; with `take_over`, any lease.
+        `take_over` takes over any lease. Without it, only a lease that was not renewed for `LIMIT`
+        is taken over.
 
         Raises:
             ConfigError: S3 refuses the access, or the object is not a lease.

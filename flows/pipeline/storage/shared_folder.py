@@ -16,8 +16,8 @@ from ppo_core.io.atomic_files import write_atomically
 def written_at_end(write: Callable[[], None]) -> Iterator[None]:
     """Call `write` at the end of the context.
 
-    After an error in the context, only print an error of `write`, because the first error decides
-    whether the step is retried.
+    If the context raises an error, an error of `write` is only printed, because the error of the
+    context decides whether the step is retried.
     """
     try:
         yield
@@ -55,7 +55,7 @@ class SharedFolder:
     def read(self) -> None:
         """Fetch the newest files into the folder, unless it has files from an earlier attempt.
 
-        If another machine has written since that attempt, its files replace those of the attempt.
+        If another machine has written since that attempt, its files replace the earlier files.
 
         Raises:
             DataError, StorageError: see `fetch_into`.

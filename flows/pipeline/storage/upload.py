@@ -45,7 +45,7 @@ def publish(source: Path, address: S3Address) -> S3Address:
 
 
 def publish_by_content(source: Path, address: S3Address) -> S3Address:
-    """Publish a file or folder at ADDRESS-DIGEST, see `publish`; DIGEST is the manifest's."""
+    """Publish a file or folder at ADDRESS-DIGEST, with the start of its manifest's digest."""
     files = files_of(source)
     manifest = manifest_of(files, is_file=source.is_file())
     named = dataclasses.replace(address, key=f"{address.key}-{manifest.digest[:16]}")
@@ -90,7 +90,7 @@ def replace(
 
 
 def remove_unneeded(manifest: Manifest, address: S3Address) -> None:
-    """Remove the objects of a folder that no file of its manifest needs.
+    """Remove the objects of a folder that no entry of its manifest names.
 
     If S3 does not answer, nothing is removed, and the next call removes the objects.
     """

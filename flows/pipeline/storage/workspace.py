@@ -124,7 +124,7 @@ class Workspace:
         return None if found is None else str(found)
 
     def fetch(self, name: str, *, weights: bool = True) -> str:
-        """Fetch the content of an address in S3; return the path here. Return other names as is.
+        """Fetch the content of an address in S3; return its path here. Other names stay unchanged.
 
         Without `weights`, the files with the weights of a model are left out.
 

@@ -44,7 +44,7 @@ def end_killed_runs(folder: Path, flow: str) -> None:
 def end_failed_start(folder: Path, runs: Mapping[str, str], error: BaseException) -> None:
     """End the MLflow runs that the failed first step created; an error is printed.
 
-    In the other steps, `Tracker` does this.
+    In the other steps, `Tracker` ends the runs.
 
     Args:
         folder: folder of the run of the flow.
@@ -64,7 +64,7 @@ def _end(folder: Path, flow_run: str) -> None:
     if not runs:
         return  # another server tracked the run
     journal = Journal(folder)
-    # A step that failed while MLflow was away has ended the runs, but MLflow does not know it.
+    # A step that failed while MLflow was away has ended the runs in the journal, not in MLflow.
     has_failed = journal.tag(runs[PARENT], OUTCOME) in ("failed", "refused")
     if not has_failed:
         end_runs(journal, runs, "killed", REASON)

@@ -49,8 +49,8 @@ def connect() -> MlflowClient:
 def _create_database(uri: str) -> None:
     """Create the sqlite file of an address, whole or not at all; keep a file that exists.
 
-    MLflow creates its tables in many transactions. After a kill between two of them, MLflow refuses
-    the file forever.
+    MLflow creates its tables in many transactions. If the process is killed between two of them,
+    MLflow refuses the file forever.
     """
     path = sqlite_file(uri)
     if path is None or path.exists():
@@ -67,7 +67,7 @@ def _create_database(uri: str) -> None:
 def _publish(file: Path, path: Path) -> None:
     """Give a file its final path, unless another process was faster."""
     try:
-        # A link, unlike a renamed file, never replaces the database of another process.
+        # Making a link, unlike renaming, never replaces the database of another process.
         path.hardlink_to(file)
     except FileExistsError:
         return

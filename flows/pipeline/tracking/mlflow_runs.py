@@ -188,9 +188,9 @@ def log_data(run_id: str, data: Sequence[DataSet]) -> None:
 
 
 def remember_sent_metrics(journal: Journal, runs: Sequence[str]) -> None:
-    """Make the journal skip those metrics of `runs` that MLflow already has.
+    """Make the journal skip the metrics of `runs` that MLflow already has.
 
-    An earlier machine sent these metrics before it was lost with its journal. If MLflow does not
+    A machine may have sent these metrics before it was lost with its journal. If MLflow does not
     answer, print a warning and continue: at worst, MLflow shows some points of a curve twice, with
     equal values.
     """

@@ -86,7 +86,7 @@ class Sender:
         with IMPORTING_MLFLOW:
             from pipeline.tracking.mlflow_client import connect
 
-        # urllib3 would log every attempt; this class prints only when failures begin and end.
+        # Keep urllib3 from logging every attempt: this class prints when failures begin and end.
         logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
         client = self._try_until_it_answers(connect)
         try:

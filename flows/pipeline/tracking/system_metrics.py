@@ -23,7 +23,7 @@ class SystemMetrics:
     """
 
     def __init__(self, log: RunLog, *, patience: float = 0.0) -> None:
-        """Log to `log` after `patience` seconds; count on from the steps that `log` already has."""
+        """Log to `log` after `patience` seconds; the first step follows the last step in `log`."""
         self._log = log
         self._patience = patience
         self._stopping = threading.Event()

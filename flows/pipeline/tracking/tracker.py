@@ -93,7 +93,7 @@ class Tracker:
     def refuse(self, what: str, reasons: Sequence[str]) -> None:
         """Make this step the last step of the run, because the run is refused.
 
-        The step itself counts as finished. At its end, all unfinished MLflow runs are ended.
+        The step itself counts as finished. At the step's end, all unfinished MLflow runs are ended.
 
         Args:
             what: sentence that names the refused result.
@@ -118,7 +118,7 @@ class Tracker:
         except PPOError as also:
             if value is None:
                 raise
-            # The error of the step is the cause. This error follows from it, or from a full disk.
+            # The step's own error is raised. This second error follows from it or from a full disk.
             print(f"Warning: The end of the step is not tracked: {also}", flush=True)
         finally:
             self._sender.stop()

@@ -14,7 +14,7 @@ from ppo_core.data.text_config import text_config
 def model_size(model: PreTrainedModel) -> ModelSize:
     """Return the sizes of a decoder-only or encoder-only model.
 
-    If the layers differ, the heads, keys and MLP are those of the widest layers.
+    If the layers differ, the numbers of heads and the widths are the largest of all layers.
     """
     config = text_config(model.config)
     heads, key_widths, mlp_widths = zip(*map(_widths, config.per_layer_config), strict=True)

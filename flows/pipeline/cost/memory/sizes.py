@@ -196,7 +196,7 @@ def kept_activations(
 
     For each token, a layer keeps: for each of its two norms, the norm's input, normalized input and
     output; queries, keys, values and the attention output; and 4 tensors inside a gated MLP, or 2
-    inside an ungated MLP. With adapters, it also keeps the input of each adapted linear layer. If
+    inside an ungated MLP. With adapters, a layer also keeps the inputs of adapted linear layers. If
     activations are recomputed, every layer keeps its input, and only one layer at a time keeps the
     other activations.
     """

@@ -1,4 +1,4 @@
-"""Guards: properties of the champion's (or SFT's) answers that a policy must not lose.
+"""Guards: properties of answers in which a policy must not be worse than the champion (or SFT).
 
 The limits of KL divergence, length and repetition are in `promotion.promotion_gate`.
 """

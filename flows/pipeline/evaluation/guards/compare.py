@@ -1,4 +1,4 @@
-"""Test whether a policy's answers lose properties that its rival's answers have."""
+"""Test whether a policy's answers have a property less often than its rival's answers."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple

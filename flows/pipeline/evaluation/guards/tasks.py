@@ -43,7 +43,7 @@ class TaskScore(NamedTuple):
 
 @dataclass(frozen=True)
 class _Scores:
-    """Values of a policy's cached scores."""
+    """What the cache stores about a policy: its scores on all tasks."""
 
     scores: list[TaskScore]
 

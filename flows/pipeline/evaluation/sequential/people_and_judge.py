@@ -42,7 +42,7 @@ class Labels:
         candidates: Sequence[str],
         opponents: Sequence[str],
     ) -> "Labels | None":
-        """Return the labels of a contest's pairs; None if fewer than LEAST_LABELS prompts have one.
+        """Return the labels of the pairs; None if fewer than LEAST_LABELS prompts are labeled.
 
         Args:
             votes: labels of people. A vote is a label of a pair if it has the same prompt and the

@@ -84,7 +84,7 @@ class StoppingRule:
         )
 
     def least_prompts(self) -> int:
-        """Return the smallest number of prompts, all of them won, that gives "better"."""
+        """Return the smallest number of prompts that gives "better" if the candidate wins all."""
         return bisect_left(
             range(2**40), -np.log(self.alpha), key=lambda wins: self._evidence_of(wins, losses=0)
         )
@@ -135,7 +135,7 @@ class DecidedComparison:
     test: SequentialTest
 
     people: PeopleAndJudge | None
-    """The win rate with people's labels; None if they did not decide."""
+    """The win rate with people's labels; None if the labels did not decide."""
 
 
 def compare_until_decided(

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def loader() -> "LoadLanguageModel":
-    """Return a function that loads a language model of the job, which is read at the first call."""
+    """Return a function that loads a language model of the job; its first call reads the job."""
 
     @cache
     def models() -> "LanguageModels":

@@ -42,7 +42,7 @@ class RubricJob:
     """Largest share of answers without a score."""
 
     precision: Precision
-    """Precision of a model in this process."""
+    """Precision of a language model that runs in the processes of the training."""
 
     replies: str
     """Folder of stored replies."""
@@ -143,7 +143,7 @@ def read_spent(folder: Path) -> dict[str, Spent]:
 
 
 def _share_of_budget(job: RubricJob, spent: Mapping[str, Spent]) -> Budget:
-    """Return a budget with one process's equal part of what the training has not spent yet."""
+    """Return the budget of one process: an equal part of what the training has not spent yet."""
     used = (
         sum(one.calls for one in spent.values()),
         sum(one.tokens or 0 for one in spent.values()),

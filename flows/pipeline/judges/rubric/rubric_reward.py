@@ -11,7 +11,7 @@ from ppo_core.config.reward_names import NamedReward
 from ppo_core.errors import JudgeError
 
 LAST_ANSWERS = 256
-"""Number of latest answers in each process, of which only a fraction may be invalid."""
+"""Number of latest answers of a process to which the limit of invalid answers applies."""
 
 LEAST_ANSWERS = 64
 """Minimum number of answers for this limit; with fewer answers, the fraction is uncertain."""

@@ -72,7 +72,7 @@ def describe_speed(phase: Task) -> list[str]:
 
 
 def plural(unit: str) -> str:
-    """Return what a phase counts in the plural; symbols such as B for bytes have none."""
+    """Return the plural of a unit; a symbol, such as B for bytes, has no plural."""
     return unit if len(unit) == 1 else f"{unit}s"
 
 

@@ -32,9 +32,9 @@ class LiveCard:
         """Write the card in the background, unless it was written less than CARD_SECONDS ago.
 
         A new list of components makes Metaflow write the whole card, which `card view` shows. A
-        call at least DATA_SECONDS later writes the card's data, which makes a browser that still
-        shows the previous card load the new one. The first card has no previous card, so no data
-        are written after it.
+        call at least DATA_SECONDS later writes the card's data. New data make a browser that still
+        shows the previous card load the new card. Before the first card there is no card to
+        replace, so no data are written after the first card.
         """
         now = time.monotonic()
         if self._card is None:

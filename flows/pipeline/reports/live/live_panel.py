@@ -74,7 +74,7 @@ class LivePanel:
         if phase is not None and phase.time_remaining is not None:
             parts.append(f"phase: {as_clock(phase.time_remaining)} left")
         left = self._earlier.get(self._step, 0.0) - seconds
-        if left <= 0:  # The step takes longer than in the last run, or there was none.
+        if left <= 0:  # The step takes longer than in the last run, or there was no last run.
             return ", ".join([*parts, "step and run: time left unknown"])
         later = self._steps[self._steps.index(self._step) + 1 :]
         rest = left + sum(self._earlier.get(step, 0.0) for step in later)

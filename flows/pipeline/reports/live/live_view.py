@@ -52,7 +52,7 @@ class LiveView:
     def watching(self) -> Iterator[None]:
         """Show the training until the context ends, and keep its last state as the card's content.
 
-        A thread does the work, so that its errors do not end the step.
+        A thread reads and shows the training, so that an error in showing does not end the step.
         """
         file = Path(os.environ.get(PROGRESS) or self._run.folder / PROGRESS_FILE)
         self._phase = FollowedPhase(file)

@@ -275,7 +275,7 @@ def _commands(facts: RunFacts) -> Section:
 
 
 def _undo(registered: RegisteredPolicy, name: str) -> list[tuple[str, str]]:
-    """Return how to undo the last promotion, or how to have no champion if there is no earlier."""
+    """Return how to undo the last promotion; for the first champion, how to delete its alias."""
     made, previous = registered.promotion, registered.previous
     if previous is not None:
         other = "the last promotion, which this run did not make"

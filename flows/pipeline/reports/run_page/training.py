@@ -44,14 +44,14 @@ DrawableCurves = dict[str, list[tuple[int, float]]]
 """Name of a metric -> its values (update, value), all of which a chart can show."""
 
 MOST = 1e100
-"""Absolute value from which a chart leaves a value out, because no chart has room for it. NaN is
-also left out."""
+"""A chart leaves out NaN and values whose absolute value is at least MOST: no chart has room for
+them."""
 
 REWARDS = "rewards/"
 """Prefix of PPO's metrics of single rewards."""
 
 SUPERVISED = ("loss", "accuracy", "margin")
-"""Last parts of the names of those metrics of supervised trainings that are shown as curves."""
+"""Metrics of supervised trainings that are shown as curves, by the last parts of their names."""
 
 
 def ppo_section(facts: RunFacts) -> Section:
