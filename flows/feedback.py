@@ -81,8 +81,8 @@ def _collect(given: argparse.Namespace) -> None:
     users = {one.user for one in found.opinions}
     for name in sorted({*given.without_user} - users):
         print(
-            f"Warning: --without-user {shlex.quote(one_line(name))} leaves out nothing, because it "
-            f"is none of the {len(users - {''})} known users."
+            f"Warning: --without-user {shlex.quote(one_line(name))} leaves out nothing, because "
+            f"none of the {len(users - {''})} known users has this name."
         )
     if not collected.opinions:
         raise DataError(

@@ -216,7 +216,7 @@ def _parser() -> argparse.ArgumentParser:
     command(
         "audit",
         audit,
-        "Print every run: what it found, what it decided, and what it was made from.",
+        "Print the outcome, reasons and inputs of every run.",
     )
     made_from = command("rows", rows, "Print the digest of each row that a version was made from.")
     made_from.add_argument("version", metavar="VERSION", type=int, help="number of the version")

@@ -252,8 +252,9 @@ TRENDS = {
     "useless critic": Trend(
         evidence=_useless_critic,
         advice="The critic is no better than a constant, so advantages are as noisy as without "
-        "a critic. Set critic_warmup_updates, change critic_learning_rate, or raise cliprange_value if "
-        "val/clipfrac_avg is near 1. Or use no critic, with advantage_estimator='rloo'.",
+        "a critic. Set critic_warmup_updates, change critic_learning_rate, or raise "
+        "cliprange_value if val/clipfrac_avg is near 1. Or use no critic, with "
+        "advantage_estimator='rloo'.",
         source="OpenAI Baselines, explained_variance: 0 is as good as predicting nothing",
     ),
     "learns nothing": Trend(

@@ -184,8 +184,8 @@ GUARDS = {
         metric=DROP,
         side="above",
         limit=lambda config, _: 3.0,
-        rule=f"mean of the best {WINDOW} updates minus mean of the last {WINDOW}, as a multiple of the "
-        "standard deviation between two updates",
+        rule=f"mean of the best {WINDOW} updates minus mean of the last {WINDOW}, as a multiple of "
+        "the noise of one update",
         updates=3,
         words="The policy loses reward that it had, because optimizer steps are too large, or the "
         "KL penalty grows faster than the scores. Lower learning_rate or num_ppo_epochs. If "

@@ -197,7 +197,11 @@ def check_padding(
         found.append(difference())
         if found[-1] <= limit:
             return found[-1]
-        logger.info("In a padded batch, the %s differ by %.2g. Another way to compute is tried.", numbers, found[-1])
+        logger.info(
+            "In a padded batch, the %s differ by %.2g. Another way to compute is tried.",
+            numbers,
+            found[-1],
+        )
     config: Any = model.config
     raise ModelError(
         f"{type(model).__name__} (model type {config.model_type}) is not supported: in a padded "

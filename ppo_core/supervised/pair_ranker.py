@@ -36,7 +36,9 @@ def make_classifier(policy: PreTrainedModel, pad_token_id: int | None) -> PreTra
     backbone = policy.base_model
     if type(classifier.base_model) is not type(backbone):
         other = f"its backbone is a {type(classifier.base_model).__name__}"
-        raise no_ranker(classifier, f"{other}, and the policy's backbone is a {type(backbone).__name__}")
+        raise no_ranker(
+            classifier, f"{other}, and the policy's backbone is a {type(backbone).__name__}"
+        )
     setattr(classifier, classifier.base_model_prefix, backbone)
     for module in classifier.children():
         if module is not backbone:

@@ -442,8 +442,8 @@ def _check_refresh(config: PPOConfig, policy: LanguageModel, reference: Language
     if policy.model is reference.model or shapes[0] != shapes[1]:
         raise ConfigError(
             f"reference_refresh_updates={config.reference_refresh_updates} copies the policy into "
-            "the reference, but this reference shares the policy's weights or has other parameters. "
-            "Train without an adapter and with ref_model=None, or remove the setting."
+            "the reference, but this reference shares the policy's weights or has other "
+            "parameters. Train without an adapter and with ref_model=None, or remove the setting."
         )
 
 

@@ -118,7 +118,9 @@ def _recommendations(trainings: Sequence[Training], usable: int, *, on_gpus: boo
                 "gradient_checkpointing."
             )
         elif memory_of(training.size).total > usable:
-            lines.append(f"{training.name} does not fit as it is set. The fastest way that does:")
+            lines.append(
+                f"{training.name} does not fit with its settings. The fastest settings that fit:"
+            )
             lines.append(choice.as_settings())
     return lines
 
@@ -156,7 +158,7 @@ def _time_and_price(
     if settings.ppo.use_vllm:
         text += ", without sampling, which the vLLM server does"
     if size.machines > 1 and (missing or gpu is None):
-        text += ", without what machines send each other"
+        text += ", without the exchange between machines"
     if gpu is None:
         return f"{text}, on this machine"
     text += f", on {size.processes} x {gpu.name}"

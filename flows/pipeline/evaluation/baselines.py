@@ -112,7 +112,7 @@ def measure_baselines(
         count = min(count, left // each)
     if not count:
         return _not_measured(
-            names, f"judging.max_calls leaves {left} calls, and each prompt takes {each}."
+            names, f"judging.max_calls leaves {left} calls, but each prompt needs {each}."
         )
     by_text = {shown_prompt(prompt): prompt for prompt in prompts}
     part = first_pairs(ppo, count)

@@ -65,7 +65,7 @@ def as_error(ended: Ended, frozen: list[str], folder: Path) -> PPOError:
     was_interrupted = ended.report is not None and ended.report.kind == RunInterruptedError.__name__
     if ended.exit_code == EXIT_CODE or was_interrupted:
         return RunInterruptedError(
-            f"The training stopped after SIGTERM, or a notice of AWS. {further}"
+            f"The training stopped after SIGTERM or after a notice of AWS. {further}"
         )
     if ended.report is not None:
         kind = getattr(errors, ended.report.kind, None)

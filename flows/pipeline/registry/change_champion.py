@@ -193,9 +193,9 @@ def _require_version(client: MlflowClient, name: str, version: int) -> None:
 def _require_previous(name: str, now: Champions) -> None:
     if now.previous is None:
         raise ModelError(
-            f"Version {now.champion} of '{name}' replaced no other: there is nothing to go back "
-            f"to. Promote another version by hand: {_promote_command(name)} To leave production "
-            "without a champion, delete the alias champion in MLflow."
+            f"Version {now.champion} of '{name}' replaced no other version, so no version can "
+            f"become champion again. Promote another version by hand: {_promote_command(name)} "
+            "To leave production without a champion, delete the alias champion in MLflow."
         )
     if not exists(connect(), name, now.previous):
         raise ModelError(

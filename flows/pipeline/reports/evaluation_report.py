@@ -171,7 +171,7 @@ def _win_rates(win_rates: Mapping[str, ContestResult]) -> Section:
         title="Win rates",
         text=(
             "Evidence of 1,000 : 1 means that at most one in 1,000 policies that are not better "
-            "reaches it by luck.",
+            "reaches this evidence by luck.",
         ),
         charts=(chart,),
         headers=(

@@ -125,7 +125,7 @@ def _at_most(limit: float, unit: str = "") -> str:
 
 def _people(found: PeopleAndJudge | None) -> str:
     if found is None:
-        return "too few: a bias of the judge is not measured"
+        return "too few labels, so a bias of the judge is not measured"
     adds = "the judge adds little"
     if found.weight >= LITTLE:
         adds = f"worth {found.worth:.0f} labels without a judge"
@@ -137,7 +137,7 @@ def _guard(name: str, guard: GuardResult) -> tuple[str, str, str]:
     return (
         f"Guard {guard_title(name)}",
         f"{as_percent(guard.policy)}, {difference}, {interval}",
-        f"no shown loss, or a loss of at most {as_margin(guard)}",
+        f"no loss is shown, or the loss is at most {as_margin(guard)}",
     )
 
 

@@ -189,7 +189,7 @@ def _calibration(calibration: Calibration) -> Section:
         data=_named(bins),
     )
     return Section(
-        title="Calibration: is it as sure as it is right?",
+        title="Calibration: does its confidence match its accuracy?",
         charts=(chart,),
         headers=("", "This model", "A tossed coin"),
         rows=(
@@ -206,7 +206,7 @@ def _lengths(lengths: Lengths) -> Section:
     rows: list[tuple[str, ...]] = [
         ("Rank correlation of score and characters", as_number(lengths.correlation), "", ""),
         (
-            f"The same within a prompt, mean of {lengths.prompts} prompts",
+            f"Rank correlation within a prompt, mean of {lengths.prompts} prompts",
             as_number(lengths.within_prompts),
             "",
             "",
@@ -282,7 +282,7 @@ def _contract(contract: Contract) -> Section:
     vocabulary = contract.vocabulary
     return Section(
         title="Contract: the same text has the same score, and every text has one",
-        headers=("", "Found", "In deviations of real scores"),
+        headers=("", "Found", "As a multiple of the standard deviation of real scores"),
         rows=(
             *(_difference(name, found) for name, found in ways.items()),
             *_end_of_text(contract.end_of_text),

@@ -79,8 +79,8 @@ def _choice(found: OnPolicy, people: Rate | None) -> str:
     if found.usefulness != "useless":
         return ""
     cause = (
-        "among the policy's answers, the judge does not prefer those with the highest reward, so "
-        "PPO would not raise the win rate. Train the reward model on pairs of such answers."
+        "among the policy's answers, the judge does not prefer the answers with the highest "
+        "reward, so PPO would not raise the win rate. Train the reward model on pairs of such answers."
     )
     if found.high > found.least:
         cause = (
@@ -124,7 +124,8 @@ def _not_learned(training: Mapping[str, float]) -> str:
     """Return a text on why the model did not learn its training pairs, and what to do."""
     found = (
         "the model did not learn its training pairs: their loss was "
-        f"{training['loss']:.3f} at the end of the training, and a guess has {CHANCE_LOSS:.3f}."
+        f"{training['loss']:.3f} at the end of the training, and a model that "
+        f"guesses has {CHANCE_LOSS:.3f}."
     )
     tried = {
         name.removeprefix(LOSS_AT): loss

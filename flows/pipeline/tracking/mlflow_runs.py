@@ -202,7 +202,7 @@ def remember_sent_metrics(journal: Journal, runs: Sequence[str]) -> None:
                     journal.remember_metric(run, metric.step, name)
     except (ModelError, MlflowException, SQLAlchemyError, OSError) as error:
         print(
-            "Warning: MLflow does not say which metrics of the earlier attempt it has "
+            "Warning: MLflow did not answer which metrics of the earlier attempt it has "
             f"({redact(error)}). The step continues; MLflow may show some points twice.",
             flush=True,
         )

@@ -50,7 +50,9 @@ def download(address: str, folder: Path) -> Path:
     move = "Download the file yourself, and name the copy."
     if "@" in address.split("/")[2]:
         # The error of urllib would show the password.
-        raise DataError(f"'{address}' has a user name, but only public files are downloaded. {move}")
+        raise DataError(
+            f"'{address}' has a user name, but only public files are downloaded. {move}"
+        )
     with (
         library_errors(DataError, f"'{address}' cannot be downloaded", move),
         build_opener(_NoRedirects).open(address, timeout=SILENCE_SECONDS) as reply,

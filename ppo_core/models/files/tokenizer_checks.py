@@ -49,7 +49,10 @@ def check_tokenizer_file(file: Path) -> None:
     growth = 1.0
     for rule in _rules([content.get(name) for name in _RULES]):
         if _added(rule) > MAX_ADDED:
-            raise _refused(file, f"its rule {rule['type']!r:.40} adds {_added(rule)} characters or tokens to each text")
+            raise _refused(
+                file,
+                f"its rule {rule['type']!r:.40} adds {_added(rule)} characters or tokens to a text",
+            )
         growth *= _growth(rule)
     if growth > MAX_GROWTH:
         raise _refused(

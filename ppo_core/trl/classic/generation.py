@@ -130,8 +130,8 @@ class Generation:
         if self.unaccounted:
             return (
                 f"generate() samples with {', '.join(self.unaccounted)}, so the samples are not "
-                "from the policy: step() takes the policy's own log-probabilities, as TRL does. The "
-                "gradient and the KL divergence are then biased, and the divergence can become "
+                "from the policy: step() takes the policy's own log-probabilities, as TRL does. "
+                "The gradient and the KL divergence are then biased, and the divergence can become "
                 "negative. Leave the argument out to sample from the policy."
             )
         if self.settings.is_restricted and estimator != "full":

@@ -386,7 +386,7 @@ def test_without_time_to_measure_only_time_and_price_are_unknown(tmp_path, monke
 @pytest.mark.slow
 def test_a_measured_time_of_several_machines_says_what_it_leaves_out(tmp_path):
     words = cost_lines(tiny_table(tmp_path) | {"processes": 1, "num_nodes": 2})
-    assert "full length, without what machines send each other, on this machine" in words
+    assert "full length, without the exchange between machines, on this machine" in words
 
 
 def test_every_reward_model_counts_and_the_critic_copies_one_that_has_a_weight(tmp_path):

@@ -192,11 +192,11 @@ def test_the_baselines_use_what_the_judges_limit_leaves(world: World, monkeypatc
     found, asked = measure(settings, monkeypatch, calls=10, spent=7)
     assert asked == []
     assert found.found["best_of_4"].why == (
-        "judging.max_calls leaves 3 calls, and each prompt takes 4."
+        "judging.max_calls leaves 3 calls, but each prompt needs 4."
     )
     assert worth_of_ppo(found) == [
         "PPO was not compared with what SFT reaches without PPO: judging.max_calls leaves 3 calls, "
-        "and each prompt takes 4."
+        "but each prompt needs 4."
     ]
 
 

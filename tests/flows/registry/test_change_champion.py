@@ -460,7 +460,7 @@ def test_a_rollback_brings_back_the_one_before_as_often_as_there_is_one(model: s
     assert tags(model, 3)["promotion_reasons"] == "It swears."
     roll_back(model, reason="So does this.", by="person ada")
     assert_aliases(model, 1)
-    with pytest.raises(ModelError, match="replaced no other: there is nothing to go back to"):
+    with pytest.raises(ModelError, match="replaced no other version, so no version can"):
         roll_back(model, reason="Again.", by="person ada")
     assert len(told(model)) == 5
 

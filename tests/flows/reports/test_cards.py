@@ -786,14 +786,17 @@ def test_the_card_of_a_decision_has_every_figure_beside_its_limit(rematch: Evalu
 
     # The alpha of the tests is 0.001, but that of the decision is 0.0001.
     limit = "above 50.0%, by evidence of 10,000 : 1"
-    guard = ("99.0%, +1.0 points, -2.0 .. +4.0", "no shown loss, or a loss of at most 5 points")
+    guard = (
+        "99.0%, +1.0 points, -2.0 .. +4.0",
+        "no loss is shown, or the loss is at most 5 points",
+    )
     assert rows == {
         "PPO against the champion": (shown(rate), limit),
         "PPO against the references": (shown(references), limit),
         "KL of an answer from SFT, nats": ("12.3", "at most 20"),
         "Words of an answer, and of its opponent": ("40.5 and 31", "at most 2 times the other"),
         "People's labels of these pairs": (
-            "too few: a bias of the judge is not measured",
+            "too few labels, so a bias of the judge is not measured",
             "no limit",
         ),
         "Repeated 3-grams of words": ("3.4%", "at most 30.0%"),

@@ -304,7 +304,7 @@ def test_every_limit_of_the_gate_can_refuse():
         ({"loss": 0.5, "learning_rate": 1e-5}, "does not predict people's preferences"),
         (
             {"loss": 0.6921, "learning_rate": 1e-5},
-            "loss was 0.692 at the end of the training, and a guess has 0.693. The "
+            "loss was 0.692 at the end of the training, and a model that guesses has 0.693. The "
             "learning rate of 1.0e-05 does not suit this model. Run again with --set "
             "reward_model_training.learning_rate=auto, which",
         ),
@@ -366,7 +366,10 @@ def test_what_is_good_on_the_policys_samples_is_only_warned_of_for_its_given_pai
 @pytest.mark.parametrize(
     ("found", "cause"),
     [
-        (on_policy(0.44, 0.41, 0.48), "the judge does not prefer those with the highest reward"),
+        (
+            on_policy(0.44, 0.41, 0.48),
+            "the judge does not prefer the answers with the highest reward",
+        ),
         (on_policy(0.52, 0.48, 0.56), "256 pairs of answers do not show"),
     ],
 )

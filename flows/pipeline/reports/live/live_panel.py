@@ -79,5 +79,5 @@ class LivePanel:
         later = self._steps[self._steps.index(self._step) + 1 :]
         rest = left + sum(self._earlier.get(step, 0.0) for step in later)
         parts.append(f"step: {as_clock(left)} left")
-        parts.append(f"run: {as_clock(rest)} left, if all take as long as last time")
+        parts.append(f"run: {as_clock(rest)} left, if all steps take as long as in the last run")
         return ", ".join(parts)
