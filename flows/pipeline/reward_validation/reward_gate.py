@@ -80,7 +80,8 @@ def _choice(found: OnPolicy, people: Rate | None) -> str:
         return ""
     cause = (
         "among the policy's answers, the judge does not prefer the answers with the highest "
-        "reward, so PPO would not raise the win rate. Train the reward model on pairs of such answers."
+        "reward, so PPO would not raise the win rate. Train the reward model on pairs of such "
+        "answers."
     )
     if found.high > found.least:
         cause = (

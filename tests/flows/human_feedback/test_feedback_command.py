@@ -174,8 +174,8 @@ def test_a_user_to_leave_out_who_gave_no_opinion_is_told(tmp_path: Path, capsys)
     assert collect(tmp_path / "made", "policy", *given) == 0
     warnings = [line for line in capsys.readouterr().out.splitlines() if "Warning" in line]
     assert warnings == [
-        "Warning: --without-user Eve leaves out nothing, because none of the 2 known users has this "
-        "name."
+        "Warning: --without-user Eve leaves out nothing, because none of the 2 known users has "
+        "this name."
     ]
 
 
