@@ -206,6 +206,8 @@ def _measure(
         "job": asdict(job_of_ppo(settings, sft.digest, [])),
         "limits": asdict(settings.reward_gate),
         "judge": judge,
+        # With too small a budget, the judge compares fewer samples, or none.
+        "budget": [settings.judging.max_calls, settings.judging.max_tokens],
         "code": digest_of_code(*imported_modules(*CODE)),
     }
 

@@ -305,6 +305,9 @@ def test_every_run_has_a_page_that_the_terminal_names(journey: Journey, summary:
     for ran in (journey.refused, journey.resumed):
         (name,) = re.findall(r"Page of the run: (outputs/runs/\d+/index\.html), and ", ran.log)
         pages[ran.log] = (journey.folder / name).read_text()
+    # The first training that writes the page names it.
+    early = f"Page of the run: {name}, rewritten while it trains"
+    assert (journey.failed.log + journey.resumed.log).count(early) == 1
     assert "The reward model was refused" in pages[journey.refused.log]
     assert "sft/loss" in pages[journey.refused.log]
     text = pages[journey.resumed.log]
