@@ -79,9 +79,10 @@ def _add_to_step(step: Any, resources: StepResources, deployment: Deployment) ->
 
 
 def _variables_of_keys(resources: StepResources, deployment: Deployment) -> dict[str, str]:
-    """Return the environment variables that mark a step that lacks the key of a server.
+    """Return the environment variables that tell a step that it has no key for a server.
 
-    A step counts as lacking the key if it lacks a secret of the step that calls the server.
+    A server is called by the judging step or the training step. A step has no key for the server if
+    that step has a secret that this step does not have.
     """
     steps = {JUDGED_ELSEWHERE: JUDGING_STEP, SCORED_ELSEWHERE: TRAINING_STEP}
     return {

@@ -43,8 +43,10 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.path == f"/{self.server.secret}/":
             self._reply(200, "text/html; charset=utf-8", PAGE.read_text(encoding="utf-8"))
         elif self.path == f"/{self.server.secret}/pair":
+            # Write the reply after the lock is released: a client may be slow.
             with self.server.lock:
-                self._reply(200, "application/json", json.dumps(self.server.labeling.state()))
+                state = json.dumps(self.server.labeling.state())
+            self._reply(200, "application/json", state)
         else:
             self._reply(404, "text/plain", "There is no such page.")
 
@@ -52,27 +54,30 @@ class _Handler(BaseHTTPRequestHandler):
         size = self.headers.get("Content-Length", "")
         if not self._is_ours() or self.path != f"/{self.server.secret}/pair":
             self._reply(404, "text/plain", "There is no such page.")
-        elif not size.isdecimal() or int(size) > MOST_BYTES:
+        elif not size.isdecimal():
+            self._reply(411, "text/plain", "The request has no Content-Length.")
+        elif int(size) > MOST_BYTES:
             self._reply(413, "text/plain", "The request is too large.")
         else:
             # Read before the lock is taken: a client may be slow.
             body = self.rfile.read(int(size))
             with self.server.lock:
-                self._label(body)
+                reply = self._label(body)
+            self._reply(*reply)
 
-    def _label(self, body: bytes) -> None:
+    def _label(self, body: bytes) -> tuple[int, str, str]:
+        """Store the label of a request; return status, type and text of the reply."""
         try:
             given = json.loads(body)
             if given["label"] == "undo":
                 self.server.labeling.undo()
             else:
                 self.server.labeling.label(int(given["number"]), str(given["label"]))
-        except (ValueError, KeyError, TypeError):
-            self._reply(400, "text/plain", "The request is not a label.")
+        except (ValueError, KeyError, TypeError, OverflowError):
+            return 400, "text/plain", "The request is not a label."
         except PPOError as error:
-            self._reply(400, "text/plain", str(error))
-        else:
-            self._reply(200, "application/json", json.dumps(self.server.labeling.state()))
+            return 400, "text/plain", str(error)
+        return 200, "application/json", json.dumps(self.server.labeling.state())
 
     def _is_ours(self) -> bool:
         # Refuse other host names: a foreign name may resolve to 127.0.0.1 (DNS rebinding).

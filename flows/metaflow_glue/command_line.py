@@ -63,8 +63,8 @@ def refuse_scheduler(argv: Sequence[str], num_nodes: int) -> None:
     if "step-functions" in words and num_nodes > 1:
         raise ConfigError(
             f"num_nodes={num_nodes} is not possible with step-functions, which cannot start "
-            "several machines for one step. Deploy with argo-workflows, or remove num_nodes and "
-            "train on the GPUs of one larger machine (processes)."
+            "several machines for one step. Deploy with argo-workflows, or remove num_nodes, "
+            "and set processes to the number of GPUs of one larger machine."
         )
 
 
@@ -181,7 +181,7 @@ def refuse_spaces(overrides: Sequence[str]) -> None:
         ConfigError: a value contains a space.
     """
     for text in overrides:
-        if len(text.split()) > 1:
+        if text.split() != [text]:
             raise ConfigError(
                 f"--set {text!r:.200} has a space, at which a scheduled run would split it. Write "
                 "the setting in the settings file, and create the deployment again."

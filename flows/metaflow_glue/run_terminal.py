@@ -204,7 +204,8 @@ class RunTerminal:
         begins = bool(_WARNING.match(line))
         is_warning = begins or bool(was_warning and _CONTINUED.match(line))
         self._is_warning[head] = is_warning
-        if step == self._last_step or is_warning or line.startswith(PAGE):
+        is_page = line.startswith(PAGE) and not self._is_quiet
+        if step == self._last_step or is_warning or is_page:
             self._print(line)
             if begins and self._panel is not None:
                 self._panel.warn(line)

@@ -23,4 +23,4 @@ def truncated(logits: Tensor, *, top_k: int, top_p: float) -> Tensor:
         likelier = ordered.softmax(dim=1).cumsum(dim=1)[:, :-1]
         kept = 1 + (likelier < top_p).sum(dim=1, keepdim=True)
         ordered = ordered.masked_fill(rank >= kept, -torch.inf)
-    return torch.empty_like(logits).scatter(1, tokens, ordered)
+    return torch.empty_like(logits).scatter_(1, tokens, ordered)

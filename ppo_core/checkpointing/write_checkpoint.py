@@ -147,22 +147,23 @@ def _finish(
     for path in (manifest, *(path for path in partial.rglob("*") if path.is_dir()), partial):
         sync_to_disk(path)
     with held():
-        _move_into_place(partial, folder)
+        replaced = _move_into_place(partial, folder)
         try:
+            remove_folder(replaced)
             rename_superseded(folder)
             remove_old_checkpoints(folder, keep)
         except OSError as error:
             raise TrainingError(
                 f"The checkpoint '{folder}' is complete, but other checkpoints could not be "
-                f"renamed or removed: {error}. Change the permissions of '{folder.parent}', and "
+                f"renamed or removed: {error}. Mend what the error says in '{folder.parent}', and "
                 "resume."
             ) from error
 
 
-def _move_into_place(partial: Path, folder: Path) -> None:
-    """Rename `partial` to `folder`, and replace an earlier checkpoint of the same step.
+def _move_into_place(partial: Path, folder: Path) -> Path:
+    """Rename `partial` to `folder`; return the new path of an earlier checkpoint of the same step.
 
-    The earlier checkpoint is first renamed to `.old`, and removed at the end.
+    The earlier checkpoint is renamed to `.old`.
     """
     aside = folder.with_name(f"{folder.name}.old")
     if (folder / MANIFEST).is_file():
@@ -172,4 +173,4 @@ def _move_into_place(partial: Path, folder: Path) -> None:
         remove_folder(folder)
     partial.rename(folder)
     sync_to_disk(folder.parent)
-    remove_folder(aside)
+    return aside

@@ -56,6 +56,7 @@ def _executed_statements(tree: ast.Module) -> Iterator[ast.AST]:
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            waiting += node.orelse
             continue
         yield node
         for block in ("body", "orelse", "handlers", "finalbody", "cases"):

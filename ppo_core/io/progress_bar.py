@@ -23,7 +23,7 @@ SECONDS_BETWEEN_LINES = 30.0
 """Minimum seconds between two lines of a phase in a log."""
 
 BAR_DELAY = 5.0
-"""Seconds after which a phase that is often short shows a bar."""
+"""A phase that usually ends soon shows its bar only after this number of seconds."""
 
 LINES_PER_PHASE = 10
 """Lines of a long phase in a log: one for each 10 %."""
@@ -137,7 +137,7 @@ class ProgressFile:
         """Write the phase, whose bar began or advanced."""
         now = time.monotonic()
         if now - self._written >= SECONDS_BETWEEN_WRITES:
-            # Ignore a full disk here: only a file that a resume needs may end the training.
+            # A resume does not need this file, so a full disk must not end the training here.
             with suppress(OSError):
                 self._path.write_text(phase + "\n", encoding="utf-8")
             self._written = now
@@ -148,6 +148,8 @@ class ProgressFile:
 
 class ProgressBar(tqdm):  # type: ignore[misc]
     """A bar that tells the listeners of this process, and a watching process, about each step."""
+
+    _is_closed = False
 
     def __init__(self, *, desc: str, in_log: bool, always_ends: bool, **options: Any) -> None:
         """Begin a phase.
@@ -192,7 +194,10 @@ class ProgressBar(tqdm):  # type: ignore[misc]
         return super().display(*place, **options)
 
     def close(self) -> None:
-        """End the phase."""
+        """End the phase; tqdm calls this method again when it deletes the bar."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         for listener in self._listeners:
             listener.ended(self._phase)
         if self._in_log and not self.disable:

@@ -170,7 +170,10 @@ class Critic(nn.Module):
 
 
 def _own_adapter(model: nn.Module) -> Within:
-    """Return a function whose contexts select the active adapter; `nullcontext` without one."""
+    """Return a function that returns a context in which the present adapter is active.
+
+    Without an adapter, return `nullcontext`.
+    """
     return partial(using_adapter, model, model.active_adapter) if is_peft(model) else nullcontext
 
 

@@ -42,9 +42,9 @@ class NextTokenLoss(nn.Module):
         if isinstance(language_model.backbone, DecoderBackbone):
             language_model.backbone.passes_mask = True
             self.backbone = language_model.backbone
-        # Only the method is stored. As an attribute, the LanguageModel would register the model
-        # under a second name, and ZeRO-3 would run its hooks for each name.
-        self._predict = language_model.predict
+            # Only the method is stored. As an attribute, the LanguageModel would register the model
+            # under a second name, and ZeRO-3 would run its hooks for each name.
+            self._predict = language_model.predict
 
     def forward(
         self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor, weights: Tensor

@@ -75,7 +75,7 @@ def work_of(settings: Settings, folder: Path) -> dict[str, Callable[[], object]]
                 PreparedModel(path=str(rewarder), digest="", metrics={}),
                 Preferences(data.test_pairs()),
                 folder,
-                compare=stages.validation.judge_samples(settings, None, budget)[0],
+                compare=stages.validation.judge_samples(settings, None, budget),
             )
         )
 

@@ -198,19 +198,26 @@ def measure_run(settings: Settings, *, has_champion: bool) -> RunSize:
         promotion=_promotion(
             limits_now(settings.promotion, ()),
             len({shown_prompt(row["prompt"]) for row in examples}),
-            has_references="reference" in contestants,
+            opponents=[
+                "the champion" if has_champion else "SFT",
+                *(["the references"] if "reference" in contestants else []),
+            ],
         ),
     )
 
 
-def _promotion(limits: PromotionConfig, prompts: int, *, has_references: bool) -> str:
-    """Return how many of N different prompts must be won, and how good a policy must be for it."""
+def _promotion(limits: PromotionConfig, prompts: int, *, opponents: Sequence[str]) -> str:
+    """Return how many of N different prompts must be won, and how good a policy must be for it.
+
+    The policy must win against each of one or two opponents.
+    """
     # Imported here because scipy is slow to import.
     from scipy.special import bdtri
 
     from pipeline.evaluation.sequential.sequential_test import StoppingRule
 
-    least = max(limits.min_win_rate, limits.min_reference_win_rate * has_references)
+    against_references = limits.min_reference_win_rate if len(opponents) > 1 else 0.0
+    least = max(limits.min_win_rate, against_references)
     rule = StoppingRule(least=least, gain=None, alpha=limits.alpha)
     wins = rule.least_wins(prompts)
     if wins > prompts:
@@ -219,12 +226,14 @@ def _promotion(limits: PromotionConfig, prompts: int, *, has_references: bool) -
             f"{rule.least_prompts()} prompts, all won, and there are {prompts} different ones. Add "
             "rows to eval_prompts, or raise alpha (or false_promotion_rate)."
         )
-    # The win rate p with P(at least `wins` of N prompts are won) = 4/5.
-    rate = bdtri(wins - 1, prompts, 1 / 5)
+    # At this win rate, one of the contests misses its number of wins in at most 1/5 of the runs. A
+    # rate below the gain may end the contest earlier, as "not better".
+    enough = bdtri(wins - 1, prompts, 1 / 5 / len(opponents))
+    rate = max(enough, limits.gain_above(least))
     return (
-        f"promotion: at alpha {limits.alpha:.2g}, {wins:,} of {prompts:,} prompts must be won if "
-        f"none is a tie ({wins / prompts:.1%}); a policy that wins {rate:.1%} on average is shown "
-        "to be better in at least four of five runs"
+        f"promotion: at alpha {limits.alpha:.2g}, {wins:,} of {prompts:,} prompts "
+        f"({wins / prompts:.1%}) must be won against {' and against '.join(opponents)} if none "
+        f"is a tie; a policy that wins {rate:.1%} on average does so in about four of five runs"
     )
 
 

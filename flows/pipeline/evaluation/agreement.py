@@ -29,8 +29,9 @@ OUTCOMES = tuple(POINTS)
 """Outcomes that a person's label can have."""
 
 COST = 0.15
-"""Cost of the alternative annotator test: fraction of pairs by which the judge may be worse than a
-person. The paper uses 0.2 for experts, 0.15 for skilled annotators and 0.1 for crowd workers."""
+"""Tolerance of the alternative annotator test: the judge may win on a fraction of pairs that is
+smaller than a person's fraction by at most this number. The paper uses 0.2 for experts, 0.15 for
+skilled annotators and 0.1 for crowd workers."""
 
 FALSE_DISCOVERIES = 0.05
 """False discovery rate of the test: largest expected fraction of errors among the people whom the
@@ -137,8 +138,8 @@ def compare_with_annotators(votes: Sequence[Vote], outcomes: Sequence[str]) -> A
     tested = {name: own for name, own in wins.items() if len(own) >= LEAST_PAIRS}
     if len(tested) < LEAST_PEOPLE:
         why = (
-            f"{len(tested)} of {len(people)} people labeled at least {LEAST_PAIRS} pairs that "
-            f"other people labeled, too, and the test needs {LEAST_PEOPLE} of them."
+            f"The test needs {LEAST_PEOPLE} people who each labeled at least {LEAST_PAIRS} pairs "
+            f"that other people labeled, too. Only {len(tested)} of {len(people)} people did."
         )
         return AnnotatorTest(people={}, cost=COST, winning_rate=None, passed=None, why=why)
     p = false_discovery_control([_p_value(own) for own in tested.values()], method="by")
@@ -209,8 +210,8 @@ def _p_value(wins: Array) -> float:
 def doubts_about_judge(people: HumanAgreement, *, min_kappa: float) -> list[str]:
     """Return the reasons why disagreement with people makes the result inconclusive; may be empty.
 
-    If there are valid pairs but kappa is None, the judge and people gave the same label to all
-    pairs, so the list is empty.
+    If there are valid pairs but kappa is None, the judge and the people gave one single label to
+    every pair, so the list is empty.
     """
     if people.n == 0:
         return [f"The judge gave no verdict on the {people.invalid} pairs that people labeled."]

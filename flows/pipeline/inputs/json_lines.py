@@ -37,15 +37,18 @@ def json_line(row: Mapping[str, Any]) -> str:
     Texts are masked before the encoding. A mask over a part of the encoded line could remove the
     backslash before a quote, and the JSON would be invalid.
     """
-    return json.dumps(_masked(row), ensure_ascii=False, default=str) + "\n"
+    return json.dumps(_masked(row), ensure_ascii=False) + "\n"
 
 
-def _masked(value: Any) -> Any:
-    if isinstance(value, str):
-        return mask_secrets(value)
+def _masked(value: Any, *, is_secret: bool = False) -> Any:
+    """Return a value for JSON with secrets masked; mask all texts of a secret value."""
     if isinstance(value, Mapping):
         return {
-            name: MASK if isinstance(one, str) and names_secret(name) else _masked(one)
+            name: _masked(one, is_secret=is_secret or names_secret(name))
             for name, one in value.items()
         }
-    return [_masked(one) for one in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [_masked(one, is_secret=is_secret) for one in value]
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    return MASK if is_secret else mask_secrets(str(value))

@@ -25,14 +25,16 @@ def training_pairs_of(rows: Rows, others: Rows) -> Rows:
     """Return the pairs for training a reward model: prompt, chosen and rejected.
 
     Pairs that are in `others` are left out. Ties are left out too: they would teach a preference
-    that nobody has. All other columns are removed, because a margin would change the training loss.
+    that nobody has. A pair of equal responses is a tie. All other columns are removed, because a
+    margin would change the training loss.
 
     Raises:
         DataError: no pair is left.
     """
 
     def convert(row: Row) -> Row | None:
-        if row.get("tie") or pair_key(row) in taken:
+        is_tie = row.get("tie") or row["chosen"] == row["rejected"]
+        if is_tie or pair_key(row) in taken:
             return None
         return {name: row[name] for name in _TRAINED}
 

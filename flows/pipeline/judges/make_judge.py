@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 
+from pipeline.inputs.model_digests import digest_of_model
 from pipeline.judges.chat_model import ChatModel
 from pipeline.judges.function_judge import load_function_judge, rule_judge
 from pipeline.judges.judge_budget import Budget
@@ -20,7 +21,7 @@ from pipeline.judges.verdict import Judge, JudgedPrompt, Verdict
 from pipeline.settings.judge_config import JudgingConfig
 from pipeline.settings.settings import Settings
 from pipeline.storage.addresses import S3Address
-from pipeline.storage.workspace import workspace_of
+from pipeline.storage.workspace import original_names, workspace_of
 from ppo_core.config.placement import Precision
 from ppo_core.errors import PPOError
 from ppo_core.io.folder_cache import digest_of
@@ -124,6 +125,31 @@ def make_judge_of_run(
         precision=settings.precision,
         budget=budget,
         setting=setting,
+    )
+
+
+def digest_of_judge(settings: Settings, spec: str) -> str:
+    """Return a digest of what decides a judge's verdicts; the weights of a model are not loaded.
+
+    Raises:
+        ConfigError: see `make_judge`.
+        ModelError: a model does not exist.
+    """
+    parts = []
+    for part in read_judges(spec):
+        if part.kind in ("reward-model", "transformers"):
+            parts.append([original_names(part.spec), digest_of_model(part.source)])
+        else:
+            judge = make_judge_of_run(settings, part.spec)
+            parts.append([judge.name, judge.version])
+    asked = settings.judging
+    return digest_of(
+        [
+            parts,
+            [asked.criterion, asked.sampling, asked.max_reply_tokens, asked.attempts],
+            settings.precision,
+            settings.reward_model_training.end_of_text,
+        ]
     )
 
 

@@ -4,6 +4,8 @@ import shutil
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import copy_context
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -24,6 +26,9 @@ from ppo_core.supervised.supervised_config import RATE_FILE
 LOOK_SECONDS = 1.0
 """Seconds between two checks for a new checkpoint."""
 
+SECONDS_AFTER_FAILURE = 30.0
+"""Seconds before the next attempt after a checkpoint could not be copied."""
+
 SPENT_FILE = "language-model-calls.jsonl"
 """File with the calls and tokens of a language model that is used as a reward. The training writes
 one line for each batch of requests."""
@@ -38,9 +43,9 @@ def mirrored(workspace: Workspace, folder: Path, here: Machines = ONE_MACHINE) -
 
     On one machine, a missing or empty folder is first filled from the copy. If another machine has
     continued the training since the last attempt on this machine, the folder is removed and then
-    filled from the copy. During the context, finished checkpoints are copied in the background. At
-    the end of the context, the newest checkpoint is copied, unless it was copied before, so that
-    the last finished checkpoint is not lost. Without a store in S3, nothing is copied.
+    filled from the copy. During the context, finished checkpoints are copied in the background. So
+    that the last finished checkpoint is not lost, the newest one is copied at the end of the
+    context if it has not been copied yet. Without a store in S3, nothing is copied.
 
     With several machines, each machine copies the files of its own processes. A machine prefers a
     checkpoint that another machine has already copied. At the start, the folder is always replaced
@@ -76,13 +81,15 @@ class _Mirror:
         self._others = [copy for copy in self._copies if copy is not self._own]
         self._copied: Path | None = None
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
+        # In the context of this thread, the stall watch sees the progress of the copies.
+        run = partial(copy_context().run, self._run)
+        self._thread = threading.Thread(target=run, name="mirror", daemon=True)
 
     def start(self) -> None:
         """Fetch the checkpoint to continue from, and start the thread that copies new ones."""
         if self._here.count == 1:
             if self._own.is_behind():
-                # A later checkpoint of this machine would not fit the other machine's metrics.
+                # A later checkpoint that only this machine has would not fit the fetched metrics.
                 print("Another machine has continued this training: its files are fetched.")
                 if self._folder.exists():
                     shutil.rmtree(self._folder)
@@ -118,12 +125,15 @@ class _Mirror:
                 copy.read_files(_of(newest, found) | beside)
 
     def _run(self) -> None:
-        while not self._over.wait(LOOK_SECONDS):
+        wait = LOOK_SECONDS
+        while not self._over.wait(wait):
+            wait = LOOK_SECONDS
             try:
                 self._copy(self._next())
             # Let the training continue. The next check tries again; `stop` also tries, and raises.
             except (PPOError, OSError) as error:
                 print(f"Warning: The checkpoint was not copied: {error}", flush=True)
+                wait = SECONDS_AFTER_FAILURE
 
     def _next(self) -> Path | None:
         """Return the checkpoint to copy.
@@ -131,8 +141,8 @@ class _Mirror:
         Prefer the newest checkpoint that another machine has copied and that is newer than this
         machine's last copy. If there is none, return the newest checkpoint in the folder.
 
-        A slow machine that always copied the newest checkpoint might never copy a checkpoint that
-        the other machines have copied.
+        If each machine always copied its own newest checkpoint, a slow machine might skip those of
+        the others, and no checkpoint would be complete.
         """
         newest = newest_checkpoint(self._folder)
         if self._here.count == 1 or newest == self._copied:
@@ -201,5 +211,5 @@ def _newest_common(names: Sequence[Collection[str]]) -> str:
 
 
 def _of(folder: str, names: Collection[str]) -> set[str]:
-    """Return the names of the files in `folder`: the name of a checkpoint, or another folder."""
+    """Return those of `names` that are in `folder`, such as a checkpoint."""
     return {name for name in names if name.startswith(f"{folder}/")}

@@ -110,7 +110,7 @@ def _data_set(data: DataSet) -> Component:
 
 
 def _package(package: Distribution) -> Component:
-    """Return the component of a package, with a hash if it was installed from a single archive."""
+    """Return the component of a package, with a hash if an archive was installed directly."""
     name, version = package.metadata["Name"], package.version
     # pip writes this file (PEP 610) for every package that did not come from an index.
     origin = json.loads(package.read_text("direct_url.json") or "null")

@@ -10,8 +10,8 @@ class TriedPolicy:
     """Measurements of a candidate: a policy between the start and the end of PPO."""
 
     weight: float
-    """Position of the policy: 0 is the start of PPO, and 1 is the end. A policy that was saved
-    before the end also has 1."""
+    """Position of an interpolated policy: 0 is the start of PPO, and 1 is the end. A policy that
+    was saved during PPO is not interpolated, so its position is 1, too."""
 
     kl: float
     """KL divergence of the policy's answers from the start of PPO, in nats per answer."""
@@ -73,4 +73,6 @@ class Selection:
             why = f"it is the last policy within {self.limit:.3g} nats of KL"
         else:
             why = f"the judge preferred it among the policies within {self.limit:.3g} nats of KL"
-        return f"The policy {where} is chosen: {why}, on {self.prompts} prompts ({measured})."
+        return (
+            f"The policy {where} is chosen: {why}. Measured on {self.prompts} prompts: {measured}."
+        )

@@ -28,8 +28,9 @@ def read_watched(folder: Path) -> list[WatchedPrompt]:
         DataError: a file is damaged.
     """
     tables = {
-        int(path.stem.rpartition("-")[2]): read_samples(path)
+        int(number): read_samples(path)
         for path in sorted((folder / COMPLETIONS).glob("step-*.jsonl"))
+        if (number := path.stem.removeprefix("step-")).isdecimal()
     }
     if len({len(rows) for rows in tables.values()}) > 1:
         raise DataError(f"The files in '{folder / COMPLETIONS}' differ in their number of rows.")

@@ -16,7 +16,7 @@ from pipeline.inputs.model_digests import digest_of_model
 from pipeline.inputs.run_data import RunData
 from pipeline.judges.judge_budget import Budget, Payment, Spent, spent_by, sum_spent
 from pipeline.judges.judge_names import calls_per_question, can_ask
-from pipeline.judges.make_judge import make_judge_of_run
+from pipeline.judges.make_judge import digest_of_judge, make_judge_of_run
 from pipeline.launch.answers import answer_as_ppo, job_of_ppo
 from pipeline.reports.log_reports import log_reward_report
 from pipeline.reports.run_page.facts import RunFacts, curves_of
@@ -40,7 +40,7 @@ from pipeline.reward_validation.validate import (
 from pipeline.settings.settings import Settings
 from pipeline.stages.tracked import stage
 from pipeline.storage.addresses import is_in_s3
-from pipeline.storage.cached_results import as_values, make_or_reuse
+from pipeline.storage.cached_results import as_values, can_be_reused, make_or_reuse
 from pipeline.storage.workspace import original_names
 from pipeline.tracking.tracker import Tracker
 from ppo_core.config.placement import is_fast_in_bf16, placement_for_reading
@@ -54,7 +54,11 @@ from ppo_core.models.loading import load_config, load_reward_model
 MEASURED = "reward-report"
 """First part of the name of a report's folder in the cache."""
 
-CODE = ("pipeline.reward_validation.validate", "ppo_core.training.answer_job")
+CODE = (
+    "pipeline.reward_validation.validate",
+    "pipeline.judges.make_judge",
+    "ppo_core.training.answer_job",
+)
 """Modules whose code, with the code of their imports, determines the report."""
 
 
@@ -188,12 +192,49 @@ def _measure(
 ) -> tuple[RewardReport, dict[str, Spent]]:
     """Return the report, and what this run has spent on it; reuse the report for equal inputs.
 
-    So a run with other settings of PPO does not measure the reward model again.
+    So a run with other settings of PPO does not measure the reward model again. A report in which
+    the judge has left pairs without a verdict is not reused, because its server may answer again.
     """
-    settings, preferences = data.settings, _preferences(data, fresh)
-    budget = Budget.of(settings.judging)
-    compare, judge = judge_samples(settings, judge_model, budget)
-    inputs = {
+    settings, budget = data.settings, Budget.of(data.settings.judging)
+    preferences = Preferences(
+        data.test_pairs(), data.voted_pairs(None if fresh is None else fresh.path)
+    )
+    inputs = _inputs_of_report(data, sft, reward_model, judge_model, preferences)
+    report = None
+    if not can_be_reused(run.workspace, MEASURED, inputs):
+        report = examine_reward_model(
+            data,
+            sft,
+            reward_model,
+            preferences,
+            run.folder,
+            compare=judge_samples(settings, judge_model, budget),
+        )
+        if report.on_policy is not None and report.on_policy.invalid:
+            return report, budget.spent({})
+
+    def store(folder: Path) -> dict[str, Any]:
+        assert report is not None
+        write_report(folder / REWARD_REPORT_FILE, report)
+        return as_values(_Measured(payment=Payment(run=run.id, spent=budget.spent({}))))
+
+    made = make_or_reuse(run.workspace, MEASURED, inputs, store)
+    report = read_report(Path(run.workspace.fetch(made.place), REWARD_REPORT_FILE), RewardReport)
+    return report, spent_by(run.id, read_record(made.values, _Measured).payment)
+
+
+def _inputs_of_report(
+    data: RunData,
+    sft: PreparedModel,
+    reward_model: PreparedModel,
+    judge_model: PreparedModel | None,
+    preferences: Preferences,
+) -> dict[str, Any]:
+    """Return everything that decides the report on a reward model."""
+    settings, judging = data.settings, data.settings.judging
+    judge = judge_of_run(settings, judge_model)
+    job = job_of_ppo(settings, sft.digest, [])
+    return {
         "policy": sft.digest,
         "reward_model": reward_model.digest,
         "training": reward_model.metrics,
@@ -203,24 +244,15 @@ def _measure(
         "formats": [settings.prompt_format, data.reward_format],
         "end_of_text": settings.reward_model_training.end_of_text,
         "bf16": _scores_in_bf16(settings),
-        "job": asdict(job_of_ppo(settings, sft.digest, [])),
+        "device": placement_for_reading().device.type,
+        # The address of a vLLM server decides nothing.
+        "job": asdict(replace(job, server=None)) | {"vllm": job.server is not None},
         "limits": asdict(settings.reward_gate),
-        "judge": judge,
+        "judge": can_ask(judge) and digest_of_judge(settings, judge),
         # With too small a budget, the judge compares fewer samples, or none.
-        "budget": [settings.judging.max_calls, settings.judging.max_tokens],
+        "budget": [judging.max_calls, judging.max_tokens],
         "code": digest_of_code(*imported_modules(*CODE)),
     }
-
-    def measure(folder: Path) -> dict[str, Any]:
-        report = examine_reward_model(
-            data, sft, reward_model, preferences, run.folder, compare=compare
-        )
-        write_report(folder / REWARD_REPORT_FILE, report)
-        return as_values(_Measured(payment=Payment(run=run.id, spent=budget.spent({}))))
-
-    made = make_or_reuse(run.workspace, MEASURED, inputs, measure)
-    report = read_report(Path(run.workspace.fetch(made.place), REWARD_REPORT_FILE), RewardReport)
-    return report, spent_by(run.id, read_record(made.values, _Measured).payment)
 
 
 def examine_reward_model(
@@ -244,10 +276,6 @@ def examine_reward_model(
         training=reward_model.metrics,
         seed=settings.seed,
     )
-
-
-def _preferences(data: RunData, fresh: FreshPairs | None) -> Preferences:
-    return Preferences(data.test_pairs(), data.voted_pairs(fresh.path if fresh else None))
 
 
 def measure_given_model(
@@ -300,23 +328,18 @@ def _draw(settings: Settings, sft: PreparedModel, folder: Path) -> SampleRespons
 
 def judge_samples(
     settings: Settings, trained: PreparedModel | None, budget: Budget
-) -> tuple[Compare | None, list[str]]:
-    """Return a function that lets the judge compare samples, and the judge's name and version.
-
-    Without the judge's API key, return None and an empty list.
-    """
+) -> Compare | None:
+    """Return a function that lets the judge compare samples; None without the judge's API key."""
     spec = judge_of_run(settings, trained)
     if can_ask(spec):
-        judge = make_judge_of_run(settings, spec, budget)
-        compare = partial(
+        return partial(
             measure_on_policy,
-            judge,
+            make_judge_of_run(settings, spec, budget),
             budget,
             calls_per_question=calls_per_question(spec),
             least=settings.reward_gate.min_best_of_4,
             seed=settings.seed,
         )
-        return compare, [judge.name, judge.version]
     print(
         f"Warning: this step has no key for judge={settings.judge}, so the judge is not asked "
         "about the policy's samples. Only the accuracy on held-out pairs decides. To measure "
@@ -324,7 +347,7 @@ def judge_samples(
         "secret of steps.evaluate_win_rate in the deployment file.",
         flush=True,
     )
-    return None, []
+    return None
 
 
 def _scores_in_bf16(settings: Settings) -> bool:

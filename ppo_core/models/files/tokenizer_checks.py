@@ -28,8 +28,8 @@ MAX_ADDED = 1000
 """Largest number of characters or tokens that one rule may add to each text."""
 
 MAX_TOKEN_CHARACTERS = 10_000
-"""Largest number of characters of a token. The longest tokens of published tokenizers are some
-hundred spaces."""
+"""Largest number of characters of a token. The longest tokens of published tokenizers
+consist of a few hundred spaces."""
 
 TRIAL_SECONDS = 10.0
 """Time limit for all trial texts; a good tokenizer takes milliseconds."""
@@ -81,8 +81,8 @@ def try_tokenizer(tokenizer: PreTrainedTokenizerBase, path: str | Path) -> None:
         except TimeoutError:
             raise ModelError(
                 f"The tokenizer of '{path}' takes more than {TRIAL_SECONDS:.0f} s for short texts "
-                f"such as {texts[0]!r}, so one of its patterns takes exponential time. Use another "
-                "tokenizer."
+                f"such as {texts[0]!r:.60}, so one of its patterns takes exponential time. Use "
+                "another tokenizer."
             ) from None
 
 

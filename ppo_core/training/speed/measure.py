@@ -132,7 +132,8 @@ def _passes(model: PreTrainedModel, job: SpeedJob, clock: _Clock, adam: float) -
     engine = clock.engine
     model.to(engine.device)  # type: ignore[arg-type]
     if engine.shards_weights:
-        # Imitate sharded weights: their forward hooks make passes use transformers' forward.
+        # Sharded weights have forward hooks, and a model with hooks has no fast path. An empty hook
+        # has the same effect.
         model.base_model.register_forward_pre_hook(lambda *_: None)
     policy = LanguageModel(model)
     rollout = _rollout(job.trained_rows, job.prompt_tokens, job.response_tokens, engine)
@@ -183,7 +184,7 @@ def _rollout(rows: int, prompt_tokens: int, response_tokens: int, engine: Engine
 
 
 def _loss(module: nn.Module, policy: LanguageModel, rollout: Rollout, engine: Engine) -> Tensor:
-    """Return the loss of a batch through policy and critic, or through their prepared module."""
+    """Return the loss of a batch; `module` is an ActorCritic, or what the engine made from it."""
     rows = rollout.token_rows(torch.arange(len(rollout), device=engine.device))
     with engine.autocast(), policy.backbone.products(rows.ids):
         predicted, values = module(rows, 1.0, lambda logprobs, part: logprobs)

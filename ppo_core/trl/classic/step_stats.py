@@ -132,7 +132,7 @@ def texts_table(
 
 
 def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) else value
+    return value.tolist() if isinstance(value, Tensor) else value
 
 
 def _mean(values: Tensor) -> float:

@@ -317,6 +317,6 @@ def test_people_who_all_say_the_same_and_too_few_people_are_no_fault():
     ):
         few = alternative(judge, **words)[1]
         assert (few.people, few.winning_rate, few.passed) == ({}, None, None)
-        assert "people labeled at least 30 pairs that other people labeled, too" in few.why
+        assert "who each labeled at least 30 pairs that other people labeled, too" in few.why
     assert compare_with_annotators(rows("first"), ["first"]) is None
     assert agree_with_people(RuleJudge(longer), votes(a="f", b="f")).alternative.people == {}

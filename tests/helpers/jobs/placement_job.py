@@ -48,7 +48,7 @@ def places(folder: Path, settings: Settings) -> dict[str, Place]:
 
     def validation() -> Any:
         judged = PreparedModel(path=judge, digest="", metrics={})
-        compare, _ = judge_samples(settings, None, Budget.of(settings.judging))
+        compare = judge_samples(settings, None, Budget.of(settings.judging))
         preferences = Preferences(data.test_pairs(), data.voted_pairs())
         report = examine_reward_model(data, policy, judged, preferences, folder, compare=compare)
         return as_json(report)

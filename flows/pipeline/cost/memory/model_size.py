@@ -18,14 +18,13 @@ def model_size(model: PreTrainedModel) -> ModelSize:
     """
     config = text_config(model.config)
     heads, key_widths, mlp_widths = zip(*map(_widths, config.per_layer_config), strict=True)
-    names = [name for name, _ in _linear_layers(model)]
     return ModelSize(
         parameters=model.num_parameters(),
         outside_layers=_outside_layers(model),
         layers=config.num_hidden_layers,
         width=config.hidden_size,
         mlp_width=max(mlp_widths),
-        is_gated=any("gate" in name.rpartition(".")[2] for name in names),
+        is_gated=_is_gated(model),
         heads=max(heads),
         key_width=max(key_widths),
         vocabulary=config.vocab_size,
@@ -48,20 +47,31 @@ def _widths(layer: Any) -> tuple[int, int, int]:
     )
 
 
+def _is_gated(model: PreTrainedModel) -> bool:
+    """Return whether the MLPs have a gate, such as the layer gate_proj.
+
+    Mixtures of experts have no linear layer for it, but the parameter gate_up_proj of all experts.
+    """
+    layers = [name for name, _ in _linear_layers(model)]
+    experts = [name for name, _ in model.named_parameters() if name.endswith("gate_up_proj")]
+    return any("gate" in name.rpartition(".")[2] for name in [*layers, *experts])
+
+
 def count_adapter_parameters(
     model: PreTrainedModel, rank: int, target_modules: Sequence[str]
 ) -> int:
     """Return the number of parameters of LoRA adapters.
 
-    The adapter of a linear layer has rank x (inputs + outputs). `target_modules` are names of
-    linear layers, or `all-linear` for all linear layers. The output head never has an adapter.
+    The adapter of a linear layer has rank x (inputs + outputs). `target_modules` are the last
+    parts of the names of linear layers, or `all-linear` for all linear layers. The output head
+    never has an adapter.
     """
     head = model.get_output_embeddings()
     return sum(
         rank * sum(layer.weight.shape)
         for name, layer in _linear_layers(model)
         if layer is not head
-        and (ALL_LINEAR in target_modules or name.rpartition(".")[2] in target_modules)
+        and any(one == ALL_LINEAR or f".{name}".endswith(f".{one}") for one in target_modules)
     )
 
 

@@ -15,7 +15,7 @@ from pipeline.tracking.journal import Journal
 from pipeline.tracking.run_record import PARENT
 
 EPISODE = "episode"
-"""Metric of each update of PPO, and of no other training."""
+"""Metric that each update of PPO has, and no step of another training."""
 
 Curves = Mapping[str, list[tuple[int, float]]]
 """Metric -> points (step, value)."""
