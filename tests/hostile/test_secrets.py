@@ -15,7 +15,7 @@ import pytest
 from metaflow import metaflow_git
 
 from metaflow_glue.metaflow_secrets import keep_secrets_from_metaflow, redacted_exception
-from pipeline.inputs.json_lines import write_jsonl
+from pipeline.inputs.json_lines import json_line, write_jsonl
 from pipeline.judges.openai_model import OpenAIModel
 from pipeline.results.report_files import write_report
 from pipeline.settings.judge_config import JudgingConfig
@@ -237,7 +237,12 @@ def test_the_texts_of_reports_are_masked(tmp_path: Path, monkeypatch: pytest.Mon
     log.set_tags({"judge": CANARY})
     log.log_json({"judge": CANARY}, "summary.json")
     log.log_table([{"reason": CANARY}], "samples.json")
-    write_jsonl(tmp_path / "judgements.jsonl", [{"reason": CANARY}])
+    odd = {"token": ["abc"], "cause": ValueError(CANARY), "tokens": 5}
+    write_jsonl(tmp_path / "judgements.jsonl", [{"reason": CANARY, "odd": odd}])
+    assert (
+        json_line({"odd": odd})
+        == '{"odd": {"token": ["(hidden)"], "cause": "(hidden)", "tokens": 5}}\n'
+    )
     write_report(tmp_path / "report.json", replace(reward_report(), reasons=[CANARY]))
     files = [path.read_text() for path in tmp_path.rglob("*") if path.is_file()]
     assert len([text for text in files if "(hidden)" in text]) == 5

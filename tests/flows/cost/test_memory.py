@@ -9,6 +9,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     LlamaConfig,
+    MixtralConfig,
     PreTrainedModel,
     Qwen3Config,
 )
@@ -263,6 +264,20 @@ def test_sizes_of_a_published_model():
     inputs_and_outputs = 32 * (2 * 8_192 + 2 * 5_120 + 3 * 18_432)
     assert count_adapter_parameters(model, 16, ["all-linear"]) == 16 * inputs_and_outputs
     assert count_adapter_parameters(model, 8, ["q_proj"]) == 8 * 32 * 8_192
+    assert count_adapter_parameters(model, 8, ["self_attn.q_proj"]) == 8 * 32 * 8_192
+
+
+def test_experts_have_a_gate_although_it_is_no_linear_layer():
+    config = MixtralConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=2,
+    )
+    assert model_size(without_weights(config)).is_gated
 
 
 def test_sizes_of_a_published_reward_model():

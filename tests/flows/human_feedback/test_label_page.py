@@ -135,10 +135,14 @@ def test_only_the_page_of_this_machine_can_send_labels(tmp_path: Path):
             requests.post(f"{address}pair", json={"label": "best", "number": 0}, timeout=10),
             requests.post(f"{address}pair", json=["left"], timeout=10),
             requests.post(f"{address}pair", data=b"\xff", timeout=10),
+            requests.post(
+                f"{address}pair", data=b'{"label": "left", "number": Infinity}', timeout=10
+            ),
             requests.post(f"{address}pair", data=b"x" * 20_000, timeout=10),
+            requests.post(f"{address}pair", data=iter([b"{}"]), timeout=10),
         ]
         page = requests.get(address, timeout=10)
-    assert [reply.status_code for reply in replies] == [404] * 5 + [400] * 4 + [413]
+    assert [reply.status_code for reply in replies] == [404] * 5 + [400] * 5 + [413, 411]
     assert "default-src 'none'" in page.headers["Content-Security-Policy"]
     assert not file.exists()
 

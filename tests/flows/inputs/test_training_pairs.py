@@ -19,12 +19,18 @@ def vote(chosen: str, rejected: str, **labels) -> dict:
 def test_a_reward_model_is_trained_on_texts_alone_and_on_no_ties():
     kept = [vote("a", "b"), vote("c", "d")]
     rows = rows_of(
-        "pairs", [{**vote("a", "b"), "margin": 2.0}, vote("x", "y", tie=True), *kept[1:]]
+        "pairs",
+        [
+            {**vote("a", "b"), "margin": 2.0},
+            vote("x", "y", tie=True),
+            vote("z", "z"),
+            *kept[1:],
+        ],
     )
     others = rows_of("pairs", [vote("e", "f")])
     trained = training_pairs_of(rows, others)
     assert plain(trained) == kept
-    assert trained.source == "the rows, less 1 that are ties or held out"
+    assert trained.source == "the rows, less 2 that are ties or held out"
     assert trained.digest == training_pairs_of(rows_of("pairs", kept), others).digest
     assert trained.digest != rows.digest
 

@@ -20,6 +20,7 @@ def test_each_prompt_has_its_answers_in_the_order_of_the_updates(tmp_path: Path)
     assert read_watched(tmp_path) == []
     for update, answers in {0: ["a", "b"], 12: ["aaa", "b"], 5: ["aa", ""]}.items():
         keep(tmp_path, update, answers)
+    (tmp_path / "completions" / "step-000005-copy.jsonl").write_text("of a person")
     assert read_watched(tmp_path) == [
         WatchedPrompt(prompt="ask 0", answers={0: ("a", 1.0), 5: ("aa", 2.0), 12: ("aaa", 3.0)}),
         WatchedPrompt(prompt="ask 1", answers={0: ("b", 1.0), 5: ("", 0.0), 12: ("b", 1.0)}),

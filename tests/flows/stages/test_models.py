@@ -194,6 +194,27 @@ def test_a_reward_model_is_measured_again_only_if_something_it_depends_on_change
     assert [measure(each)[1] > 0 for each in (hotter, strict, settings)] == [True] * 3
 
 
+def test_a_report_with_pairs_that_have_no_verdict_is_not_reused(tmp_path: Path, start):
+    (tmp_path / "counting.py").write_text(COUNTING_JUDGE.replace('"first" if', '"invalid" if'))
+    settings = bare(
+        tmp_path,
+        judge=f"python:{tmp_path / 'counting.py'}:judge",
+        reward_model=write_model(tmp_path / "rm", labels=1),
+        accept_reward_model=True,
+    )
+    sft = PreparedModel(path=settings.policy, digest="", metrics={})
+    given = PreparedModel(
+        path=settings.reward_model, digest=digest_of_model(settings.reward_model), metrics={}
+    )
+    run, asked = start(settings), []
+    for _ in range(2):
+        (tmp_path / "asked.txt").write_text("")
+        report = validate_reward_model(settings, sft, given, None, run).report()
+        assert report.on_policy is not None and report.on_policy.invalid > 0
+        asked.append(len((tmp_path / "asked.txt").read_text()))
+    assert asked[0] == asked[1] > 0
+
+
 @pytest.mark.slow
 def test_on_machines_that_share_no_disk_a_step_fetches_what_it_reads(
     tmp_path: Path, start, store: str, mlflow_client

@@ -10,11 +10,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import mlflow
+import numpy as np
 import pytest
 import tomli_w
 
-from pipeline.cost.run_size import _disk_of, describe_run, describe_time, measure_run
+from pipeline.cost.run_size import (
+    _disk_of,
+    _promotion,
+    describe_run,
+    describe_time,
+    measure_run,
+)
 from pipeline.cost.run_time import describe_seconds
+from pipeline.evaluation.sequential.sequential_test import StoppingRule
+from pipeline.settings.gate_configs import PromotionConfig
 from pipeline.settings.make_settings import make_settings
 from pipeline.stages.check import self_check
 from tests.helpers.inputs.pipeline_inputs import tiny_table, write_model, write_rows
@@ -118,6 +127,22 @@ def test_the_sizes_are_those_of_the_settings(tmp_path: Path):
     assert "baselines" not in describe_run(measure_run(off, has_champion=False))
     assert "needs at least 15 prompts, all won, and there are 10 different" in describe_run(size)
     assert re.search("^time: roughly PPO .* on this machine$", describe_time(size, settings))
+
+
+@pytest.mark.parametrize(("prompts", "gain"), [(64, None), (256, None), (1024, 0.65)])
+def test_a_policy_with_the_printed_win_rate_is_shown_to_be_better_in_four_of_five_runs(
+    prompts: int, gain: float | None
+):
+    limits = PromotionConfig(min_gain=gain)
+    text = _promotion(limits, prompts, opponents=["SFT"])
+    (rate,) = re.findall(r"a policy that wins (\d+\.\d)% on average", text)
+    rule = StoppingRule(least=0.5, gain=limits.gain_above(0.5), alpha=limits.alpha)
+    rng = np.random.default_rng(prompts)
+    weeks = rng.binomial(1, float(rate) / 100, (300, prompts)).astype(float)
+    better = np.mean([rule.first_decision(week)[0] == "better" for week in weeks])
+    assert 0.74 < better < 1.0
+    against_both = _promotion(limits, prompts, opponents=["SFT", "the references"])
+    assert "won against SFT and against the references if none" in against_both
 
 
 @pytest.mark.parametrize(

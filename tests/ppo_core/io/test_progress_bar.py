@@ -43,6 +43,7 @@ def test_a_bar_tells_its_listeners_in_each_thread_that_advances_it():
         thread.start()
         thread.join()
         assert heard.said == ["fetch", "fetch"]
+    bar.close()  # as tqdm does when it deletes a bar
     assert heard.said == ["fetch", "fetch", "fetch ended"]
 
 
