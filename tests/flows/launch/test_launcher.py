@@ -212,7 +212,7 @@ def test_a_process_that_had_saved_before_it_was_ended_was_told_to_stop(tmp_path,
     report = kind and ErrorReport(kind=kind, message="stopped", traceback="", time=0.0)
     error = as_error(Ended(rank=0, pid=1, exit_code=exit_code, report=report), [], tmp_path)
     assert isinstance(error, RunInterruptedError)
-    assert str(error).startswith("The training stopped after SIGTERM,")
+    assert str(error).startswith("The training stopped after SIGTERM or after a notice")
 
 
 @pytest.mark.slow
