@@ -31,7 +31,7 @@ def main(argv: Sequence[str], load_language_model: "LoadLanguageModel | None" = 
             config, script, model = parse_arguments(
                 [PPOConfig, ScriptArguments, ModelArguments], argv
             )
-            # Importing torch takes seconds. Parsing first reports a wrong flag at once.
+            # The import of torch takes seconds, so a wrong flag was reported before it.
             with large_imports():
                 import torch
 

@@ -48,8 +48,9 @@ def start_training(from_file: Mapping[str, Any], lease: str) -> str:
             return f"RLHF/argo-{started['metadata']['name']}"
     except MetaflowException as error:
         raise ProcessError(
-            f"The flow RLHF could not be started: {reason_of(error)}. Deploy it beside the flow "
-            "Retrain, in the same project and branch, and start the flow Retrain again."
+            f"The flow RLHF could not be started: {reason_of(error)}. If it is not deployed, "
+            "deploy it beside the flow Retrain, in the same project and branch. Otherwise mend "
+            "what the error says. Then start the flow Retrain again."
         ) from error
     return _run_here(from_file, lease)
 

@@ -40,11 +40,13 @@ def find_disk(folder: Path, peers: ProcessGroup) -> Disk:
         folder.mkdir(parents=True, exist_ok=True)
         marks[peers.rank].touch()
 
-    peers.together(mark)
-    seen = tuple(rank for rank, path in enumerate(marks) if path.exists())
-    # Wait until each process has looked for the marks, before the first mark is removed.
-    peers.together(lambda: None)
-    marks[peers.rank].unlink()
+    try:
+        peers.together(mark)
+        seen = tuple(rank for rank, path in enumerate(marks) if path.exists())
+        # Wait until each process has looked for the marks, before the first mark is removed.
+        peers.together(lambda: None)
+    finally:
+        marks[peers.rank].unlink(missing_ok=True)
     return Disk(ranks=seen)
 
 

@@ -12,8 +12,8 @@ rates, by the size of the model:
   starts at 0.15 and adapts. Smaller models use 0.15, too, because their high learning rates move
   them far from the reference.
 - 1B: PPO from "The N+ Implementation Details of RLHF with PPO", arXiv:2403.17031 (3e-6, and 0.05
-  for the KL divergence, for Pythia 1B to 6.9B); SFT and reward model from InstructGPT,
-  arXiv:2203.02155, appendix C (9.65e-6, rounded here to 1e-5, and 9e-6).
+  for the KL divergence, for Pythia 1B to 6.9B); SFT (9.65e-6, rounded here to 1e-5) and reward
+  model (9e-6) from InstructGPT, arXiv:2203.02155, appendix C.
 - 8B: reward model and PPO from the cards of OpenRLHF/Llama-3-8b-rm-700k (9e-6) and
   OpenRLHF/Llama-3-8b-rlhf-100k (5e-7, 100,000 responses). The PPO rate is chosen between this 5e-7
   and the 3e-6 of arXiv:2403.17031. The rate of SFT has no source.

@@ -1,8 +1,9 @@
 """FSDP2: shard parameters, and unshard them for forward passes and for reading.
 
-Each layer of a model is an FSDP group. Outside `gathered`, this group is unsharded only during the
-layer's passes. Embeddings, head and norms form the root's group. After a pass without gradients,
-the root's group stays unsharded until the surrounding or the next `gathered` ends.
+Each layer of a model is an FSDP group. Outside `gathered`, the group of a layer is unsharded only
+during the passes of this layer. Embeddings, head and norms form the root's group. After a pass
+without gradients, the root's group stays unsharded until a `gathered` ends: the one around the
+pass, or else the next one.
 """
 
 from collections.abc import Iterator

@@ -89,7 +89,7 @@ def stop_token(
 
 
 def own_stop_token(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> int | None:
-    """Return the stop token that servers use, from a model's generation_config; None without one.
+    """Return the stop token of a model's generation_config, which servers use; None without one.
 
     If the model has several stop tokens, prefer the tokenizer's end-of-sequence token.
     """
@@ -155,10 +155,10 @@ def _draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
 def _first_above(cumulative: Tensor, thresholds: Tensor) -> tuple[Tensor, Tensor]:
     """Return the first index (B,) whose sum exceeds the threshold, and the sum (B,) before it."""
     total = cumulative[:, -1:]
-    # Keep thresholds below the total: no sum would exceed a threshold that is rounded up to it.
+    # Keep thresholds below the total: no sum would exceed a threshold that rounding made equal.
     below = torch.nextafter(total, torch.zeros_like(total))
     thresholds = torch.minimum(thresholds[:, None], below)
-    # No sum exceeds a threshold that is NaN, so its index may be past the end.
+    # No sum exceeds a NaN threshold, so the index that is found for it may be past the end.
     index = torch.searchsorted(cumulative, thresholds, right=True)
     index = index.clamp(max=cumulative.shape[1] - 1)
     before = torch.where(index > 0, cumulative.gather(1, (index - 1).clamp(min=0)), 0)

@@ -103,6 +103,9 @@ def exact_weights(adapted: "PeftModel", start: str | Path) -> dict[str, Tensor] 
 def _frozen_matrices(adapted: "PeftModel") -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the frozen weights of the backbone's linear layers, by their names in the backbone."""
     for name, module in plain_model(adapted).base_model.named_modules():
+        # Layers of `modules_to_save` are trained as copies; their originals have no use.
+        if name.endswith(".original_module"):
+            continue
         # A subclass of nn.Linear may compute with its weight in another way.
         if type(module) in (nn.Linear, Conv1D) and not module.weight.requires_grad:
             yield f"{name}.weight", module.weight

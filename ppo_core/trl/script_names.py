@@ -122,7 +122,7 @@ class ScriptNames(Trainer):
     """Policy and value model, as `model.policy` and `model.value_model`."""
 
     ref_model: nn.Module | None
-    """The reference; None if it is the policy's base model, with another adapter or without one."""
+    """The reference; None if it shares the policy's base model, with its own adapter or none."""
 
     reward_model: Any
     """The rewards as the script passed them."""
@@ -142,7 +142,7 @@ class ScriptNames(Trainer):
 
     @property
     def value_model(self) -> nn.Module | None:
-        """The value model that the script passed; if it passed none, the critic or None."""
+        """The value model that the script passed; otherwise the critic, or None without one."""
         return self.model.value_model
 
     @property

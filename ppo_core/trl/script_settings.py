@@ -21,7 +21,7 @@ Settings = TypeVar("Settings")
 Copied = TypeVar("Copied", bound="DataclassInstance")
 
 _IS_COPIED, _IS_OWN = "_is_copied", "_is_own"
-"""Attributes that mark settings that a trainer has copied, and the trainer's copy of them."""
+"""Attributes that mark a script's settings once a trainer has copied them, and the copy."""
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ def refusing_unsupported(
 ) -> type[Settings]:
     """Make the constructor of a settings dataclass call `refuse_unsupported`.
 
-    A script may also assign a value to a setting, but not in a trainer's copy (`protect_copy`).
+    Assignments are checked in the same way, and refused in a trainer's copy (`protect_copy`).
 
     Raises:
         TypeError: `settings` is not a dataclass.

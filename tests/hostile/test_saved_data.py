@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -92,6 +93,13 @@ def link_of_split(folder: Path) -> None:
     (folder / "train").symlink_to("../outside")
 
 
+def data_set_beside_splits(folder: Path) -> None:
+    (folder / "dataset_dict.json").write_text('{"splits": []}')
+    for file in ("state.json", "dataset_info.json"):
+        shutil.copy(folder / "train" / file, folder / file)
+    name(f"../secret/{DATA}")(folder)
+
+
 DICT_CASES: dict[str, tuple[Harm, str]] = {
     "a split of a parent": (split("../secret"), "dataset_dict.json"),
     "a split of a root": (lambda f: split(f"{f.parent}/secret")(f), "dataset_dict.json"),
@@ -102,6 +110,7 @@ DICT_CASES: dict[str, tuple[Harm, str]] = {
     ),
     "a link of a split": (link_of_split, "train"),
     "a link in a split": (lambda f: link(f"train/{DATA}")(f), DATA),
+    "a data set beside splits": (data_set_beside_splits, "state.json"),
     "a name in a split": (lambda f: name(f"../../secret/{DATA}")(f / "train"), "state.json"),
 }
 

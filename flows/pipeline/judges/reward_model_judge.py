@@ -1,6 +1,7 @@
 """A reward model as judge: the answer with the higher score is better."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from math import isfinite
 
 from scipy.special import expit
@@ -9,7 +10,6 @@ from pipeline.inputs.model_digests import digest_of_model
 from pipeline.judges.verdict import JudgedPrompt, Verdict
 from pipeline.storage.workspace import original_names
 from ppo_core.config.placement import placement_for_reading
-from ppo_core.data.rows.dialogues import shown_prompt
 from ppo_core.io.folder_cache import digest_of
 from ppo_core.models.loading import load_reward_model
 
@@ -38,6 +38,8 @@ class RewardModelJudge:
         self._model = load_reward_model(
             path, end_of_text=end_of_text, placement=placement_for_reading()
         )
+        self._scores: dict[tuple[str, str], float | None] = {}
+        """Score of each prompt and answer; None if the model cannot read them."""
 
     def __call__(
         self, prompts: Sequence[JudgedPrompt], pairs: Sequence[tuple[str, str]]
@@ -50,16 +52,24 @@ class RewardModelJudge:
         texts = [
             (prompt, answer) for prompt, pair in zip(prompts, pairs, strict=True) for answer in pair
         ]
-        keys = [(shown_prompt(prompt), answer) for prompt, answer in texts]
-        rows = [self._model.encode(*text) for text in texts]
-        read = [number for number, row in enumerate(rows) if self._model.can_read(row)]
-        scores: list[float] = []
-        if read:
-            scores = self._model.score_encoded([rows[n] for n in read], BATCH_SIZE).tolist()
-        # Equal texts get one score, because the last digits of a score depend on its batch.
-        score_of = {keys[number]: score for number, score in zip(read, scores, strict=True)}
-        sides = [score_of.get(key) for key in keys]
+        keys = [(json.dumps(prompt), answer) for prompt, answer in texts]
+        self._score(dict(zip(keys, texts, strict=True)))
+        sides = [self._scores[key] for key in keys]
         return [verdict_by_score(*both) for both in zip(sides[::2], sides[1::2], strict=True)]
+
+    def _score(self, texts: Mapping[tuple[str, str], tuple[JudgedPrompt, str]]) -> None:
+        """Score the texts that have no score yet, by key.
+
+        Equal texts get one score, because the last digits of a score depend on its batch. A judge
+        is asked about each pair in both orders.
+        """
+        missing = texts.keys() - self._scores.keys()
+        new = {key: self._model.encode(*text) for key, text in texts.items() if key in missing}
+        self._scores |= dict.fromkeys(new)
+        read = [key for key, row in new.items() if self._model.can_read(row)]
+        if read:
+            scores = self._model.score_encoded([new[key] for key in read], BATCH_SIZE).tolist()
+            self._scores |= zip(read, scores, strict=True)
 
 
 def verdict_by_score(first: float | None, second: float | None) -> Verdict:

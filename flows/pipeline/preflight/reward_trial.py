@@ -25,10 +25,10 @@ def try_rewards(data: RunData) -> None:
     """Check each reward that the settings name; print its scores of two responses.
 
     Functions and language models score a held-out chosen response and an empty response, because
-    the policy may give empty responses. A function scores them as responses to the first training
-    prompts, which have the columns that it takes. A function that hangs ends the step. A language
-    model is skipped if it does not fit this machine, or if only another step has the key of its
-    server. A reward model is only checked.
+    the policy may give empty responses. A function scores both as if they answered the first
+    training prompts, because the rows of these prompts have the columns that the function takes. If
+    a function hangs, the watch ends the step. A language model is skipped if it does not fit this
+    machine, or if only another step has the key of its server. A reward model is only checked.
 
     Raises:
         ConfigError: a function does not exist, takes wrong arguments, or takes a column that no

@@ -19,7 +19,7 @@ from metaflow.cards import (
     VegaChart,
 )
 
-from pipeline.reports.charts import MOST_POINTS, thinned
+from pipeline.reports.charts import room_around, thinned
 from pipeline.reports.document import (
     Chart,
     Curve,
@@ -127,7 +127,9 @@ def _vega(chart: Chart) -> dict[str, Any]:
 def _line_layers(curve: Curve) -> list[dict[str, Any]]:
     points = thinned(curve.points)
     ends = [y for _, *ys in (*points, *curve.spread) for y in ys]
-    lowest, highest = min(ends), max(ends)
+    # Without room around it, a flat line would have no area of healthy values.
+    room = room_around(ends)
+    lowest, highest = min(ends) - room, max(ends) + room
     # Limits far outside of the values would flatten the line, so the limits are clipped.
     low, high = (min(max(limit, lowest), highest) for limit in curve.healthy)
     layers = []
@@ -136,8 +138,10 @@ def _line_layers(curve: Curve) -> list[dict[str, Any]]:
         layers.append(_layer(area, [{"low": low, "high": high}], y="low", y2="high"))
     if curve.spread:
         around = {"type": "area", "color": "#1f5f99", "opacity": 0.2}
-        stride = math.ceil(len(curve.spread) / MOST_POINTS)
-        values = [{"x": x, "low": a, "high": b} for x, a, b in curve.spread[::stride]]
+        lows = thinned([(x, low) for x, low, _ in curve.spread])
+        highs = thinned([(x, high) for x, _, high in curve.spread])
+        kept = {x for x, _ in (*lows, *highs)}
+        values = [{"x": x, "low": a, "high": b} for x, a, b in curve.spread if x in kept]
         layers.append(_layer(around, values, x="x", y="low", y2="high"))
     line = {"type": "line", "point": len(points) == 1}
     layers.append(_layer(line, [{"x": x, "y": y} for x, y in points], x="x", y="y"))

@@ -50,7 +50,7 @@ def _line_chart(curve: Curve, shows: str) -> Markup:
     lows = thinned([(x, low) for x, low, _ in curve.spread])
     highs = thinned([(x, high) for x, _, high in curve.spread])
     height, ys = 150, [y for _, y in [*points, *lows, *highs]]
-    room = 0.06 * (max(ys) - min(ys)) or 0.06 * abs(ys[0]) or 1.0
+    room = room_around(ys)
     x = _axis([x for x, _ in points], LEFT, WIDTH - RIGHT)
     y = ChartAxis(min(ys) - room, max(ys) + room, height - BOTTOM, TOP)
 
@@ -117,6 +117,11 @@ def _front_chart(points: Mapping[str, tuple[float, Interval]], shows: str) -> Ma
             ),
         ]
     return _svg(parts, height, shows)
+
+
+def room_around(values: Sequence[float]) -> float:
+    """Return the room below and above the values on a vertical axis."""
+    return 0.06 * (max(values) - min(values)) or 0.06 * abs(values[0]) or 1.0
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:

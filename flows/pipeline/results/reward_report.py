@@ -181,7 +181,7 @@ class SampleScores:
 
     within_prompts: float
     """Standard deviation among the samples of a prompt: the root of the variance averaged over
-    prompts. PPO learns only from these differences."""
+    prompts. PPO learns only from differences among the samples of a prompt."""
 
     minimum: float
     """Lowest score."""
@@ -237,8 +237,8 @@ class OnPolicy:
     """Number of pairs, including ties and pairs without a verdict."""
 
     ties: int
-    """Number of pairs without a winner. Pairs of equal texts are also ties; the judge was not asked
-    about them."""
+    """Number of pairs with a verdict, but without a winner. Pairs of equal texts are also ties; the
+    judge was not asked about them."""
 
     invalid: int
     """Number of pairs without a verdict."""
@@ -248,12 +248,12 @@ class OnPolicy:
     pair is decided."""
 
     best_of: dict[str, float]
-    """k as text -> rate at which the judge prefers the reward model's best of k samples to another
-    sample; ties count as half. A random choice reaches 0.5."""
+    """k as text -> rate at which the judge prefers the reward model's best of k samples to a random
+    sample outside the k; ties count as half. A random choice reaches 0.5."""
 
     low: float
-    """Lower end of the 95 % interval of the best of four. The interval is valid even though the
-    number of questions depends on the verdicts."""
+    """Lower end of the 95 % interval of the best of four. The interval is valid although the judge
+    is asked only until the result is clear."""
 
     high: float
     """Upper end of this interval."""
@@ -370,7 +370,10 @@ class Contract:
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """Scores of one changed version of the references, compared with rival texts."""
+    """Scores of one kind of changed references, compared with rival texts.
+
+    If the kind has several versions of a reference, the lowest of their scores counts.
+    """
 
     preferred: float
     """Fraction of the references for which the changed version scores above all rivals; equal
@@ -383,7 +386,7 @@ class Probe:
     """Upper end of the 95 % interval (Wilson)."""
 
     gain: float
-    """Mean score of the changed version minus score of the best rival."""
+    """Mean of the changed version's score minus the best rival's score."""
 
     n: int
     """Number of references."""

@@ -6,12 +6,12 @@ from typing import Any
 from ppo_core.errors import DataError
 from ppo_core.io.text_files import open_regular_file, parse_strict_json
 
-STATE, SPLITS = "state.json", "dataset_dict.json"
+INFO, STATE, SPLITS = "dataset_info.json", "state.json", "dataset_dict.json"
 """Files by which `datasets` recognizes a folder written by `save_to_disk`."""
 
 
 def is_saved_folder(path: Path) -> bool:
-    """Return whether `save_to_disk` wrote a folder."""
+    """Return whether `path` is a folder that `save_to_disk` wrote."""
     return path.is_dir() and any((path / name).exists() for name in (STATE, SPLITS))
 
 
@@ -27,7 +27,9 @@ def check_saved_folder(path: Path) -> None:
     """
     root = path.resolve()
     folders = [path]
-    if (path / SPLITS).exists():
+    # Like `datasets`: a folder with the files of one data set is read as one, whatever SPLITS says.
+    is_one = (path / INFO).is_file() and (path / STATE).is_file()
+    if not is_one and (path / SPLITS).exists():
         splits = _read(path / SPLITS, root).get("splits")
         folders = [_inside(path, name, path / SPLITS, root) for name in _names(splits, "splits")]
     for folder in folders:

@@ -49,7 +49,7 @@ class SpeedJob:
 
 @dataclass(frozen=True, kw_only=True)
 class PassSeconds:
-    """Times of a policy with few layers, each from the slowest process."""
+    """Times of a policy with few layers; each is the time of the slowest process."""
 
     layers: int
     """Number of layers."""

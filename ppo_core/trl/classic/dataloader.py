@@ -14,7 +14,7 @@ KEPT_COLUMNS = {"input_ids", "attention_mask", "label", "query", "response"}
 
 def without_unused_columns(dataset: Any) -> Any:
     """Return a `datasets.Dataset` with only `KEPT_COLUMNS`, and any other data set unchanged."""
-    if isinstance(dataset, Mapping) or not hasattr(dataset, "column_names"):
+    if isinstance(dataset, Mapping) or not getattr(dataset, "column_names", None):
         return dataset
     unused = [name for name in dataset.column_names if name not in KEPT_COLUMNS]
     return dataset.remove_columns(unused)
@@ -36,12 +36,18 @@ def shuffled_batches(
     the data set is too small for one batch in each process.
 
     Raises:
-        DataError: `dataset` is a text, or a mapping such as all splits of a data set.
+        DataError: `dataset` is a text, a mapping such as all splits of a data set, or a stream
+            without a length.
     """
     if isinstance(dataset, str | Mapping):
         raise DataError(
             f"dataset={dataset!r:.80} is not a data set. Load the data set, and choose a split, "
             "for example dataset['train']."
+        )
+    if not hasattr(dataset, "__len__"):
+        raise DataError(
+            f"dataset={dataset!r:.80} has no length, so its rows cannot be shuffled and shared "
+            "between processes. Load it without streaming=True."
         )
     sampler: DistributedSampler[Any] = DistributedSampler(
         dataset, num_replicas=num_processes, rank=rank, seed=seed, drop_last=True

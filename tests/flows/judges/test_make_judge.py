@@ -3,6 +3,7 @@
 import json
 from math import exp, inf, nan
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from pipeline.judges.chat_judge import ChatJudge
 from pipeline.judges.judge_names import JUDGED_ELSEWHERE, calls_per_question, check_judge_name
 from pipeline.judges.make_judge import Ensemble, check_judge, make_judge
-from pipeline.judges.reward_model_judge import verdict_by_score
+from pipeline.judges.reward_model_judge import RewardModelJudge, verdict_by_score
 from pipeline.judges.verdict import Judge, Verdict, swapped
 from pipeline.settings.judge_config import JudgingConfig
 from ppo_core.errors import ConfigError, DataError, JudgeError, ModelError
@@ -435,3 +436,23 @@ def test_a_server_that_is_not_there_is_refused_before_training():
         pass
     with pytest.raises(JudgeError, match=r"^judge='openai:some-model': "):
         check("openai:some-model", base_url=gone.url, retries=0)
+
+
+def test_a_reward_model_that_judges_scores_each_text_once(tmp_path: Path):
+    judge = RewardModelJudge(write_model(tmp_path / "rm", labels=1), end_of_text=True)
+    passes: list[int] = []
+    score = judge._model.score_encoded
+
+    def counted(rows: Any, batch_size: int) -> Any:
+        passes.append(len(rows))
+        return score(rows, batch_size)
+
+    judge._model.score_encoded = counted
+    pairs = [("w1", "w2 w3"), ("w2 w3", "w1"), ("w1", "w1")]
+    verdicts = judge(["w5"] * 3, pairs)
+    assert passes == [2]
+    assert verdicts[2].winner == "tie"
+    assert {verdicts[0].winner, verdicts[1].winner} == {"first", "second"}
+    again = judge(["w5"] * 3, [(other, one) for one, other in pairs])
+    assert [one.winner for one in again[:2]] == [verdicts[1].winner, verdicts[0].winner]
+    assert passes == [2]

@@ -5,7 +5,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from pipeline.reports.charts import draw_chart
+from pipeline.reports.card_components import _line_layers
+from pipeline.reports.charts import MOST_POINTS, draw_chart
 from pipeline.reports.document import Chart, Curve, Front, NamedRates, Section
 from pipeline.reports.evaluation_report import without_ppo_section
 from pipeline.reports.reward_model_report import reward_sections
@@ -80,6 +81,22 @@ def test_the_spread_of_a_line_is_an_area_around_it_that_fits_in_the_chart():
     assert low0 - high0 == pytest.approx(4 / 12 * (low0 - high1), abs=0.2)
     assert low1 - high1 == pytest.approx(7 / 12 * (low0 - high1), abs=0.2)
     assert 0 < high1 < low0 < 150
+
+
+def test_a_card_keeps_the_ends_and_the_extremes_of_a_long_spread():
+    spread = [(float(x), 0.0, 1.0) for x in range(1000)]
+    spread[501] = (501.0, -9.0, 7.0)
+    curve = Curve(points=tuple((x, 0.5) for x, _, _ in spread), spread=tuple(spread))
+    (area,) = (one for one in _line_layers(curve) if one["mark"]["type"] == "area")
+    values = area["data"]["values"]
+    assert (values[0]["x"], values[-1]["x"]) == (0.0, 999.0)
+    assert {"x": 501.0, "low": -9.0, "high": 7.0} in values
+    assert len(values) <= 2 * MOST_POINTS
+
+
+def test_a_card_shows_the_healthy_values_around_a_flat_line():
+    curve = Curve(points=((0.0, 2.0), (1.0, 2.0)), healthy=(0.0, 5.0))
+    assert [one["mark"]["type"] for one in _line_layers(curve)] == ["rect", "line"]
 
 
 def charts_of(sections: list[Section]) -> dict[str, Chart]:

@@ -174,6 +174,12 @@ def test_frozen_matrices_keep_their_precision_where_it_counts(bf16, sharding, ch
     assert adapted.get_output_embeddings().weight.dtype == torch.float32
 
 
+def test_a_layer_that_is_trained_as_a_copy_is_merged_and_saved(base, tmp_path):
+    train_sft(base, EXAMPLES, IN_BF16, tmp_path, peft_config=lora(modules_to_save=["down_proj"]))
+    changed = moved(load_policy(base), load_policy(tmp_path))
+    assert any("down_proj" in name for name in changed)
+
+
 def test_the_peft_config_is_left_as_it_was():
     config = lora()
     add_task_adapter(make_policy(), config, "CAUSAL_LM")

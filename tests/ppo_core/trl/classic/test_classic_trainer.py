@@ -612,6 +612,12 @@ def test_a_name_or_all_splits_in_the_place_of_a_data_set_are_refused(dataset):
         make_trainer(dataset=dataset)
 
 
+def test_a_stream_of_rows_is_refused():
+    stream = Dataset.from_dict({"query": ["a"]}).to_iterable_dataset().map(lambda row: row)
+    with pytest.raises(DataError, match="Load it without streaming=True"):
+        make_trainer(dataset=stream)
+
+
 def test_a_data_set_smaller_than_a_batch_is_refused():
     trainer = make_trainer(dataset=[{"input_ids": [1]}] * 5)
     assert len(trainer.dataloader) == 0
