@@ -351,7 +351,7 @@ def test_the_card_of_a_training_shows_it_before_the_step_ends(cards: dict[str, P
         area, around, line, warned = (layer["data"]["values"] for layer in spec["layer"])
         # Metaflow draws a chart in a table without a width as an empty one.
         assert spec["width"] > 300
-        assert area == [{"low": 0.25, "high": 10.0}]
+        assert area == [{"low": 0.0, "high": 10.0}]
         assert around == [{"x": 1.0, "low": 0.25, "high": 0.75}]
         assert line == [{"x": 1.0, "y": 0.5}, {"x": 2.0, "y": float(done)}]
         assert warned == [{"x": 2.0}]

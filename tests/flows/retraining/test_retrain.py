@@ -77,7 +77,7 @@ def test_a_training_that_cannot_be_started_releases_the_lease(
     monkeypatch.setenv("SFN_STATE_MACHINE", "ours.prod.Retrain")
     monkeypatch.setenv("AWS_ENDPOINT_URL_STEPFUNCTIONS", store["AWS_ENDPOINT_URL_S3"])
     monkeypatch.setenv("AWS_ENDPOINT_URL_SFN", store["AWS_ENDPOINT_URL_S3"])
-    with pytest.raises(ProcessError, match=r"ours.prod.RLHF.*doesn't exist.*Deploy it beside"):
+    with pytest.raises(ProcessError, match=r"ours.prod.RLHF.*doesn't exist.*deploy it beside"):
         retrain(found(settings), {}, "Retrain/1", take_over=False)
     assert lease(settings, "Retrain/2").take() is None
     assert recorded() == ["failed"]
