@@ -361,7 +361,7 @@ def test_the_revision_of_the_policy_is_read_wherever_its_files_are(models, data,
 
 def test_a_policy_that_would_not_be_uploaded_is_refused(tmp_path):
     config = PPOConfig(output_dir=str(tmp_path / "out"), push_to_hub=True)
-    with pytest.raises(ConfigError, match=r"push_to_hub=True uploads the policy.*policy_dir="):
+    with pytest.raises(ConfigError, match=r"push_to_hub=True uploads only a policy.*policy_dir="):
         train_ppo(config, ScriptArguments(policy_dir=str(tmp_path / "p")), ModelArguments())
 
 

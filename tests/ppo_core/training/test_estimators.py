@@ -181,7 +181,7 @@ def test_several_samples_of_a_prompt_also_go_with_a_critic():
 @pytest.mark.parametrize(
     ("estimator", "changes", "message"),
     [
-        ("rloo", {"samples_per_prompt": 1}, "samples_per_prompt=1 gives each prompt one"),
+        ("rloo", {"samples_per_prompt": 1}, "samples_per_prompt=1 gives each prompt only one"),
         (
             "rloo",
             {"samples_per_prompt": 3},
