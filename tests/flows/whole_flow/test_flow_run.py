@@ -306,7 +306,7 @@ def test_every_run_has_a_page_that_the_terminal_names(journey: Journey, summary:
         (name,) = re.findall(r"Page of the run: (outputs/runs/\d+/index\.html), and ", ran.log)
         pages[ran.log] = (journey.folder / name).read_text()
     # The first training that writes the page names it.
-    early = f"Page of the run: {name}, rewritten while it trains"
+    early = f"Page of the run: {name}, updated until the run ends"
     assert (journey.failed.log + journey.resumed.log).count(early) == 1
     assert "The reward model was refused" in pages[journey.refused.log]
     assert "sft/loss" in pages[journey.refused.log]

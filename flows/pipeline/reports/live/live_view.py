@@ -117,7 +117,7 @@ class LiveView:
         if error := write_page_file(document, self._run.folder):
             self._warn(str(error))
         elif is_first:
-            print(f"{PAGE} {self._run.place_of(PAGE_FILE)}, rewritten while it trains", flush=True)
+            print(f"{PAGE} {self._run.place_of(PAGE_FILE)}, updated until the run ends", flush=True)
 
     def _warn(self, problem: str) -> None:
         """Print, only once, why the page or the card is out of date."""
