@@ -58,10 +58,11 @@ def test_sft_that_is_killed_is_retried_and_resumes(
     # the programs that write cards.
     trained = [
         one
-        # A process that has just ended has no command line here, and raises nothing.
-        for one in psutil.process_iter(["cmdline"])
+        # A program of a card that has just ended is a zombie without a command line.
+        for one in psutil.process_iter(["cmdline", "status"])
         if one in descendants
         and one.pid not in parents
+        and one.info["status"] != psutil.STATUS_ZOMBIE
         and "card" not in (one.info["cmdline"] or [])
     ]
     max(trained, key=psutil.Process.create_time).kill()
