@@ -97,7 +97,7 @@ def test_a_machine_leaves_in_time_and_another_ends_its_work(
     seconds = time.time() - (tmp_path / "taken.notice").stat().st_mtime
     print(f"{phase}: ended {seconds:.1f} seconds after the notice")
     assert f"SIGTERM arrived during {phase}" in taken.log, taken.log
-    assert "or a notice of AWS" in taken.log, taken.log
+    assert "or after a notice of AWS" in taken.log, taken.log
     assert seconds < SECONDS_TO_LEAVE
     assert not list((taken.root / "model").iterdir())
     shutil.rmtree(taken.root)

@@ -220,7 +220,7 @@ def test_a_lost_machine_is_replaced(cloud: FlowInCloud, first: Execution, kind: 
     assert [job.exit_code == 0 for job in attempts] == [False, True]
     assert re.search(r"The training continues from checkpoint-\d+", attempts[1].log)
     if kind == "spot":
-        assert "or a notice of AWS" in attempts[0].log
+        assert "or after a notice of AWS" in attempts[0].log
     tags = [cloud.version(one).tags["model/policy"] for one in (first, ended)]
     assert tags[0] == tags[1]
     assert curve(cloud, ended) == [*range(1, UPDATES + 1)]
