@@ -26,7 +26,7 @@ ANOTHERS = "Try again with the correct production token."
 """Metaflow's message when it refuses to change another user's deployment."""
 
 MAX_LINES = 12
-"""Maximum number of last stderr lines of a failed command that the error message shows."""
+"""The message about a failed command shows at most this number of lines, the last of stderr."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Warn, with advice, if a metric of an update crosses a limit; end a run of skipped steps."""
+"""Warn, with advice, if a metric of an update crosses a limit; end a run that skips steps."""
 
 import math
 from collections.abc import Callable, Mapping

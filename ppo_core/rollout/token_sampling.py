@@ -155,7 +155,8 @@ def _draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
 def _first_above(cumulative: Tensor, thresholds: Tensor) -> tuple[Tensor, Tensor]:
     """Return the first index (B,) whose sum exceeds the threshold, and the sum (B,) before it."""
     total = cumulative[:, -1:]
-    # Keep thresholds below the total: no sum would exceed a threshold that rounding made equal.
+    # Keep thresholds below the total: if rounding made a threshold equal to the total, no sum would
+    # exceed it.
     below = torch.nextafter(total, torch.zeros_like(total))
     thresholds = torch.minimum(thresholds[:, None], below)
     # No sum exceeds a NaN threshold, so the index that is found for it may be past the end.

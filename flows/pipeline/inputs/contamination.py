@@ -35,8 +35,7 @@ TEMPLATE = 10
 """An n-gram that is in more different texts than this number is part of a template."""
 
 LEAST_WORDS = 8
-"""Smallest number of words of a prompt that counts as a copy; shorter ones may be equal by chance.
-"""
+"""Fewest words of a prompt that counts as a copy; shorter prompts may be equal by chance."""
 
 LEAST_CHANGED = 13
 """Smallest number of words of a prompt that counts as a copy with changed words. Shorter sentences

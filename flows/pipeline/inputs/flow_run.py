@@ -68,11 +68,11 @@ class FlowRun:
         return self.workspace.folder_of_run(self.id.rpartition("/")[2])
 
     def place_of(self, file: str) -> str:
-        """Return the path of a file of the run; with a store, its name in MLflow.
+        """Return `shown_path` of a file of the run; with a store, the name of the file in MLflow."""
+        return file if self.workspace.store else shown_path(self.folder / file)
 
-        The path is relative to the current folder if the file is below that folder.
-        """
-        if self.workspace.store:
-            return file
-        path, here = self.folder / file, Path.cwd()
-        return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+def shown_path(path: Path) -> str:
+    """Return a path, relative to the current folder if it is below that folder."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from pipeline.cost.measured_cost import cost_of_run
 from pipeline.evaluation.evaluate_policies import judge_of_run
 from pipeline.evaluation.notes import describe_accuracy, doubts_about_trained_judge
-from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
+from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun, shown_path
 from pipeline.inputs.labeled_pairs import label_pairs
 from pipeline.inputs.model_digests import digest_of_model
 from pipeline.inputs.run_data import RunData
@@ -168,14 +168,14 @@ def stop_run(validation: ValidatedReward, run: FlowRun) -> NoReturn:
         ModelError: always; the message contains the reasons, the place of the report, and the
             commands to continue.
     """
-    same_run = f"--config settings {quote(_relative(run.folder / SETTINGS_FILE))} run"
-    if run.workspace.store:
-        same_run = f"--config settings {SETTINGS_FILE} run"  # a file that MLflow stores
+    report = validation.report_file
+    shown = report if is_in_s3(report) else shown_path(Path(report))
+    same_run = f"--config settings {quote(run.place_of(SETTINGS_FILE))} run"
     raise ModelError(
         f"The reward model is not fit to train against:\n{_listed(validation)}\n"
         "PPO would exploit these faults, so it was not started. Three places have the report: the "
         "card (python flows/rlhf.py card view validate_reward_model), the file "
-        f"{_relative(validation.report_file)}, and reward-model/report.html in MLflow.\n"
+        f"{shown}, and reward-model/report.html in MLflow.\n"
         "Do what the reasons say, or change the limits in [reward_gate], and run again; models "
         "that are already trained are reused. To train against this reward model all the same:\n"
         f"python flows/rlhf.py {same_run} --accept-reward-model"
@@ -380,11 +380,3 @@ def _measure_judge(data: RunData, judge: PreparedModel) -> TrainedJudge:
 
 def _listed(validation: ValidatedReward) -> str:
     return "\n".join(f"- {reason}" for reason in validation.reasons)
-
-
-def _relative(place: str | Path) -> str:
-    """Return a path relative to the working directory if it is within that directory."""
-    path, here = Path(place), Path.cwd()
-    if is_in_s3(str(place)):
-        return str(place)
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)
