@@ -68,7 +68,7 @@ class FlowRun:
         return self.workspace.folder_of_run(self.id.rpartition("/")[2])
 
     def place_of(self, file: str) -> str:
-        """Return `shown_path` of a file of the run; with a store, the name of the file in MLflow."""
+        """Return `shown_path` of a file of the run; with a store, its name in MLflow."""
         return file if self.workspace.store else shown_path(self.folder / file)
 
 
