@@ -1,14 +1,13 @@
 """Responses of a policy to prompts, and its KL divergence from a reference."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_core.algorithm.kl import kl_per_token
 from ppo_core.algorithm.running_moments import RunningMoments
 from ppo_core.data.prompt_set import PromptSet
 from ppo_core.data.prompts import (
@@ -39,6 +38,11 @@ from ppo_core.rollout.token_sampling import (
     ServerSettings,
     stop_token,
 )
+from ppo_core.training.answer_divergence import (
+    LoadReference,
+    divergence_of_greedy,
+    divergence_of_samples,
+)
 
 CHECKED_PROMPTS, CHECKED_TOKENS = 8, 16
 """Number of prompts, and of tokens per response, that a server samples to check its weights."""
@@ -52,10 +56,10 @@ class Answers:
     """Responses without special tokens."""
 
     kl: float | None
-    """KL divergence from the reference in nats (k1), summed over each response and averaged over
-    the prompts. None without a reference. Also None if responses are sampled with top_k or top_p,
-    because they are then not samples from the policy's full distribution. For greedy responses see
-    `reference_temperature` of `answer_prompts`."""
+    """KL divergence from the reference, in nats per response; see `divergence_of_samples` and, for
+    greedy responses, `divergence_of_greedy`. None without a reference. Also None if responses are
+    sampled with top_k or top_p, because they are then not samples from the policy's full
+    distribution, and for greedy responses without a `reference_temperature`."""
 
     stopped: list[bool] | None
     """Whether each response ends in the stop token; None without a stop token."""
@@ -75,7 +79,7 @@ def answer_prompts(
     batch_size: int = 64,
     stop: str | None = "eos",
     stop_token_id: int | None = None,
-    load_reference: Callable[[], PreTrainedModel] | None = None,
+    load_reference: LoadReference | None = None,
     reference_temperature: float | None = None,
     server: ServerSettings | None = None,
 ) -> Answers:
@@ -84,10 +88,8 @@ def answer_prompts(
     `stop` and `stop_token_id` are the settings `stop_token` and `stop_token_id` of PPOConfig.
     `batch_size` is halved while memory is full. With `numbers`, only the prompts at these indices
     are answered; an answer does not depend on the other prompts. If a vLLM `server` is given, it
-    samples with the model's weights. If the KL divergence is computed, `load_reference` is called
-    after the last use of `model`. A greedy response has probability 1 under the policy, so its
-    divergence is -log p, where p is its probability under the reference at `reference_temperature`.
-    The divergence of greedy responses is not computed if `reference_temperature` is None.
+    samples with the model's weights. For `load_reference` see `LoadReference`, for
+    `reference_temperature` see `divergence_of_greedy`.
 
     Raises:
         ConfigError: `temperature` is negative or not finite.
@@ -114,10 +116,11 @@ def answer_prompts(
     batches = BatchSize(batch_size, "answering")
     rollout = _sample(policy, encoded, uniforms, sampling, batches, server)
     kl = None
-    if load_reference is not None:
-        own = _with_own_logprobs(policy, rollout, sampling, batches, server, reference_temperature)
-        if own is not None:
-            kl = _divergence(own, LanguageModel(load_reference()), batches)
+    if load_reference is not None and temperature == 0:
+        if reference_temperature:
+            kl = divergence_of_greedy(rollout, load_reference, reference_temperature, batches)
+    elif load_reference is not None and not sampling.is_restricted:
+        kl = divergence_of_samples(policy, rollout, load_reference, batches)
     stopped = None if sampling.stop_token_id == NO_STOP_TOKEN else rollout.has_stop.tolist()
     return Answers(texts=response_texts(tokenizer, rollout), kl=kl, stopped=stopped)
 
@@ -130,31 +133,6 @@ def _check_arguments(prompts: Sequence[Prompt], temperature: float) -> None:
         )
     if not 0 <= temperature < math.inf:
         raise ConfigError(f"temperature={temperature} must be a finite number, at least 0.")
-
-
-def _with_own_logprobs(
-    policy: LanguageModel,
-    rollout: Rollout,
-    sampling: SamplingSettings,
-    batches: BatchSize,
-    server: ServerSettings | None,
-    reference_temperature: float | None,
-) -> Rollout | None:
-    """Return the rollout with the policy's log-probabilities, for the KL divergence.
-
-    Return None if the divergence cannot be computed: for samples from a part of the distribution,
-    and for greedy responses without a `reference_temperature`.
-    """
-    if sampling.temperature == 0:
-        if not reference_temperature:
-            return None
-        certain = torch.zeros_like(rollout.logprobs)
-        return replace(rollout, logprobs=certain, temperature=reference_temperature)
-    if sampling.is_restricted:
-        return None
-    if server is None:
-        return rollout
-    return replace(rollout, logprobs=_logprobs(policy, rollout, batches))
 
 
 def _sample(
@@ -217,13 +195,6 @@ def _sample_by_server(
 def _logprobs(model: LanguageModel, rollout: Rollout, batches: BatchSize) -> Tensor:
     """Return the log-probabilities (B, T) of the responses under the model."""
     return batches.run(lambda rows: response_logprobs(model, rollout, rows))
-
-
-def _divergence(rollout: Rollout, reference: LanguageModel, batches: BatchSize) -> float:
-    """Return the k1 estimate of the KL divergence from the reference, in nats per response."""
-    ref_logprobs = _logprobs(reference, rollout, batches)
-    # The log-probabilities of both models are 0 outside response_mask.
-    return kl_per_token(rollout.logprobs, ref_logprobs, "k1").sum(dim=1).mean().item()
 
 
 def greedy_completions(

@@ -1,4 +1,4 @@
-"""Interpolate between the weights of two policies."""
+"""Interpolate between the weights of two policies, or extrapolate beyond the second."""
 
 from pathlib import Path
 
@@ -15,13 +15,14 @@ def write_interpolated(start: str | Path, end: str | Path, weight: float, folder
     """Write the policy start + weight * (end - start) with the tokenizer of `end`.
 
     If `weight` is lowered, the divergence from the start falls faster than the reward (WARP,
-    arXiv:2406.16768, section 3.3). The weights are computed in fp32 or higher, and saved in the
-    precision of `end`.
+    arXiv:2406.16768, section 3.3). A `weight` above 1 goes further in the direction of the training
+    (ExPO, arXiv:2404.16792). The weights are computed in fp32 or higher, and saved in
+    the precision of `end`.
 
     Args:
         start: folder or hub id of a causal language model.
         end: folder of a model with the same parameters.
-        weight: number from 0 (the start) to 1 (the end).
+        weight: 0 is the start, 1 is the end; not negative.
         folder: folder for the policy; it is written completely or not at all.
 
     Raises:

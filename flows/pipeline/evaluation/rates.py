@@ -2,7 +2,7 @@
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.stats import rankdata
+from scipy.stats import rankdata, sem
 from statsmodels.stats.proportion import proportion_confint
 
 from pipeline.results.reward_report import Rate
@@ -19,6 +19,15 @@ def measure_rate(right: Array) -> Rate:
     """Return the mean of hits (N,), N >= 1, with its 95 % Wilson interval."""
     low, high = proportion_confint(right.sum(), right.size, alpha=0.05, method="wilson")
     return Rate(accuracy=float(right.mean()), low=float(low), high=float(high), n=right.size)
+
+
+def is_ahead(one: Array, other: Array) -> bool:
+    """Return whether the mean of `one` is higher by more than one standard error.
+
+    The standard error is that of the mean difference of both hits (N,) on the same N pairs.
+    """
+    difference = one - other
+    return bool(difference.mean() > sem(difference))
 
 
 def equal_parts(values: Array, count: int) -> list[NDArray[np.intp]]:

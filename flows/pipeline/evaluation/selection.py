@@ -1,14 +1,14 @@
 """Choose which policy of PPO is evaluated and registered, see `SelectionConfig`.
 
-The candidates are interpolated policies and earlier policies of PPO. The interpolated policy at
-position w has the weights start + w (end - start), see `write_interpolated`. The KL divergence of
-each candidate is measured from the start.
+The candidates are policies on the line through the start and the end of PPO, and earlier policies
+of PPO. The policy at position w has the weights start + w (end - start), see `write_interpolated`.
+The KL divergence of each candidate is measured from the start.
 """
 
+import math
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import log
 from pathlib import Path
 from statistics import fmean
 
@@ -46,9 +46,12 @@ about 5 %."""
 AIM = 0.95
 """Target divergence of the search, as a fraction of the limit."""
 
-NEAR = 0.85
-"""Smallest divergence of an interpolated policy that ends the search early, as a fraction of the
-limit."""
+NEAR = 0.9
+"""Smallest divergence that ends the search early, as a fraction of the limit."""
+
+FURTHEST = 1.2
+"""Largest position of a policy with `ppo.kl_target`; such a policy has about 1.2^2 times the
+divergence of the end."""
 
 
 def choose_policy(
@@ -77,7 +80,8 @@ def choose_policy(
     prompts, limit = data.selection_prompts(), divergence_limit(data.settings)
     policies = _Candidates(data, start, end, earlier, prompts, folder)
     if judge is None:
-        candidates = nearest_within(policies.divergence, limit)
+        furthest = FURTHEST if data.settings.ppo.kl_target else 1.0
+        candidates = nearest_within(policies.divergence, limit, furthest)
     else:
         candidates = _judged(policies, judge, limit)
     chosen = _best(candidates, limit)
@@ -97,44 +101,46 @@ def divergence_limit(settings: Settings) -> float:
     return min(ABOVE_TARGET * target, BELOW_LIMIT * most)
 
 
-def nearest_within(divergence: Callable[[float], float], limit: float) -> list[TriedPolicy]:
+def nearest_within(
+    divergence: Callable[[float], float], limit: float, furthest: float
+) -> list[TriedPolicy]:
     """Measure policies until one diverges by NEAR to 1 times the limit; return all measurements.
 
-    The search starts at the end of PPO, w = 1, where any divergence within the limit suffices. It
-    measures at most MOST_TRIES policies. It assumes that the KL divergence is proportional to w^e.
-    At first, e is 2, which holds for small changes of the weights. Later values of e fit the last
-    two measurements.
+    The search starts at the end of PPO, w = 1. It ends early at w = `furthest` if this policy is
+    within the limit. It measures at most MOST_TRIES policies. It assumes that the KL divergence is
+    proportional to w^e. At first, e is 2, which holds for small changes of the weights. Later
+    values of e fit the last two measurements.
 
     Args:
         divergence: function that returns the KL divergence at a position w, in nats per answer.
         limit: limit of the divergence, above 0.
+        furthest: largest position w, at least 1.
     """
+
+    def is_near(tried: TriedPolicy) -> bool:
+        return tried.kl <= limit and (tried.kl >= NEAR * limit or tried.weight == furthest)
+
     tried = [TriedPolicy(weight=1.0, kl=divergence(1.0))]
-    below, above, exponent = 0.0, 1.0, 2.0
-    while len(tried) < MOST_TRIES and not _is_near(tried[-1], limit):
-        last = tried[-1]
-        guess = last.weight * (AIM * limit / last.kl) ** (1 / exponent) if last.kl > 0 else above
-        # If the guess is outside (below, above), take the midpoint.
-        weight = guess if below < guess < above else (below + above) / 2
-        tried.append(TriedPolicy(weight=weight, kl=divergence(weight)))
-        if tried[-1].kl > limit:
-            above = weight
+    below, above, exponent = 0.0, math.inf, 2.0
+    while len(tried) < MOST_TRIES and not is_near(last := tried[-1]):
+        if last.kl > limit:
+            above = last.weight
         else:
-            below = weight
+            below = last.weight
+        ratio = AIM * limit / last.kl if last.kl > 0 else math.inf
+        weight = min(last.weight * ratio ** (1 / exponent), furthest)
+        if not below < weight < above:
+            weight = (below + above) / 2
+        tried.append(TriedPolicy(weight=weight, kl=divergence(weight)))
         exponent = _exponent(last, tried[-1]) or exponent
     return tried
-
-
-def _is_near(candidate: TriedPolicy, limit: float) -> bool:
-    is_end = candidate.weight == 1
-    return candidate.kl <= limit and (is_end or candidate.kl >= NEAR * limit)
 
 
 def _exponent(one: TriedPolicy, other: TriedPolicy) -> float | None:
     """Return the exponent e of KL ~ w^e that fits two measurements; None if it is not plausible."""
     if min(one.kl, other.kl) <= 0 or one.weight == other.weight:
         return None
-    exponent = log(one.kl / other.kl) / log(one.weight / other.weight)
+    exponent = math.log(one.kl / other.kl) / math.log(one.weight / other.weight)
     return exponent if 0.5 <= exponent <= 8 else None
 
 

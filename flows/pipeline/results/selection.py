@@ -7,11 +7,11 @@ from pipeline.judges.judge_budget import Spent
 
 @dataclass(frozen=True, kw_only=True)
 class TriedPolicy:
-    """Measurements of a candidate: a policy between the start and the end of PPO."""
+    """Measurements of a candidate for the policy that is evaluated and registered."""
 
     weight: float
-    """Position of an interpolated policy: 0 is the start of PPO, and 1 is the end. A policy that
-    was saved during PPO is not interpolated, so its position is 1, too."""
+    """Position on the line from the start of PPO, 0, to the end, 1; a position above 1 lies beyond
+    the end. A policy that was saved during PPO has the position 1, too."""
 
     kl: float
     """KL divergence of the policy's answers from the start of PPO, in nats per answer."""
@@ -64,7 +64,7 @@ class Selection:
         )
         place = (self.weight, self.update)
         chosen = next(each for each in self.candidates if (each.weight, each.update) == place)
-        where = f"at {self.weight:.3g} of the way from SFT to the end of PPO"
+        where = f"at {self.weight:.3g} times the way from SFT to the end of PPO"
         if self.update is not None:
             where = f"after update {self.update} of PPO"
         if chosen.kl > self.limit:

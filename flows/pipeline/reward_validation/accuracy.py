@@ -145,7 +145,15 @@ def _chance_agreement(votes: int) -> float:
 def measure_model(
     path: str, pairs: Sequence[LabeledPair], *, end_of_text: bool, prompt_format: PromptFormat
 ) -> Accuracy:
-    """Load a reward model in fp32, and measure its accuracy on pairs.
+    """Measure the accuracy of a reward model on pairs; see `scores_of_model`."""
+    scores = scores_of_model(path, pairs, end_of_text=end_of_text, prompt_format=prompt_format)
+    return measure_accuracy(*scores, pairs)
+
+
+def scores_of_model(
+    path: str, pairs: Sequence[LabeledPair], *, end_of_text: bool, prompt_format: PromptFormat
+) -> tuple[Array, Array]:
+    """Load a reward model in fp32, and return its scores of the pairs; see `score_pairs`.
 
     Raises:
         ModelError: the model cannot be loaded, or a score is not finite.
@@ -156,4 +164,4 @@ def measure_model(
         prompt_format=prompt_format,
         placement=placement_for_reading(),
     )
-    return measure_accuracy(*score_pairs(TextScorer(model), pairs), pairs)
+    return score_pairs(TextScorer(model), pairs)

@@ -82,11 +82,13 @@ class SelectionConfig:
 
     method: Literal["last", "kl", "judge"] = "last"
     """`last` registers the last policy. `kl` registers a policy nearer to SFT if the KL divergence
-    of the last policy from SFT exceeds the limit. `judge` takes the policies at `weights` and the
-    earlier policies of `ppo.save_policies`. Of the policies whose KL divergence is within the
-    limit, it registers the one that the judge most often prefers to SFT. The comparison uses up to
-    `num_prompts` prompts, at most half of `eval_prompts`; the evaluation does not use these
-    prompts. The limit is the smaller of 1.1 x `ppo.kl_target` and 0.9 x `promotion.max_kl`."""
+    of the last policy from SFT exceeds the limit; with `ppo.kl_target`, also a policy slightly
+    further from SFT if the divergence is below 0.9 times the limit. `judge` takes the policies at
+    `weights` and the earlier policies of `ppo.save_policies`. Of the policies whose KL divergence
+    is within the limit, it registers the one that the judge most often prefers to SFT. The
+    comparison uses up to `num_prompts` prompts, at most half of `eval_prompts`; the evaluation does
+    not use these prompts. The limit is the smaller of 1.1 x `ppo.kl_target` and 0.9 x
+    `promotion.max_kl`."""
 
     weights: list[float] = field(default_factory=lambda: [1.0, 0.8, 0.6, 0.4])
     """Positions of the policies that the judge compares with SFT: 1 is the end of PPO, and 0 would

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from pipeline.inputs.flow_run import REWARD_MODEL, FlowRun
-from pipeline.inputs.labeled_pairs import label_pairs
+from pipeline.inputs.labeled_pairs import decided_pairs
 from pipeline.inputs.model_digests import digest_of_model
 from pipeline.inputs.replayed_pairs import new_and_replayed, read_start_rows, trained_pairs
 from pipeline.inputs.run_data import RunData
@@ -250,35 +250,38 @@ def better_reward_model(
     tracker: Tracker,
     names: tuple[str, str] = (REWARD_MODEL, FRESH),
 ) -> PreparedModel:
-    """Return the reward model that orders held-out pairs of the policy's samples better.
+    """Return `trained`, unless `given` is better on held-out pairs of the policy's samples.
 
-    If both models are equally good, return `trained`, which was trained on the pairs that are
-    not held out. `names` are the names of both models in metrics and messages.
+    `trained` was trained on the pairs that are not held out, so it is the likelier one to be
+    better. `given` is returned only if it is ahead by more than one standard error of the
+    difference. `names` are the names of both models in metrics and messages.
     """
     # Imported here, because most runs compare no reward models and statsmodels imports slowly.
-    from pipeline.reward_validation.accuracy import measure_model
+    from pipeline.evaluation.rates import hits, is_ahead
+    from pipeline.reward_validation.accuracy import measure_accuracy, scores_of_model
 
     data = RunData(settings)
-    pairs = label_pairs(data.fitting_held_out_pairs(fresh.path))
-    rates = []
+    pairs = decided_pairs(data.fitting_held_out_pairs(fresh.path), [])
+    right = []
     for name, model, prompt_format in (
         (names[0], given, data.reward_format),
         (names[1], trained, settings.prompt_format),
     ):
-        rate = measure_model(
+        chosen, rejected = scores_of_model(
             model.path,
             pairs,
             end_of_text=settings.reward_model_training.end_of_text,
             prompt_format=prompt_format,
         )
+        rate = measure_accuracy(chosen, rejected, pairs)
         print(
             f"{name}: right in {rate.accuracy:.1%} of {rate.n} held-out pairs of the policy's "
             f"samples, 95 % interval {rate.low:.1%} .. {rate.high:.1%}",
             flush=True,
         )
         tracker.parent.log_figures({f"{name}/on_policy_accuracy": rate.accuracy})
-        rates.append(rate.accuracy)
-    better = trained if rates[1] >= rates[0] else given
+        right.append(hits(chosen - rejected))
+    better = given if is_ahead(*right) else trained
     print(f"reward model: PPO trains against {original_names(better.path)}", flush=True)
     return better
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.evaluation.selection import BELOW_LIMIT, NEAR, nearest_within
+from pipeline.evaluation.selection import BELOW_LIMIT, FURTHEST, NEAR, nearest_within
 from pipeline.inputs.run_data import RunData
 from pipeline.results.step_records import EarlierPolicies, EvaluatedPolicy, TrainedPolicy
 from pipeline.settings.evaluation_config import MOST_TRIES, SelectionConfig
@@ -34,24 +34,47 @@ from tests.helpers.runs.candidates import World, make_world, write_policy
     ],
 )
 def test_a_policy_lands_below_the_limit_and_near_it(divergence: Callable[[float], float]):
-    tried = nearest_within(divergence, 10.0)
+    tried = nearest_within(divergence, 10.0, 1.0)
     assert len(tried) <= MOST_TRIES
     assert NEAR * 10 <= tried[-1].kl <= 10
 
 
+@pytest.mark.parametrize("exponent", [1, 2, 4])
+@pytest.mark.parametrize("end", [7.5, 8.4, 9.0, 10.0, 30.0])
+def test_a_policy_lands_near_the_limit_from_both_sides(end: float, exponent: int):
+    tried = nearest_within(lambda w: end * w**exponent, 10.0, FURTHEST)
+    assert len(tried) <= MOST_TRIES
+    assert NEAR * 10 <= tried[-1].kl <= 10
+    assert (tried[-1].weight > 1) == (end < NEAR * 10)
+
+
+def test_the_furthest_policy_ends_the_search_even_if_it_is_far_below_the_limit():
+    tried = nearest_within(lambda w: 3 * w**2, 10.0, FURTHEST)
+    assert [each.weight for each in tried] == [1.0, FURTHEST]
+    unchanged = nearest_within(lambda w: 0.0, 10.0, FURTHEST)
+    assert [each.weight for each in unchanged] == [1.0, FURTHEST]
+
+
+def test_a_divergence_that_jumps_beyond_the_end_stays_within_the_limit():
+    tried = nearest_within(lambda w: 5.0 if w < 1.1 else 30.0, 10.0, FURTHEST)
+    assert len(tried) == MOST_TRIES
+    assert tried[1].kl == 30.0
+    assert max(each.weight for each in tried if each.kl <= 10) > 1
+
+
 def test_a_divergence_that_jumps_over_the_limit_ends_below_it():
-    tried = nearest_within(lambda w: 8.0 if w < 0.9 else 30.0, 10.0)
+    tried = nearest_within(lambda w: 8.0 if w < 0.9 else 30.0, 10.0, 1.0)
     assert len(tried) == MOST_TRIES
     assert [each.kl for each in tried[:2]] == [30.0, 8.0]
     assert tried[-1].weight > tried[1].weight
 
 
 def test_the_end_stays_if_it_is_within_the_limit():
-    assert [each.weight for each in nearest_within(lambda w: 3 * w, 10.0)] == [1.0]
+    assert [each.weight for each in nearest_within(lambda w: 3 * w, 10.0, 1.0)] == [1.0]
 
 
 def test_a_divergence_that_is_always_above_the_limit_ends_the_search():
-    tried = nearest_within(lambda w: 50.0, 10.0)
+    tried = nearest_within(lambda w: 50.0, 10.0, 1.0)
     assert len(tried) == MOST_TRIES
     assert [each.weight for each in tried] == sorted({each.weight for each in tried}, reverse=True)
 

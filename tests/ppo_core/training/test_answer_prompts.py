@@ -91,26 +91,9 @@ def test_the_distance_of_greedy_texts_is_what_the_reference_says_of_their_tokens
     assert found.kl == pytest.approx(-sum(logprobs) / len(PROMPTS), rel=1e-4)
 
 
-def test_the_distance_from_itself_is_nothing_and_from_another_it_is_the_exact_divergence():
-    policy, other = make_policy(), make_policy(seed=5)
+def test_the_divergence_from_itself_is_nothing():
+    policy = make_policy()
     assert answer(policy, load_reference=lambda: policy).kl == pytest.approx(0, abs=1e-5)
-    # At one token an answer the estimate's expectation is the divergence of two distributions.
-    many = answer_prompts(
-        policy,
-        make_tokenizer(),
-        ["w1 w2"] * 4000,
-        **{**SAMPLING, "response_length": 1},
-        batch_size=4000,
-        load_reference=lambda: other,
-    )
-    ids = torch.tensor([[4, 5]])
-    p, q = (
-        torch.log_softmax(LanguageModel(model).model(ids).logits[0, -1] / 0.7, -1).detach()
-        for model in (policy, other)
-    )
-    exact = (p.exp() * (p - q)).sum().item()
-    deviation = (p.exp() * (p - q) ** 2).sum().sqrt().item()
-    assert many.kl == pytest.approx(exact, abs=4 * deviation / 4000**0.5)
 
 
 def test_restricted_sampling_takes_likely_tokens_only_and_measures_no_divergence():
