@@ -47,9 +47,9 @@ class FreshPairsConfig:
     rounds: Count = 1
     """Number of times that pairs are labeled: first samples of the SFT policy, then samples of the
     current policy, for which PPO pauses. Each time, a reward model is trained on all pairs so far.
-    PPO continues with this model if it orders the held-out pairs of that round at least as well
-    as the previous reward model. `labeller` must be a judge if there are several rounds; the
-    limits of [judging] apply to each round."""
+    PPO continues with this model, unless the previous reward model is ahead on the held-out pairs
+    of that round by more than one standard error. `labeller` must be a judge if there are several
+    rounds; the limits of [judging] apply to each round."""
 
     def __post_init__(self) -> None:
         """Raise if a value is out of range, or the labeler is missing."""
