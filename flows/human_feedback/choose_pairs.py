@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from human_feedback.uncertain_pairs import Pair, first_unlike, random_pairs, uncertain_pairs
-from pipeline.evaluation.rates import Array
+from pipeline.evaluation.pair_accuracy import Array
 from pipeline.inputs.json_lines import json_line, read_jsonl
 from pipeline.inputs.run_data import RunData
 from pipeline.inputs.training_prompts import prompt_key

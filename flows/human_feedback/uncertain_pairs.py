@@ -7,7 +7,7 @@ import numpy as np
 from scipy.special import expit
 from sklearn.feature_extraction.text import TfidfVectorizer
 
-from pipeline.evaluation.rates import Array
+from pipeline.evaluation.pair_accuracy import Array
 from pipeline.inputs.contamination import text_of
 from ppo_core.data.chat_template import Messages
 

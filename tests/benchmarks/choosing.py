@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from human_feedback.uncertain_pairs import Pair, random_pairs, uncertain_pairs
-from pipeline.evaluation.rates import Array
+from pipeline.evaluation.pair_accuracy import Array
 from pipeline.reward_validation.scores import TextScorer
 from pipeline.settings.make_settings import read_preset
 from ppo_core.models.loading import load_reward_model

@@ -12,7 +12,7 @@ from sklearn.metrics import cohen_kappa_score
 from statsmodels.stats.inter_rater import aggregate_raters, fleiss_kappa
 
 from pipeline.evaluation.compare_in_both_orders import POINTS, Comparison, compare
-from pipeline.evaluation.rates import Array
+from pipeline.evaluation.pair_accuracy import Array
 from pipeline.inputs.votes_to_pairs import Vote
 from pipeline.judges.verdict import Judge
 from pipeline.results.evaluation import (

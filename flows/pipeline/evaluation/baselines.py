@@ -16,7 +16,7 @@ from pipeline.evaluation.compare_in_both_orders import (
     joined,
 )
 from pipeline.evaluation.contests import judgements, name_of
-from pipeline.evaluation.rates import Array
+from pipeline.evaluation.pair_accuracy import Array
 from pipeline.evaluation.win_rate import compare_policies, measure_win_rate
 from pipeline.judges.judge_budget import Budget
 from pipeline.judges.judge_names import calls_per_question

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.stats import binom
 from sklearn.metrics import roc_auc_score
 
-from pipeline.evaluation.rates import Array, equal_parts, hits, measure_rate
+from pipeline.evaluation.pair_accuracy import Array, equal_parts, hits, measure_rate
 from pipeline.inputs.labeled_pairs import LabeledPair
 from pipeline.results.reward_report import Accuracy, Agreement, Rate, Ties
 from pipeline.reward_validation.scores import TextScorer, score_pairs

@@ -6,7 +6,7 @@ from scipy.optimize import minimize_scalar
 from scipy.special import expit, log_expit
 from sklearn.metrics import brier_score_loss
 
-from pipeline.evaluation.rates import Array, equal_parts, hits, measure_rate
+from pipeline.evaluation.pair_accuracy import Array, equal_parts, hits, measure_rate
 from pipeline.results.reward_report import Bin, Calibration
 
 MAX_BINS = 10

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from statsmodels.stats.weightstats import DescrStatsW
 
-from pipeline.evaluation.rates import hits
+from pipeline.evaluation.pair_accuracy import hits
 from pipeline.inputs.labeled_pairs import LabeledPair
 from pipeline.results.reward_report import EndOfText
 from pipeline.reward_validation.scores import TextScorer

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.stats import spearmanr
 
-from pipeline.evaluation.rates import hits, measure_rate
+from pipeline.evaluation.pair_accuracy import hits, measure_rate
 from pipeline.inputs.labeled_pairs import LabeledPair
 from pipeline.results.reward_report import Lengths
 

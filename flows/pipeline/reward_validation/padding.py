@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from pipeline.evaluation.rates import Array
+from pipeline.evaluation.pair_accuracy import Array
 from pipeline.results.reward_report import Difference
 from pipeline.reward_validation.odd_texts import longest_row
 from ppo_core.algorithm.logits import at_least_fp32

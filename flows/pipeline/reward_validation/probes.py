@@ -26,7 +26,7 @@ from random import Random
 
 import numpy as np
 
-from pipeline.evaluation.rates import Array, hits, measure_rate
+from pipeline.evaluation.pair_accuracy import Array, hits, measure_rate
 from pipeline.results.reward_report import Probe, Probes
 from pipeline.reward_validation.scores import TextScorer
 from ppo_core.data.chat_template import Messages

@@ -7,7 +7,7 @@ from numpy.typing import ArrayLike
 from scipy.special import comb
 from scipy.stats import bootstrap
 
-from pipeline.evaluation.rates import Array
+from pipeline.evaluation.pair_accuracy import Array
 from pipeline.results.reward_report import References, SampleScores
 from pipeline.reward_validation.scores import require_finite
 from ppo_core.data.chat_template import Messages

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from pipeline.evaluation.rates import Array
+from pipeline.evaluation.pair_accuracy import Array
 from pipeline.inputs.labeled_pairs import LabeledPair
 from pipeline.reward_validation.vocabulary import known_tokens
 from ppo_core.data.chat_template import Messages

@@ -7,7 +7,7 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from pipeline.evaluation.rates import Array, hits, measure_rate
+from pipeline.evaluation.pair_accuracy import Array, hits, measure_rate
 from pipeline.inputs.labeled_pairs import LabeledPair, label_pairs
 from pipeline.results.reward_report import Contract, OnPolicy, Rate, RewardReport, Samples
 from pipeline.reward_validation.accuracy import measure_accuracy

@@ -35,7 +35,7 @@ from ppo_core.reporting.diagnosis import judged_worse
 
 if TYPE_CHECKING:
     from pipeline.evaluation.baselines import Score
-    from pipeline.evaluation.rates import Array
+    from pipeline.evaluation.pair_accuracy import Array
 
 CODE_OF_CHOICE = "pipeline.evaluation.selection"
 """Module whose code, with the code of its imports, determines the choice of the policy."""

@@ -257,7 +257,7 @@ def better_reward_model(
     difference. `names` are the names of both models in metrics and messages.
     """
     # Imported here, because most runs compare no reward models and statsmodels imports slowly.
-    from pipeline.evaluation.rates import hits, is_ahead
+    from pipeline.evaluation.pair_accuracy import hits, is_ahead
     from pipeline.reward_validation.accuracy import measure_accuracy, scores_of_model
 
     data = RunData(settings)

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from pipeline.evaluation.rates import Array
+from pipeline.evaluation.pair_accuracy import Array
 from pipeline.inputs.flow_run import PPO, FlowRun
 from pipeline.inputs.labeled_pairs import label_pairs
 from pipeline.inputs.run_data import RunData

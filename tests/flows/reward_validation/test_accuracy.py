@@ -6,7 +6,7 @@ from random import Random
 import pytest
 import torch
 
-from pipeline.evaluation.rates import hits, measure_rate
+from pipeline.evaluation.pair_accuracy import hits, measure_rate
 from pipeline.inputs.labeled_pairs import LabeledPair, label_pairs
 from pipeline.results.reward_report import Accuracy
 from pipeline.reward_validation.accuracy import ANCHORS, measure_accuracy

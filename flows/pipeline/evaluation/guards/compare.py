@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from pipeline.evaluation.guards.scores import Guard, guards_of
-from pipeline.evaluation.rates import Array
+from pipeline.evaluation.pair_accuracy import Array
 from pipeline.evaluation.sequential.confidence_sequence import mean_interval
 from pipeline.evaluation.win_rate import mean_by_prompt
 from pipeline.judges.verdict import JudgedPrompt

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from pipeline.evaluation.rates import Array
+from pipeline.evaluation.pair_accuracy import Array
 from pipeline.settings.gate_configs import GuardsConfig
 from ppo_core.errors import ConfigError, DataError, user_code_errors
 from ppo_core.io.progress_bar import BAR_DELAY, progress

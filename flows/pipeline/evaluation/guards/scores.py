@@ -10,7 +10,7 @@ import numpy as np
 from pipeline.evaluation.guards.functions import load_guards, score_by_function
 from pipeline.evaluation.guards.languages import may_share_language
 from pipeline.evaluation.guards.refusals import is_refusal
-from pipeline.evaluation.rates import Array
+from pipeline.evaluation.pair_accuracy import Array
 from pipeline.judges.verdict import JudgedPrompt
 from pipeline.settings.gate_configs import GuardsConfig
 from pipeline.storage.workspace import original_names

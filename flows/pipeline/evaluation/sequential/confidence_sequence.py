@@ -10,7 +10,7 @@ import numpy as np
 from scipy.optimize import brentq
 from scipy.special import logsumexp
 
-from pipeline.evaluation.rates import Array
+from pipeline.evaluation.pair_accuracy import Array
 
 BETS = np.array((0.05, 0.1, 0.2, 0.4, 0.6, 0.8))
 """Bets, as fractions of the bet that loses all capital at the lowest possible value. Small bets

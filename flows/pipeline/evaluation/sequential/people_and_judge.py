@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeline.evaluation.compare_in_both_orders import POINTS, Comparison
-from pipeline.evaluation.rates import Array
+from pipeline.evaluation.pair_accuracy import Array
 from pipeline.evaluation.sequential.confidence_sequence import Values, mean_interval
 from pipeline.inputs.votes_to_pairs import Vote
 from pipeline.judges.verdict import JudgedPrompt

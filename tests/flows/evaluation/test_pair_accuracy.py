@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pipeline.evaluation.rates import is_ahead
+from pipeline.evaluation.pair_accuracy import is_ahead
 
 
 @pytest.mark.parametrize(
