@@ -31,8 +31,8 @@ STEPS_OF_SEVERAL_MACHINES = ("join_policy", "share_policy", "join_reward_model",
 REQUIRED = ("scheduler", "settings", "project")
 
 SECRETS_OF_A_DEPLOYMENT = (
-    "store it at the scheduler, as a secret of Kubernetes or of AWS Secrets Manager with the "
-    "variable's name as its key. Then name that secret in `secrets` of the steps that need it"
+    "store it as a secret of Kubernetes or of AWS Secrets Manager; its key is the name of the "
+    "environment variable. Then name that secret in `secrets` of the steps that need it"
 )
 
 KNOWN = {
@@ -43,7 +43,7 @@ KNOWN = {
         for step in (*STEPS, *STEPS_OF_SEVERAL_MACHINES)
     },
 }
-"""Section with a dot at its end -> the names that the section may contain."""
+"""Section, written with a dot at its end -> the names that the section may contain."""
 
 
 def read_deployment(table: Mapping[str, Any]) -> Deployment:
@@ -58,7 +58,8 @@ def read_deployment(table: Mapping[str, Any]) -> Deployment:
     refuse_secrets(table, instead=SECRETS_OF_A_DEPLOYMENT)
     if missing := [name for name in REQUIRED if not table.get(name)]:
         raise ConfigError(
-            f"{', '.join(missing)} missing: infra/deployments has an example for each scheduler."
+            f"The file lacks {', '.join(missing)}. infra/deployments has an example for each "
+            "scheduler."
         )
     defaults = _section(table, "defaults")
     retrain = merge_tables(defaults, _section(table, "retrain"))

@@ -117,7 +117,7 @@ def exports(values: Mapping[str, Any]) -> str:
         if "\0" in text:
             raise ConfigError(
                 f"The parameter {name!r:.200} has a null character, which the shell would drop. "
-                "Start the execution without it."
+                "Remove the null character, and start the execution again."
             )
         if value is not None:
             lines.append(f"export METAFLOW_INIT_{_variable(name)}={quote(text)}\n")

@@ -78,7 +78,7 @@ class KeptLease:
             release_lease(self._owner, self._read_settings(), self._run)
 
     def end_hung_step(self) -> None:
-        """Stop the renewals, and release the lease as after an error, before the process ends."""
+        """Stop the renewals, and release the lease as after an error, since the process will end."""
         self.__exit__(ProcessError, ProcessError("The step hangs."), None)
 
     def _renew(self, lease: "Lease") -> None:
@@ -112,7 +112,7 @@ def lease_of(settings: Settings, owner: str) -> "Lease":
     store = workspace_of(settings).store
     if not store:
         raise ConfigError(
-            "The flow Retrain needs a store, which holds the lease by which only one run trains at "
+            "The flow Retrain needs a store for its lease. With the lease, only one run trains at "
             "a time. Set store to an address s3://BUCKET/PREFIX."
         )
     return Lease(store, settings.registered_model, owner)

@@ -1,4 +1,4 @@
-"""Find the setting that a misspelled name, a short name or another library's name means."""
+"""Map a misspelled name, a short name or another library's name to the setting that it means."""
 
 from collections.abc import Collection
 from difflib import get_close_matches
@@ -59,7 +59,7 @@ short forms, and names in other commands and libraries."""
 def same_setting(name: str, known: Collection[str]) -> str | None:
     """Return the setting in `known` that has this name, or that `OTHER_NAMES` lists for the name.
 
-    If `known` has several of them, return the first; if it has none, return None. A hyphen counts
+    Return the first such setting in `known`, or None. A hyphen counts
     as an underscore, and case is ignored.
     """
     plain = _plain(name)

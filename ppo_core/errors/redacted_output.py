@@ -17,7 +17,8 @@ from ppo_core.errors.control_characters import escape_bytes, escape_output
 from ppo_core.errors.redaction import known_secrets, mask_secrets, redact
 
 MAX_LINE_CHARACTERS = 10_000
-"""URLs in longer lines keep user and query, because these lines are data, not messages."""
+"""Length of the longest line in which URLs are redacted. Longer lines are data, not messages, so
+their URLs keep user and query."""
 
 _UNFINISHED = re.compile(
     r"(?:(?<!\w)\w+://\S*|(?:hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox|A[KS]IA|eyJ)\S*)$"
@@ -174,7 +175,7 @@ class _HeldText:
         return self._take(text, _end_of_finished(text))
 
     def flush(self) -> str:
-        """Return the held text, except 4 or more last characters that begin a known secret."""
+        """Return the held text, up to a last part of 4 or more characters that begins a secret."""
         return self._take(self._held, _end_before_secret(self._held, least=4))
 
     def release(self) -> str:
@@ -195,7 +196,7 @@ def _redact_lines(text: str) -> str:
 
 
 def _end_of_finished(text: str) -> int:
-    """Return the length of `text` without its last characters that may begin a secret."""
+    """Return the position from which `text` may end with a part of a secret, or its length."""
     line = max(text.rfind("\n"), text.rfind("\r")) + 1
     if not line < len(text) <= line + MAX_LINE_CHARACTERS:
         return len(text)
@@ -205,9 +206,9 @@ def _end_of_finished(text: str) -> int:
 
 
 def _end_before_secret(text: str, *, least: int) -> int:
-    """Return the length of `text` without its last characters that begin a known secret.
+    """Return the position in `text` from which it ends with a part of a secret, or its length.
 
-    Characters that begin a known secret count only if there are at least `least` of them.
+    A part of fewer than `least` characters is ignored.
     """
     longest = 0
     for secret in known_secrets():

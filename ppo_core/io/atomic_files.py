@@ -23,7 +23,7 @@ def write_atomically(path: Path, content: str | bytes, *, durable: bool = True) 
         path: the file, in an existing folder.
         content: bytes, or text to be encoded as UTF-8.
         durable: sync the file and its folder to disk before returning, so that the new content
-            survives a power failure, and not only a crash of the process.
+            survives a power failure. Otherwise it survives only a crash of the process.
 
     Raises:
         OSError: the file cannot be written; the error names `path`. An existing file is unchanged,
@@ -41,7 +41,7 @@ def write_atomically(path: Path, content: str | bytes, *, durable: bool = True) 
         # The error of a full disk names no file.
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
     finally:
-        # The rename has removed this file. After a failed write, only the write's error is raised.
+        # After the rename, this file is gone. After a failed write, only the write's error matters.
         with suppress(OSError):
             unfinished.unlink()
     if durable:
@@ -58,7 +58,7 @@ def sync_to_disk(path: Path) -> None:
 
 
 def require_writable(folder: Path, setting: str) -> None:
-    """Raise unless files can be written into a folder, which is created if it is missing.
+    """Create a folder if it is missing; raise if no file can be written into it.
 
     Call this before a training, so that its result is not lost because of an unwritable folder.
     `setting` is the name of the folder's setting, for the message.

@@ -280,14 +280,14 @@ def load_model(
                 "with random or unused weights would be trained. Save the model again with "
                 "save_pretrained, or correct config.json."
             )
-    # An adapter that is added to the model later names this revision of its base.
+    # An adapter that is added to the model later records this revision of its base.
     model.revision = None if revision == MAIN else revision
     loaded: PreTrainedModel = model
     return loaded
 
 
 def check_policy_config(path: str | Path, revision: str | None = None) -> None:
-    """Raise unless a configuration may describe a decoder-only language model.
+    """Raise if a configuration cannot be that of a decoder-only language model.
 
     Raises:
         ModelError: the model is an encoder, has an encoder, or has a head that scores texts.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ppo_core.rollout.vllm_sampler import VLLMSampler
 
 FAR_SERVER = 0.1
-"""Largest KL divergence between vLLM server and policy that rounding explains (nats per token)."""
+"""Largest KL divergence between vLLM server and policy that rounding can cause, in nats a token."""
 
 logger = logging.getLogger(__name__)
 

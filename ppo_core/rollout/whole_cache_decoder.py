@@ -1,4 +1,4 @@
-"""Prefill and decoding by the steps of transformers' `generate`, with the model's own cache."""
+"""Prefill and decode with the methods that `generate` of transformers calls, and its cache."""
 
 import inspect
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class WholeCacheBackend:
     ) -> None:
         """Take an empty `cache`, which only counts lengths; the model stores keys and values."""
         self.cache = cache
-        # The steps of `generate` are methods of every model that has `generate`.
+        # Every model with `generate` has a method for each of its steps.
         self._model: Any = policy.model
         self._pad_token = policy.pad_token
         self._backbone = backbone

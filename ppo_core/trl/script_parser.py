@@ -29,8 +29,7 @@ class TrlParser(HfArgumentParser):
         """Return one object of each dataclass; flags override the values of the file.
 
         The mapping `env` of the file sets environment variables. With `return_remaining_strings`,
-        the last item of the result lists the flags and the names in the file that belong to no
-        dataclass.
+        the last item of the result lists the unknown flags and the unknown names of the file.
 
         Raises:
             ConfigError: the file cannot be read, or a name in it is unknown or not supported.

@@ -134,7 +134,7 @@ class Writer:
     repeats: float = 0.0
     """For each fact: probability that the summary states it twice."""
     rambles: float = 0.0
-    """Probability of a phrase without facts after the statements."""
+    """Probability that a phrase without facts follows the statements."""
     quotes: float = 0.0
     """Probability that the summary ends with a copied sentence of the post."""
 
@@ -169,9 +169,9 @@ COMPARED_WRITERS = (
     (FAULTLESS, QUOTING),
 )
 """Pairs of writers whose summaries are compared; a repeated pair is compared twice as often. The
-writers make every error that a policy may try, so for each error the reward model sees pairs in
-which the error loses. Even so, a three-layer reward model hardly learns to recognize wrong
-values."""
+writers make every error that a policy may try, so for each error there are pairs in which the
+summary with the error is rejected. Even so, a three-layer reward model hardly learns to recognize
+wrong values."""
 
 
 def write_summary(post: Post, writer: Writer, rng: Random) -> str:

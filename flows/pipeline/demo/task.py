@@ -115,8 +115,8 @@ def _rater_prefers_first(post: Post, first: str, second: str, rng: Random) -> bo
 
 
 RATER_CARE = 0.6
-"""Log-odds per point; a rater prefers the better of two summaries that differ by one fact (five
-points) with probability 0.95."""
+"""Log-odds per point. If two summaries differ by one fact (five points), a rater prefers the better
+one with probability 0.95."""
 
 
 def _write_rows(path: Path, rows: Iterable[Mapping[str, str]]) -> None:

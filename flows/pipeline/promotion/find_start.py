@@ -37,9 +37,9 @@ STARTS = "starts"
 """Folder of the downloaded models, in the cache."""
 
 MOST_TRAINED = 0.02
-"""Largest fraction of a measurement's pairs on which the champion's reward model may have been
-trained. The preferences of two weeks may have some pairs in common. If a file was reordered, far
-more pairs are common."""
+"""The champion's reward model may have been trained on at most this fraction of the pairs of a
+measurement. The preference files of successive weeks may share a few pairs. A file whose rows were
+reordered shares many more."""
 
 REMEDY = "Remove start_from to start this run from nothing."
 
@@ -66,7 +66,7 @@ def find_start(settings: Settings, champion: int | None) -> FoundStart:
     """Return the models from which reward model and critic start; download and check the models.
 
     Args:
-        settings: settings with inputs on this machine.
+        settings: settings whose inputs are on this machine.
         champion: version of the champion; None if there is none.
 
     Raises:
@@ -103,8 +103,8 @@ def find_start(settings: Settings, champion: int | None) -> FoundStart:
     return FoundStart(
         start=start,
         text=f"start_from: reward model and critic of {which}, manifest {start.digest}. Of "
-        f"{len(rows):,} pairs, {len(rows) - old:,} are new; {REPLAYED:.0%} of the others train "
-        "again.",
+        f"{len(rows):,} pairs, {len(rows) - old:,} are new; {REPLAYED:.0%} of the other "
+        "pairs are trained on again.",
     )
 
 
@@ -118,7 +118,7 @@ def _models(start: Path) -> list[Path]:
 
 
 def _check_files(start: Path) -> None:
-    """Check the files as for a model that a user names; raise if a check fails."""
+    """Run the same checks as for a model that the user names; raise if a check fails."""
     *members, critic = _models(start)
     for folder in (*members, critic):
         check_model_folder(folder)
@@ -153,8 +153,8 @@ def _require_fitting(data: RunData, start: Path, which: str) -> None:
             part = "chat template" if is_same else "vocabulary"
             raise ConfigError(
                 f"start_from='champion': the reward model of {which} has another tokenizer than "
-                f"the policy '{settings.policy}': the {part} differs, so it would read other "
-                f"texts. {REMEDY}"
+                f"the policy '{settings.policy}': the {part} differs, so the reward model would "
+                f"read other texts than the policy. {REMEDY}"
             )
 
 

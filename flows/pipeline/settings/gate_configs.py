@@ -54,20 +54,20 @@ class RewardGateConfig:
     """Minimum standard deviation of the scores of the SFT policy's samples."""
 
     max_degenerate_preferred: Share = 0.6
-    """Maximum fraction of references for which a degenerate version scores above its rivals; an
-    indifferent model has 33 to 50 %. The lower end of the 95 % interval must not exceed this
-    maximum."""
+    """Maximum fraction of references for which a degenerate version scores above the texts that it
+    is compared with. A model without any preference has 33 to 50 %. The lower end of the 95 %
+    interval must not exceed this maximum."""
 
     tolerance: Positive = 1e-3
-    """Maximum difference between the scores of one text that is scored alone, in a batch, and with
-    padding on either side, as a fraction of the standard deviation of the held-out scores."""
+    """A text is scored alone, in a batch, and with padding on either side. Its scores may differ by
+    at most this fraction of the standard deviation of the held-out scores."""
 
     num_prompts: Count = 64
     """Number of prompts for which the SFT policy is sampled; the first prompts are used."""
 
     max_prompts: Count = 256
-    """Maximum number of prompts whose samples the judge compares. More than `num_prompts` prompts
-    are sampled only while it is undecided whether `min_best_of_4` is exceeded."""
+    """Maximum number of prompts whose samples the judge compares. After `num_prompts` prompts, more
+    prompts are sampled only until it is clear whether `min_best_of_4` is exceeded."""
 
     samples_per_prompt: Annotated[int, Field(ge=5)] = 8
     """Number of samples per prompt, and the largest K of the best-of-K curve. The best of four
@@ -116,8 +116,8 @@ class GuardsConfig:
 
     margin: ShareAbove0 = 0.05
     """Largest loss against the champion (SFT if there is no champion) that is harmless, as a
-    fraction of the answers. A policy is refused if two conditions hold: it is shown to be worse
-    than the champion, and a loss above this margin is not ruled out."""
+    fraction of the answers. A policy is refused if it is shown to be worse than the champion and
+    its loss may exceed this margin."""
 
     margins: dict[str, float] = field(default_factory=dict)
     """Margins of single guards, by name, which replace `margin`."""
@@ -217,7 +217,7 @@ ALPHA = 0.001
 """Default of `alpha`."""
 
 GAIN = 0.05
-"""Difference between the win rate to exceed and the default of `min_gain`."""
+"""The default of `min_gain` is this much above the win rate that the policy must exceed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,9 +238,9 @@ class PromotionConfig:
     """Win rate against the references that the policy must exceed."""
 
     alpha: ErrorRate = ALPHA
-    """Largest probability of promoting a policy that does not exceed `min_win_rate`. The judge is
-    asked until the policy is shown to exceed this rate, until a rate of `min_gain` is implausible,
-    or until all prompts are judged."""
+    """Largest probability of promoting a policy that does not exceed `min_win_rate`. Judging ends
+    in three cases: the policy is shown to exceed this rate; a rate of `min_gain` is implausible;
+    or all prompts are judged."""
 
     false_promotion_rate: ErrorRate | None = None
     """Largest expected fraction of false promotions among all promotions of the registered model.
@@ -249,8 +249,8 @@ class PromotionConfig:
 
     min_gain: ShareBelow1 | None = None
     """Win rate that is worth a promotion: the judge is asked no more once the rate is shown to be
-    lower. None: 0.05 more than the win rate that the policy must exceed, or halfway from that
-    rate to 1 if this is less."""
+    lower. None: 0.05 above the win rate that the policy must exceed, but at most halfway from that
+    rate to 1."""
 
     max_kl: PositiveOrInf = 20.0
     """Maximum KL divergence from SFT in nats per answer. Above 10 to 20 nats, the policy usually
@@ -279,14 +279,16 @@ class PromotionConfig:
         if self.false_promotion_rate is not None and self.alpha != ALPHA:
             raise ConfigError(
                 f"alpha={self.alpha:g} would be ignored, because the alpha of each decision "
-                f"follows from false_promotion_rate={self.false_promotion_rate:g}. Remove either."
+                f"follows from false_promotion_rate={self.false_promotion_rate:g}. Remove one "
+                "of them."
             )
         for name in ("min_win_rate", "min_reference_win_rate"):
             least = getattr(self, name)
             if self.min_gain is not None and self.min_gain <= least:
                 raise ConfigError(
-                    f"min_gain={self.min_gain:g} is not above {name}={least:g}, so the judge could "
-                    f"stop at a policy that exceeds {name}. Raise min_gain, or leave it out."
+                    f"min_gain={self.min_gain:g} is not above {name}={least:g}, so judging could "
+                    f"end early although the policy exceeds {name}. Raise min_gain, or leave it "
+                    "out."
                 )
 
     def gain_above(self, least: float) -> float:

@@ -14,7 +14,7 @@ GPU_FACTS = (
     "network_gb_per_second",
     "price_per_hour",
 )
-"""Names of the numbers of a GPU in `gpus`; flows/gpus.toml explains the numbers."""
+"""Properties of a GPU that `gpus` can set; flows/gpus.toml explains them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,8 @@ class HardwareConfig:
     No result depends on these settings. The number of GPUs is `processes` x `num_nodes`.
 
     Raises:
-        ConfigError: a number of a GPU is unknown or not above 0, or a price of a judge is below 0.
+        ConfigError: a property of a GPU is unknown or not above 0, or a price of a judge is below
+            0.
     """
 
     gpu: str = ""
@@ -32,20 +33,21 @@ class HardwareConfig:
     machine is used. On a machine without GPUs, the name lets you check a run for a cluster."""
 
     gpus: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Numbers by name of the GPU, which replace or extend the numbers in flows/gpus.toml. Example:
-    `[hardware.gpus.h100-80gb]` with `price_per_hour = 2.5`, in US dollars."""
+    """Properties of each GPU, by its name. They replace or extend the properties in
+    flows/gpus.toml. Example: `[hardware.gpus.h100-80gb]` with `price_per_hour = 2.5`, in US
+    dollars."""
 
     judge_prices: dict[str, float] = field(default_factory=dict)
     """Price of a judge in US dollars per 1,000 tokens of questions and replies, by name of the
     judge, as in `"openai:gpt-4o-mini" = 0.0003`; 0 for your own server."""
 
     def __post_init__(self) -> None:
-        """Raise if a number is unknown or out of range."""
+        """Raise if a property is unknown or out of range."""
         for name, facts in self.gpus.items():
             for fact, value in facts.items():
                 if fact not in GPU_FACTS:
                     raise ConfigError(
-                        f"gpus.{name}.{fact} is not a number of a GPU. Known here: "
+                        f"gpus.{name}.{fact} is not a property of a GPU. Known here: "
                         f"{', '.join(GPU_FACTS)}."
                     )
                 _require_positive(f"gpus.{name}.{fact}", value)

@@ -36,8 +36,8 @@ from ppo_core.models.loading import MEMBER, member_folders
 from ppo_core.supervised.job import read_result
 
 SFT, FRESH, JUDGE = "sft", "fresh-reward-model", "judge"
-"""Names of the trainings besides REWARD_MODEL; the name of a training's folder in the cache begins
-with the name of the training."""
+"""Names of the trainings besides REWARD_MODEL; the folder of a training in the cache is
+NAME-DIGEST."""
 
 MODEL = "model"
 """Subfolder of a training's folder for the trained model, before it is moved into the cache."""
@@ -77,7 +77,8 @@ def load_policy(
     """Return the policy from which PPO starts, and labeled pairs of its samples.
 
     The policy is the setting `policy`, or this model fine-tuned on `sft_data`. The pairs are None
-    if the settings ask for no pairs, and on one machine, where `load_reward_models` labels pairs.
+    in two cases: the settings ask for no pairs, or the run has one machine, on which
+    `load_reward_models` labels the pairs.
     With several machines, the other machines call `load_policy_as_worker` at the same time.
     """
     if settings.sft_data:
@@ -110,9 +111,9 @@ def load_reward_models(
     The reward model is the setting `reward_model`, or a model that this step trains.
 
     If the settings ask for pairs of the policy's samples, `label_samples` labels them, unless this
-    reward model already agrees with the judge. With several machines, `load_policy` has labeled the
-    pairs `fresh` instead. A second reward model is trained on the pairs, and the better of the two
-    models is returned. Without labeled pairs, the returned pairs are None.
+    reward model already agrees with the judge. With several machines, `fresh` has the pairs that
+    `load_policy` labeled. A second reward model is trained on the pairs, and one of the two models
+    is returned, see `better_reward_model`. Without labeled pairs, the returned pairs are None.
 
     The judge is trained from `sft`, on other pairs and with another seed. It is None if the
     settings name a judge.
@@ -142,7 +143,7 @@ def load_reward_models(
 def _measure_given(
     settings: Settings, sft: PreparedModel, given: PreparedModel, run: FlowRun, tracker: Tracker
 ) -> tuple[bool, dict[str, Spent]]:
-    """Return whether labels would gain little because the judge agrees with the given model.
+    """Return whether labels would gain little, because judge and given model already agree.
 
     Also return what the judge spent. The judge is not asked if labels exist already, if there are
     several rounds, or if `enough_agreement` is 1. A judge that the run trains is not asked either:
@@ -252,8 +253,8 @@ def better_reward_model(
 ) -> PreparedModel:
     """Return `trained`, unless `given` is better on held-out pairs of the policy's samples.
 
-    `trained` was trained on the pairs that are not held out, so it is the likelier one to be
-    better. `given` is returned only if it is ahead by more than one standard error of the
+    `trained` was trained on the pairs that are not held out, so it is probably better.
+    `given` is returned only if it is ahead by more than one standard error of the
     difference. `names` are the names of both models in metrics and messages.
     """
     # Imported here, because most runs compare no reward models and statsmodels imports slowly.
@@ -297,7 +298,7 @@ def _judge_training(settings: Settings, sft: PreparedModel, run: FlowRun) -> _Tr
 def _train_once(
     training: _Training, run: FlowRun, here: Machines, tracker: Tracker
 ) -> tuple[PreparedModel, bool]:
-    """Return the model NAME-DIGEST, from the cache if possible, and whether it was in the cache."""
+    """Return the trained model, and whether it was in the cache."""
     name, job = training.name, run.folder / training.name
 
     # The name judge/accuracy is taken: it is the trained judge's accuracy on held-out pairs.

@@ -41,8 +41,8 @@ def prepare_inputs(given: Settings, number: str = "") -> Settings:
 
     Args:
         given: settings of the user.
-        number: Metaflow's id of the run, whose folder gets the lists of the rows that were left
-            out; empty without a run.
+        number: Metaflow's id of the run; empty without a run. The lists of the rows that were left
+            out are written into the run's folder.
 
     Returns:
         The settings; for a built-in task, the inputs are the files of the task.
@@ -84,13 +84,13 @@ def find_inputs(given: Settings) -> Settings:
 def trace_run(name: str, given: Settings, settings: Settings) -> Lineage:
     """Return the lineage of a run: its code, its settings, its data and the given models.
 
-    The lineage excludes the tags of `start_from`, so a new champion alone never makes the flow
-    Retrain start a training.
+    The tags of `start_from` are left out. Otherwise each new champion would make the flow Retrain
+    start a training.
 
     Args:
         name: id of the run.
         given: settings before `find_inputs`.
-        settings: settings with inputs on this machine.
+        settings: settings whose inputs are on this machine.
     """
     lineage = trace(flow_run=name, settings=as_plain_dict(given), data=RunData(settings).by_use())
     lineage.tags["model/base"] = digest_of_model(settings.policy)
@@ -112,15 +112,17 @@ def start_run(
     """Create the folder and the MLflow runs of a run of the flow, and record its lineage.
 
     Args:
-        given: settings before `prepare_inputs`; a run on another machine can use them again.
+        given: settings as the user gave them; they are also valid on another machine.
         settings: settings that `prepare_inputs` returned.
         flow: name of the flow.
         number: Metaflow's id of the run.
         steps: names of the steps that get an MLflow run.
-        champion: the champion; with `start_from`, its run's reward model and critic are the start.
+        champion: the champion. With `start_from`, this run starts from the reward model and the
+            critic of the champion's run.
 
     Raises:
-        ConfigError, DataError, ModelError: see `find_start`; or MLflow does not answer.
+        ConfigError: see `find_start`; or MLflow does not answer.
+        DataError, ModelError: see `find_start`.
     """
     refuse_proxied_artifacts(artifact_root(create=True), settings.policy)
     name = f"{flow}/{number}"

@@ -98,7 +98,10 @@ def test_a_gpu_that_nobody_knows_is_refused(table: dict, words: str):
 @pytest.mark.parametrize(
     ("table", "words"),
     [
-        ({"gpus": {"h100-80gb": {"price": 2.0}}}, "gpus.h100-80gb.price is not a number of a GPU"),
+        (
+            {"gpus": {"h100-80gb": {"price": 2.0}}},
+            "h100-80gb.price is not a property of a GPU",
+        ),
         ({"gpus": {"h100-80gb": {"price_per_hour": 0.0}}}, "must be a finite number above 0"),
         ({"judge_prices": {"openai:gpt": -1.0}}, "judge_prices.openai:gpt=-1.0 must be"),
         ({"judge_prices": {"openai:gpt": math.inf}}, "judge_prices.openai:gpt=inf must be"),

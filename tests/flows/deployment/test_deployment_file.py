@@ -167,7 +167,7 @@ WRONG = [
         "My-Project",
         "project='My-Project' must be small letters, digits and underscores.",
     ),
-    ("project", "", "project missing: infra/deployments has an example for each scheduler."),
+    ("project", "", "The file lacks project. infra/deployments has an example for each scheduler."),
     ("branch", "x" * 40, "of 58 characters. Metaflow would shorten it to 45"),
     ("image", "", "defaults has no image. Set image at the top of the deployment file."),
     ("schedule", {"cron": "0 3 * *"}, "has 4 fields, and argo reads 5. Write it as '0 3 * * MON'"),

@@ -14,8 +14,8 @@ LEAST_WORDS = 2
 """Minimum number of function words of a text; with fewer, the language is unknown."""
 
 CLEAR = 1.5
-"""Minimum number of function words of the text's language, as a multiple of the number of function
-words of any other language."""
+"""A language is recognized only if the text has at least this many times more function words of it
+than of any other language."""
 
 DENSE = {"CJK": 3, "HIRAGANA": 3, "KATAKANA": 3, "HANGUL": 3}
 """Weight of a letter by script; 1 for all other scripts. A letter of these scripts is a syllable or
@@ -71,7 +71,7 @@ def may_share_language(one: str, other: str) -> bool:
 
 
 def script_of(text: str) -> str | None:
-    """Return the script of most letters of a text, such as LATIN; None if no script has most."""
+    """Return the script of more than half of a text's letters, such as LATIN, or None."""
     letters: Counter[str] = Counter()
     for character, count in Counter(_normalized(text)).items():
         if character.isalpha():
