@@ -95,7 +95,7 @@ fresh-stories: $(VENV)/installed-dev
 	[ $(LABELER) != afinn ] || $(BIN)/python -m pip install --quiet afinn==0.1
 	mkdir -p outputs/$@
 	for seed in $(SEEDS); do \
-		$(BIN)/python flows/rlhf.py --config settings flows/presets/stories.toml run \
+		PYTHONPATH=. $(BIN)/python flows/rlhf.py --config settings flows/presets/stories.toml run \
 			--seed $$seed --set reward_model_training.seed=$$seed --set fresh_pairs.count=$(LABELS) \
 			--set fresh_pairs.labeller=python:tests/helpers/$(LABELER)_judge.py:people \
 			--set ppo.kl_target=8.0 --set selection.method=kl \

@@ -78,7 +78,7 @@ class KeptLease:
             release_lease(self._owner, self._read_settings(), self._run)
 
     def end_hung_step(self) -> None:
-        """Stop the renewals, and release the lease as after an error; then the process ends."""
+        """Before the process ends: stop the renewals, and release the lease as after an error."""
         self.__exit__(ProcessError, ProcessError("The step hangs."), None)
 
     def _renew(self, lease: "Lease") -> None:

@@ -57,10 +57,9 @@ short forms, and names in other commands and libraries."""
 
 
 def same_setting(name: str, known: Collection[str]) -> str | None:
-    """Return the setting in `known` that has this name, or that `OTHER_NAMES` lists for the name.
+    """Return the first setting in `known` with this name, or with it in `OTHER_NAMES`; else None.
 
-    Return the first such setting in `known`, or None. A hyphen counts
-    as an underscore, and case is ignored.
+    A hyphen counts as an underscore, and case is ignored.
     """
     plain = _plain(name)
     return next((meant for meant in (plain, *OTHER_NAMES.get(plain, ())) if meant in known), None)

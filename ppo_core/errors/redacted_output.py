@@ -175,7 +175,7 @@ class _HeldText:
         return self._take(text, _end_of_finished(text))
 
     def flush(self) -> str:
-        """Return the held text, up to a last part of 4 or more characters that begins a secret."""
+        """Return the held text, but keep an end of 4 or more characters that begins a secret."""
         return self._take(self._held, _end_before_secret(self._held, least=4))
 
     def release(self) -> str:
@@ -196,7 +196,7 @@ def _redact_lines(text: str) -> str:
 
 
 def _end_of_finished(text: str) -> int:
-    """Return the position from which `text` may end with a part of a secret, or its length."""
+    """Return the position from which `text` may end with the start of a secret, or its length."""
     line = max(text.rfind("\n"), text.rfind("\r")) + 1
     if not line < len(text) <= line + MAX_LINE_CHARACTERS:
         return len(text)
@@ -206,9 +206,9 @@ def _end_of_finished(text: str) -> int:
 
 
 def _end_before_secret(text: str, *, least: int) -> int:
-    """Return the position in `text` from which it ends with a part of a secret, or its length.
+    """Return the position in `text` from which it ends with the start of a secret, or its length.
 
-    A part of fewer than `least` characters is ignored.
+    A start of fewer than `least` characters is ignored.
     """
     longest = 0
     for secret in known_secrets():

@@ -1,4 +1,4 @@
-"""Prefill and decode with the methods that `generate` of transformers calls, and its cache."""
+"""Prefill and decode by the methods that `generate` calls, with the model's own cache."""
 
 import inspect
 from collections.abc import Sequence

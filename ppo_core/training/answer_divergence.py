@@ -8,7 +8,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_core.data.batching import scoring_batches
+from ppo_core.data.text_config import text_config
 from ppo_core.data.types import Rollout
+from ppo_core.errors import ModelError
 from ppo_core.errors.out_of_memory import BatchSize
 from ppo_core.io.progress_bar import each_pass
 from ppo_core.models.policy import LanguageModel
@@ -38,9 +40,18 @@ def divergence_of_samples(
         rollout: responses that were sampled from the policy's full distribution.
         load_reference: see `LoadReference`.
         batches: number of sequences in a pass.
+
+    Raises:
+        ModelError: policy and reference have different numbers of tokens.
     """
     states = batches.run(lambda size: _response_states(policy, rollout, size))
     reference = LanguageModel(load_reference())
+    sizes = [text_config(one.model.config).vocab_size for one in (policy, reference)]
+    if sizes[0] != sizes[1]:
+        raise ModelError(
+            f"The policy has {sizes[0]} tokens and the reference {sizes[1]}, so their KL "
+            "divergence is not defined. Use a reference with the policy's vocabulary."
+        )
     policy.head.to(reference.device)
     return batches.run(lambda size: _mean_divergence(policy, reference, rollout, states, size))
 
@@ -67,7 +78,7 @@ def _mean_divergence(
 ) -> float:
     total = 0.0
     for batch in each_pass(_batches(rollout, batch_size), "scoring"):
-        rows = rollout.token_rows(batch)
+        rows = rollout.token_rows(batch).to(reference.device)
         own = torch.cat([states[row] for row in batch.tolist()]).to(reference.device)
         total += policy.full_kl(own, reference, rows, rollout.temperature).sum().item()
     return total / len(rollout)

@@ -88,14 +88,15 @@ def answer_prompts(
     `stop` and `stop_token_id` are the settings `stop_token` and `stop_token_id` of PPOConfig.
     `batch_size` is halved while memory is full. With `numbers`, only the prompts at these indices
     are answered; an answer does not depend on the other prompts. If a vLLM `server` is given, it
-    samples with the model's weights. For `load_reference` see `LoadReference`, for
+    samples with the model's weights. `load_reference` is called after the last pass through the
+    model's backbone; the model's LM head is then moved to the reference's device. For
     `reference_temperature` see `divergence_of_greedy`.
 
     Raises:
         ConfigError: `temperature` is negative or not finite.
         DataError: `prompts` is a text, or a prompt has no token or leaves no room for a response.
-        ModelError: the tokenizer has no stop token, the model cannot be sampled from, or the
-            context of the server's model is too short.
+        ModelError: the tokenizer has no stop token, the model cannot be sampled from, the context
+            of the server's model is too short, or the reference has another vocabulary.
         TrainingError: the server cannot be reached or samples from another distribution, or the
             memory is too small for a single prompt.
     """

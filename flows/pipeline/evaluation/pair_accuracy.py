@@ -2,7 +2,7 @@
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.stats import rankdata, sem
+from scipy.stats import rankdata
 from statsmodels.stats.proportion import proportion_confint
 
 from pipeline.results.reward_report import Rate
@@ -24,10 +24,11 @@ def measure_rate(right: Array) -> Rate:
 def is_ahead(one: Array, other: Array) -> bool:
     """Return whether the mean of `one` is higher by more than one standard error.
 
-    The standard error is that of the mean difference of both hits (N,) on the same N pairs.
+    Both are hits (N,) on the same N pairs. The standard error is that of the difference of two
+    equally good models, as in McNemar's test.
     """
     difference = one - other
-    return bool(difference.mean() > sem(difference))
+    return bool(difference.sum() > np.sqrt((difference**2).sum()))
 
 
 def equal_parts(values: Array, count: int) -> list[NDArray[np.intp]]:

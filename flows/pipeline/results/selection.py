@@ -64,13 +64,13 @@ class Selection:
         )
         place = (self.weight, self.update)
         chosen = next(each for each in self.candidates if (each.weight, each.update) == place)
-        where = f"at {self.weight:.3g} times the way from SFT to the end of PPO"
+        where = f"at position {self.weight:.3g} (0 is SFT, 1 is the end of PPO)"
         if self.update is not None:
             where = f"after update {self.update} of PPO"
         if chosen.kl > self.limit:
             why = f"no policy is within {self.limit:.3g} nats of KL, and it is the nearest"
         elif chosen.points is None:
-            why = f"it is the last policy within {self.limit:.3g} nats of KL"
+            why = f"it is the furthest one within {self.limit:.3g} nats of KL"
         else:
             why = f"the judge preferred it among the policies within {self.limit:.3g} nats of KL"
         return (

@@ -78,8 +78,8 @@ def load_policy(
 
     The policy is the setting `policy`, or this model fine-tuned on `sft_data`. The pairs are None
     in two cases: the settings ask for no pairs, or the run has one machine, on which
-    `load_reward_models` labels the pairs.
-    With several machines, the other machines call `load_policy_as_worker` at the same time.
+    `load_reward_models` labels the pairs. With several machines, the other machines call
+    `load_policy_as_worker` at the same time.
     """
     if settings.sft_data:
         policy = _train_and_log(_policy_training(settings, run), run, here, tracker)
@@ -253,9 +253,9 @@ def better_reward_model(
 ) -> PreparedModel:
     """Return `trained`, unless `given` is better on held-out pairs of the policy's samples.
 
-    `trained` was trained on the pairs that are not held out, so it is probably better.
-    `given` is returned only if it is ahead by more than one standard error of the
-    difference. `names` are the names of both models in metrics and messages.
+    `trained` was trained on the pairs that are not held out, so it is probably better. `given` is
+    returned only if it is ahead by more than one standard error, see `is_ahead`. `names` are the
+    names of both models in metrics and messages.
     """
     # Imported here, because most runs compare no reward models and statsmodels imports slowly.
     from pipeline.evaluation.pair_accuracy import hits, is_ahead

@@ -154,7 +154,8 @@ class Rounds:
     ) -> ScaledReward:
         """Train a reward model on the pairs of all rounds so far.
 
-        Return the new model or the present one, whichever is better on the last round's pairs.
+        Return the new model or the present one; `better_reward_model` chooses by the last round's
+        pairs.
         """
         settings, run = self.data.settings, self.run
         trained = train_fresh_model(settings, self.sft, pairs, run, self.tracker)

@@ -9,11 +9,14 @@ from pipeline.evaluation.pair_accuracy import is_ahead
 @pytest.mark.parametrize(
     ("one", "other", "expected"),
     [
-        # Of 12 pairs, 4 are right only by `one` and 1 only by the other: the mean difference is
-        # 0.25, and its standard error sqrt((5 - 12 * 0.25^2) / 11 / 12) = 0.179.
+        # 4 pairs are right only by `one`, and 1 only by the other: 4 - 1 > sqrt(4 + 1).
         ("111111110000", "111100001000", True),
-        # 2 against 1: 0.083, and sqrt((3 - 12 * 0.083^2) / 11 / 12) = 0.149.
+        # 2 against 1: 2 - 1 < sqrt(2 + 1).
         ("111110000000", "111001000000", False),
+        # 1 against 0 and 2 against 0.
+        ("1110", "1100", False),
+        ("1", "0", False),
+        ("1110", "1000", True),
         ("1110", "1110", False),
         ("0000", "1111", False),
         ("1111", "0000", True),

@@ -1,4 +1,4 @@
-"""The choice of a policy of PPO, or between its start and its end."""
+"""The choice of a policy of PPO, or on the line through its start and its end."""
 
 import math
 from collections.abc import Callable
@@ -144,6 +144,18 @@ def test_a_policy_beyond_the_limit_is_drawn_back_to_it(world: World, tmp_path: P
     assert 0.75 * 8 < evaluation.kl < 8
     assert str(selection) in evaluation.report().notes
     assert evaluation.report().win_rate["ppo_vs_sft"].rate > 0.8
+
+
+@pytest.mark.slow
+def test_a_policy_below_its_target_is_moved_away_from_sft(world: World, tmp_path: Path, evaluated):
+    settings = in_world(world, tmp_path, selection=SelectionConfig(method="kl"))
+    settings = replace(settings, ppo=replace(settings.ppo, kl_target=500.0))
+    policy, evaluation = evaluated(settings)
+    tried = evaluation.selection.candidates
+    assert [each.weight for each in tried] == [1.0, FURTHEST]
+    assert tried[0].kl < tried[1].kl < evaluation.selection.limit
+    assert evaluation.selection.weight == FURTHEST
+    assert liking_of(policy.path) == pytest.approx(9 * FURTHEST, abs=1e-5)
 
 
 def test_a_policy_within_the_limit_stays(world: World, tmp_path: Path, evaluated):

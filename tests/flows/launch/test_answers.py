@@ -103,8 +103,8 @@ def test_the_divergence_of_a_servers_answers_is_the_policys(tmp_path, server):
     here = run_answer_job(job)
     there = run_answer_job(replace(job, server=server_settings(server, tmp_path)))
     assert there.texts != here.texts
-    # Both are means over 300 samples.
-    assert there.kl == pytest.approx(here.kl, rel=0.3)
+    # Both are means over 300 samples, and exact at each token.
+    assert there.kl == pytest.approx(here.kl, rel=0.1)
     assert here.kl > 0.1
 
 

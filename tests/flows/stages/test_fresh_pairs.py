@@ -134,6 +134,23 @@ def test_the_better_reward_model_on_held_out_pairs_of_samples_is_used(
     assert Path(model.path).name.startswith(f"{FRESH}-")
 
 
+@pytest.mark.slow
+def test_the_given_reward_model_is_kept_if_it_is_ahead(tmp_path: Path, start, capsys):
+    # The labeler is a copy of the given reward model, so this model is always right.
+    table = contradicting(tmp_path, enough_agreement=1.0)
+    copy = write_model(tmp_path / "copy", labels=1)
+    table["fresh_pairs"]["labeller"] = f"reward-model:{copy}"
+    table |= {"reward_model": write_model(tmp_path / "reward", labels=1), "preferences_test": ""}
+    table["reward_model_training"] |= {"num_epochs": 1, "learning_rate": 1e-6}
+    settings = make_settings(table, {})
+    run = start(settings)
+    sft, _ = load_policy(settings, run)
+    model, _, labeled = load_reward_models(settings, sft, run)
+    assert labeled
+    assert f"{REWARD_MODEL}: right in 100.0%" in capsys.readouterr().out
+    assert model.path == settings.reward_model
+
+
 @pytest.mark.parametrize("labeller", [*slow("a judge"), "people"])
 def test_nobody_is_asked_for_labels_that_would_gain_little(
     tmp_path: Path, start, capsys, labeller: str

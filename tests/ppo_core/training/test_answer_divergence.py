@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from ppo_core.errors import ModelError
 from ppo_core.errors.out_of_memory import BatchSize
 from ppo_core.models.policy import LanguageModel
 from ppo_core.rollout.sample_responses import sample_responses
@@ -49,6 +50,14 @@ def test_the_divergence_is_the_sum_over_tokens_and_the_mean_over_answers(family,
             expected += next_token(policy, other, prompt + response[:number])[1]
     found = measured(model, other, rollout, batch_size)
     assert found == pytest.approx(expected / len(prompts), rel=1e-4)
+
+
+def test_a_reference_with_another_vocabulary_is_refused():
+    policy = LanguageModel(make_policy())
+    rollout = samples(policy, [[4, 5]], 2)
+    other = make_policy(vocabulary=policy.model.config.vocab_size + 1)
+    with pytest.raises(ModelError, match=r"The policy has \d+ tokens and the reference \d+, so"):
+        measured(policy, other, rollout)
 
 
 def test_the_estimate_has_the_mean_of_all_answers():

@@ -24,13 +24,17 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
     return dict(load_policy(folder, dtype="auto").requires_grad_(False).named_parameters())
 
 
+@pytest.mark.parametrize("position", [0.25, 1.2])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2", "gpt_neox"])
-def test_a_weight_lies_between_those_of_both_policies(family: str, tmp_path: Path):
+def test_a_weight_lies_on_the_line_through_those_of_both_policies(
+    family: str, position: float, tmp_path: Path
+):
     start, end = write(tmp_path / "a", family, 1), write(tmp_path / "b", family, 2)
-    write_interpolated(start, end, 0.25, tmp_path / "c")
+    write_interpolated(start, end, position, tmp_path / "c")
     begun, ended = weights_of(start), weights_of(end)
     for name, weight in weights_of(tmp_path / "c").items():
-        assert_close(weight, 0.75 * begun[name] + 0.25 * ended[name], rtol=0, atol=1e-6)
+        expected = (1 - position) * begun[name] + position * ended[name]
+        assert_close(weight, expected, rtol=0, atol=1e-6)
     assert load_tokenizer(tmp_path / "c").get_vocab() == load_tokenizer(end).get_vocab()
 
 

@@ -14,8 +14,8 @@ LEAST_WORDS = 2
 """Minimum number of function words of a text; with fewer, the language is unknown."""
 
 CLEAR = 1.5
-"""A language is recognized only if the text has at least this many times more function words of it
-than of any other language."""
+"""A language is recognized only if the text has at least this many times as many function words of
+it as of any other language."""
 
 DENSE = {"CJK": 3, "HIRAGANA": 3, "KATAKANA": 3, "HANGUL": 3}
 """Weight of a letter by script; 1 for all other scripts. A letter of these scripts is a syllable or
