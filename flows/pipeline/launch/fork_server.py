@@ -250,14 +250,16 @@ def _run(argv: Sequence[str]) -> int:
     An error, and `sys.exit` with a text, are passed on: Python prints them and exits with code 1.
     """
     try:
+        # Relative paths of PYTHONPATH count from the program's folder, not from the server's.
+        given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        paths = [os.path.abspath(path) for path in given if path]
         if argv[0] == "-m":
             _forget_flows()
-            paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-            sys.path[:1] = [os.getcwd(), *filter(None, paths)]
+            sys.path[:1] = [os.getcwd(), *paths]
             sys.argv[:] = argv[1:]
             runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
         else:
-            sys.path[0] = os.path.dirname(os.path.realpath(argv[0]))
+            sys.path[:1] = [os.path.dirname(os.path.realpath(argv[0])), *paths]
             sys.argv[:] = argv
             _run_file(os.path.abspath(argv[0]))
     except SystemExit as end:

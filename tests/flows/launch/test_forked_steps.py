@@ -68,6 +68,19 @@ def test_a_step_has_its_arguments_folder_environment_and_an_empty_input(start, t
     assert first == str(tmp_path)
 
 
+def test_a_step_finds_modules_in_relative_paths_of_its_own_folder(
+    server: StepServer, tmp_path: Path, monkeypatch
+):
+    (tmp_path / "beside").mkdir()
+    (tmp_path / "beside" / "users_module.py").write_text("print('found')")
+    (tmp_path / "flow.py").write_text("import users_module")
+    monkeypatch.chdir(tmp_path)
+    argv = [sys.executable, "flow.py", "--quiet", "step", "train"]
+    step = server.start(argv, env={**os.environ, "PYTHONPATH": "beside"}, **PIPES)
+    assert isinstance(step, ForkedProcess)
+    assert (step.wait(), step.stdout.read()) == (0, b"found\n")
+
+
 def test_steps_draw_different_random_numbers(start):
     steps = [start(TOLD) for _ in range(2)]
     drawn = [json.loads(step.stdout.readline())[5] for step in steps]
