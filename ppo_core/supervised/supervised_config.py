@@ -5,7 +5,7 @@ from typing import Any
 
 from ppo_core.config.field_checks import check_fields, is_finite, require, require_kept_checkpoints
 from ppo_core.config.run_config import Sharding
-from ppo_core.io.validation import Count, NotNegative, Seed, ShareBelow1, Steps
+from ppo_core.io.validation import Count, NotNegative, Seed, Share, ShareBelow1, Steps
 
 _NOT_OF_THE_RESULT = (
     "sharding",
@@ -18,6 +18,9 @@ _NOT_OF_THE_RESULT = (
     "gradient_accumulation_steps",
 )
 """Settings that change a result by no more than rounding."""
+
+_ADDS_PAIRS = ("repeated_text_pairs", "other_prompt_pairs")
+"""Settings that add pairs. At 0 they are not recorded: checkpoints of version 0.1 lack them."""
 
 RATE_FILE = "learning-rate.json"
 """Name of the file with the result of a learning-rate search, in the folder of the training."""
@@ -74,6 +77,15 @@ class SupervisedConfig:
     """Weight of an additional loss, the squared sum of the two scores of a pair. The loss pulls
     the mean score of a reward model towards 0 (arXiv:2312.09244)."""
 
+    repeated_text_pairs: Share = 0.0
+    """For this fraction of the pairs, also train a reward model on a pair in which the chosen
+    response wins against the same response written twice. So the reward model learns not to prefer
+    repeated text."""
+
+    other_prompt_pairs: Share = 0.0
+    """For this fraction of the pairs, also train a reward model on a pair in which the chosen
+    response wins against the chosen response to another prompt (arXiv:2409.13156)."""
+
     bf16: bool | None = None
     """Train with bfloat16 autocast and fp32 weights. None, as in PPO: True on a GPU with bfloat16,
     and on a CPU with bfloat16 units if the hidden size is at least 192. With None, a checkpoint
@@ -114,4 +126,5 @@ class SupervisedConfig:
     def settings_of_result(self) -> dict[str, Any]:
         """Return the settings that change the result by more than rounding."""
         given = asdict(self) | {"rows_per_step": self.rows_per_step}
-        return {name: value for name, value in given.items() if name not in _NOT_OF_THE_RESULT}
+        unused = {name for name in _ADDS_PAIRS if not given[name]}.union(_NOT_OF_THE_RESULT)
+        return {name: value for name, value in given.items() if name not in unused}

@@ -310,11 +310,12 @@ def refuse_other_settings(kind: TrainingKind, config: SupervisedConfig) -> None:
     Raises:
         ConfigError: there is such a setting.
     """
-    if kind == "demonstrations" and config.center_rewards_coefficient:
-        raise ConfigError(
-            f"center_rewards_coefficient={config.center_rewards_coefficient} is for reward models, "
-            "because SFT has no scores. Remove center_rewards_coefficient."
-        )
+    of_rewards = ("center_rewards_coefficient", "repeated_text_pairs", "other_prompt_pairs")
+    for name in of_rewards if kind == "demonstrations" else ():
+        if value := getattr(config, name):
+            raise ConfigError(
+                f"{name}={value} is for reward models, because SFT has no scores. Remove {name}."
+            )
     if kind == "demonstrations" and config.learning_rate == "auto":
         raise ConfigError(
             "learning_rate='auto' is for reward models. Set learning_rate to a number, or leave it "

@@ -46,7 +46,6 @@ from ppo_core.config.trl_names import PPO_ALIASES, SUPERVISED_ALIASES, SUPERVISE
 from ppo_core.config.unsupported_settings import INSTEAD, NO_EFFECT
 from ppo_core.data.reward_columns import asked_columns
 from ppo_core.data.rows.dialogues import shown_prompt
-from ppo_core.data.rows.read_rows import read_rows
 from ppo_core.supervised.supervised_cli import SupervisedArguments, SupervisedLoraArguments
 from ppo_core.supervised.supervised_config import SupervisedConfig
 from tests.helpers.inputs.pipeline_inputs import write_inputs, write_model
@@ -129,17 +128,6 @@ def answer(policy: Path, prompt: str, length: int) -> str:
     ).texts
     assert text
     return text
-
-
-def test_the_published_script_adds_pairs_against_repeated_text(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write_inputs(tmp_path)
-    (script,) = (block for block in blocks(TRUSTING, "python") if "taught" in block)
-    run_block(script)
-    rows = read_rows("taught.jsonl", "pairs").table
-    repeated = [row for row in rows if row["category"] == "repeated"]
-    assert (len(rows), len(repeated)) == (64 + 8, 8)
-    assert all(row["rejected"] == f"{row['chosen']} {row['chosen']}" for row in repeated)
 
 
 @pytest.mark.parametrize("page", [TRUSTING, TUTORIALS / "rewards-and-critic.md"])

@@ -166,6 +166,6 @@ def _reason(name: str, probe: Probe, limit: float) -> str:
         f"It prefers degenerate text ({name}) for {probe.preferred:.1%} of {probe.n} references, "
         f"95 % interval {probe.low:.1%} .. {probe.high:.1%}. The lower end is above "
         f"max_degenerate_preferred={limit:.1%}; an indifferent model would have 33 to 50 %. PPO "
-        f"would teach the policy to {GATING[name]}. Train the reward model on preferences in "
-        "which such text is rejected: docs/trusting-a-result.md shows how to add them."
+        f"would teach the policy to {GATING[name]}. Add preferences in which such text is "
+        "rejected; against repeated text, set reward_model_training.repeated_text_pairs=0.1."
     )

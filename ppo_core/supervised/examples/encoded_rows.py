@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -18,6 +19,7 @@ from ppo_core.data.rows.row_formats import WEIGHT, Row
 from ppo_core.errors import DataError
 from ppo_core.io.folder_cache import digest_of_code
 from ppo_core.models.loading import load_config
+from ppo_core.supervised.examples.added_pairs import added_pairs
 from ppo_core.supervised.examples.reward_pairs import PAIR_SCHEMA, pair_encoding
 from ppo_core.supervised.examples.sft_examples import EXAMPLE_SCHEMA, example_encoding
 from ppo_core.supervised.supervised_config import SupervisedConfig
@@ -60,7 +62,8 @@ def encode_rows(
     """Return rows as token ids, see `EXAMPLE_SCHEMA` and `PAIR_SCHEMA`.
 
     `limit` is the maximum number of tokens of a row. Ties are pairs without a preference. They are
-    skipped, because training on a tie would teach a preference that nobody has.
+    skipped, because training on a tie would teach a preference that nobody has. Pairs that
+    `added_pairs` returns follow their row, unless they are too long.
 
     Raises:
         DataError: a row is too long and `overlong` is "error", a larger fraction of the rows than
@@ -69,14 +72,23 @@ def encode_rows(
     training = _TRAININGS[kind]
     encoding = training.encoding(tokenizer, config)
 
-    def convert(batch: Sequence[Row]) -> Iterator[Row | RowError | None]:
-        kept = [row for row in batch if not row.get("tie")]
-        outcomes = fit_rows(tokenizer, encoding, kept, limit=limit, overlong=overlong, move=_MOVE)
-        for row in batch:
+    def encoded(rows: Sequence[Row], overlong: Overlong) -> Iterator[Row | RowError]:
+        for outcome in fit_rows(
+            tokenizer, encoding, rows, limit=limit, overlong=overlong, move=_MOVE
+        ):
+            if isinstance(outcome, RowError):
+                yield outcome
+            else:
+                yield {**outcome[1], "length": encoding.length(outcome[1])}
+
+    def convert(batch: Sequence[Row]) -> Iterator[Row | Sequence[Row] | RowError | None]:
+        outcomes = encoded([row for row in batch if not row.get("tie")], overlong)
+        more = added_pairs(batch, config) if kind == "pairs" else repeat([], len(batch))
+        for row, added in zip(batch, more, strict=True):
             outcome = None if row.get("tie") else next(outcomes)
-            if isinstance(outcome, tuple):
-                _, encoded = outcome
-                yield {**encoded, "length": encoding.length(encoded)}
+            if isinstance(outcome, dict):
+                fitting = (one for one in encoded(added, "drop") if isinstance(one, dict))
+                yield [outcome, *fitting]
             else:
                 yield outcome
 
@@ -86,21 +98,24 @@ def encode_rows(
         "overlong": overlong,
         "end_of_text": config.end_of_text,
         "completion_only_loss": config.completion_only_loss,
+        "repeated_text_pairs": config.repeated_text_pairs,
+        "other_prompt_pairs": config.other_prompt_pairs,
         "code": digest_of_code(
             "ppo_core.data.chat_template",
             "ppo_core.data.prompts",
             "ppo_core.data.segments",
             __name__,
+            added_pairs.__module__,
             training.encoding.__module__,
         ),
     }
     schema = training.schema
     if WEIGHT in rows.table.column_names:
         schema = schema.append(pyarrow.field(WEIGHT, pyarrow.float64()))
-    encoded = derive(rows, training.name, inputs, convert, schema)
-    if not len(encoded):
+    found = derive(rows, training.name, inputs, convert, schema)
+    if not len(found):
         raise DataError(
             f"'{rows.source}' has no row to train on: all of its rows are ties. Add other rows."
         )
     ties = sum(map(bool, rows.column("tie"))) if "tie" in rows.table.column_names else 0
-    return replace(encoded, source=f"{rows.source}, less {ties} ties") if ties else encoded
+    return replace(found, source=f"{rows.source}, less {ties} ties") if ties else found
