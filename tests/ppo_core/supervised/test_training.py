@@ -317,6 +317,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_saves_nothing(base, tmp_pat
     ("train", "rows", "changes"),
     [
         (train_sft, EXAMPLES, {"center_rewards_coefficient": 0.01}),
+        (train_sft, EXAMPLES, {"repeated_text_pairs": 0.1}),
         (train_reward_model, PAIRS, {"completion_only_loss": False}),
     ],
 )
