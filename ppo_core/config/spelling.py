@@ -57,9 +57,9 @@ short forms, and names in other commands and libraries."""
 
 
 def same_setting(name: str, known: Collection[str]) -> str | None:
-    """Return the first setting in `known` with this name, or with it in `OTHER_NAMES`; else None.
+    """Return the setting in `known` that a name means, see `OTHER_NAMES`; None if there is none.
 
-    A hyphen counts as an underscore, and case is ignored.
+    If there are several, return the first. A hyphen counts as an underscore, and case is ignored.
     """
     plain = _plain(name)
     return next((meant for meant in (plain, *OTHER_NAMES.get(plain, ())) if meant in known), None)

@@ -175,7 +175,7 @@ class _HeldText:
         return self._take(text, _end_of_finished(text))
 
     def flush(self) -> str:
-        """Return the held text, but keep an end of 4 or more characters that begins a secret."""
+        """Return the held text, but keep an end of 4 or more characters of a known secret."""
         return self._take(self._held, _end_before_secret(self._held, least=4))
 
     def release(self) -> str:
@@ -196,7 +196,7 @@ def _redact_lines(text: str) -> str:
 
 
 def _end_of_finished(text: str) -> int:
-    """Return the position from which `text` may end with the start of a secret, or its length."""
+    """Return where the end of `text` may be the start of a secret; if nowhere, its length."""
     line = max(text.rfind("\n"), text.rfind("\r")) + 1
     if not line < len(text) <= line + MAX_LINE_CHARACTERS:
         return len(text)
@@ -206,7 +206,7 @@ def _end_of_finished(text: str) -> int:
 
 
 def _end_before_secret(text: str, *, least: int) -> int:
-    """Return the position in `text` from which it ends with the start of a secret, or its length.
+    """Return where the end of `text` is the start of a known secret; if nowhere, its length.
 
     A start of fewer than `least` characters is ignored.
     """

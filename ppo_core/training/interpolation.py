@@ -16,8 +16,8 @@ def write_interpolated(start: str | Path, end: str | Path, weight: float, folder
 
     If `weight` is lowered, the divergence from the start falls faster than the reward (WARP,
     arXiv:2406.16768, section 3.3). A `weight` above 1 goes further in the direction of the training
-    (ExPO, arXiv:2404.16792). The weights are computed in fp32 or higher, and saved in
-    the precision of `end`.
+    (ExPO, arXiv:2404.16792). The weights are computed in fp32 or higher, and saved in the precision
+    of `end`.
 
     Args:
         start: folder or hub id of a causal language model.

@@ -49,7 +49,7 @@ AIM = 0.95
 NEAR = 0.9
 """Smallest divergence that ends the search early, as a fraction of the limit. With ABOVE_TARGET, a
 policy at 0.99 to 1.1 times its target stays. On the stories, the divergence on prompts that PPO did
-not train on was 7 % lower."""
+not train on was 6 % lower, as a mean over 28 runs."""
 
 FURTHEST = 1.2
 """Largest position of a policy with `ppo.kl_target`; such a policy has about 1.2^2 times the

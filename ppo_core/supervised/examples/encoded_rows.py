@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -70,24 +71,15 @@ def encode_rows(
             `rows.max_left_out` is left out, or all rows are ties.
     """
     training = _TRAININGS[kind]
-    encoding = training.encoding(tokenizer, config)
-
-    def encoded(rows: Sequence[Row], overlong: Overlong) -> Iterator[Row | RowError]:
-        for outcome in fit_rows(
-            tokenizer, encoding, rows, limit=limit, overlong=overlong, move=_MOVE
-        ):
-            if isinstance(outcome, RowError):
-                yield outcome
-            else:
-                yield {**outcome[1], "length": encoding.length(outcome[1])}
+    encode = partial(_encoded, tokenizer, training.encoding(tokenizer, config), limit)
 
     def convert(batch: Sequence[Row]) -> Iterator[Row | Sequence[Row] | RowError | None]:
-        outcomes = encoded([row for row in batch if not row.get("tie")], overlong)
+        outcomes = encode(overlong, [row for row in batch if not row.get("tie")])
         more = added_pairs(batch, config) if kind == "pairs" else repeat([], len(batch))
         for row, added in zip(batch, more, strict=True):
             outcome = None if row.get("tie") else next(outcomes)
             if isinstance(outcome, dict):
-                fitting = (one for one in encoded(added, "drop") if isinstance(one, dict))
+                fitting = (one for one in encode("drop", added) if isinstance(one, dict))
                 yield [outcome, *fitting]
             else:
                 yield outcome
@@ -119,3 +111,19 @@ def encode_rows(
         )
     ties = sum(map(bool, rows.column("tie"))) if "tie" in rows.table.column_names else 0
     return replace(found, source=f"{rows.source}, less {ties} ties") if ties else found
+
+
+def _encoded(
+    tokenizer: PreTrainedTokenizerBase,
+    encoding: Encoding[Any],
+    limit: int,
+    overlong: Overlong,
+    rows: Sequence[Row],
+) -> Iterator[Row | RowError]:
+    """Yield each row as token ids with its length; a RowError for a row that does not fit."""
+    for outcome in fit_rows(tokenizer, encoding, rows, limit=limit, overlong=overlong, move=_MOVE):
+        if isinstance(outcome, RowError):
+            yield outcome
+        else:
+            _, encoded = outcome
+            yield {**encoded, "length": encoding.length(encoded)}

@@ -38,13 +38,12 @@ def test_the_chosen_response_wins_against_itself_written_twice():
 def test_the_chosen_response_wins_against_that_to_the_next_other_prompt():
     # A response that is equal to the chosen one is passed over; the first row follows the last.
     found = added(rows_of(*PAIRS), other_prompt_pairs=1.0)
-    expected = (
+    assert found == [
         [("w0", "w1", "w6")],
         [("w0", "w3", "w6")],
         [("w5", "w6", "w1")],
         [("w8", "w6", "w1")],
-    )
-    assert found == [*expected]
+    ]
 
 
 @pytest.mark.parametrize(
@@ -83,12 +82,9 @@ def test_encoded_pairs_follow_their_row_unless_they_are_too_long():
         ([3, 6, 6, 6, EOS], [3, 7, EOS], 1.0),
     ]
     assert encoded.left_out == {}
-    assert (
-        encoded.digest
-        != encode_rows(
-            "pairs", rows, tokenizer, SupervisedConfig(), limit=6, overlong="error"
-        ).digest
-    )
+    default = SupervisedConfig()
+    plain = encode_rows("pairs", rows, tokenizer, default, limit=6, overlong="error")
+    assert plain.digest != encoded.digest
 
 
 def test_the_settings_of_a_result_lack_shares_of_0():
