@@ -8,8 +8,9 @@ from ppo_core.config.row_settings import VOTE_FIELDS
 from ppo_core.data.chat_template import is_messages
 from ppo_core.data.rows.messages import plain_messages
 from ppo_core.data.rows.read_rows import Rows, read_source
+from ppo_core.data.rows.row_columns import Row, RowFormat
 from ppo_core.data.rows.row_error import RowError, attempt
-from ppo_core.data.rows.row_formats import Kind, Row, RowFormat, find_row_format
+from ppo_core.data.rows.row_formats import Kind, find_row_format
 from ppo_core.data.sources.raw_row import RawRow
 from ppo_core.data.sources.source import named_data, open_source
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from ppo_core.data.prompts import PROMPT_COLUMNS
 from ppo_core.data.rows.read_rows import ROW
-from ppo_core.data.rows.row_formats import Row
+from ppo_core.data.rows.row_columns import Row
 from ppo_core.data.sources.source import Source
 
 

@@ -21,8 +21,8 @@ from pandas.util import hash_array
 
 from ppo_core.data.chat_template import Messages, is_messages
 from ppo_core.data.rows.read_rows import ROW, Rows, derive, each
+from ppo_core.data.rows.row_columns import Row
 from ppo_core.data.rows.row_error import RowError
-from ppo_core.data.rows.row_formats import Row
 from ppo_core.data.sources.raw_row import ROWS_AT_ONCE
 from ppo_core.errors import DataError
 from ppo_core.io.folder_cache import digest_of_code

@@ -8,7 +8,7 @@ from statistics import fmean
 
 from ppo_core.data.chat_template import Messages
 from ppo_core.data.rows.read_rows import Rows
-from ppo_core.data.rows.row_formats import Row
+from ppo_core.data.rows.row_columns import Row
 
 PairKey = tuple[str, frozenset[str]]
 

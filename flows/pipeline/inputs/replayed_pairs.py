@@ -15,7 +15,7 @@ from pyarrow import parquet
 
 from pipeline.inputs.row_digests import ROWS_FILE, digest_of_row
 from ppo_core.data.rows.read_rows import ROW, Rows, derive, each
-from ppo_core.data.rows.row_formats import Row
+from ppo_core.data.rows.row_columns import Row
 from ppo_core.errors import DataError, ModelError
 from ppo_core.io.folder_cache import digest_of, digest_of_code
 

@@ -22,8 +22,9 @@ from pyarrow import parquet
 
 from ppo_core.data.chat_template import Messages, is_messages
 from ppo_core.data.rows.read_rows import ROW, Rows, derive, each
+from ppo_core.data.rows.row_columns import Row
 from ppo_core.data.rows.row_error import RowError, attempt
-from ppo_core.data.rows.row_formats import Kind, Row, find_row_format
+from ppo_core.data.rows.row_formats import Kind, find_row_format
 from ppo_core.data.sources.raw_row import RawRow
 from ppo_core.data.sources.source import open_source
 from ppo_core.errors import DataError

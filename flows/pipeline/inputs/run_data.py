@@ -27,7 +27,8 @@ from ppo_core.data.chat_template import Messages
 from ppo_core.data.prompts import context_length
 from ppo_core.data.rows.overlong import fit_pairs, fit_prompts
 from ppo_core.data.rows.read_rows import Rows, read_rows
-from ppo_core.data.rows.row_formats import Kind, Row
+from ppo_core.data.rows.row_columns import Row
+from ppo_core.data.rows.row_formats import Kind
 from ppo_core.data.rows.split_rows import held_out
 from ppo_core.data.sources.source import named_data
 from ppo_core.errors import DataError

@@ -9,7 +9,7 @@ from datasets import concatenate_datasets
 
 from pipeline.inputs.labeled_pairs import PairKey, pair_key
 from ppo_core.data.rows.read_rows import Rows, derive, each
-from ppo_core.data.rows.row_formats import WEIGHT, Row
+from ppo_core.data.rows.row_columns import WEIGHT, Row
 from ppo_core.errors import DataError
 from ppo_core.io.folder_cache import digest_of, digest_of_code
 

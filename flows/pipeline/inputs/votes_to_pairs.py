@@ -7,7 +7,7 @@ import pyarrow
 
 from ppo_core.data.chat_template import Messages
 from ppo_core.data.rows.read_rows import Rows, derive, each
-from ppo_core.data.rows.row_formats import Row
+from ppo_core.data.rows.row_columns import Row
 from ppo_core.io.folder_cache import digest_of_code
 
 

@@ -29,7 +29,7 @@ from ppo_core.config.reward_names import read_rewards
 from ppo_core.data.prompts import Tokens, encode_prompt
 from ppo_core.data.rows.describe import describe_first, describe_reading, require_columns_read
 from ppo_core.data.rows.read_rows import Rows, TooManyLeftOutError
-from ppo_core.data.rows.row_formats import Row
+from ppo_core.data.rows.row_columns import Row
 from ppo_core.data.sources.raw_row import ROWS_AT_ONCE
 from ppo_core.data.sources.source import named_data
 from ppo_core.distributed.strategy import choose_sharding

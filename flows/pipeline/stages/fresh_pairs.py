@@ -21,7 +21,7 @@ from pipeline.storage.cached_results import MadeModel, as_values, make_or_reuse
 from pipeline.storage.workspace import original_names
 from pipeline.tracking.tracker import Tracker
 from ppo_core.data.rows.read_rows import Rows
-from ppo_core.data.rows.row_formats import Row
+from ppo_core.data.rows.row_columns import Row
 from ppo_core.errors import DataError
 from ppo_core.io.folder_cache import digest_of, digest_of_code
 from ppo_core.io.validation import read_record

@@ -39,7 +39,7 @@ from ppo_core.data.prompts import context_length
 from ppo_core.data.rows.describe import describe_reading, require_columns_read
 from ppo_core.data.rows.overlong import fit_prompts
 from ppo_core.data.rows.read_rows import Rows, read_rows
-from ppo_core.data.rows.row_formats import Row
+from ppo_core.data.rows.row_columns import Row
 from ppo_core.errors import ConfigError, DataError
 from ppo_core.models.loading import load_config, load_tokenizer
 from ppo_core.training.answer_job import AnswerJob

@@ -9,8 +9,8 @@ from typing import Generic, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from ppo_core.data.rows.row_columns import Row
 from ppo_core.data.rows.row_error import Result, RowError, attempt
-from ppo_core.data.rows.row_formats import Row
 from ppo_core.data.segments import EncodedSegment, Segment, encode_sequences
 from ppo_core.errors import DataError
 

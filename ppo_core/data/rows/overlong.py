@@ -23,8 +23,8 @@ from ppo_core.data.rows.encoding import (
     tokenizer_digest,
 )
 from ppo_core.data.rows.read_rows import ROW, Rows, derive
+from ppo_core.data.rows.row_columns import Row
 from ppo_core.data.rows.row_error import RowError, attempt
-from ppo_core.data.rows.row_formats import Row
 from ppo_core.data.segments import EncodedSegment, Segment, joined
 from ppo_core.errors import ConfigError, DataError
 from ppo_core.io.folder_cache import digest_of_code

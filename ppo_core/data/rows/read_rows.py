@@ -16,9 +16,11 @@ from datasets import Dataset, config, disable_progress_bars
 from tqdm import tqdm
 
 from ppo_core.config.row_settings import DEFAULT_READING, MAX_LEFT_OUT, ReadOptions
+from ppo_core.data.rows.pair_formats import pair_schema_of
 from ppo_core.data.rows.rankings import pairing
+from ppo_core.data.rows.row_columns import Row
 from ppo_core.data.rows.row_error import RowError, attempt, list_reasons
-from ppo_core.data.rows.row_formats import Kind, Row, find_row_format, pair_schema_of
+from ppo_core.data.rows.row_formats import Kind, find_row_format
 from ppo_core.data.sources.raw_row import ROWS_AT_ONCE, RawRow
 from ppo_core.data.sources.source import Source, named_data, open_source
 from ppo_core.errors import DataError

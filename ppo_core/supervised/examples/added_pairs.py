@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 
 from ppo_core.data.rows.read_rows import ROW
-from ppo_core.data.rows.row_formats import Row
+from ppo_core.data.rows.row_columns import Row
 from ppo_core.supervised.supervised_config import SupervisedConfig
 
 

@@ -15,8 +15,8 @@ from ppo_core.data.prompts import context_length
 from ppo_core.data.rows.encoding import Encoding, tokenizer_digest
 from ppo_core.data.rows.overlong import fit_rows
 from ppo_core.data.rows.read_rows import Rows, derive
+from ppo_core.data.rows.row_columns import WEIGHT, Row
 from ppo_core.data.rows.row_error import RowError
-from ppo_core.data.rows.row_formats import WEIGHT, Row
 from ppo_core.errors import DataError
 from ppo_core.io.folder_cache import digest_of_code
 from ppo_core.models.loading import load_config

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from ppo_core.data.batching import pad_rows
 from ppo_core.data.prompts import dialogue_segments
 from ppo_core.data.rows.encoding import Encoding
+from ppo_core.data.rows.row_columns import WEIGHT, Row
 from ppo_core.data.rows.row_error import RowError
-from ppo_core.data.rows.row_formats import WEIGHT, Row
 from ppo_core.data.segments import EncodedSegment, Segment, joined
 from ppo_core.supervised.supervised_config import SupervisedConfig
 

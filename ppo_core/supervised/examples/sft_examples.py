@@ -19,8 +19,8 @@ from ppo_core.data.chat_template import (
 )
 from ppo_core.data.prompts import encode_prompt, prompt_segment, response_segments
 from ppo_core.data.rows.encoding import Encoding
+from ppo_core.data.rows.row_columns import Row
 from ppo_core.data.rows.row_error import RowError
-from ppo_core.data.rows.row_formats import Row
 from ppo_core.data.segments import EncodedSegment, Segment, joined
 from ppo_core.errors import DataError
 from ppo_core.supervised.supervised_config import SupervisedConfig

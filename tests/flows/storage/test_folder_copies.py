@@ -11,7 +11,7 @@ from pipeline.storage.folder_copies import FolderCopies
 from pipeline.storage.upload import publish
 from pipeline.storage.workspace import Workspace
 from ppo_core.data.rows.read_rows import LEAST_SHARED, Rows, derive, each, read_rows
-from ppo_core.data.rows.row_formats import Row
+from ppo_core.data.rows.row_columns import Row
 from ppo_core.errors import StorageError
 from tests.helpers.inputs.pipeline_inputs import write_rows
 from tests.helpers.servers.s3_faults import S3Faults

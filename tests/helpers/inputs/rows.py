@@ -4,7 +4,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ppo_core.data.rows.read_rows import Rows, read_source
-from ppo_core.data.rows.row_formats import Kind, Row, find_row_format
+from ppo_core.data.rows.row_columns import Row
+from ppo_core.data.rows.row_formats import Kind, find_row_format
 from ppo_core.data.sources.source import source_of_rows
 
 
