@@ -27,8 +27,9 @@ from flow_parts import RunStoppedError, parse_toml
 from pipeline.inputs.json_lines import read_jsonl
 from pipeline.inputs.labeled_pairs import label_pairs
 from pipeline.judges.function_judge import FunctionJudge
-from pipeline.judges.judge_prompt import pose, read_verdict
+from pipeline.judges.judge_prompt import pose
 from pipeline.judges.openai_client import _read as read_body
+from pipeline.judges.read_verdict import read_verdict
 from pipeline.judges.reply_cache import ReplyCache, reply_key
 from pipeline.judges.verdict import WINNERS, swapped
 from pipeline.registry.champion_history import stack_of

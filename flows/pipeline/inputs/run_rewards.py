@@ -23,7 +23,11 @@ from ppo_core.training.rewards import load_functions
 ASKED_BY = ("sampling", "max_reply_tokens", "attempts")
 """Settings of [judging] on which the replies of a language model depend."""
 
-READ_BY = ("pipeline.judges.judge_prompt", "pipeline.judges.rubric.score_question")
+READ_BY = (
+    "pipeline.judges.judge_prompt",
+    "pipeline.judges.read_verdict",
+    "pipeline.judges.rubric.score_question",
+)
 """Modules that write the questions to a language model, and read its replies."""
 
 

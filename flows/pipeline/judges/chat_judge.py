@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from pipeline.judges import judge_prompt
 from pipeline.judges.chat_model import ChatModel, Question, Reply
-from pipeline.judges.judge_prompt import pose, prompt_version, read_verdict
+from pipeline.judges.judge_prompt import pose, prompt_version
+from pipeline.judges.read_verdict import read_verdict
 from pipeline.judges.reply_cache import Case, ReplyCache, ask_until_read
 from pipeline.judges.verdict import JudgedPrompt, Verdict
 from pipeline.settings.judge_config import JudgingConfig
@@ -30,7 +30,7 @@ class ChatJudge:
     @property
     def version(self) -> str:
         """Digest of the model, the judge's prompt, the number of attempts and the parsing code."""
-        reading = digest_of_code(judge_prompt.__name__)
+        reading = digest_of_code(read_verdict.__module__)
         return digest_of([self._chat.version, self._wording, self._config.attempts, reading])
 
     @property
