@@ -95,9 +95,10 @@ class RunConfig:
 
     bf16: bool | None = None
     """Sample, score and train under bfloat16 autocast, with fp32 master weights. None: True if
-    `accelerate launch` sets bf16, or if all weights are fp32 and bfloat16 is usually faster: on a
-    GPU that supports it, or on a CPU with avx512_bf16 or AMX if the hidden size is at least 192.
-    `PPOTrainer.args` and checkpoints contain the chosen value."""
+    `accelerate launch` sets bf16, or if bfloat16 is usually faster: on a GPU that supports it, or
+    on a CPU with avx512_bf16 or AMX if the hidden size is at least 192. None is False for float64
+    weights, and for an adapter whose base is not in fp32. `PPOTrainer.args` and checkpoints contain
+    the chosen value."""
 
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass, which saves memory and takes about a third more

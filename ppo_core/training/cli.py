@@ -150,7 +150,7 @@ def _make_trainer(
         check_vocabulary(of_critic, tokenizer, script.critic_path)
         critic = load_critic(script.critic_path)
         rollouts = read_rollouts(script.critic_path, text_config(of_critic).vocab_size)
-    config, engine = join_processes(config, policy)
+    config, engine = join_processes(config, policy, adapter)
     models = set_up_models(
         config, tokenizer, engine, policy=policy, critic=critic, reward=reward, peft_config=adapter
     )

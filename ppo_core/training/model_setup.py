@@ -67,14 +67,20 @@ class ScriptModels:
     """The adapter to add to the policy, if any."""
 
 
-def join_processes(config: PPOConfig, policy: nn.Module) -> tuple[PPOConfig, Engine]:
+def join_processes(
+    config: PPOConfig, policy: nn.Module, peft_config: Any = None
+) -> tuple[PPOConfig, Engine]:
     """Return the settings with precision and batch sizes filled in, and the engine of the run.
+
+    `peft_config` is the adapter that the policy will get, if any.
 
     Raises:
         ConfigError: the settings contradict each other, the launcher, or the number of processes.
         TrainingError: the processes cannot be connected.
     """
-    in_bf16 = trains_in_bf16(config.bf16, policy, use_cpu=config.use_cpu)
+    in_bf16 = trains_in_bf16(
+        config.bf16, policy, use_cpu=config.use_cpu, adds_adapter=peft_config is not None
+    )
     engine = choose_engine(
         # An automatic False becomes None: only a False in the settings contradicts a launcher that
         # sets bf16.
@@ -90,14 +96,20 @@ def join_processes(config: PPOConfig, policy: nn.Module) -> tuple[PPOConfig, Eng
     return replace(config, bf16=engine.computes_in_bf16, **vars(sizes)), engine
 
 
-def trains_in_bf16(asked: bool | None, model: nn.Module, *, use_cpu: bool) -> bool:
-    """Return `asked` if it is not None.
+def trains_in_bf16(
+    asked: bool | None, model: nn.Module, *, use_cpu: bool, adds_adapter: bool = False
+) -> bool:
+    """Return `asked` if it is not None, otherwise whether bfloat16 autocast is fast on this machine.
 
-    Otherwise return whether all weights are fp32 and bfloat16 autocast is fast on this hardware.
+    Without `asked`, there is no autocast for float64 weights, and none for the base of an adapter
+    that keeps its half precision, because its layers already compute in this precision. Other
+    weights are trained in fp32, whatever the precision of their files is.
     """
     if asked is not None:
         return asked
-    if {parameter.dtype for parameter in model.parameters()} != {torch.float32}:
+    precisions = {parameter.dtype for parameter in model.parameters()}
+    keeps_precision = adds_adapter or any(map(is_peft, model.modules()))
+    if torch.float64 in precisions or (keeps_precision and precisions != {torch.float32}):
         return False
     # A model without a configured width counts as width 0; a later check refuses such a model.
     config = getattr(model, "config", None)

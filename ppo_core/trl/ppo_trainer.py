@@ -78,7 +78,7 @@ class PPOTrainer(ScriptNames):
         """Check models, prompts and settings, and set up the run."""
         require_loaded(model, ref_model=ref_model, value_model=value_model)
         self._given_args, self._args_before = args, asdict(args)
-        config, engine = join_processes(args, model)
+        config, engine = join_processes(args, model, peft_config)
         models = set_up_models(
             config,
             processing_class,

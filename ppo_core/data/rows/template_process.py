@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,12 @@ MAX_BYTES = 1 << 30
 
 MAX_GROWTH, MAX_OWN_CHARACTERS = 8, 1_000_000
 """Maximum characters of a rendered text: 8 for each byte of the request, plus 1,000,000."""
+
+TODAY = datetime(2024, 7, 26)
+"""The date that templates read as today's, for example to write it into a system message. It is
+fixed: with the real date, the token ids of a prompt would change overnight, so a run could not be
+repeated, and an interrupted run could not be resumed on the next day. The templates of Llama 3.1
+and 3.2 write this date if they are given none."""
 
 _ERRORS = {"memory": MemoryError, "syntax": SyntaxError, "raised": ValueError}
 """Kind of an error in the process that renders -> the error to raise."""
@@ -159,7 +166,7 @@ def _limit_memory() -> None:
 def _reply(render: Any, request: dict[str, Any], length: int) -> bytes:
     # A template is code, so it can raise errors of any type.
     try:
-        texts, spans = render(**request)
+        texts, spans = render(**request, strftime_now=TODAY.strftime)
         most = MAX_GROWTH * length + MAX_OWN_CHARACTERS
         if len(texts[0]) > most:
             raise MemoryError(f"its text has {len(texts[0])} characters; the maximum is {most}")

@@ -61,6 +61,12 @@ def test_a_start_token_that_the_template_writes_is_not_put_there_twice():
     assert encode_chat(tokenizer, say("w0"), end=False) == [2, 3]
 
 
+def test_a_template_that_writes_the_date_gives_the_same_text_on_every_day():
+    template = "{{ strftime_now('%d %b %Y %H:%M:%S.%f') }} {{ messages[0].content }}"
+    text = render_chat(make_chat_tokenizer(template), say("w0"), answer_follows=True)
+    assert text == "26 Jul 2024 00:00:00.000000 w0"
+
+
 @pytest.mark.parametrize(
     ("template", "messages", "message"),
     [

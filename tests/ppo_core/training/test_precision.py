@@ -45,6 +45,22 @@ def test_weights_of_another_precision_stay_as_they_are(monkeypatch):
     assert not trains_in_bf16(None, make_policy().double(), use_cpu=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_policy_in_half_precision_is_trained_under_autocast_unless_it_is_the_base_of_an_adapter(
+    dtype, monkeypatch
+):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    peft = pytest.importorskip("peft")
+    monkeypatch.setattr(placement, "SMALLEST_WIDTH", 8)
+    policy, config = make_policy().to(dtype), peft.LoraConfig(target_modules=["q_proj"])
+    assert trains_in_bf16(None, policy, use_cpu=True)
+    assert not trains_in_bf16(None, policy, use_cpu=True, adds_adapter=True)
+    assert trains_in_bf16(None, make_policy(), use_cpu=True, adds_adapter=True)
+    adapted = peft.get_peft_model(policy, config)
+    assert not trains_in_bf16(None, adapted, use_cpu=True)
+    assert trains_in_bf16(None, peft.get_peft_model(make_policy(), config), use_cpu=True)
+
+
 def test_bfloat16_of_the_launcher_is_recorded_and_contradicts_only_an_explicit_false(monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     config = PPOConfig(total_episodes=8, batch_size=4, stop_token_id=9, use_cpu=True)
