@@ -99,11 +99,11 @@ def join_processes(
 def trains_in_bf16(
     asked: bool | None, model: nn.Module, *, use_cpu: bool, adds_adapter: bool = False
 ) -> bool:
-    """Return `asked` if it is not None, otherwise whether bfloat16 autocast is fast on this machine.
+    """Return `asked`; if it is None, whether bfloat16 autocast is fast on this machine.
 
-    Without `asked`, there is no autocast for float64 weights, and none for the base of an adapter
-    that keeps its half precision, because its layers already compute in this precision. Other
-    weights are trained in fp32, whatever the precision of their files is.
+    If `asked` is None, there is no autocast for float64 weights, and none for the base of an
+    adapter in half precision, because its layers already compute in this precision. All other
+    weights are trained in fp32, whatever the precision of their files.
     """
     if asked is not None:
         return asked

@@ -163,10 +163,14 @@ def _limit_memory() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
+def _strftime(form: str) -> str:
+    return TODAY.strftime(form)
+
+
 def _reply(render: Any, request: dict[str, Any], length: int) -> bytes:
     # A template is code, so it can raise errors of any type.
     try:
-        texts, spans = render(**request, strftime_now=TODAY.strftime)
+        texts, spans = render(**request, strftime_now=_strftime)
         most = MAX_GROWTH * length + MAX_OWN_CHARACTERS
         if len(texts[0]) > most:
             raise MemoryError(f"its text has {len(texts[0])} characters; the maximum is {most}")
