@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
-from datetime import datetime
+from datetime import datetime, tzinfo
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,12 +27,6 @@ MAX_BYTES = 1 << 30
 
 MAX_GROWTH, MAX_OWN_CHARACTERS = 8, 1_000_000
 """Maximum characters of a rendered text: 8 for each byte of the request, plus 1,000,000."""
-
-TODAY = datetime(2024, 7, 26)
-"""The date that templates read as today's, for example to write it into a system message. It is
-fixed: with the real date, the token ids of a prompt would change overnight, so a run could not be
-repeated, and an interrupted run could not be resumed on the next day. The templates of Llama 3.1
-and 3.2 write this date if they are given none."""
 
 _ERRORS = {"memory": MemoryError, "syntax": SyntaxError, "raised": ValueError}
 """Kind of an error in the process that renders -> the error to raise."""
@@ -141,16 +135,33 @@ def _plain(value: Any) -> Any:
 # --- In the process that renders ---------------------------------------------------
 
 
-def _serve() -> None:
-    from transformers.utils.chat_template_utils import render_jinja_template
+class FixedDay(datetime):
+    """The date that templates read as today's, for example to write it into a system message.
 
+    It is fixed: with the real date, the token ids of a prompt would change overnight, so a run
+    could not be repeated, and an interrupted run could not be resumed on the next day. It is the
+    date that the templates of Llama 3.1 and 3.2 write if they are given none.
+    """
+
+    @classmethod
+    def now(cls, tz: tzinfo | None = None) -> "FixedDay":
+        """Return 26 July 2024."""
+        return cls(2024, 7, 26, tzinfo=tz)
+
+
+def _serve() -> None:
+    from transformers.utils import chat_template_utils
+
+    # The variables of a template must be plain data, so the function that it calls for the date
+    # cannot be replaced.
+    chat_template_utils.datetime = FixedDay  # type: ignore[misc]
     _limit_memory()
     # The default action of SIGALRM ends the process, even within one long operation.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     for line in sys.stdin.buffer:
         request = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, request.pop("seconds"))
-        reply = _reply(render_jinja_template, request, len(line))
+        reply = _reply(chat_template_utils.render_jinja_template, request, len(line))
         signal.setitimer(signal.ITIMER_REAL, 0)
         sys.stdout.buffer.write(reply + b"\n")
         sys.stdout.buffer.flush()
@@ -163,14 +174,10 @@ def _limit_memory() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
-def _strftime(form: str) -> str:
-    return TODAY.strftime(form)
-
-
 def _reply(render: Any, request: dict[str, Any], length: int) -> bytes:
     # A template is code, so it can raise errors of any type.
     try:
-        texts, spans = render(**request, strftime_now=_strftime)
+        texts, spans = render(**request)
         most = MAX_GROWTH * length + MAX_OWN_CHARACTERS
         if len(texts[0]) > most:
             raise MemoryError(f"its text has {len(texts[0])} characters; the maximum is {most}")
