@@ -12,7 +12,13 @@ from transformers import PreTrainedModel
 from ppo_core.algorithm.logits import at_least_fp32
 from ppo_core.data.types import TokenRows
 from ppo_core.errors import ModelError
-from ppo_core.models.adapters import check_adapter, is_peft, plain_model, using_adapter
+from ppo_core.models.adapters import (
+    CRITIC_ADAPTER,
+    check_adapter,
+    is_peft,
+    plain_model,
+    using_adapter,
+)
 from ppo_core.models.backbones import Backbone, DecoderBackbone, Within
 from ppo_core.models.kernels.fused_linear_loss import TokenLoss
 from ppo_core.models.model_with_value_head import ModelWithValueHead
@@ -146,7 +152,7 @@ class Critic(nn.Module):
         return cls(policy.backbone, _zero_head(policy.backbone) if head is None else head)
 
     @classmethod
-    def on_adapter(cls, model: "PeftModel", name: str = "critic") -> "Critic":
+    def on_adapter(cls, model: "PeftModel", name: str = CRITIC_ADAPTER) -> "Critic":
         """Return a critic with a zero head on a PeftModel's base with the adapter `name`.
 
         Raises:

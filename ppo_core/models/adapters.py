@@ -32,6 +32,10 @@ _Switches = list[tuple[Any, str | list[str], bool]]
 """Triples of a layer with adapters, its active adapters, and whether adapters are disabled."""
 
 
+CRITIC_ADAPTER = "critic"
+"""Name of the adapter that a trainer uses for its critic."""
+
+
 def is_peft(model: object) -> "TypeIs[PeftModel]":
     """Return whether a model is a PeftModel, without importing peft."""
     peft = sys.modules.get("peft")
@@ -121,8 +125,12 @@ def add_adapter(model: nn.Module, peft_config: "PeftConfig", name: str = "defaul
     return adapted.train(model.training)
 
 
-def add_critic_adapter(model: "PeftModel", peft_config: "PeftConfig", name: str = "critic") -> None:
+def add_critic_adapter(
+    model: "PeftModel", peft_config: "PeftConfig", name: str = CRITIC_ADAPTER
+) -> None:
     """Add a trainable adapter for the critic; the active adapter stays active and trainable.
+
+    A trainer without a value model makes its critic of the adapter CRITIC_ADAPTER, if there is one.
 
     Raises:
         ModelError: `peft_config` is not a PeftConfig, has another method than the first adapter,

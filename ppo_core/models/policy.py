@@ -247,9 +247,9 @@ class LanguageModel(nn.Module):
         the exact KL divergence, which is computed if a `reference` is given.
         """
         head = self.lm_head(temperature)
-        if head.is_sharded():
-            # The fused loss needs the weights for both passes at once, but ZeRO-3's hooks gather
-            # the weights for one pass at a time.
+        if head.is_sharded() or not torch.is_grad_enabled():
+            # The fused loss computes all gradients in its forward pass. It needs the weights for
+            # both passes at once, but ZeRO-3's hooks gather the weights for one pass at a time.
             logprobs, entropies = head.logprobs(states, rows.targets)
             loss, logprobs = token_loss(logprobs, slice(None)).sum(), logprobs.detach()
         else:

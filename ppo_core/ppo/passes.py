@@ -59,7 +59,8 @@ class Passes:
     temperature: float
 
     critic_only: bool
-    """Whether the policy's loss is multiplied by 0; every parameter still has a gradient."""
+    """Whether only the critic gets gradients. In a pass that also computes the critic, the policy's
+    loss is multiplied by 0 instead, because each parameter must have a gradient."""
 
     second_thread: ThreadPoolExecutor | None
     """Thread for the policy's passes; None to run both models in the same thread."""
@@ -84,7 +85,9 @@ class Passes:
                     predicted, values = self.module(
                         rows, self.temperature, objective.of_policy, self.reference
                     )
-                    loss = self._policy_weight * objective.of_predictions(predicted)
+                    loss = objective.of_predictions(predicted)
+                    if self.critic_only:
+                        loss = 0.0 * loss
                     if values is not None:
                         loss = loss + objective.of_critic(values)
                     self.engine.backward(loss)
@@ -106,14 +109,10 @@ class Passes:
     def _models(self) -> ActorCritic:
         return cast(ActorCritic, self.engine.unwrap(self.module))
 
-    @property
-    def _policy_weight(self) -> float:
-        return 0.0 if self.critic_only else 1.0
-
     def _policy_pass(self, rows: TokenRows, objective: Objective) -> Predictions:
-        """Add the gradients of the policy's loss."""
+        """Add the gradients of the policy's loss, unless only the critic gets gradients."""
         policy = self._models.policy
-        with policy.backbone.products(rows.ids):
+        with policy.backbone.products(rows.ids), torch.set_grad_enabled(not self.critic_only):
             with self.engine.autocast():
                 predicted = policy.predict(
                     policy.backbone.states(rows),
@@ -122,7 +121,8 @@ class Passes:
                     objective.of_policy,
                     self.reference,
                 )
-            self.engine.backward(self._policy_weight * objective.of_predictions(predicted))
+            if not self.critic_only:
+                self.engine.backward(objective.of_predictions(predicted))
         return predicted
 
     def _critic_pass(self, critic: Critic, rows: TokenRows, objective: Objective) -> None:

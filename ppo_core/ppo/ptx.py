@@ -158,16 +158,21 @@ def add_pretraining_gradients(
 
     `module` is the prepared ActorCritic, and `num_texts` the number of texts over all processes.
     """
-    backbone = cast(ActorCritic, engine.unwrap(module)).policy.backbone
+    models = cast(ActorCritic, engine.unwrap(module))
     size = config.per_device_train_batch_size * engine.num_processes
     drawn = [texts.next_texts(min(size, num_texts - n)) for n in range(0, num_texts, size)]
     num_tokens = sum(len(text) - 1 for batch in drawn for text in batch)
     for batch in drawn:
         own = batch[engine.rank :: engine.num_processes]
         rows = joined_texts(own or batch[:1]).to(engine.device)
-        with engine.accumulate_only(module, True), backbone.products(rows.ids):
-            weight = config.ptx_coef / num_tokens if own else 0.0
-            predicted, values = module(rows, 1.0, pretraining_loss(weight))
+        loss = pretraining_loss(config.ptx_coef / num_tokens if own else 0.0)
+        with engine.accumulate_only(module, True), models.policy.backbone.products(rows.ids):
+            if engine.is_plain:
+                with engine.autocast():
+                    states = models.policy.backbone.states(rows)
+                    predicted, values = models.policy.predict(states, rows, 1.0, loss), None
+            else:
+                predicted, values = module(rows, 1.0, loss)
             # Give the critic a gradient of 0. If a parameter had no gradient in the first pass of
             # a step, ZeRO-3 would add later gradients to the previous step's gradients.
             of_critic = 0.0 if values is None else 0.0 * values.sum()

@@ -20,6 +20,7 @@ from ppo_core.distributed.engine import Engine
 from ppo_core.errors import ConfigError, ModelError
 from ppo_core.models.actor_critic import ActorCritic, Critic
 from ppo_core.models.adapters import (
+    CRITIC_ADAPTER,
     adapter_settings,
     add_adapter,
     check_adapter,
@@ -480,6 +481,8 @@ def _make_critic(
         return Critic.from_module(given.critic)
     if value_head is not None or config.shared_critic:
         return Critic.on_policy(policy, value_head)
+    if adapted is not None and CRITIC_ADAPTER in adapted.peft_config:
+        return Critic.on_adapter(adapted)
     for reward_model in given.rewards.learned_from():
         has_its_own_base = isinstance(reward_model.model, PreTrainedModel)
         reads_along = reward_model.lm_head is not None and has_its_own_base

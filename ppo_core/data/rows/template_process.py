@@ -152,9 +152,8 @@ class FixedDay(datetime):
 def _serve() -> None:
     from transformers.utils import chat_template_utils
 
-    # The variables of a template must be plain data, so the function that it calls for the date
-    # cannot be replaced.
-    chat_template_utils.datetime = FixedDay  # type: ignore[misc]
+    # A function for the date cannot be passed: transformers passes only plain data to a template.
+    chat_template_utils.datetime = FixedDay  # type: ignore[attr-defined, misc]
     _limit_memory()
     # The default action of SIGALRM ends the process, even within one long operation.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)

@@ -498,11 +498,15 @@ def test_a_critic_that_warms_up_leaves_the_policy_as_it_is_to_the_bit():
         engine=Engine(),
     )
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    computed = set()
+    for name, parameter in module.named_parameters():
+        parameter.register_hook(lambda _, name=name: computed.add(name))
     experience = make_experience()
     progress = make_progress(config, experience)
     update_policy(train_state, experience, config, progress, critic_only=True)
     moved = {name for name, p in module.named_parameters() if not torch.equal(p, before[name])}
     assert moved == {name for name in before if name.startswith("critic.")}
+    assert computed == moved
     # Otherwise the first steps of the policy would be larger than those of a new optimizer.
     counted = {name for name, p in module.named_parameters() if p in optimizer.state}
     assert counted == moved

@@ -190,9 +190,12 @@ def adapters_only(tmp_path):
     return model, Critic.on_adapter(model), reward
 
 
-def test_full_rlhf_with_adapters_only(tmp_path):
+@pytest.mark.parametrize("is_given", [True, False])
+def test_full_rlhf_with_adapters_only(is_given: bool, tmp_path):
     model, critic, reward = adapters_only(tmp_path)
-    trainer = make_trainer(model=model, ref_model=None, value_model=critic, reward_model=reward)
+    given = critic if is_given else None
+    trainer = make_trainer(model=model, ref_model=None, value_model=given, reward_model=reward)
+    critic = trainer.critic
     before, of_head, scores = values_of(model), values_of(critic.head), score_some(reward)
     history = trainer.train()
     assert abs(history[0]["objective/kl"]) < 1e-4
