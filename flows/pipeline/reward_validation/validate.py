@@ -33,9 +33,13 @@ class SampleResponses(Protocol):
     """Function that samples the policy from which PPO starts."""
 
     def __call__(
-        self, prompts: Sequence[str | Messages], *, samples_per_prompt: int
+        self, prompts: Sequence[str | Messages], *, samples_per_prompt: int, start: int
     ) -> list[list[str]]:
-        """Return samples (M, K) for M prompts, with K = `samples_per_prompt`."""
+        """Return samples (M, K) for M prompts, with K = `samples_per_prompt`.
+
+        `start` is the number of the first prompt. It selects the random numbers: equal random
+        numbers for several blocks of prompts would make the blocks' samples dependent.
+        """
         ...
 
 
@@ -205,7 +209,7 @@ def scored_samples(
     asked = prompts.column("prompt", max(limits.num_prompts, limits.max_prompts))
     for start in range(0, len(asked), limits.num_prompts):
         block = asked[start : start + limits.num_prompts]
-        samples = draw(block, samples_per_prompt=limits.samples_per_prompt)
+        samples = draw(block, samples_per_prompt=limits.samples_per_prompt, start=start)
         repeated = [prompt for prompt, group in zip(block, samples, strict=True) for _ in group]
         scores = scorer.score_texts(repeated, [text for group in samples for text in group])
         scores = scores.reshape(len(samples), -1)

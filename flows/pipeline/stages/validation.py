@@ -1,5 +1,6 @@
 """Validate the reward model before PPO trains against it."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
@@ -44,6 +45,7 @@ from pipeline.storage.cached_results import as_values, can_be_reused, make_or_re
 from pipeline.storage.workspace import original_names
 from pipeline.tracking.tracker import Tracker
 from ppo_core.config.placement import is_fast_in_bf16, placement_for_reading
+from ppo_core.data.chat_template import Messages
 from ppo_core.data.text_config import text_config
 from ppo_core.errors import ModelError
 from ppo_core.io.folder_cache import digest_of, digest_of_code
@@ -323,7 +325,14 @@ def load_scorer(data: RunData, reward_model: str) -> TextScorer:
 
 
 def _draw(settings: Settings, sft: PreparedModel, folder: Path) -> SampleResponses:
-    return partial(draw_samples, partial(answer_as_ppo, settings, sft.path, folder))
+    def draw(
+        prompts: Sequence[str | Messages], *, samples_per_prompt: int, start: int
+    ) -> list[list[str]]:
+        of_block = replace(settings, seed=(settings.seed + start) % 2**32)
+        answer = partial(answer_as_ppo, of_block, sft.path, folder)
+        return draw_samples(answer, prompts, samples_per_prompt=samples_per_prompt)
+
+    return draw
 
 
 def judge_samples(

@@ -153,7 +153,7 @@ def _serve() -> None:
     from transformers.utils import chat_template_utils
 
     # A function for the date cannot be passed: transformers passes only plain data to a template.
-    chat_template_utils.datetime = FixedDay  # type: ignore[attr-defined, misc]
+    chat_template_utils.datetime = FixedDay  # type: ignore[attr-defined]
     _limit_memory()
     # The default action of SIGALRM ends the process, even within one long operation.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)

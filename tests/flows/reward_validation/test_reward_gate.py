@@ -1,7 +1,6 @@
 """The gate before PPO: real reward models that are fit, and three that are not."""
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -13,7 +12,12 @@ from pipeline.inputs.labeled_pairs import LabeledPair
 from pipeline.results.reward_report import OnPolicy, RewardReport
 from pipeline.reward_validation.samples import draw_samples
 from pipeline.reward_validation.scores import TextScorer
-from pipeline.reward_validation.validate import Compare, Preferences, validate
+from pipeline.reward_validation.validate import (
+    Compare,
+    Preferences,
+    scored_samples,
+    validate,
+)
 from pipeline.settings.gate_configs import RewardGateConfig
 from ppo_core.data.rows.read_rows import read_rows
 from ppo_core.errors import ModelError
@@ -59,19 +63,21 @@ def report_on(
     pairs = read_rows(str(DATA / "sentiment-pairs" / "test.jsonl"), "pairs")
     prompts = read_rows(str(DATA / "stories" / "prompts-train.jsonl"), "prompts")
 
-    def answer(asked: list[str]) -> list[str]:
-        job = AnswerJob(
-            policy=POLICY,
-            tokenizer=POLICY,
-            prompts=asked,
-            prompt_format="auto",
-            response_length=32,
-            temperature=1.0,
-            seed=1,
-        )
-        return run_answer_job(job).texts
+    def draw(asked: list[str], *, samples_per_prompt: int, start: int) -> list[list[str]]:
+        def answer(repeated: list[str]) -> list[str]:
+            job = AnswerJob(
+                policy=POLICY,
+                tokenizer=POLICY,
+                prompts=repeated,
+                prompt_format="auto",
+                response_length=32,
+                temperature=1.0,
+                seed=1 + start,
+            )
+            return run_answer_job(job).texts
 
-    draw = partial(draw_samples, answer)
+        return draw_samples(answer, asked, samples_per_prompt=samples_per_prompt)
+
     return validate(
         TextScorer(model),
         Preferences(pairs),
@@ -165,7 +171,7 @@ def report_on_words(
 ) -> RewardReport:
     """The report on a reward model, a random one if none is given, and texts of few words."""
 
-    def draw(asked, *, samples_per_prompt):
+    def draw(asked, *, samples_per_prompt, start):
         return [[f"w{n} w2" for n in range(samples_per_prompt)] for _ in asked]
 
     return validate(
@@ -178,6 +184,20 @@ def report_on_words(
         training=training or {},
         seed=1,
     )
+
+
+def test_each_block_of_prompts_is_sampled_with_random_numbers_of_its_own():
+    starts = []
+
+    def draw(asked, *, samples_per_prompt, start):
+        starts.append(start)
+        return [["w1"] * samples_per_prompt for _ in asked]
+
+    scorer = TextScorer(RewardModel(make_classifier(), make_tokenizer()))
+    limits = RewardGateConfig(num_prompts=8, max_prompts=20)
+    blocks = list(scored_samples(scorer, rows_of("prompts", WORDS), draw, limits))
+    assert starts == [0, 8, 16]
+    assert [len(block.prompts) for block in blocks] == [8, 8, 4]
 
 
 def test_with_its_bias_references_are_worth_nothing_and_with_its_gain_samples_vary_by_one():
