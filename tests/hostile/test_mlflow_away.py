@@ -23,8 +23,8 @@ from pipeline.settings.settings import Settings
 from pipeline.stages.start import prepare_inputs
 from pipeline.tracking.decided_runs import find_decided_run, outcome_of, reason_of_outcome
 from pipeline.tracking.killed_runs import end_killed_runs
-from pipeline.tracking.limits import MAX_TAG_CHARACTERS
 from pipeline.tracking.mlflow_client import check_registry, explained
+from pipeline.tracking.mlflow_facts import MAX_TAG_CHARACTERS
 from pipeline.tracking.mlflow_runs import start_runs
 from pipeline.tracking.run_list import list_runs
 from pipeline.tracking.run_log import DESCRIPTION

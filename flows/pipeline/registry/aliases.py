@@ -9,8 +9,8 @@ from mlflow.exceptions import MlflowException
 
 from pipeline.inputs.lineage import is_input
 from pipeline.registry.decisions import shortened
-from pipeline.tracking.limits import MAX_TAG_CHARACTERS
 from pipeline.tracking.mlflow_client import connect, explained
+from pipeline.tracking.mlflow_facts import MAX_TAG_CHARACTERS
 from ppo_core.errors import ModelError
 
 CHAMPION, PREVIOUS, CHALLENGER = "champion", "previous-champion", "challenger"

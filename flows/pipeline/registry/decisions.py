@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Literal
 
-from pipeline.tracking.limits import MAX_PARAM_CHARACTERS, MAX_TAG_CHARACTERS
+from pipeline.tracking.mlflow_facts import MAX_PARAM_CHARACTERS, MAX_TAG_CHARACTERS
 from ppo_core.errors import ConfigError, ModelError
 from ppo_core.io.text_files import parse_strict_json
 from ppo_core.io.validation import read_record

@@ -12,6 +12,7 @@ from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 from sqlalchemy.exc import SQLAlchemyError
 
+from pipeline.tracking.mlflow_facts import DEFAULT_TRACKING_URI
 from ppo_core.errors import ConfigError, ModelError
 from ppo_core.errors.deadline import answer_within
 from ppo_core.io.atomic_files import FULL_DISK
@@ -23,8 +24,6 @@ EXPERIMENT = "rlhf"
 CHECK_SECONDS = 60.0
 """Maximum wait in seconds for the first answer of the registry. On the first run, MLflow needs some
 seconds to create a database."""
-
-DEFAULT_TRACKING_URI = "sqlite:///mlflow.db"
 
 
 def connect() -> MlflowClient:

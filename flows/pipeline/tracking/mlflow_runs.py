@@ -18,7 +18,6 @@ from sqlalchemy.exc import SQLAlchemyError
 from pipeline.inputs.lineage import FLOW_RUN, DataSet
 from pipeline.settings.make_settings import flatten
 from pipeline.tracking.journal import Journal
-from pipeline.tracking.limits import MAX_PARAM_CHARACTERS
 from pipeline.tracking.mlflow_client import (
     EXPERIMENT,
     check_databases,
@@ -26,6 +25,7 @@ from pipeline.tracking.mlflow_client import (
     create_experiment,
     explained,
 )
+from pipeline.tracking.mlflow_facts import MAX_PARAM_CHARACTERS
 from pipeline.tracking.run_record import PARENT
 from ppo_core.errors import ModelError, reason_of
 from ppo_core.errors.deadline import answer_within
@@ -82,11 +82,6 @@ def start_runs(
     if server.startswith("http"):
         print(f"MLflow: {address_of_run(parent)}", flush=True)
     return runs
-
-
-def shown_server() -> str:
-    """Return the address of MLflow's server or database, without secrets."""
-    return redact(mlflow.get_tracking_uri())
 
 
 def address_of_run(run_id: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.tracking.journal import Journal
-from pipeline.tracking.limits import MAX_TAG_CHARACTERS
+from pipeline.tracking.mlflow_facts import MAX_TAG_CHARACTERS
 from ppo_core.errors.redaction import mask_secrets
 from ppo_core.io.text_files import parse_strict_json
 from ppo_core.reporting.escaping import as_line, as_markdown

@@ -36,7 +36,7 @@ from pipeline.reports.terminal import cost_in_words
 from pipeline.results.evaluation import Evaluation
 from pipeline.results.run_cost import RunCost
 from pipeline.results.step_records import RegisteredPolicy
-from pipeline.tracking.mlflow_runs import shown_server
+from pipeline.tracking.mlflow_facts import shown_server
 from ppo_core.data.rows.row_error import list_reasons
 from ppo_core.errors import DataError
 
