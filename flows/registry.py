@@ -83,9 +83,13 @@ def history(given: argparse.Namespace) -> None:
 
 
 def audit(given: argparse.Namespace) -> None:
-    """Print the outcome, reasons and inputs of each run for the registered model, oldest first."""
+    """Print the outcome, reasons and inputs of each run for the registered model, oldest first.
+
+    The reasons are those of the run's own decision, also if somebody else decided later.
+    """
     from pipeline.inputs.lineage import FLOW_RUN, is_origin
     from pipeline.registry.aliases import read_version
+    from pipeline.registry.change_champion import read_champions
     from pipeline.tracking.decided_runs import outcome_of, reason_of_outcome, runs_of_model
 
     runs = runs_of_model(given.name)
@@ -93,8 +97,16 @@ def audit(given: argparse.Namespace) -> None:
         tags = run.data.tags
         reasons = reason_of_outcome(run)
         if version := tags.get("version"):
-            tags_of_version = read_version(given.name, int(version)).tags
+            by, tags_of_version = (
+                f"run {tags[FLOW_RUN]}",
+                read_version(given.name, int(version)).tags,
+            )
             reasons = tags_of_version.get("promotion_reasons", reasons)
+            # The tags have the last decision on the version; the history has all decisions.
+            if tags_of_version.get("promotion_by", by) != by and (
+                made := read_champions(given.name).decided(by, int(version))
+            ):
+                reasons = "\n".join(made.reasons)
         started = datetime.fromtimestamp(run.info.start_time / 1000, UTC)
         _print_block(
             f"{tags[FLOW_RUN]}: {outcome_of(run)}",
