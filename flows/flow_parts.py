@@ -1,5 +1,6 @@
 """Code that the flows RLHF and Retrain share: settings files, code package and command line."""
 
+import os
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from metaflow_glue.command_line import (
     prepare_resume,
 )
 from metaflow_glue.execution_parameters import COMMANDS, quote_parameters
-from metaflow_glue.metaflow_secrets import keep_secrets_from_metaflow
+from metaflow_glue.metaflow_secrets import UNREDACTED, keep_secrets_from_metaflow
 from pipeline.launch.forked_processes import ForkServer
 from pipeline.settings.environment import prepare_environment
 from ppo_core.config.field_checks import refuse_secrets
@@ -144,6 +145,9 @@ def run_command(
     explain_unknown_options(parameters)
     if set(COMMANDS.values()) & set(sys.argv):
         quote_parameters(parameters)
+        if UNREDACTED in os.environ:
+            # `compile_flow` could not see a secret in a definition that is redacted.
+            sys.stdout = sys.__stdout__
     # Import the following modules here, because the process of a step does not need them.
     is_run = bool(RUN_COMMANDS & set(sys.argv))
     if is_run and is_brief:

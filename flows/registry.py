@@ -83,9 +83,11 @@ def history(given: argparse.Namespace) -> None:
 
 
 def audit(given: argparse.Namespace) -> None:
-    """Print the outcome, reasons and inputs of each run for the registered model, oldest first."""
+    """Print the outcome, reasons and inputs of each run for the registered model, oldest first.
+
+    The reasons are those of the run's own decision, also if somebody else decided later.
+    """
     from pipeline.inputs.lineage import FLOW_RUN, is_origin
-    from pipeline.registry.aliases import read_version
     from pipeline.tracking.decided_runs import outcome_of, reason_of_outcome, runs_of_model
 
     runs = runs_of_model(given.name)
@@ -93,8 +95,7 @@ def audit(given: argparse.Namespace) -> None:
         tags = run.data.tags
         reasons = reason_of_outcome(run)
         if version := tags.get("version"):
-            tags_of_version = read_version(given.name, int(version)).tags
-            reasons = tags_of_version.get("promotion_reasons", reasons)
+            reasons = _reasons_of(f"run {tags[FLOW_RUN]}", given.name, int(version)) or reasons
         started = datetime.fromtimestamp(run.info.start_time / 1000, UTC)
         _print_block(
             f"{tags[FLOW_RUN]}: {outcome_of(run)}",
@@ -104,6 +105,18 @@ def audit(given: argparse.Namespace) -> None:
         )
     if not runs:
         print(f"No run for {given.name} is recorded.")
+
+
+def _reasons_of(by: str, name: str, version: int) -> str:
+    """Return the reasons of a run's decision on a version; empty if they are not recorded."""
+    from pipeline.registry.aliases import read_version
+    from pipeline.registry.change_champion import read_champions
+
+    tags = read_version(name, version).tags
+    # The tags have the last decision on the version; the history has all decisions.
+    if tags.get("promotion_by", by) != by and (made := read_champions(name).decided(by, version)):
+        return "\n".join(made.reasons)
+    return tags.get("promotion_reasons", "")
 
 
 def rows(given: argparse.Namespace) -> None:

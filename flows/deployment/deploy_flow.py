@@ -12,8 +12,9 @@ from typing import Any
 from deployment.deployment import Deployment
 from deployment.deployment_file import read_deployment
 from metaflow_glue.execution_parameters import ARGO, COMMANDS, STEP_FUNCTIONS
+from metaflow_glue.metaflow_secrets import UNREDACTED
 from ppo_core.errors import ConfigError, ProcessError
-from ppo_core.errors.redaction import MASK, mask_secrets
+from ppo_core.errors.redaction import describe_secret, mask_secrets
 from ppo_core.io.text_files import read_toml_file
 
 FILES = {"RLHF": "rlhf.py", "Retrain": "retrain.py"}
@@ -58,7 +59,7 @@ def read_deployment_file(path: Path, authorize: str = "") -> DeploymentFiles:
 
 
 def create_flow(files: DeploymentFiles, flow: str, *words: str) -> str:
-    """Deploy a flow, or only compile it, and return Metaflow's output.
+    """Deploy a flow, or only compile it, and return Metaflow's output, which may have secrets.
 
     Args:
         files: the deployment and its files.
@@ -109,8 +110,7 @@ def compile_flow(files: DeploymentFiles, flow: str) -> dict[str, Any]:
             "the parameters of an execution. Install the version of Metaflow that pyproject.toml "
             "names."
         )
-    # The command masks secrets in its output, so a mask in the definition marks a secret.
-    if places := sorted(set(_places_of_mask(compiled, flow))):
+    if places := sorted(set(_places_of_secrets(compiled, flow))):
         raise ConfigError(
             f"The scheduler would store a secret in clear text in {', '.join(places)}. Unset the "
             "environment variable that holds it. On Argo, list in "
@@ -122,6 +122,8 @@ def compile_flow(files: DeploymentFiles, flow: str) -> dict[str, Any]:
 
 def run_flow_command(files: DeploymentFiles, flow: str, *words: str) -> str:
     """Run one of Metaflow's scheduler commands for a flow, and return its standard output.
+
+    The output is not redacted, so do not show it.
 
     Raises:
         ProcessError: the command fails.
@@ -157,22 +159,22 @@ def _authorization(files: DeploymentFiles) -> list[str]:
 
 def _variables(deployment: Deployment) -> dict[str, str]:
     """Return the environment variables that a command needs for this deployment."""
-    chosen = {SCHEDULES: os.environ.get(SCHEDULES, "True")}
+    chosen = {SCHEDULES: os.environ.get(SCHEDULES, "True"), UNREDACTED: "1"}
     if deployment.namespace:
         chosen["METAFLOW_KUBERNETES_NAMESPACE"] = deployment.namespace
     return chosen
 
 
-def _places_of_mask(value: Any, place: str) -> Iterator[str]:
-    """Yield the name of each text in `value` that has a masked secret; `place` names `value`."""
+def _places_of_secrets(value: Any, place: str) -> Iterator[str]:
+    """Yield the name of each text in `value` that has a secret; `place` names `value`."""
     if isinstance(value, str):
-        if MASK in value:
+        if describe_secret(value):
             yield place
     elif isinstance(value, Mapping):
         # An environment variable is a table with the keys name and value.
         name = str(value.get("name") or value.get("Name") or place)
         for key, inner in value.items():
-            yield from _places_of_mask(inner, name if key in ("value", "Value") else key)
+            yield from _places_of_secrets(inner, name if key in ("value", "Value") else key)
     elif isinstance(value, Sequence):
         for inner in value:
-            yield from _places_of_mask(inner, place)
+            yield from _places_of_secrets(inner, place)

@@ -33,6 +33,7 @@ from pipeline.cost.training_sizes import (
 from pipeline.settings.make_settings import make_settings
 from pipeline.settings.settings import Settings
 from pipeline.storage.workspace import MODELS, REGISTRY, Workspace
+from ppo_core.config.reward_names import read_rewards
 from ppo_core.errors import ConfigError, ModelError, PPOError
 from ppo_core.io.text_files import read_toml_file
 from ppo_core.models.loading import count_parameters
@@ -78,12 +79,12 @@ def check_sizes(files: DeploymentFiles) -> list[str]:
             settings = _read_with_models(files.settings, Path(folder))
         # The person who deploys the flows may have no access to the models.
         except PPOError as error:
-            return [
-                "sizes: not compared with the machines, because a model could not be read: "
-                f"{error} To compute the sizes, run `flows/rlhf.py --config settings FILE run "
-                "--check` on a machine that can read the model."
-            ]
-        planned = list(_planned(deployment, settings, lines))
+            return [_not_compared(error)]
+        try:
+            planned = list(_planned(deployment, settings, lines))
+        # A reward model, or a model in `rewards`, is a hub id that cannot be read here.
+        except ModelError as error:
+            return [_not_compared(error)]
     for one in planned:
         lines += _check_processes(one, settings)
         lines += _check_memory(one)
@@ -91,6 +92,14 @@ def check_sizes(files: DeploymentFiles) -> list[str]:
             lines += _check_main_memory(one, one.training.size)
             lines += _check_time(one, one.training.size, deployment, settings)
     return lines
+
+
+def _not_compared(error: PPOError) -> str:
+    return (
+        f"sizes: not compared with the machines, because a model could not be read: {error} "
+        "To compute the sizes, run `flows/rlhf.py --config settings FILE run --check` on a machine "
+        "that can read the model."
+    )
 
 
 def _read_with_models(path: Path, folder: Path) -> Settings:
@@ -103,14 +112,21 @@ def _read_with_models(path: Path, folder: Path) -> Settings:
     if not table.get("policy"):
         raise ModelError("the settings name no policy.")
     for name in MODELS:
-        place = str(table.get(name) or "")
-        if place.startswith(REGISTRY):
-            raise ModelError(
-                f"{name}={place!r} is a version of a registry, which this check does not read."
-            )
-        if place:
-            table[name] = workspace.fetch(place, weights=False)
+        table[name] = _fetch(name, str(table.get(name) or ""), workspace)
+    table["rewards"] = [
+        one.moved(_fetch("rewards", one.source, workspace))
+        for one in read_rewards(table.get("rewards") or [])
+    ]
     return make_settings(table, {}, parameters=count_parameters(table["policy"]))
+
+
+def _fetch(setting: str, place: str, workspace: Workspace) -> str:
+    """Return the path or hub id of a model that a setting names, without its weights."""
+    if place.startswith(REGISTRY):
+        raise ModelError(
+            f"{setting}={place!r} is a version of a registry, which this check does not read."
+        )
+    return workspace.fetch(place, weights=False)
 
 
 def _planned(
@@ -131,7 +147,7 @@ def _planned(
     }
     if not settings.sft_data:
         del trainings["load_policy"]
-    if settings.reward_model:
+    if settings.reward_model and settings.judge and not settings.fresh_pairs.wanted:
         del trainings["load_reward_model"]
     for step, (name, section, rank) in trainings.items():
         resources = deployment.resources_of(step)

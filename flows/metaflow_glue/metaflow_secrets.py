@@ -19,6 +19,9 @@ PARAMETER_VARIABLE = "METAFLOW_RUN_"
 SET = f"{PARAMETER_VARIABLE}SET"
 """Environment variable with the values of `--set`, separated by spaces."""
 
+UNREDACTED = "RLHF_UNREDACTED_OUTPUT"
+"""Environment variable for the output of a scheduler command that only `flows/deploy.py` reads."""
+
 
 def keep_secrets_from_metaflow(argv: Sequence[str]) -> None:
     """Refuse secrets on the command line, and redact the data that Metaflow stores by itself.

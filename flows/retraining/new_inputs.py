@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.inputs.lineage import is_origin
+from pipeline.inputs.lineage import FLOW_RUN, is_origin
 from pipeline.registry.aliases import CHAMPION, read_aliases, read_version
 from pipeline.settings.settings import Settings
 from pipeline.stages.given_settings import read_settings
@@ -42,7 +42,8 @@ class NewInputs:
     """Lineage tags that are compared with the tags of the champion and of decided runs."""
 
     new: list[str]
-    """What is new, as parts of a sentence; empty if a run has already decided on equal inputs."""
+    """What is new, as parts of a sentence; empty if the champion or a decided run had equal
+    inputs."""
 
     seen: str
     """The decision of an earlier run on equal inputs; empty if something is new."""
@@ -73,7 +74,9 @@ def find_new_inputs(from_file: Mapping[str, Any], run: str) -> NewInputs:
     changes = _changes(compared, champion)
     seen = find_decided_run(compared) or ""
     if champion and not changes:
-        seen = f"{champion['flow_run']} made the champion, version {version}, from equal inputs."
+        # A version that somebody registered in MLflow does not name its run.
+        maker = champion.get(FLOW_RUN, "An unknown run")
+        seen = f"{maker} made the champion, version {version}, from equal inputs."
     if seen:
         new = []
     elif not champion:

@@ -60,7 +60,11 @@ def retrain(found: NewInputs, from_file: Mapping[str, Any], run: str, *, take_ov
     if found.seen:
         return record("nothing new", found.seen)
     if (holder := lease.take(take_over=take_over)) is not None:
-        return record("busy", f"The lease belongs to {holder}. Nothing was started.")
+        return record(
+            "busy",
+            f"The lease belongs to {holder}. Nothing was started. If that run is dead, repeat with "
+            "--take-over.",
+        )
     try:
         # Another run may have made a decision after this run compared the inputs.
         if decided := find_decided_run(found.compared):
@@ -69,7 +73,7 @@ def retrain(found: NewInputs, from_file: Mapping[str, Any], run: str, *, take_ov
         new = f"New: {', '.join(found.new)}."
         print(f"{new} The flow RLHF starts.", flush=True)
         started = start_training(from_file, run)
-    except PPOError as error:
+    except (PPOError, KeyboardInterrupt) as error:
         try:
             lease.release()
         finally:

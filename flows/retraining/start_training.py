@@ -49,8 +49,8 @@ def start_training(from_file: Mapping[str, Any], lease: str) -> str:
     except MetaflowException as error:
         raise ProcessError(
             f"The flow RLHF could not be started: {reason_of(error)}. If it is not deployed, "
-            "deploy it beside the flow Retrain, in the same project and branch. Otherwise mend "
-            "what the error says. Then start the flow Retrain again."
+            "deploy it beside the flow Retrain, in the same project and branch. Otherwise remove "
+            "the cause that the error names. Then start the flow Retrain again."
         ) from error
     return _run_here(from_file, lease)
 

@@ -34,6 +34,9 @@ REMOTE_CODE = frozenset({"auto_map", "custom_pipelines", "trust_remote_code"})
 PICKLE_OR_ZIP = re.compile(rb"\x80[\x02-\x05]|PK\x03\x04")
 """First bytes of a pickle, or of a zip file (the format of torch.save)."""
 
+NOT_LOADED = "No file was loaded. Point the alias at another version, or register the policy again."
+"""End of the message to a consumer: what follows from a refusal, and the next move."""
+
 MAX_SAFETENSORS_HEADER = 100_000_000
 """Maximum header size in bytes that the safetensors format allows."""
 
@@ -45,11 +48,17 @@ def write_manifest(folder: Path) -> str:
         ModelError: a consumer would refuse one of the files.
     """
     files = {}
-    for path in sorted(_files_of(folder, str(folder)) - WITHOUT_DIGEST):
-        check_path(path, str(folder))
-        check_name(path, str(folder))
-        _check_content(folder, path, str(folder))
-        files[path] = _sha256(folder / path)
+    try:
+        for path in sorted(_files_of(folder, str(folder)) - WITHOUT_DIGEST):
+            check_path(path, str(folder))
+            check_name(path, str(folder))
+            _check_content(folder, path, str(folder))
+            files[path] = _sha256(folder / path)
+    except ModelError as error:
+        raise ModelError(
+            f"{str(error).removesuffix(NOT_LOADED)}No version was registered. Remove the cause "
+            "from the policy or the reward model that the settings name, and run again."
+        ) from error
     content = json.dumps({"files": files}, indent=1, sort_keys=True) + "\n"
     (folder / MANIFEST).write_text(content, encoding="utf-8")
     return _sha256(folder / MANIFEST)
@@ -70,10 +79,7 @@ def check_folder(folder: Path, manifest_digest: str) -> None:
 
 def refusal(what: str, reason: str) -> ModelError:
     """Return the error for refusing to load `what`."""
-    return ModelError(
-        f"{what} is refused: {reason}. No file was loaded. Point the alias at another "
-        "version, or register the policy again."
-    )
+    return ModelError(f"{what} is refused: {reason}. {NOT_LOADED}")
 
 
 def read_manifest(folder: Path, digest: str, what: str) -> dict[str, str]:

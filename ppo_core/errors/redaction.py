@@ -33,7 +33,8 @@ _NAME_OF_SECRET = re.compile(
     r"|CONNECTION_STRING|AUTHORIZATION|BEARER|_PW)[_-]?\d*$",
     re.IGNORECASE,
 )
-_USER_OF_URL = re.compile(r"://(?:[^/?#\s]*@)?([^?\s]*)(?:\?\S*)?")
+# A quote, an angle bracket or a backslash ends the query, so redacted JSON and HTML stay valid.
+_USER_OF_URL = re.compile(r"://(?:[^/?#\s]*@)?([^?\s]*)(?:\?[^\s\"'<>\\]*)?")
 _PASSWORD_OF_URL = re.compile(r"://[^/?#\s:@]*:([^/?#\s]+)@")
 # Database drivers accept a slash in a password; digits before a slash are a port.
 _ODD_PASSWORD_OF_URL = re.compile(

@@ -1,14 +1,18 @@
 """`python flows/runs.py`: runs that MLflow does not have, and names that are not runs."""
 
 import json
+import sys
 from contextlib import chdir
 from pathlib import Path
 
 import pytest
 
 import runs
+from pipeline.tracking.mlflow_client import connect
+from pipeline.tracking.mlflow_runs import start_runs
 from pipeline.tracking.run_list import ListedRun
 from pipeline.tracking.run_record import record_processes
+from ppo_core.errors.redacted_output import RedactedStream
 from tests.helpers.servers.mlflow_store import tracking_to, write_database
 
 
@@ -59,6 +63,26 @@ def test_a_name_that_is_no_run_is_answered_by_the_names_of_runs(folder: Path, ca
     assert "There is no run" in told.err
     assert "The newest runs are: RLHF/1795736811895441." in told.err
     assert "\x1b" not in told.err
+
+
+def test_a_difference_in_the_query_of_an_address_is_printed_as_json(
+    folder: Path, monkeypatch, capsys
+):
+    for number, prompts in ((7, "rows.jsonl"), (8, "https://host/rows.jsonl?key=secret")):
+        run = start_runs("my-policy", f"RLHF/{number}", {}, {}, [])["parent"]
+        connect().log_text(run, f'prompts = "{prompts}"', "settings.toml")
+        connect().log_text(run, "", "packages.txt")
+    redacted = RedactedStream(sys.stdout)
+    monkeypatch.setattr(sys, "stdout", redacted)
+    assert runs.main(["diff", "7", "8", "--json"]) == 0
+    redacted.release()
+    (row,) = json.loads(capsys.readouterr().out)["differences"]
+    assert row == {
+        "kind": "settings",
+        "name": "prompts",
+        "RLHF/7": "rows.jsonl",
+        "RLHF/8": "https://host/rows.jsonl",
+    }
 
 
 def test_without_a_database_the_message_says_where_it_would_be(tmp_path: Path, capsys):

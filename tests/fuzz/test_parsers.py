@@ -29,9 +29,8 @@ from pipeline.inputs.labeled_pairs import label_pairs
 from pipeline.judges.function_judge import FunctionJudge
 from pipeline.judges.judge_prompt import pose
 from pipeline.judges.openai_client import _read as read_body
-from pipeline.judges.read_verdict import read_verdict
 from pipeline.judges.reply_cache import ReplyCache, reply_key
-from pipeline.judges.verdict import WINNERS, swapped
+from pipeline.judges.verdict import WINNERS, read_verdict, swapped
 from pipeline.registry.champion_history import stack_of
 from pipeline.registry.decisions import as_markdown, decode, encode
 from pipeline.settings.evaluation_config import EvaluationConfig

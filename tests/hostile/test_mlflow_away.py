@@ -299,13 +299,13 @@ class Runs:
             f"os.kill(os.getpid(), {signal.SIGKILL})\n",
         )
 
-    def fail_in(self, step: str) -> None:
-        """Let a step fail while MLflow is away; then its scheduler, a shell, ends."""
+    def end_without_mlflow(self, step: str, *, how: str = "pass") -> None:
+        """Let a step end while MLflow is away; then its scheduler, a shell, ends."""
         self._end_in(
             step,
-            "tracker.FAILED_SECONDS = 0.5\n"
-            "with tracker.Tracker(Path(folder), runs, step, patience=99):\n"
-            "    raise ModelError('no')\n",
+            "tracker.FAILED_SECONDS = tracker.FLUSH_SECONDS = 0.5\n"
+            "with tracker.Tracker(Path(folder), runs, step):\n"
+            f"    {how}\n",
             MLFLOW_TRACKING_URI="http://127.0.0.1:1",
             MLFLOW_HTTP_REQUEST_MAX_RETRIES="0",
         )
@@ -419,7 +419,11 @@ def test_the_runs_of_a_killed_run_are_ended_by_the_next_run(runs: Runs, capsys):
     assert runs.why("load_reward_model").startswith("The run of the flow was killed. The next run")
     assert runs.why("register").startswith("not reached: The run of the flow was killed. The next")
     assert runs.description().startswith("**Killed**\n\n- The run of the flow was killed. The next")
-    assert f"RLHF/{runs.folder.name} was killed" in capsys.readouterr().out
+    number = runs.folder.name
+    assert capsys.readouterr().out == (
+        f"RLHF/{number} was killed. Its MLflow runs are ended. To continue it: "
+        f"`python flows/rlhf.py resume --origin-run-id {number}`.\n"
+    )
     assert not (runs.folder / RECORD).exists()
     runs.finish(*STEPS[1:], PARENT)
     assert set(runs.statuses.values()) == {"FINISHED"}
@@ -427,13 +431,25 @@ def test_the_runs_of_a_killed_run_are_ended_by_the_next_run(runs: Runs, capsys):
 
 def test_a_run_that_failed_while_mlflow_was_away_keeps_its_reason(runs: Runs, capsys):
     runs.finish("load_policy")
-    runs.fail_in("train_policy")
+    runs.end_without_mlflow("train_policy", how="raise ModelError('no')")
     assert was_killed(runs.folder)
     assert runs.statuses[PARENT] == "RUNNING"
     end_killed_runs(runs.folder.parent, "RLHF")
     assert runs.statuses["train_policy"] == runs.statuses[PARENT] == "FAILED"
     assert runs.description().startswith("**Failed**\n\n- train\\_policy failed: no")
     assert "was killed" not in capsys.readouterr().out
+    assert not (runs.folder / RECORD).exists()
+
+
+def test_a_run_that_finished_while_mlflow_was_away_was_not_killed(runs: Runs, capsys):
+    runs.finish(*STEPS)
+    runs.end_without_mlflow(PARENT)
+    assert was_killed(runs.folder)
+    assert runs.statuses[PARENT] == "RUNNING"
+    end_killed_runs(runs.folder.parent, "RLHF")
+    assert set(runs.statuses.values()) == {"FINISHED"}
+    assert runs.why(PARENT) is None
+    assert capsys.readouterr().out == ""
     assert not (runs.folder / RECORD).exists()
 
 

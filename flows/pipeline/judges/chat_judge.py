@@ -4,9 +4,8 @@ from collections.abc import Sequence
 
 from pipeline.judges.chat_model import ChatModel, Question, Reply
 from pipeline.judges.judge_prompt import pose, prompt_version
-from pipeline.judges.read_verdict import read_verdict
 from pipeline.judges.reply_cache import Case, ReplyCache, ask_until_read
-from pipeline.judges.verdict import JudgedPrompt, Verdict
+from pipeline.judges.verdict import JudgedPrompt, Verdict, read_verdict
 from pipeline.settings.judge_config import JudgingConfig
 from ppo_core.data.rows.dialogues import shown_prompt
 from ppo_core.io.folder_cache import digest_of, digest_of_code

@@ -51,7 +51,8 @@ class Decision:
     def is_of_run(self) -> bool:
         """Whether the promotion gate of a run decided.
 
-        Otherwise a person decided, or `retrain` withdrew a champion that users like less.
+        Otherwise a person decided or moved the alias in MLflow, or `retrain` withdrew a champion
+        that users like less.
         """
         return self.by.startswith("run ") and self.action in ("promoted", "refused")
 

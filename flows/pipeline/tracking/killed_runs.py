@@ -64,13 +64,16 @@ def _end(folder: Path, flow_run: str) -> None:
     if not runs:
         return  # another server tracked the run
     journal = Journal(folder)
-    # A step that failed while MLflow was away has ended the runs in the journal, not in MLflow.
+    # A step that ended while MLflow was away has ended the runs in the journal, not in MLflow.
     has_failed = journal.tag(runs[PARENT], OUTCOME) in ("failed", "refused")
-    if not has_failed:
+    has_ended = has_failed or journal.status(runs[PARENT]) == "FINISHED"
+    if not has_ended:
         end_runs(journal, runs, "killed", REASON)
-    if _send(journal) and not has_failed:
+    if _send(journal) and not has_ended:
         print(
-            f"{flow_run} was killed. Its runs in MLflow are ended; it can be resumed.", flush=True
+            f"{flow_run} was killed. Its MLflow runs are ended. To continue it: "
+            f"`python flows/rlhf.py resume --origin-run-id {folder.name}`.",
+            flush=True,
         )
 
 

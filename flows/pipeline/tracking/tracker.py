@@ -140,7 +140,9 @@ class Tracker:
         seconds = FAILED_SECONDS if is_last else FLUSH_SECONDS
         if not left_to_the_next and not self._sender.flush(seconds):
             print(
-                f"Warning: {self._kept()} The next step, or a resumed run, sends them.", flush=True
+                f"Warning: {self._kept()} The next step or the next run on this machine sends "
+                "them.",
+                flush=True,
             )
         elif is_last or self.name == PARENT:
             remove_record(self.journal.folder)

@@ -317,6 +317,25 @@ def test_a_secret_that_metaflow_would_write_is_refused(
     assert CANARY not in str(refused.value)
 
 
+def test_a_password_in_an_address_that_metaflow_would_write_is_refused(
+    machines: StateMachines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    address = f"https://meta:{CANARY}@metadata.example"
+    monkeypatch.setenv("METAFLOW_SERVICE_INTERNAL_URL", address)
+    with pytest.raises(ConfigError, match=r"text in METAFLOW_SERVICE_URL\.") as refused:
+        compile_flow(written(tmp_path, "step-functions"), "Retrain")
+    assert CANARY not in str(refused.value)
+
+
+def test_an_address_with_a_query_stays_whole(machines: StateMachines, tmp_path: Path):
+    mirror = "https://mirror.example/simple?arch=x86"
+    changes = {"retrain": {"environment": {"PIP_INDEX_URL": mirror}}}
+    files = write_deployment(tmp_path, "step-functions", changes)
+    definition = compile_flow(files, "Retrain")["States"]["start"]["Parameters"]
+    variables = definition["ContainerOverrides"]["Environment"]
+    assert {"Name": "PIP_INDEX_URL", "Value": mirror} in variables
+
+
 def unpacked(content: bytes) -> bytes:
     """A code package without its compression, or the content itself."""
     return gzip.decompress(content) if content.startswith(b"\x1f\x8b") else content

@@ -3,6 +3,7 @@
 What is refused is in tests/hostile/test_deployments.py.
 """
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,13 @@ import pytest
 
 from deployment.deploy_flow import DeploymentFiles
 from deployment.size_check import check_sizes
+from pipeline.storage.addresses import S3Address
+from pipeline.storage.s3_client import s3_client
+from pipeline.storage.upload import publish
 from ppo_core.errors import ConfigError
 from tests.helpers.inputs.preset_inputs import write_published_config
 from tests.helpers.runs.deployments import SCHEDULERS, write_deployment
+from tests.helpers.servers.servers import BUCKET, s3
 
 SMALL = "Qwen/Qwen2.5-0.5B-Instruct"
 
@@ -111,12 +116,51 @@ def test_a_budget_below_the_computed_hours_is_a_warning(tmp_path: Path):
     )
 
 
-@pytest.mark.parametrize("policy", ["models:/rlhf-policy@champion", "no-folder/no-model"])
-def test_models_that_cannot_be_read_here_are_said(policy: str, tmp_path: Path, monkeypatch):
+@pytest.mark.parametrize(
+    "models",
+    [
+        {"policy": "models:/rlhf-policy@champion"},
+        {"policy": "no-folder/no-model"},
+        {"reward_model": "no-folder/no-model"},
+        {"rewards": ["reward-model", "old=reward-model:models:/old/3"]},
+        {"rewards": ["reward-model", "reward-model:no-folder/no-model"]},
+    ],
+)
+def test_models_that_cannot_be_read_here_are_said(
+    models: dict[str, Any], tmp_path: Path, monkeypatch
+):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    (line,) = check_sizes(write_deployment(tmp_path, "argo", {}, {"policy": policy}))
+    (line,) = check_sizes(written(tmp_path, "argo", settings=models))
     assert line.startswith("sizes: not compared with the machines, because a model could not be")
     assert line.endswith("run --check` on a machine that can read the model.")
+
+
+def test_a_reward_model_in_s3_counts_as_a_second_model_that_scores(tmp_path: Path, monkeypatch):
+    alone = check_sizes(written(tmp_path))[1]
+    with s3() as environment:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        s3_client.cache_clear()
+        place = S3Address.parse(f"s3://{BUCKET}/second-reward-model")
+        publish(tmp_path / "Qwen2.5-0.5B-Instruct", place)
+        both = {"rewards": ["reward-model", f"reward-model:{place}"]}
+        together = check_sizes(written(tmp_path, settings=both))[1]
+    s3_client.cache_clear()
+    sizes = [float(re.search("needs about (.*?) GiB", one)[1]) for one in (alone, together)]
+    # By hand: 494 million parameters of 4 bytes, without the LM head of a policy.
+    assert sizes[1] - sizes[0] == pytest.approx(494.0e6 * 4 / 2**30, abs=0.1)
+
+
+def test_the_step_of_a_given_reward_model_trains_a_judge_or_a_fresh_model(tmp_path: Path):
+    def trains(**settings: Any) -> bool:
+        folder = str(tmp_path / "Qwen2.5-0.5B-Instruct")
+        lines = check_sizes(written(tmp_path, settings={"reward_model": folder} | settings))
+        return lines[0].startswith("steps.load_reward_model: reward model needs about ")
+
+    assert trains(judge="")
+    judge = "python:judge.py:judge"
+    assert trains(judge=judge, fresh_pairs={"count": 100, "labeller": judge})
+    assert not trains(judge=judge)
 
 
 def test_a_built_in_task_has_no_policy_to_read(tmp_path: Path):

@@ -8,6 +8,8 @@ from mlflow import MlflowClient
 
 import registry
 from pipeline.inputs.lineage import FLOW_RUN
+from pipeline.registry.change_champion import record_decision
+from pipeline.registry.set_aliases import sync_aliases
 from pipeline.tracking.decided_runs import record_retrain
 from pipeline.tracking.mlflow_runs import start_runs
 
@@ -66,6 +68,24 @@ def test_every_run_is_printed_with_its_reason_and_origin(
     )
     # The image is not an input.
     assert "python" not in said
+
+
+def test_a_run_keeps_its_reasons_after_a_person_decided(mlflow_client: MlflowClient, capsys):
+    mlflow_client.create_registered_model(NAME)
+    for number, reason in ((1, "It beats SFT."), (2, "It beats version 1.")):
+        run = train(mlflow_client, number, promotion="promoted", version=str(number))
+        mlflow_client.create_model_version(NAME, "s3://bucket/policy", run_id=run)
+        by, state = f"run RLHF/{number}", sync_aliases(NAME)
+        record_decision(
+            NAME, version=number, promote=True, reasons=[reason], by=by, key=by, after=state
+        )
+    assert registry.main(["rollback", NAME, "--reason", "It swears."]) == 0
+    capsys.readouterr()
+    assert registry.main(["audit", NAME]) == 0
+    said = capsys.readouterr().out
+    assert "\n    It beats SFT.\n" in said
+    assert "\n    It beats version 1.\n" in said
+    assert "It swears." not in said
 
 
 @pytest.mark.usefixtures("mlflow_client")

@@ -70,6 +70,16 @@ def test_nothing_is_new_if_the_champion_had_equal_inputs(
     )
 
 
+def test_a_champion_that_somebody_registered_in_mlflow_had_equal_inputs_too(
+    table: dict[str, Any], mlflow_client: MlflowClient
+):
+    run = decide(mlflow_client, look(table), 7)
+    mlflow_client.create_registered_model(NAME)
+    made = mlflow_client.create_model_version(NAME, "s3://bucket/policy", run_id=run)
+    mlflow_client.set_registered_model_alias(NAME, "champion", made.version)
+    assert look(table).seen == "An unknown run made the champion, version 1, from equal inputs."
+
+
 def test_a_champion_whose_run_is_gone_has_unknown_inputs(
     table: dict[str, Any], mlflow_client: MlflowClient
 ):

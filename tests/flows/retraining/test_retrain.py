@@ -1,10 +1,15 @@
 """Retrain starts a training only for new inputs, and only with the lease."""
 
 import json
+import os
+import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import boto3
+import psutil
 import pytest
 from mlflow import MlflowClient
 
@@ -57,7 +62,9 @@ def test_a_second_run_ends_and_names_the_owner_of_the_lease(settings: Settings, 
     first.take()
     first.renew("RLHF/7")
     assert retrain(found(settings), {}, "Retrain/2", take_over=False) == "busy"
-    assert "busy: The lease belongs to Retrain/1 for RLHF/7, since" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "busy: The lease belongs to Retrain/1 for RLHF/7, since" in told
+    assert "If that run is dead, repeat with --take-over." in told
     assert recorded() == ["busy"]
     first.renew("RLHF/7")
 
@@ -79,6 +86,23 @@ def test_a_training_that_cannot_be_started_releases_the_lease(
     monkeypatch.setenv("AWS_ENDPOINT_URL_SFN", store["AWS_ENDPOINT_URL_S3"])
     with pytest.raises(ProcessError, match=r"ours.prod.RLHF.*doesn't exist.*deploy it beside"):
         retrain(found(settings), {}, "Retrain/1", take_over=False)
+    assert lease(settings, "Retrain/2").take() is None
+    assert recorded() == ["failed"]
+
+
+def test_an_interrupted_training_on_this_machine_releases_the_lease(
+    settings: Settings, table: dict[str, Any]
+):
+    before = psutil.Process().children()
+
+    def interrupt_after_the_start() -> None:
+        while psutil.Process().children() == before:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt_after_the_start, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        retrain(found(settings), table, "Retrain/1", take_over=False)
     assert lease(settings, "Retrain/2").take() is None
     assert recorded() == ["failed"]
 

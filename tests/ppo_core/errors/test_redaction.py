@@ -45,6 +45,13 @@ def test_an_address_is_shown_without_credentials(text: str, shown: str):
     assert redact(text) == shown
 
 
+def test_json_with_the_query_of_an_address_stays_json():
+    table = {"data": "https://host/x?key=secret", "page": '<a href="http://host/?page=2">two</a>'}
+    shown = {"data": "https://host/x", "page": '<a href="http://host/">two</a>'}
+    for indent in (None, 2):
+        assert json.loads(redact(json.dumps(table, indent=indent))) == shown
+
+
 def test_a_document_keeps_the_queries_of_its_texts():
     assert (
         mask_secrets(f"see http://host/?page=2, {PASSWORD}") == "see http://host/?page=2, (hidden)"

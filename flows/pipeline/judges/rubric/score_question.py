@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from pipeline.judges.chat_model import Question, Reply
 from pipeline.judges.judge_prompt import delimiter_of, line_of_data
-from pipeline.judges.read_verdict import reply_as_reason, without_thoughts
+from pipeline.judges.verdict import reply_as_reason, without_thoughts
 from ppo_core.io.folder_cache import digest_of
 
 LOWEST, HIGHEST = 1.0, 10.0

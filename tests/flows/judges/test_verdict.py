@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.judges.read_verdict import MAX_REASON_CHARACTERS, read_verdict
+from pipeline.judges.verdict import MAX_REASON_CHARACTERS, read_verdict
 
 VALID = [
     ("VERDICT: A", "first"),
