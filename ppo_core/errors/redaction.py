@@ -18,6 +18,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
+from typing import Any
 from urllib.parse import quote, quote_plus, unquote
 
 from markupsafe import escape
@@ -81,8 +82,9 @@ _TOKEN = re.compile(
 _SCHEMES = "bearer|basic|token|apikey|digest|negotiate"
 _AUTHORIZATION = re.compile(
     r"((?:authorization|x-api-key|x-auth-token|private-token)['\"]?\s*[:=]\s*['\"]?)"
-    rf"(?:(?:{_SCHEMES})\s+)?([^\s'\",]{{8,}})"
-    rf"|((?:authorization)['\"]?\s*[:=]\s*['\"]?(?:{_SCHEMES})\s+)([^\s'\",]+)",
+    # A backslash ends the value, because it begins `\"` or `\n` in JSON.
+    rf"(?:(?:{_SCHEMES})\s+)?([^\s'\",\\]{{8,}})"
+    rf"|((?:authorization)['\"]?\s*[:=]\s*['\"]?(?:{_SCHEMES})\s+)([^\s'\",\\]+)",
     re.IGNORECASE,
 )
 _BEARER = re.compile(r"\bBearer\s+(?=[\w.~+/-]{0,200}\d)([\w.~+/-]{12,}=*)", re.IGNORECASE)
@@ -120,6 +122,33 @@ def mask_secrets(text: str) -> str:
         text = _PRIVATE_KEY.sub(MASK, text)
     text = _AUTHORIZATION.sub(_masked_value, _TOKEN.sub(MASK, text))
     return _BASIC.sub(_masked_basic, _BEARER.sub(_masked_group, text))
+
+
+def mask_values(value: Any, *, by_name: bool = False, is_secret: bool = False) -> Any:
+    """Return a value for JSON with the secrets in its texts masked.
+
+    Mask before encoding: a mask over a part of encoded JSON could remove the end of a string. A
+    value of a type that JSON lacks, such as a date, becomes a text.
+
+    Args:
+        value: mappings, lists and single values.
+        by_name: whether to mask all texts in a field with the name of a secret.
+        is_secret: whether to mask all texts.
+    """
+    if isinstance(value, Mapping):
+        return {
+            mask_secrets(name) if isinstance(name, str) else name: mask_values(
+                one,
+                by_name=by_name,
+                is_secret=is_secret or (by_name and names_secret(name)),
+            )
+            for name, one in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [mask_values(one, by_name=by_name, is_secret=is_secret) for one in value]
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    return MASK if is_secret else mask_secrets(str(value))
 
 
 def _masked_value(found: re.Match[str]) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ppo_core.data.sources.json_rows import read_json_rows
-from ppo_core.errors.redaction import MASK, mask_secrets, names_secret
+from ppo_core.errors.redaction import mask_values
 from ppo_core.io.atomic_files import explained_writes
 
 
@@ -32,23 +32,5 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def json_line(row: Mapping[str, Any]) -> str:
-    """Return a row as a line of JSON; secrets in texts, and texts in secret fields, are masked.
-
-    Texts are masked before the encoding. A mask over a part of the encoded line could remove the
-    backslash before a quote, and the JSON would be invalid.
-    """
-    return json.dumps(_masked(row), ensure_ascii=False) + "\n"
-
-
-def _masked(value: Any, *, is_secret: bool = False) -> Any:
-    """Return a value for JSON with secrets masked; mask all texts of a secret value."""
-    if isinstance(value, Mapping):
-        return {
-            name: _masked(one, is_secret=is_secret or names_secret(name))
-            for name, one in value.items()
-        }
-    if isinstance(value, list | tuple):
-        return [_masked(one, is_secret=is_secret) for one in value]
-    if value is None or isinstance(value, bool | int | float):
-        return value
-    return MASK if is_secret else mask_secrets(str(value))
+    """Return a row as a line of JSON; secrets in texts, and texts in secret fields, are masked."""
+    return json.dumps(mask_values(row, by_name=True), ensure_ascii=False) + "\n"

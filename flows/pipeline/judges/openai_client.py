@@ -108,8 +108,7 @@ class OpenAIClient:
         except openai.APIStatusError as error:
             raise self._as_judge_error(error) from None
         try:
-            # A server may repeat the key in its reply, which is cached and shown in reports.
-            return _read(mask_secrets(response.text))
+            return _read(response.text)
         except ValidationError:
             words = _clean(response.text) or "nothing"
             raise CallError(f"the reply is not a chat completion: {words}") from None
@@ -172,7 +171,9 @@ def _read(body: str) -> Completion:
     read = _Body.model_validate_json(body)
     choice = read.choices[0]
     tokens = read.usage.total_tokens if read.usage else None
-    return Completion(choice.message.content, choice.finish_reason, tokens)
+    # A server may repeat the key in its reply, which is cached and shown in reports.
+    text = None if choice.message.content is None else mask_secrets(choice.message.content)
+    return Completion(text, choice.finish_reason, tokens)
 
 
 def _message(error: openai.APIStatusError) -> str:

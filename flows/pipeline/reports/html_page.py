@@ -4,6 +4,7 @@ from jinja2 import Environment, StrictUndefined
 
 from pipeline.reports.charts import draw_chart
 from pipeline.reports.document import Document
+from ppo_core.errors.redaction import mask_secrets
 
 TEMPLATE = """\
 <!doctype html>
@@ -150,13 +151,22 @@ ins { background: var(--ins) } del { background: var(--del) }
 """
 
 
+def _masked(value: object) -> object:
+    return mask_secrets(value) if type(value) is str else value
+
+
 def document_page(document: Document) -> str:
-    """Return a document as HTML with charts; all text is escaped.
+    """Return a document as HTML with charts; all text is escaped, and secrets are masked.
 
     The page has a table of contents if a section has parts.
     """
     environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        # Mask before escaping: a mask over a part of the HTML could remove a tag.
+        finalize=_masked,
     )
     environment.filters["svg"] = draw_chart
     return environment.from_string(TEMPLATE).render(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ppo_core.errors import DataError
-from ppo_core.errors.redaction import mask_secrets
+from ppo_core.errors.redaction import mask_values
 from ppo_core.io.atomic_files import explained_writes, write_atomically
 from ppo_core.io.text_files import read_json_file
 
@@ -31,7 +31,7 @@ def write_report(path: Path, report: "DataclassInstance", *, indent: int | None 
     Raises:
         TrainingError: the file cannot be written.
     """
-    text = mask_secrets(json.dumps(as_json(report), indent=indent))
+    text = json.dumps(mask_values(as_json(report)), indent=indent)
     with explained_writes(path):
         if path.exists() and not path.is_file():
             path.write_text(text, encoding="utf-8")

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.mlflow_facts import MAX_TAG_CHARACTERS
-from ppo_core.errors.redaction import mask_secrets
+from ppo_core.errors.redaction import mask_secrets, mask_values
 from ppo_core.io.text_files import parse_strict_json
 from ppo_core.reporting.escaping import as_line, as_markdown
 
@@ -75,9 +75,10 @@ class RunLog:
         """Log text or HTML; `artifact` is the path among the artifacts."""
         self.journal.write_file(self.run, artifact, mask_secrets(text).encode())
 
-    def log_json(self, value: Any, artifact: str) -> None:
+    def log_json(self, value: Any, artifact: str, *, indent: int | None = 2) -> None:
         """Log a value as JSON."""
-        self.log_text(json.dumps(value, indent=2), artifact)
+        text = json.dumps(mask_values(value), indent=indent)
+        self.journal.write_file(self.run, artifact, text.encode())
 
     def log_table(self, rows: Sequence[Mapping[str, Any]], artifact: str) -> None:
         """Log rows with equal columns as a table.
@@ -87,7 +88,7 @@ class RunLog:
         """
         columns = list(rows[0]) if rows else []
         data = [[_cell(row[column]) for column in columns] for row in rows]
-        self.log_text(json.dumps({"columns": columns, "data": data}), artifact)
+        self.log_json({"columns": columns, "data": data}, artifact, indent=None)
         tables = _logged_tables(self.journal.tag(self.run, LOGGED_ARTIFACTS))
         table = {"path": artifact, "type": "table"}
         if table not in tables:

@@ -576,6 +576,16 @@ def test_the_key_is_in_no_message_even_if_the_server_repeats_it():
         assert "sk-secret" not in repr(chat) + chat.name + chat.version
 
 
+def test_a_reply_that_quotes_an_authorization_keeps_its_verdict():
+    quoted = 'A sends "Authorization: Bearer abcdefghij".\nVERDICT: A'
+    with fault_server([say(quoted), say(f"The key is {KEY}.\nVERDICT: B")]) as server:
+        replies = ask(make_chat(server.url, concurrency=1), 2)
+    assert [reply.text for reply in replies] == [
+        'A sends "Authorization: Bearer (hidden)".\nVERDICT: A',
+        "The key is (hidden).\nVERDICT: B",
+    ]
+
+
 def test_version_tells_apart_what_decides_a_reply():
     urls = ["http://a/v1", "http://b/v1"]
     settings = [{}, {"sampling": "default"}, {"max_reply_tokens": 5}]

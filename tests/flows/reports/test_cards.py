@@ -425,6 +425,15 @@ def test_what_others_wrote_is_escaped_in_the_page():
     assert "script" not in elements.tags
 
 
+def test_a_mask_in_a_page_removes_no_tag():
+    text = "-----BEGIN PRIVATE KEY-----"
+    document = Document("", "", "good", (text, "Authorization: Bearer abcdefghij", "the end"), ())
+    page = document_page(document)
+    items = re.findall("<li>(.*?)</li>", page)
+    assert items == ["(hidden)", "Authorization: Bearer (hidden)", "the end"]
+    assert page.rstrip().endswith("</html>")
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 def test_what_others_wrote_is_inert_in_the_page(tmp_path: Path):
     page = tmp_path / "report.html"

@@ -9,7 +9,7 @@ import pytest
 from markupsafe import escape
 
 from ppo_core.errors import MAX_REASON_CHARACTERS, ModelError, reason_of
-from ppo_core.errors.redaction import describe_secret, mask_secrets, redact
+from ppo_core.errors.redaction import describe_secret, mask_secrets, mask_values, redact
 
 KEY = "canary/Key+0123 45"
 PASSWORD = "canaryPass-77"
@@ -104,3 +104,20 @@ def test_a_secret_is_hidden_however_a_text_writes_it(monkeypatch, write: Callabl
     secret = 'o\'one "two" <three> & four'
     monkeypatch.setenv("SERVICE_TOKEN", secret)
     assert "two" not in redact(f"<p>{write(secret)}</p>")
+
+
+def test_values_are_masked_before_they_are_encoded():
+    text = 'Send -H "Authorization: Bearer abcdefghij" to it.\nVERDICT: A'
+    shown = 'Send -H "Authorization: Bearer (hidden)" to it.\nVERDICT: A'
+    assert json.loads(json.dumps(mask_values({"rows": [{"text": text}]}))) == {
+        "rows": [{"text": shown}]
+    }
+    key = "-----BEGIN PRIVATE KEY-----\nMII"
+    assert mask_values([key, 1, None, True]) == ["(hidden)", 1, None, True]
+    assert mask_values({"api_key": ["x", 5]}, by_name=True) == {"api_key": ["(hidden)", 5]}
+    assert mask_values({"api_key": ["x"]}) == {"api_key": ["x"]}
+
+
+def test_a_mask_leaves_encoded_json_whole():
+    text = json.dumps('Send -H "Authorization: Bearer abcdefghij" to it.\nVERDICT: A')
+    assert json.loads(mask_secrets(text)).endswith('(hidden)" to it.\nVERDICT: A')

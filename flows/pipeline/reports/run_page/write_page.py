@@ -13,7 +13,6 @@ from pipeline.settings.settings import Settings
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.run_log import RunLog
 from ppo_core.errors import PPOError
-from ppo_core.errors.redaction import mask_secrets
 from ppo_core.io.atomic_files import explained_writes, write_atomically
 
 RELOADS = re.compile('<meta http-equiv="refresh"')
@@ -57,7 +56,7 @@ def write_failure(run: FlowRun, settings: Settings, failure: str) -> None:
 def write_page_file(document: Document, folder: Path) -> PPOError | None:
     """Write the page. Return a disk error instead of raising it: a run must not fail for a page."""
     path = folder / PAGE_FILE
-    page = mask_secrets(document_page(document))
+    page = document_page(document)
     try:
         with explained_writes(path):
             # A file name may contain an unpaired surrogate, which cannot be encoded.
