@@ -28,6 +28,7 @@ from ppo_core.data.text_config import text_config
 from ppo_core.distributed.process import is_main_process
 from ppo_core.errors import ConfigError
 from ppo_core.io.atomic_files import require_writable, write_atomically
+from ppo_core.io.progress_bar import ProgressFile, listening
 from ppo_core.models.adapters import get_peft_config
 from ppo_core.models.files.critic_files import load_critic, require_whole_critic
 from ppo_core.models.files.rollout_files import KeptRollout, read_rollouts
@@ -83,6 +84,17 @@ def train_ppo(
     # Seed the global generators, because a reward function may use them.
     seed_global_generators(config.seed)
     _check_folders(config.output_dir, script.policy_dir, script.critic_dir)
+    # The launcher ends a training that shows no progress, and an update may take an hour.
+    with listening(ProgressFile(Path(config.output_dir))):
+        _train(config, script, model, load_language_model)
+
+
+def _train(
+    config: PPOConfig,
+    script: ScriptArguments,
+    model: ModelArguments,
+    load_language_model: LoadLanguageModel | None,
+) -> None:
     policy = config.sft_model_path or model.model_name_or_path
     if policy is None:
         raise ConfigError("There is no policy. Set --model_name_or_path to a folder or hub id.")

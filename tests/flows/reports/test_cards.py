@@ -427,7 +427,8 @@ def test_what_others_wrote_is_escaped_in_the_page():
 
 def test_a_mask_in_a_page_removes_no_tag():
     text = "-----BEGIN PRIVATE KEY-----"
-    document = Document("", "", "good", (text, "Authorization: Bearer abcdefghij", "the end"), ())
+    reasons = (text, "Authorization: Bearer abcdefghij", "the end")
+    document = Document(subject="", verdict="", tone="good", reasons=reasons, sections=())
     page = document_page(document)
     items = re.findall("<li>(.*?)</li>", page)
     assert items == ["(hidden)", "Authorization: Bearer (hidden)", "the end"]

@@ -573,6 +573,8 @@ def test_policy_and_critic_are_saved_although_a_server_is_lost_at_the_end(
     assert changed(tmp_path / "out", models / "policy")
     assert load_critic(tmp_path / "critic") is not None
     assert (tmp_path / "out" / "self-check.json").is_file()
+    # The launcher of the flow reads in it that a long update makes progress.
+    assert (tmp_path / "out" / PROGRESS_FILE).is_file()
 
 
 def test_a_run_goes_on_from_its_latest_checkpoint(models, data, tmp_path):
