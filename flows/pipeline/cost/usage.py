@@ -14,6 +14,7 @@ from threading import Event, Thread
 
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.launch.commands import found_gpus
+from pipeline.launch.forked_processes import Used, used_by_children
 from pipeline.results.report_files import read_report
 from ppo_core.errors import DataError
 from ppo_core.io.atomic_files import write_atomically
@@ -129,5 +130,5 @@ def _write(run: FlowRun, attempt: Attempt) -> None:
 
 def _cpu_seconds() -> float:
     """Return the CPU seconds of this process and of its children that have ended."""
-    both = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(used.ru_utime + used.ru_stime for used in both)
+    own = Used.of(resource.getrusage(resource.RUSAGE_SELF))
+    return own.plus(used_by_children()).cpu_microseconds / 1e6

@@ -30,7 +30,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn, TypeAlias
 
-from pipeline.launch.forked_processes import NUMBER, ForkServer, openmp_settings
+from pipeline.launch.forked_processes import NUMBER, Ended, ForkServer, Used, openmp_settings
 from ppo_core.distributed.process import PARENT, end_with, large_imports, outlive_parent
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -205,14 +205,15 @@ def _is_wanted(request: Request) -> bool:
 
 def _report_end(ended: int, process: int, status: socket.socket) -> None:
     os.close(ended)
-    _send(status, os.waitpid(process, 0)[1])
+    _, code, used = os.wait4(process, 0)
+    _send(status, *Ended(code, *Used.of(used)))
     status.close()
 
 
-def _send(status: socket.socket, number: int) -> None:
-    # If the client was killed, nobody reads the number.
+def _send(status: socket.socket, *numbers: int) -> None:
+    # If the client was killed, nobody reads the numbers.
     with suppress(OSError):
-        status.sendall(number.to_bytes(NUMBER))
+        status.sendall(b"".join(number.to_bytes(NUMBER) for number in numbers))
 
 
 def _become(request: Request) -> None:

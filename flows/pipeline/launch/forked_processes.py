@@ -6,6 +6,7 @@ on another machine, have no server, and start their trainings as new processes.
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -13,10 +14,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, ClassVar
+from typing import IO, ClassVar, NamedTuple
 
 NUMBER = 8
-"""Bytes of a number in a message: the length of a request, a process id, a wait status."""
+"""Bytes of a number in a message: the length of a request, a process id, a field of `Ended`."""
 
 OPENMP = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")
 """Environment variables that OpenMP reads when torch is imported."""
@@ -25,6 +26,38 @@ OPENMP = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")
 def openmp_settings(environment: Mapping[str, str]) -> dict[str, str | None]:
     """Return the variables in OPENMP, with None for a variable that is not set."""
     return {name: environment.get(name) for name in OPENMP}
+
+
+class Used(NamedTuple):
+    """What processes have used."""
+
+    cpu_microseconds: int = 0
+    peak_rss_bytes: int = 0
+    """Peak memory of the largest process."""
+
+    def plus(self, other: "Used") -> "Used":
+        """Return what these and other processes have used."""
+        return Used(
+            self.cpu_microseconds + other.cpu_microseconds,
+            max(self.peak_rss_bytes, other.peak_rss_bytes),
+        )
+
+    @classmethod
+    def of(cls, used: resource.struct_rusage) -> "Used":
+        """Return what the kernel has counted."""
+        # Linux counts the memory in KiB.
+        unit = 1 if sys.platform == "darwin" else 1024
+        return cls(round(1e6 * (used.ru_utime + used.ru_stime)), used.ru_maxrss * unit)
+
+
+class Ended(NamedTuple):
+    """The server's message about a process that has ended."""
+
+    status: int
+    """The wait status."""
+
+    cpu_microseconds: int
+    peak_rss_bytes: int
 
 
 class ForkServer:
@@ -36,6 +69,8 @@ class ForkServer:
     def __init__(self, channel: socket.socket, openmp: Mapping[str, str | None]) -> None:
         """Store the socket for requests, and the settings of OpenMP that the server has."""
         self._channel, self._openmp = channel, openmp
+        self.used = Used()
+        """What the processes have used that have ended and were waited for."""
 
     @classmethod
     def start(cls, modules: Sequence[str]) -> "ForkServer":
@@ -93,8 +128,8 @@ class ForkServer:
             pass  # The server has died, so no process id arrives below.
         finally:
             to_status.close()
-        pid = receive_number(status)
-        return ForkedProcess(pid, status) if pid else None
+        numbers = receive_numbers(status, 1)
+        return ForkedProcess(numbers[0], status, self) if numbers else None
 
     def close(self) -> None:
         """Let the server end after its last process."""
@@ -104,9 +139,9 @@ class ForkServer:
 class ForkedProcess:
     """A forked process, with a part of the interface of `subprocess.Popen`."""
 
-    def __init__(self, pid: int, status: socket.socket) -> None:
-        """Store the process id, and the socket on which the server sends the wait status."""
-        self.pid = pid
+    def __init__(self, pid: int, status: socket.socket, server: ForkServer) -> None:
+        """Store the process id, and the socket on which the server tells the end of the process."""
+        self.pid, self._server = pid, server
         self.returncode: int | None = None
         self.stdout: IO[bytes] | None = None
         self.stderr: IO[bytes] | None = None
@@ -127,12 +162,14 @@ class ForkedProcess:
         if self.returncode is None:
             self._status.settimeout(timeout)
             try:
-                status = receive_number(self._status)
+                numbers = receive_numbers(self._status, len(Ended._fields))
             except (TimeoutError, BlockingIOError):
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0) from None
-            # If no status arrives, the server has died, and the kernel has killed the process.
-            killed = -signal.SIGKILL
-            self.returncode = killed if status is None else os.waitstatus_to_exitcode(status)
+            # If no message arrives, the server has died, and the kernel has killed the process.
+            ended = Ended(*numbers) if numbers else Ended(signal.SIGKILL, 0, 0)
+            self.returncode = os.waitstatus_to_exitcode(ended.status)
+            used = Used(ended.cpu_microseconds, ended.peak_rss_bytes)
+            self._server.used = self._server.used.plus(used)
         return self.returncode
 
     def kill(self) -> None:
@@ -142,13 +179,14 @@ class ForkedProcess:
                 os.kill(self.pid, signal.SIGKILL)
 
 
-def receive_number(status: socket.socket) -> int | None:
-    """Return the next number from the server, or None if the server has died."""
+def receive_numbers(status: socket.socket, count: int) -> list[int]:
+    """Return the next numbers from the server, or an empty list if the server has died."""
     try:
-        number = status.recv(NUMBER)
+        numbers = status.recv(count * NUMBER)
     except ConnectionError:
-        return None
-    return int.from_bytes(number) if number else None
+        return []
+    starts = range(0, len(numbers), NUMBER)
+    return [int.from_bytes(numbers[start : start + NUMBER]) for start in starts]
 
 
 def start_python(
@@ -165,3 +203,13 @@ def start_python(
     server = ForkServer.of_this_process
     forked = server and server.fork(argv[1:], environment, output=1, error=2)
     return forked or subprocess.Popen(argv, env=environment)
+
+
+def used_by_children() -> Used:
+    """Return what the ended child processes of this process have used.
+
+    The processes that its fork server has forked are included.
+    """
+    used = Used.of(resource.getrusage(resource.RUSAGE_CHILDREN))
+    server = ForkServer.of_this_process
+    return used.plus(server.used) if server else used

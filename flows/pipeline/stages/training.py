@@ -1,9 +1,7 @@
 """Run PPO in separate processes on one or several machines."""
 
 import json
-import resource
 import shutil
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache, partial
@@ -18,6 +16,7 @@ from pipeline.judges.rubric.job import PROGRAM as RUBRIC_PROGRAM
 from pipeline.judges.rubric.job import job_of_run, read_spent, write_rubric_job
 from pipeline.launch.commands import ONE_MACHINE, Machines, gpus
 from pipeline.launch.commands import PPO as PPO_PROGRAM
+from pipeline.launch.forked_processes import used_by_children
 from pipeline.launch.job import (
     JobModels,
     Pause,
@@ -236,7 +235,7 @@ def _move_policy(
     return _PolicyValues(
         updates=read_metrics(job / METRICS_FILE),
         self_check=read_json_file(job / SELF_CHECK_FILE, ProcessError),
-        peak_rss_bytes=_peak_rss_bytes(),
+        peak_rss_bytes=used_by_children().peak_rss_bytes,
         watched=_watched(job),
         run=run.id,
         rounds=rounds,
@@ -444,9 +443,3 @@ def _tokens_sampled(updates: list[dict[str, Any]]) -> int:
         tokens += update["val/response_length"] * (update["episode"] - episodes)
         episodes = update["episode"]
     return round(tokens)
-
-
-def _peak_rss_bytes() -> int:
-    """Return the peak memory in bytes of the largest child process; Linux reports KiB."""
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

@@ -16,7 +16,12 @@ import pytest
 
 from metaflow_glue.forked_steps import CardServer, StepServer
 from pipeline.launch import process_tree
-from pipeline.launch.forked_processes import ForkedProcess, ForkServer, start_python
+from pipeline.launch.forked_processes import (
+    ForkedProcess,
+    ForkServer,
+    start_python,
+    used_by_children,
+)
 from pipeline.launch.launcher import train
 from ppo_core.errors import ProcessError
 from tests.helpers.paths import ROOT
@@ -53,6 +58,24 @@ def run_job(
     exit_code = process.wait()
     first, _, rest = capfd.readouterr().out.partition("\n")
     return process, exit_code, json.loads(first), rest
+
+
+WORK = """
+import time
+kept = bytearray(b"x") * 200_000_000
+end = time.process_time() + 0.3
+while time.process_time() < end: pass
+"""
+
+
+def test_what_forked_processes_used_is_counted(server, capfd):
+    before = used_by_children()
+    for _ in range(2):
+        run_job(WORK, capfd)
+    after = used_by_children()
+    assert 0.6 <= (after.cpu_microseconds - before.cpu_microseconds) / 1e6 < 5
+    assert 200_000_000 <= server.used.peak_rss_bytes < 1_000_000_000
+    assert after.peak_rss_bytes >= server.used.peak_rss_bytes
 
 
 def test_a_forked_module_runs_as_python_runs_it(server, tmp_path: Path, capfd):

@@ -17,6 +17,7 @@ from ppo_core import ConfigError, DataError, ModelError, get_peft_config
 from ppo_core.config.argument_parser import field_docs, parse_arguments
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
+from ppo_core.io.progress_bar import PROGRESS_FILE
 from ppo_core.models.files.critic_files import load_critic
 from ppo_core.training.cli import load_prompts, load_reward, load_start, train_ppo
 from tests.helpers.models.model_hub import model_hub
