@@ -190,7 +190,7 @@ def test_a_task_that_is_told_to_stop_saves_and_goes_on(origin: Undisturbed):
     run.wait_for_updates(5)
     run.task().send_signal(signal.SIGTERM)
     run.finish_training()
-    assert "The training stopped after SIGTERM," in run.log()
+    assert "The training stopped after SIGTERM" in run.log()
     assert "), retry: " in run.log()
     assert run.policy() == origin.policy
 
