@@ -82,7 +82,7 @@ def watch_champion(
     opinions = [
         one
         for version in (champion, before)
-        for one in read_traces(name, Scale(), version=str(version)).opinions
+        for one in read_traces(name, Scale(), version=str(version), replaced=True).opinions
     ]
     since = promoted_at(champions.decisions, champion)
     found = compare_feedback(opinions, champion, before, since=since, margin=margin)
@@ -119,10 +119,11 @@ def compare_feedback(
     Each user counts once, because judgments of one user are not independent. For the previous
     champion, a user's value is the mean of the user's judgments. For the champion, it is the user's
     first judgment, because later judgments would change a value on which bets were already made.
-    Judgments of users without an id do not count.
+    A judgment that is edited or deleted in MLflow does change such a value. Judgments of users
+    without an id do not count.
 
     Args:
-        opinions: opinions on answers of both versions.
+        opinions: opinions on answers of both versions, also those that the user replaced later.
         champion: version of the champion.
         before: version of the previous champion.
         since: time of the champion's promotion. Only earlier judgments of the previous champion
