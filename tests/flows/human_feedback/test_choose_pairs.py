@@ -15,6 +15,7 @@ from human_feedback.read_votes import read_pairs
 from pipeline.demo.task import find_demo_task
 from pipeline.inputs.votes_to_pairs import votes_of
 from ppo_core.models.loading import load_reward_model
+from tests.flows.stages.test_fetch_inputs import upload
 from tests.helpers.inputs.pipeline_inputs import tiny_table, write_rows
 from tests.helpers.models.tiny import make_classifier, make_policy, make_tokenizer
 
@@ -124,6 +125,21 @@ def test_a_run_on_the_built_in_task_has_the_prompts_of_the_task(tmp_path: Path):
     assert choose(tmp_path, tmp_path, "--policy", str(policy), policies=0) == 0
     rows = read(tmp_path / "to-label.jsonl")
     assert len(rows) == 5 and all(row["prompt"].endswith("tl;dr :") for row in rows)
+
+
+def test_inputs_of_the_run_may_be_addresses(inputs: Path, tmp_path: Path, store: str):
+    """Both commands fetch them, as the run did."""
+    table = tiny_table(tmp_path) | {"registered_model": "tiny-policy", "output_dir": str(tmp_path)}
+    for name in ("policy", "prompts"):
+        table[name] = upload(Path(table[name]), f"{store}/{Path(table[name]).name}")
+    (tmp_path / "settings.toml").write_text(tomli_w.dumps(table))
+    policy = str(inputs / "policy-1")
+    assert choose(tmp_path, tmp_path, "--policy", policy, policies=0) == 0
+    asked = {row["prompt"] for row in read(tmp_path / "prompts.jsonl")}
+    assert {row["prompt"] for row in read(tmp_path / "to-label.jsonl")} <= asked
+    output = ("--output", str(tmp_path / "disputed.jsonl"))
+    rows = [judgement("w1", "w2", "w3", outcome) for outcome in ("first", "second")]
+    assert disputed(tmp_path, rows, inputs / "members" / "member-1", *output) == 0
 
 
 @pytest.mark.parametrize(
