@@ -2,6 +2,8 @@
 
 import json
 import math
+import tomllib
+from itertools import islice, permutations
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +103,29 @@ def test_other_prompts_can_be_named(inputs: Path, tmp_path: Path, capsys):
     assert {row["prompt"] for row in rows} <= {f"w{n} w{n + 1}" for n in range(12)}
     told = capsys.readouterr().out
     assert f"has {len(rows)} pairs " in told and "20 pairs were asked for, but" in told
+
+
+@pytest.mark.parametrize("count", [1, 12])
+def test_every_named_prompt_is_used(count: int, inputs: Path, tmp_path: Path):
+    """Also if the run holds out a part of its own prompts."""
+    table = tomllib.loads((inputs / "settings.toml").read_text())
+    del table["eval_prompts"]
+    (tmp_path / "settings.toml").write_text(tomli_w.dumps(table))
+    prompts = {f"w{n} w{n + 1}" for n in range(count)}
+    named = write_rows(tmp_path / "named.jsonl", [{"prompt": one} for one in prompts])
+    more = ("--policy", str(inputs / "policy-1"), "--prompts", named, "--labels", "12")
+    assert choose(tmp_path, tmp_path, *more, policies=0) == 0
+    assert {row["prompt"] for row in read(tmp_path / "to-label.jsonl")} == prompts
+
+
+def test_prompts_are_answered_until_there_are_enough_pairs(inputs: Path, tmp_path: Path, capsys):
+    alike = [" ".join(words) for words in islice(permutations(["w1", "w2", "w3", "w4", "w5"]), 30)]
+    unlike = [f"w{n} w{n + 1}" for n in range(12, 16)]
+    named = write_rows(tmp_path / "named.jsonl", [{"prompt": one} for one in alike + unlike])
+    assert choose(tmp_path, inputs, "--prompts", named) == 0
+    asked = {row["prompt"] for row in read(tmp_path / "to-label.jsonl")}
+    assert asked > {*unlike} and len(asked) == 5
+    assert "5 pairs were asked for" not in capsys.readouterr().out
 
 
 def test_labels_are_not_overwritten(inputs: Path, tmp_path: Path, capsys):
