@@ -175,11 +175,7 @@ def _answer(trace: Trace, source: str) -> Opinion | str:
 
 
 def _is_of_a_person(one: Assessment) -> TypeGuard[Said]:
-    return (
-        isinstance(one, Said)
-        and one.source is not None
-        and one.source.source_type == PEOPLE
-    )
+    return isinstance(one, Said) and one.source is not None and one.source.source_type == PEOPLE
 
 
 def _user(one: Said) -> str:
