@@ -143,6 +143,19 @@ def test_only_the_version_that_was_compared_is_withdrawn(name: str):
         roll_back(name, reason="r", by="run Retrain/1", champion=1)
 
 
+def test_a_champion_that_was_moved_by_hand_is_the_one_that_is_compared(name: str, capsys):
+    judge_answers(name, "2", liked=False)
+    connect().set_registered_model_alias(name, "champion", "1")
+    assert registry.main(["watch", name]) == 0
+    told = capsys.readouterr().out
+    assert "the champion is version 1 by the alias, but version 2 by the history" in told
+    assert read_champions(name).champion == 2
+    settings = {"task": "tldr", "registered_model": name, "promotion": {"withdraw_alpha": 0.01}}
+    watch_feedback(settings, "Retrain/1")
+    assert "version 1: 0 users like 0% of the answers; version 2: " in capsys.readouterr().out
+    assert [one.action for one in read_champions(name).decisions[2:]] == ["found"]
+
+
 @pytest.mark.parametrize("given", [("--alpha", "0"), ("--alpha", "1"), ("--margin", "1")])
 def test_a_wrong_limit_is_refused(server: MlflowServer, given: tuple[str, ...], capsys):
     connect().create_registered_model(name := f"policy-{uuid4().hex[:8]}")
