@@ -160,13 +160,12 @@ def _disputed(given: argparse.Namespace) -> None:
 
 
 def _settings_of(run_folder: str) -> "Settings":
-    """Return the settings in a run's folder; a built-in task becomes the files of the task."""
+    """Return the settings in a run's folder; fetch the inputs, as a run does."""
     from pipeline.inputs.flow_run import SETTINGS_FILE
     from pipeline.settings.make_settings import make_settings, read_settings_file
-    from pipeline.stages.start import make_demo_task
+    from pipeline.stages.start import find_inputs
 
-    settings = make_settings(read_settings_file(Path(run_folder) / SETTINGS_FILE), {})
-    return make_demo_task(settings) if settings.task else settings
+    return find_inputs(make_settings(read_settings_file(Path(run_folder) / SETTINGS_FILE), {}))
 
 
 def _say_what_is_next(output: Path, pairs: int, wanted: int, how: str, why: str) -> None:

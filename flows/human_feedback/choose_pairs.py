@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import ceil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -32,11 +33,11 @@ from ppo_core.io.validation import Count, Seed
 from ppo_core.models.loading import member_folders
 
 CANDIDATES = 4
-"""Number of prompts to answer for each wanted pair, if a reward model chooses the pairs."""
+"""Number of prompts to answer first for each wanted pair, if a reward model chooses the pairs."""
 
 SPARE = 1.25
-"""Number of prompts to answer for each random pair. It is above 1, because a prompt yields no pair
-if its answers are equal or if the prompt resembles another prompt."""
+"""Number of prompts to answer first for each random pair. It is above 1, because a prompt yields no
+pair if its answers are equal or if the prompt resembles another prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,7 @@ class PairChoice:
     """Folder of a reward model with several members; if empty, pairs are drawn at random."""
 
     prompts: Sequence[str] = field(default_factory=list)
-    """Data sets with prompts; if empty, the prompts of the run."""
+    """Data sets with prompts, all of which are used; if empty, the training prompts of the run."""
 
     samples: Count = 4
     """Number of answers of each policy to a prompt."""
@@ -93,23 +94,22 @@ class PairChoice:
 def pairs_to_label(choice: PairChoice) -> list[Pair]:
     """Return the pairs on which the members of the reward model differ most.
 
-    Without a reward model, return random pairs.
+    Without a reward model, return random pairs. Further prompts are answered until there are enough
+    pairs or no prompts are left.
 
     Raises:
         DataError: the prompts cannot be used, or no prompt has two different answers.
         ModelError: a model cannot be loaded, or a score is not finite.
     """
     prompts = _prompts(choice)
-    answers: list[list[str]] = [[] for _ in prompts]
-    for number, policy in enumerate(choice.policies):
-        for row, texts in zip(answers, _answers(choice, policy, number, prompts), strict=True):
-            row += texts
-        free_unused()
-    if choice.reward_model:
-        scores = _scores(RunData(choice.settings), choice.members, prompts, answers)
-        pairs = uncertain_pairs(prompts, answers, scores, choice.labels)
-    else:
-        pairs = random_pairs(prompts, answers, choice.labels, choice.seed)
+    answers: list[list[str]] = []
+    pairs: list[Pair] = []
+    wanted = ceil((CANDIDATES if choice.reward_model else SPARE) * choice.labels)
+    while len(pairs) < choice.labels and len(answers) < len(prompts):
+        answers += _answers(choice, prompts[len(answers) : wanted])
+        pairs = _pairs(choice, prompts[: len(answers)], answers)
+        # Each round loads the models, so few large rounds are faster than many small ones.
+        wanted *= 2
     if not pairs:
         raise DataError(
             f"No pair can be labeled: each of the {len(prompts)} prompts has equal answers only. "
@@ -179,21 +179,42 @@ def _decides_about_ppo(one: JudgedPair) -> bool:
 
 
 def _prompts(choice: PairChoice) -> list[str | Messages]:
-    """Return distinct prompts to answer; draw them at random if there are more than needed."""
+    """Return the distinct prompts in random order."""
     settings = choice.settings
-    sources = choice.prompts or [settings.prompts]
+    # Without eval_prompts, a part of the prompts would be held out for the evaluation.
+    data = [replace(settings, prompts=name, eval_prompts=name) for name in choice.prompts]
     found = {
         prompt_key(prompt): prompt
-        for source in sources
-        for prompt in RunData(replace(settings, prompts=source)).training_prompts().column("prompt")
+        for each in data or [settings]
+        for prompt in RunData(each).training_prompts().column("prompt")
     }
     prompts = list(found.values())
-    wanted = round((CANDIDATES if choice.reward_model else SPARE) * choice.labels)
-    drawn = np.random.default_rng(choice.seed).permutation(len(prompts))[:wanted]
-    return [prompts[place] for place in drawn]
+    order = np.random.default_rng(choice.seed).permutation(len(prompts))
+    return [prompts[place] for place in order]
 
 
-def _answers(
+def _pairs(
+    choice: PairChoice, prompts: Sequence[str | Messages], answers: Sequence[Sequence[str]]
+) -> list[Pair]:
+    """Choose pairs of the answers to these prompts."""
+    if not choice.reward_model:
+        return random_pairs(prompts, answers, choice.labels, choice.seed)
+    scores = _scores(RunData(choice.settings), choice.members, prompts, answers)
+    return uncertain_pairs(prompts, answers, scores, choice.labels)
+
+
+def _answers(choice: PairChoice, prompts: Sequence[str | Messages]) -> list[list[str]]:
+    """Return the sampled answers of all policies to each prompt."""
+    answers: list[list[str]] = [[] for _ in prompts]
+    for number, policy in enumerate(choice.policies):
+        sampled = _sample_answers(choice, policy, number, prompts)
+        for row, texts in zip(answers, sampled, strict=True):
+            row += texts
+        free_unused()
+    return answers
+
+
+def _sample_answers(
     choice: PairChoice, policy: str, number: int, prompts: Sequence[str | Messages]
 ) -> list[list[str]]:
     """Sample answers of a policy with PPO's settings; `number` is the policy's index."""

@@ -56,7 +56,7 @@ def collect(
     Repetitions, opinions of users in `without`, and opinions with a weight below LEAST_WEIGHT are
     left out. Without a half-life, each opinion has the weight 1. With a half-life, the newest
     opinion has the weight 1, and the weight halves with each half-life of age. An opinion without a
-    time has the weight of the oldest opinion.
+    time has the weight of the oldest opinion. If no opinion has a time, each has the weight 1.
     """
     gone = [
         LeftOut(one.source, "the user is named in --without-user", one.user)

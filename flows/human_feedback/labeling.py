@@ -94,7 +94,13 @@ class Labeling:
                 **label_row(pair, choice, self.annotator, left=self._sides(number)[0]),
                 "time": datetime.now(UTC).isoformat(timespec="seconds"),
             }
-            self._change(lambda rows: [*rows, row])
+
+            def with_row(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+                # The same person may have labeled the pair in another process.
+                has_label = any(self._is_own(one) and _texts_of(one) == texts for one in rows)
+                return rows if has_label else [*rows, row]
+
+            self._change(with_row)
             self._actions.append(None)
 
     def undo(self) -> None:

@@ -48,11 +48,12 @@ def read_traces(
     experiment: str = "",
     since: datetime | None = None,
     version: str = "",
+    replaced: bool = False,
 ) -> FoundOpinions:
     """Read the opinions on the answers of a registered model.
 
     Only feedback and expectations from people are read. If a user judged an answer several times,
-    the last judgment counts.
+    the last judgment counts, unless `replaced` is true.
 
     Args:
         name: name of the registered model.
@@ -60,6 +61,7 @@ def read_traces(
         experiment: MLflow experiment of the traces; if empty, `served_experiment`.
         since: read no answers from before this time.
         version: read only the answers of this version; if empty, of all versions.
+        replaced: also read the judgments that the same user replaced later.
 
     Raises:
         DataError: there is no such experiment.
@@ -80,7 +82,7 @@ def read_traces(
         conditions += [f"tag.{VERSION_TAG} = '{version}'"] if version else []
         conditions += [f"timestamp_ms >= {int(since.timestamp() * 1000)}"] if since else []
         for trace in _traces(client, found.experiment_id, " AND ".join(conditions)):
-            _read(trace, versions, scale, result)
+            _read(trace, versions, scale, result, replaced=replaced)
     return result
 
 
@@ -99,8 +101,19 @@ def _traces(client: MlflowClient, experiment: str, conditions: str) -> Iterator[
             return
 
 
-def _read(trace: Trace, versions: Collection[str], scale: Scale, result: FoundOpinions) -> None:
+def _read(
+    trace: Trace,
+    versions: Collection[str],
+    scale: Scale,
+    result: FoundOpinions,
+    *,
+    replaced: bool,
+) -> None:
+    """Add the opinions on one answer to `result`; see `read_traces`."""
     said = [one for one in trace.info.assessments or () if _is_of_a_person(one)]
+    if not replaced:
+        # MLflow marks a judgment that another one overrides as not valid.
+        said = [one for one in said if one.valid is not False]
     if not said:
         result.silent += 1
         return
@@ -114,6 +127,16 @@ def _read(trace: Trace, versions: Collection[str], scale: Scale, result: FoundOp
     if isinstance(answer, str):
         result.left_out.append(LeftOut(source, answer))
         return
+    for one in said if replaced else _last(said, source, result):
+        opinion = _opinion(answer, one, scale)
+        if isinstance(opinion, LeftOut):
+            result.left_out.append(opinion)
+        else:
+            result.opinions.append(opinion)
+
+
+def _last(said: Collection[Said], source: str, result: FoundOpinions) -> Collection[Said]:
+    """Return the last assessment of each user and name; add the earlier ones as left out."""
     last: dict[tuple[str, str], Said] = {}
     for one in sorted(said, key=lambda one: one.last_update_time_ms or 0):
         key = (_user(one), one.name)
@@ -121,12 +144,7 @@ def _read(trace: Trace, versions: Collection[str], scale: Scale, result: FoundOp
             reason = "the same user judged this answer again later"
             result.left_out.append(LeftOut(source, reason, key[0]))
         last[key] = one
-    for one in last.values():
-        opinion = _opinion(answer, one, scale)
-        if isinstance(opinion, LeftOut):
-            result.left_out.append(opinion)
-        else:
-            result.opinions.append(opinion)
+    return last.values()
 
 
 def _answer(trace: Trace, source: str) -> Opinion | str:
@@ -157,12 +175,7 @@ def _answer(trace: Trace, source: str) -> Opinion | str:
 
 
 def _is_of_a_person(one: Assessment) -> TypeGuard[Said]:
-    return (
-        isinstance(one, Said)
-        and one.source is not None
-        and one.source.source_type == PEOPLE
-        and one.valid is not False
-    )
+    return isinstance(one, Said) and one.source is not None and one.source.source_type == PEOPLE
 
 
 def _user(one: Said) -> str:

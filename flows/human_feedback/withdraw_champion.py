@@ -11,9 +11,10 @@ import numpy as np
 from human_feedback.opinions import Opinion
 from human_feedback.read_traces import Scale, read_traces
 from pipeline.evaluation.sequential.confidence_sequence import log_capitals
-from pipeline.registry.aliases import read_aliases
+from pipeline.registry.aliases import CHAMPION, read_aliases
 from pipeline.registry.change_champion import read_champions, roll_back
 from pipeline.registry.decisions import Decision
+from pipeline.registry.set_aliases import sync_aliases
 
 ALPHA = 0.01
 """Maximum probability of withdrawing a champion that users like as much as the previous one."""
@@ -69,20 +70,30 @@ def watch_champion(
     """Compare the feedback on the champion and the previous champion; describe the result.
 
     If the evidence shows that the champion is worse and `withdraw` is true, withdraw it, so that
-    the previous champion is champion again.
+    the previous champion is champion again. If the alias was moved in MLflow, record the move
+    first if `withdraw` is true; otherwise compare nothing.
 
     Raises:
         DataError: no served answers are recorded.
         ModelError: MLflow does not answer, or somebody else decided meanwhile.
     """
-    champions = read_champions(name) if read_aliases(name) else None
-    if champions is None or champions.champion is None or champions.previous is None:
+    aliases = read_aliases(name)
+    if not aliases:
         return f"'{name}' has no two champions to compare."
+    champions = sync_aliases(name) if withdraw else read_champions(name)
     champion, before = champions.champion, champions.previous
+    if not withdraw and aliases.get(CHAMPION) != champion:
+        return (
+            f"'{name}' was not compared: the champion is version {aliases.get(CHAMPION, 'none')} "
+            f"by the alias, but version {champion or 'none'} by the history. --withdraw first "
+            "records the move of the alias in the history."
+        )
+    if champion is None or before is None:
+        return f"'{name}' has no two champions to compare."
     opinions = [
         one
         for version in (champion, before)
-        for one in read_traces(name, Scale(), version=str(version)).opinions
+        for one in read_traces(name, Scale(), version=str(version), replaced=True).opinions
     ]
     since = promoted_at(champions.decisions, champion)
     found = compare_feedback(opinions, champion, before, since=since, margin=margin)
@@ -119,10 +130,11 @@ def compare_feedback(
     Each user counts once, because judgments of one user are not independent. For the previous
     champion, a user's value is the mean of the user's judgments. For the champion, it is the user's
     first judgment, because later judgments would change a value on which bets were already made.
-    Judgments of users without an id do not count.
+    A judgment that is edited or deleted in MLflow does change such a value. Judgments of users
+    without an id do not count.
 
     Args:
-        opinions: opinions on answers of both versions.
+        opinions: opinions on answers of both versions, also those that the user replaced later.
         champion: version of the champion.
         before: version of the previous champion.
         since: time of the champion's promotion. Only earlier judgments of the previous champion

@@ -116,6 +116,9 @@ class RunState:
     critic_fit_is_over: bool = False
     """Whether the fit of the critic is done, or was left out because of the rewards."""
 
+    has_first_table: bool = False
+    """Whether the samples before the first update were shown."""
+
     @classmethod
     def at_start(cls, config: PPOConfig, schedule: Schedule, num_prompts: int) -> "RunState":
         """Return the state before the first update.
@@ -174,6 +177,8 @@ class RunState:
             self.adaptive_kl.load_state_dict(state["adaptive_kl"])
         # Earlier versions fitted no critic and kept no rollouts.
         self.critic_fit_is_over = state.get("critic_fit_is_over", False)
+        # A run shows the first samples before its first checkpoint.
+        self.has_first_table = True
         if self.first_rollouts is not None:
             names = [name for name in groups if name.startswith(KEPT_ROLLOUT)]
             self.first_rollouts = [dict(groups[name]) for name in sorted(names)]

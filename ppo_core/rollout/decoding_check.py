@@ -216,7 +216,7 @@ def _ways(backbone: object) -> Iterator[None]:
     if isinstance(backbone, DecoderBackbone):
         if backbone.fastest is Decoding.FAST:
             backbone.fastest = Decoding.PADDED
-        yield
+            yield
         backbone.passes_mask = True
         yield
 

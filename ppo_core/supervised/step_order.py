@@ -31,8 +31,7 @@ class StepOrder:
     @classmethod
     def of(cls, lengths: Sequence[int], config: SupervisedConfig) -> "StepOrder":
         """Return the order of a training."""
-        rows = config.batch_size * config.gradient_accumulation_steps
-        return cls(lengths, rows, config.num_epochs, config.seed)
+        return cls(lengths, config.rows_per_step, config.num_epochs, config.seed)
 
     @property
     def steps_per_epoch(self) -> int:

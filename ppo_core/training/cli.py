@@ -3,6 +3,7 @@
 import json
 import sys
 import warnings
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -115,11 +116,11 @@ def _train(
     finally:
         # Save even if an integration or the upload to the hub fails, because a server is down.
         if trainer.is_done:
-            try:
-                trainer.save_model(script.policy_dir)
-            finally:
+            # The callbacks are called in reverse order, each one even if something before it fails.
+            with ExitStack() as saves:
                 if script.critic_dir is not None:
-                    trainer.save_critic(Path(script.critic_dir))
+                    saves.callback(trainer.save_critic, Path(script.critic_dir))
+                saves.callback(trainer.save_model, script.policy_dir)
                 if trainer.engine.is_main:
                     record = json.dumps(trainer.self_check.as_record())
                     write_atomically(Path(config.output_dir) / SELF_CHECK_FILE, record)

@@ -5,8 +5,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from ppo_core.checkpointing.folders import POLICIES
 from ppo_core.data.model_files import ADAPTER, replaced_together, save_tokenizer
 from ppo_core.distributed.gather_weights import gather_weights, save_plain
@@ -20,11 +18,6 @@ from ppo_core.training.model_card import push_folder, write_model_card
 
 class PolicyExporter(RunContext):
     """Writes the policy of a run in the main process; all processes must call the methods."""
-
-    @property
-    def trained_model(self) -> nn.Module:
-        """The policy as a model of transformers or PEFT."""
-        return self.models.adapted or self.models.policy.model
 
     def save_policy(self, folder: Path) -> None:
         """Save policy and tokenizer completely or not at all.

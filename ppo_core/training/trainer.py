@@ -310,8 +310,10 @@ class Trainer:
 
     def _run_updates(self, last: int) -> list[Metrics]:
         history = []
-        if self._run.updates == 0 and self.config.num_sample_generations > 0:
+        run = self._run
+        if run.updates == 0 and self.config.num_sample_generations > 0 and not run.has_first_table:
             self.generate_completions()
+            run.has_first_table = True
         with self._progress() as bar:
             self._fit_critic()
             started, episodes_before = time.monotonic(), self._run.episodes

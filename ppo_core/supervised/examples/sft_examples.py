@@ -128,15 +128,17 @@ def _located_segments(
 
     An assistant segment starts after the chat template's generation prompt. So the tokens before
     the segment are exactly the prompt that PPO would sample a response to. The segment ends with
-    the token that ends a turn, as a response in PPO does.
+    the token that ends a turn, as a response in PPO does, or with the turn if there is no such
+    token.
     """
     segments, done = [], 0
     for turn in range(first, len(messages)):
         if messages[turn]["role"] == "assistant":
             begin = _prefix_length(tokenizer, messages[:turn], full, answer_follows=True)
             close = _prefix_length(tokenizer, messages[: turn + 1], full, answer_follows=False)
-            answer, marker, _ = full[begin:close].rpartition(str(tokenizer.eos_token))
-            counted = begin + len(answer + marker) if marker else close
+            end = tokenizer.eos_token or ""
+            last = full.rfind(end, begin, close)
+            counted = close if last < 0 else last + len(end)
             segments += [Segment(full[done:begin], counts=False), Segment(full[begin:counted])]
             done = counted
     return [*segments, Segment(full[done:], counts=False)]

@@ -2,6 +2,8 @@
 
 import json
 import math
+import tomllib
+from itertools import islice, permutations
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from human_feedback.read_votes import read_pairs
 from pipeline.demo.task import find_demo_task
 from pipeline.inputs.votes_to_pairs import votes_of
 from ppo_core.models.loading import load_reward_model
+from tests.flows.stages.test_fetch_inputs import upload
 from tests.helpers.inputs.pipeline_inputs import tiny_table, write_rows
 from tests.helpers.models.tiny import make_classifier, make_policy, make_tokenizer
 
@@ -102,6 +105,29 @@ def test_other_prompts_can_be_named(inputs: Path, tmp_path: Path, capsys):
     assert f"has {len(rows)} pairs " in told and "20 pairs were asked for, but" in told
 
 
+@pytest.mark.parametrize("count", [1, 12])
+def test_every_named_prompt_is_used(count: int, inputs: Path, tmp_path: Path):
+    """Also if the run holds out a part of its own prompts."""
+    table = tomllib.loads((inputs / "settings.toml").read_text())
+    del table["eval_prompts"]
+    (tmp_path / "settings.toml").write_text(tomli_w.dumps(table))
+    prompts = {f"w{n} w{n + 1}" for n in range(count)}
+    named = write_rows(tmp_path / "named.jsonl", [{"prompt": one} for one in prompts])
+    more = ("--policy", str(inputs / "policy-1"), "--prompts", named, "--labels", "12")
+    assert choose(tmp_path, tmp_path, *more, policies=0) == 0
+    assert {row["prompt"] for row in read(tmp_path / "to-label.jsonl")} == prompts
+
+
+def test_prompts_are_answered_until_there_are_enough_pairs(inputs: Path, tmp_path: Path, capsys):
+    alike = [" ".join(words) for words in islice(permutations(["w1", "w2", "w3", "w4", "w5"]), 30)]
+    unlike = [f"w{n} w{n + 1}" for n in range(12, 16)]
+    named = write_rows(tmp_path / "named.jsonl", [{"prompt": one} for one in alike + unlike])
+    assert choose(tmp_path, inputs, "--prompts", named) == 0
+    asked = {row["prompt"] for row in read(tmp_path / "to-label.jsonl")}
+    assert asked > {*unlike} and len(asked) == 5
+    assert "5 pairs were asked for" not in capsys.readouterr().out
+
+
 def test_labels_are_not_overwritten(inputs: Path, tmp_path: Path, capsys):
     (tmp_path / "to-label.jsonl").write_text("labels of people")
     assert choose(tmp_path, inputs) == 1
@@ -124,6 +150,21 @@ def test_a_run_on_the_built_in_task_has_the_prompts_of_the_task(tmp_path: Path):
     assert choose(tmp_path, tmp_path, "--policy", str(policy), policies=0) == 0
     rows = read(tmp_path / "to-label.jsonl")
     assert len(rows) == 5 and all(row["prompt"].endswith("tl;dr :") for row in rows)
+
+
+def test_inputs_of_the_run_may_be_addresses(inputs: Path, tmp_path: Path, store: str):
+    """Both commands fetch them, as the run did."""
+    table = tiny_table(tmp_path) | {"registered_model": "tiny-policy", "output_dir": str(tmp_path)}
+    for name in ("policy", "prompts"):
+        table[name] = upload(Path(table[name]), f"{store}/{Path(table[name]).name}")
+    (tmp_path / "settings.toml").write_text(tomli_w.dumps(table))
+    policy = str(inputs / "policy-1")
+    assert choose(tmp_path, tmp_path, "--policy", policy, policies=0) == 0
+    asked = {row["prompt"] for row in read(tmp_path / "prompts.jsonl")}
+    assert {row["prompt"] for row in read(tmp_path / "to-label.jsonl")} <= asked
+    output = ("--output", str(tmp_path / "disputed.jsonl"))
+    rows = [judgement("w1", "w2", "w3", outcome) for outcome in ("first", "second")]
+    assert disputed(tmp_path, rows, inputs / "members" / "member-1", *output) == 0
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,18 @@ def test_two_people_label_into_one_file_at_a_time_and_skipped_pairs_come_again(t
         assert requests.get(f"{address}pair", timeout=10).json()["done"] == 1
 
 
+def test_a_person_with_two_pages_labels_a_pair_once(tmp_path: Path):
+    pairs, file = votes_of(read_pairs(write_pairs(tmp_path, 2))), tmp_path / "labeled.jsonl"
+    first, second = Labeling(pairs, "ann", file), Labeling(pairs, "ann", file)
+    first.label(0, "left")
+    saved = read(file)
+    second.label(0, "right")
+    assert read(file) == saved
+    assert second.done == 1
+    second.label(1, "right")
+    assert len(read(file)) == 2
+
+
 def test_undo_leaves_the_labels_of_other_pairs(tmp_path: Path):
     file = tmp_path / "labeled.jsonl"
     rows = [{"prompt": "other", "first": "a", "second": "b", "label": "first", "annotator": "ann"}]

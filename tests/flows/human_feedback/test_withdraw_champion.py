@@ -6,11 +6,13 @@ from dataclasses import replace
 from datetime import timedelta
 from uuid import uuid4
 
+import mlflow
 import numpy as np
 import pytest
 
 import registry
 from human_feedback.opinions import Opinion
+from human_feedback.read_traces import Scale, read_traces
 from human_feedback.withdraw_champion import ALPHA, compare_feedback, evidence_of_loss, promoted_at
 from pipeline.evaluation.sequential.confidence_sequence import BETS
 from pipeline.registry.change_champion import (
@@ -141,6 +143,19 @@ def test_only_the_version_that_was_compared_is_withdrawn(name: str):
         roll_back(name, reason="r", by="run Retrain/1", champion=1)
 
 
+def test_a_champion_that_was_moved_by_hand_is_the_one_that_is_compared(name: str, capsys):
+    judge_answers(name, "2", liked=False)
+    connect().set_registered_model_alias(name, "champion", "1")
+    assert registry.main(["watch", name]) == 0
+    told = capsys.readouterr().out
+    assert "the champion is version 1 by the alias, but version 2 by the history" in told
+    assert read_champions(name).champion == 2
+    settings = {"task": "tldr", "registered_model": name, "promotion": {"withdraw_alpha": 0.01}}
+    watch_feedback(settings, "Retrain/1")
+    assert "version 1: 0 users like 0% of the answers; version 2: " in capsys.readouterr().out
+    assert [one.action for one in read_champions(name).decisions[2:]] == ["found"]
+
+
 @pytest.mark.parametrize("given", [("--alpha", "0"), ("--alpha", "1"), ("--margin", "1")])
 def test_a_wrong_limit_is_refused(server: MlflowServer, given: tuple[str, ...], capsys):
     connect().create_registered_model(name := f"policy-{uuid4().hex[:8]}")
@@ -165,6 +180,33 @@ def test_a_user_counts_once_and_only_on_the_own_side_of_the_promotion():
     assert (
         "version 2: 1 users like 0% of the answers; version 1: 2 users like 83%" in found.describe()
     )
+
+
+def test_a_later_judgment_of_a_user_changes_no_bet(name: str, capsys):
+    ids = serve_answers(name, "2", {user: f"answer to {user}" for user in ("ann", "bob", "eve")})
+    for user, answer in ids.items():
+        record_opinion(name, answer, user=user, liked=user == "eve", correction=None)
+    assert registry.main(["watch", name]) == 0
+    before = capsys.readouterr().out
+    assert "version 2: 3 users like 33%" in before
+    # Ann judges the answer again, and bob's judgment is overridden.
+    record_opinion(name, ids["ann"], user="ann", liked=True, correction=None)
+    [given] = connect().get_trace(ids["bob"]).info.assessments
+    mlflow.override_feedback(
+        trace_id=ids["bob"],
+        assessment_id=given.assessment_id,
+        value=True,
+        source=given.source,
+    )
+    assert registry.main(["watch", name]) == 0
+    assert capsys.readouterr().out == before
+    # The training data has the last judgments.
+    last = read_traces(name, Scale(), version="2").opinions
+    assert sorted((one.user, one.disliked) for one in last) == [
+        ("ann", None),
+        ("bob", None),
+        ("eve", None),
+    ]
 
 
 def test_evidence_is_finite_for_a_disaster():

@@ -130,6 +130,23 @@ def test_a_run_that_was_told_to_stop_goes_on_as_if_nothing_had_happened(
     assert without_clocks(history) == uninterrupted[1][-len(history) :]
 
 
+def test_a_stop_in_the_first_update_does_not_show_the_first_samples_again(tmp_path):
+    texts = ["w1 w2 w3", "w4 w5"]
+    whole = trainer_in(tmp_path / "whole", eval_dataset=texts)
+    whole.train()
+    stopped = trainer_in(tmp_path / "stopped", eval_dataset=texts)
+    MOMENTS["the first step of an update"](stopped)
+    with pytest.raises(RunInterruptedError):
+        stopped.train()
+    assert read_newest(tmp_path / "stopped").folder.name == "checkpoint-0"
+    resumed = trainer_in(tmp_path / "stopped", eval_dataset=texts)
+    resumed.train(resume_from_checkpoint=True)
+    # The reward draws random numbers, also for the samples.
+    assert everything(resumed) == everything(whole)
+    calls = [each.reward_calls["made"] for each in (whole, stopped, resumed)]
+    assert calls[0] == calls[1] + calls[2]
+
+
 def test_the_moments_are_what_they_are_called():
     trainer = make_trainer(SETTINGS)
     passes = []

@@ -24,6 +24,7 @@ from ppo_core.models.policy import LanguageModel
 from ppo_core.rollout.decoding_check import (
     DecodingCheck,
     OwnForward,
+    check_padding,
     choose_backend,
     own_logprobs,
     sequences_of,
@@ -71,6 +72,19 @@ def make(config: PreTrainedConfig) -> PreTrainedModel:
 
 def chosen(policy: LanguageModel) -> DecodingCheck:
     return choose_backend(policy, OwnForward.of(policy, make_prompts([5])))
+
+
+def test_each_way_to_compute_a_padded_batch_is_measured_once():
+    policy, measured = LanguageModel(make_policy()), []
+    policy.backbone.fastest = Decoding.PADDED
+
+    def difference() -> float:
+        measured.append(policy.backbone.passes_mask)
+        return 1.0
+
+    with pytest.raises(ModelError, match="is not supported"):
+        check_padding("values", policy.model, policy.backbone, difference)
+    assert measured == [False, True]
 
 
 def sample(policy: LanguageModel, lengths=LENGTHS, *, pads=False, **callbacks):

@@ -13,7 +13,7 @@ from datasets import Dataset, DatasetDict
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from ppo_core import ConfigError, DataError, ModelError, get_peft_config
+from ppo_core import ConfigError, DataError, ModelError, TrainingError, get_peft_config
 from ppo_core.config.argument_parser import field_docs, parse_arguments
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
@@ -24,6 +24,7 @@ from tests.helpers.models.model_hub import model_hub
 from tests.helpers.models.tiny import make_classifier, make_policy, make_tokenizer
 from tests.helpers.paths import ROOT
 from tests.helpers.runs.forked_python import Ended, run_python
+from tests.helpers.servers.full_disk import full_disk
 
 KINDS = (PPOConfig, ScriptArguments, ModelArguments)
 
@@ -576,6 +577,23 @@ def test_policy_and_critic_are_saved_although_a_server_is_lost_at_the_end(
     assert (tmp_path / "out" / "self-check.json").is_file()
     # The launcher of the flow reads in it that a long update makes progress.
     assert (tmp_path / "out" / PROGRESS_FILE).is_file()
+
+
+def test_the_record_of_the_self_check_is_written_although_the_disk_is_full(models, data, tmp_path):
+    config = PPOConfig(
+        output_dir=str(tmp_path),
+        sft_model_path=str(models / "policy"),
+        reward_model_path=str(models / "reward"),
+        save_strategy="no",
+        per_device_train_batch_size=4,
+        total_episodes=4,
+        response_length=6,
+    )
+    script = ScriptArguments(dataset_name=str(data), critic_dir=str(tmp_path / "critic"))
+    with full_disk(10_000), pytest.raises(TrainingError, match="File too large"):
+        train_ppo(config, script, ModelArguments())
+    assert not (tmp_path / "model.safetensors").exists()
+    assert "backend" in json.loads((tmp_path / "self-check.json").read_text())
 
 
 def test_a_run_goes_on_from_its_latest_checkpoint(models, data, tmp_path):

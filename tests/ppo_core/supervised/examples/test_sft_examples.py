@@ -24,7 +24,7 @@ from tests.helpers.models.chat import (
     make_chat_tokenizer,
     say,
 )
-from tests.helpers.models.tiny import EOS, make_tokenizer
+from tests.helpers.models.tiny import EOS, UNK, make_tokenizer
 
 _ = IGNORED_LABEL
 
@@ -86,6 +86,14 @@ def test_an_answer_that_the_template_marks_ends_with_the_end_token_too(end_of_te
     )
     ids, labels = example({"messages": say("w0", "w1")}, template, end_of_text=end_of_text)
     assert (ids, labels) == ([USER, 3, ASSISTANT, 4, *ended], [_, _, _, 4, *ended])
+
+
+def test_without_an_end_token_an_answer_counts_up_to_its_end():
+    tokenizer = make_chat_tokenizer(OPEN)
+    tokenizer.eos_token = None
+    row = read_row("demonstrations", {"messages": say("w0", "None w1")}, is_chat=True)
+    encoding = example_encoding(tokenizer, SupervisedConfig(end_of_text=False))
+    assert encode_row(tokenizer, encoding, row)["labels"] == [_, _, _, UNK, 4]
 
 
 def test_end_of_text_false_adds_nothing_to_messages():
