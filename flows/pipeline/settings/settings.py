@@ -478,7 +478,7 @@ class Settings:
             raise ConfigError(
                 f"{_listed(missing)} missing: a run on your own data needs {_listed(needed)}. "
                 f"Name them on the command line (--{missing[0]} NAME) or in the settings file, "
-                "or name no input at all to run the built-in task."
+                "or name no input and set task='tldr' to run the built-in task."
             )
         if not (self.judge or self.preferences):
             raise ConfigError(
