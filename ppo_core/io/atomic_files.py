@@ -59,6 +59,11 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
         sync_to_disk(path.parent)
 
 
+def is_written_in_place(path: Path) -> bool:
+    """Return whether a path is a device or a link (/dev/stdout), which a rename would replace."""
+    return path.exists() and (path.is_symlink() or not path.is_file())
+
+
 def sync_to_disk(path: Path) -> None:
     """Sync a file's content, or a folder's list of names, to disk (fsync)."""
     handle = os.open(path, os.O_RDONLY)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pipeline.inputs.run_data import RunData, references_of
-from pipeline.preflight.check_inputs import check_inputs
+from pipeline.preflight.check_inputs import check_inputs, check_outputs
 from pipeline.settings.make_settings import make_settings
 from pipeline.settings.settings import Settings
 from pipeline.stages.start import prepare_inputs
@@ -577,6 +577,19 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, name: str):
     place = tmp_path / "taken" / "below"
     with pytest.raises(ConfigError, match=rf"{name}: nothing can be written into .*taken"):
         check(tmp_path, **{name: str(place / "summary.json" if name == "summary_json" else place)})
+
+
+def test_a_device_gets_the_summary_although_its_folder_takes_no_file(tmp_path: Path):
+    with open("/dev/null", "w") as device:
+        check_outputs(str(tmp_path), f"/proc/self/fd/{device.fileno()}")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_link_to_a_file_without_permission_is_refused(tmp_path: Path):
+    (tmp_path / "locked.json").touch(mode=0o400)
+    (tmp_path / "summary.json").symlink_to("locked.json")
+    with pytest.raises(ConfigError, match=r"summary_json=.* is read-only"):
+        check_outputs(str(tmp_path), str(tmp_path / "summary.json"))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
