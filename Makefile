@@ -136,7 +136,7 @@ install: | $(VENV)/bin/python ## Install exactly the packages of LOCK, in the pl
 	$(BIN)/python -m pip install --quiet --require-hashes $(WHEELS) --no-build-isolation \
 		--use-pep517 --requirement $(LOCK)
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
-	touch $(VENV)/installed $(VENV)/installed-dev
+	touch $(VENV)/installed $(if $(filter %dev.txt,$(LOCK)),$(VENV)/installed-dev)
 
 # The packages of the images are a part of the developer's, in the same versions. Without the extra
 # lm-eval, which needs a package that has no wheel; `dev` has what the extra docs has.

@@ -8,12 +8,13 @@
 set -eu
 umask 077
 
+# MLflow reads the file with configparser, for which %% is a percent sign.
 # Without a workspace grant, a user reads everything and creates nothing; see grant_rights.py.
 cat > "${TMPDIR:-/tmp}/auth.ini" <<INI
 [mlflow]
 default_permission = READ
 grant_default_workspace_access = true
-database_uri = ${DATABASE}
+database_uri = $(printf '%s' "${DATABASE}" | sed 's/%/%%/g')
 admin_username = admin
 authorization_function = mlflow.server.auth:authenticate_request_basic_auth
 INI

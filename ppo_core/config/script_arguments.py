@@ -39,7 +39,7 @@ class ScriptArguments(DatasetArguments):
     """Data sets, scaling of rewards, and the checkpoint to resume from."""
 
     allow_data_urls: bool = False
-    """Allow dataset_name to be the address of a data file, such as https:// or s3://."""
+    """Allow dataset_name to be the address of a data file, such as https://..."""
 
     columns: list[str] | None = None
     """FIELD=COLUMN for columns with other names: `prompt=post` reads the prompt from the column

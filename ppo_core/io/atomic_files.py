@@ -29,13 +29,24 @@ def write_atomically(path: Path, content: str | bytes, *, durable: bool = True) 
         OSError: the file cannot be written; the error names `path`. An existing file is unchanged,
             and the temporary file is removed.
     """
+    with replacing(path, durable=durable) as unfinished:
+        unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
+    """Yield the hidden temporary file that becomes `path` after the block; see `write_atomically`.
+
+    After an error in the block, `path` is unchanged.
+
+    Raises:
+        OSError: see `write_atomically`.
+    """
     unfinished = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
-        with unfinished.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
+        yield unfinished
+        if durable:
+            sync_to_disk(unfinished)
         unfinished.replace(path)
     except OSError as error:
         # The error of a full disk names no file.
@@ -46,6 +57,11 @@ def write_atomically(path: Path, content: str | bytes, *, durable: bool = True) 
             unfinished.unlink()
     if durable:
         sync_to_disk(path.parent)
+
+
+def is_written_in_place(path: Path) -> bool:
+    """Return whether a path is a device or a link (/dev/stdout), which a rename would replace."""
+    return path.exists() and (path.is_symlink() or not path.is_file())
 
 
 def sync_to_disk(path: Path) -> None:

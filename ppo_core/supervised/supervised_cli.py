@@ -65,7 +65,7 @@ class SupervisedArguments:
     or are too long; if more are left out, the command stops. 0 allows none."""
 
     allow_data_urls: bool = False
-    """Allow dataset_name to be the address of a data file, such as https:// or s3://."""
+    """Allow dataset_name to be the address of a data file, such as https://..."""
 
     output_dir: str
     """Folder for the trained model and its tokenizer, metrics.jsonl, and checkpoints."""

@@ -4,13 +4,17 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import mlflow
+import psutil
 import pytest
 import transformers
 
 import win_rate
+from pipeline.launch import answers
+from pipeline.launch.process_tree import ProcessIdentity
 from tests.helpers.inputs.pipeline_inputs import JUDGE, write_model, write_rows
 from tests.helpers.paths import ROOT
 from tests.helpers.servers.full_disk import full_disk
@@ -59,6 +63,23 @@ def test_the_figures_and_every_judgement_are_kept(tmp_path: Path):
     assert [row["outcome"] for row in kept] == ["second"] * 10
     assert kept[3]["prompt"] == "w3 w4"
     assert kept[3]["straight"] == kept[3]["swapped"] == {"winner": "second"}
+
+
+def test_two_commands_with_one_output_folder_leave_each_other_alone(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(answers, "gpus", lambda: 2)
+    rows = [{"prompt": f"w{i} w{i + 1}", "reference": "w1 " * 9} for i in range(32)]
+    write_rows(tmp_path / "eval.jsonl", rows)
+    folder = tmp_path / "outputs" / "answers"
+    folder.mkdir(parents=True)
+    with subprocess.Popen(["sleep", "600"]) as other:
+        identity = ProcessIdentity.of(psutil.Process(other.pid))
+        (folder / "launcher-0.json").write_text(json.dumps(asdict(identity)))
+        try:
+            assert run() == 0
+            assert other.poll() is None
+        finally:
+            other.kill()
+    assert {path.name for path in folder.parent.iterdir()} == {"answers", "judgements.jsonl"}
 
 
 def test_a_full_disk_is_named(capsys):
@@ -145,6 +166,8 @@ def test_the_command_itself_runs_and_documents_its_flags(tmp_path: Path):
     assert "--num-examples" in ran.stdout
     assert "Maximum number of tokens of an answer" in ran.stdout
     assert "OPENAI_API_KEY" in ran.stdout
+    # The command would need s3fs for such an address.
+    assert "s3://" not in ran.stdout
 
 
 def test_a_model_against_itself_tests_judge_and_gate_without_references(tmp_path: Path, capsys):

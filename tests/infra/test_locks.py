@@ -1,6 +1,7 @@
 """The lock files have everything that pyproject.toml asks for, and nothing that is not hashed."""
 
 import re
+import subprocess
 import tomllib
 from functools import cache
 from itertools import chain
@@ -88,6 +89,14 @@ def test_the_images_do_without_the_tools_of_the_developer():
 def test_the_build_has_what_the_build_backend_needs():
     required = [Requirement(text) for text in PROJECT["build-system"]["requires"]]
     assert not missing("build", required)
+
+
+@pytest.mark.parametrize("name", ["cpu", "dev"])
+def test_make_takes_only_the_lock_of_developers_for_their_packages(name: str):
+    command = ["make", "--dry-run", "install", f"LOCK=infra/locks/{name}.txt"]
+    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    (stamps,) = (line.split()[1:] for line in told.splitlines() if line.startswith("touch"))
+    assert stamps == [".venv/installed", *([".venv/installed-dev"] if name == "dev" else [])]
 
 
 def test_an_image_installs_the_lock_of_its_python():

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,18 @@ def test_files_of_commands_exist_from_the_root():
     for name in named:
         assert (ROOT / name).exists(), name
     assert "cd infra" not in blocks
+
+
+def test_files_with_keys_get_neither_into_git_nor_into_an_image():
+    texts = "".join(path.read_text() for path in TEXTS)
+    named = set(re.findall(r"(?:file://|--from-env-file )([\w.-]+)(?![\w./-])", texts))
+    assert named == {"judge.json", "judge.env"}
+    assert named == set(re.findall(r"\(umask 077 && cat > ([\w.-]+)\)", texts))
+    assert named == set(re.findall(r"^rm ([\w.-]+)$", texts, re.M))
+    for file in (".gitignore", ".dockerignore"):
+        patterns = [line.removeprefix("**/") for line in (ROOT / file).read_text().splitlines()]
+        for name in named | {".env", ".env.local"}:
+            assert any(fnmatch(name, pattern) for pattern in patterns), f"{name}: {file}"
 
 
 def test_the_blocks_are_valid_for_a_shell():

@@ -7,7 +7,7 @@ from typing import Any
 
 from ppo_core.data.sources.json_rows import read_json_rows
 from ppo_core.errors.redaction import mask_values
-from ppo_core.io.atomic_files import explained_writes
+from ppo_core.io.atomic_files import explained_writes, replacing
 
 
 def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
@@ -27,7 +27,11 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     Raises:
         TrainingError: the file cannot be written.
     """
-    with explained_writes(path), path.open("w", encoding="utf-8") as file:
+    with (
+        explained_writes(path),
+        replacing(path) as unfinished,
+        unfinished.open("w", encoding="utf-8") as file,
+    ):
         file.writelines(map(json_line, rows))
 
 

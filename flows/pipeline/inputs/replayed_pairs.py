@@ -92,7 +92,7 @@ def new_and_replayed(rows: Rows, trained: Collection[bytes], seed: int) -> Rows:
     inputs = {
         "trained": known,
         "seed": seed,
-        "code": digest_of_code(__name__),
+        "code": digest_of_code(__name__, digest_of_row.__module__),
     }
     kept = derive(rows, "new-and-replayed-pairs", inputs, each(convert))
     if not len(kept):

@@ -28,6 +28,7 @@ from ppo_core.data.rows.row_formats import Kind, find_row_format
 from ppo_core.data.sources.raw_row import RawRow
 from ppo_core.data.sources.source import open_source
 from ppo_core.errors import DataError
+from ppo_core.io.atomic_files import explained_writes, replacing
 from ppo_core.io.folder_cache import digest_of, digest_of_code
 
 ROWS_FILE = "rows.parquet"
@@ -139,11 +140,15 @@ def write_digests(
             only the column ROW is used, because their texts may be shortened or encoded.
         path: file to write.
         inherited: further digests, of rows that trained the models from which the run starts.
+
+    Raises:
+        TrainingError: the file cannot be written.
     """
     tables = [_table_of(name, given, read) for name, (given, read) in data.items()]
     if inherited is not None:
         tables.append(inherited)
-    parquet.write_table(pyarrow.concat_tables(tables), path)
+    with explained_writes(path), replacing(path) as unfinished:
+        parquet.write_table(pyarrow.concat_tables(tables), unfinished)
 
 
 def count_seen(table: pyarrow.Table, rows: Iterable[Collection[bytes]]) -> dict[str, int]:

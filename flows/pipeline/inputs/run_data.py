@@ -453,11 +453,13 @@ def judged_rows(rows: Rows, config: EvaluationConfig, champion: int | None = Non
     fixed = judged - rotated
     others = np.arange(fixed, len(rows))
     if len(others) < 2 * rotated:
+        needed = config.num_examples + round(config.rotate * config.num_examples)
         raise DataError(
             f"evaluation.rotate={config.rotate:g} draws {rotated} of {judged} judged rows anew for "
             f"each champion. Only {len(others)} rows of {rows.source} are left besides the {fixed} "
-            f"fixed rows, so most drawn rows would repeat. Add {2 * rotated - len(others)} rows to "
-            "eval_prompts, lower num_examples, or remove rotate."
+            f"fixed rows, so most drawn rows would repeat. Add {needed - len(rows)} rows to "
+            f"eval_prompts, lower num_examples to {int(len(rows) / (1 + config.rotate))}, or "
+            "remove rotate."
         )
     drawn = np.random.default_rng(champion or 0).permutation(others)[:rotated]
     return list(rows.table.select([*range(fixed), *sorted(drawn.tolist())]))

@@ -18,7 +18,7 @@ from tenacity import (
 
 from pipeline.judges.chat_model import Question, Reply
 from pipeline.judges.judge_budget import Budget
-from pipeline.judges.openai_client import CallError, OpenAIClient, RefusedError
+from pipeline.judges.openai_client import CallError, Completion, OpenAIClient, RefusedError
 from pipeline.settings.judge_config import JudgingConfig
 from ppo_core.errors import JudgeError
 
@@ -30,6 +30,13 @@ DOWN_AFTER = 20
 """Number of consecutive unanswered questions after which the server counts as down. It exceeds the
 default of 8 concurrent calls, because a short outage can make all of them fail. A question that the
 server rejects counts only as long as the server has not answered any question."""
+
+FINAL_REASONS = {
+    "content_filter": "The server's filter removes the answer.",
+    "length": "Raise judging.max_reply_tokens.",
+}
+"""Values of `finish_reason` that a repeated call would have too, if a reply has no text, with what
+follows."""
 
 PROBE_RETRIES = 2
 """Maximum number of retries of `probe`; small, so that a wrong address is found within seconds."""
@@ -73,8 +80,9 @@ class OpenAIModel:
     def ask(self, questions: Sequence[Question], keep: Callable[[int, Reply], None]) -> None:
         """Ask every question and call `keep(number, reply)` when its reply arrives.
 
-        A question gets a reply without text in two cases: all its retries failed, or the server
-        rejects this question but accepts a small question.
+        A question gets a reply without text in three cases: all its retries failed, the server
+        rejects this question but accepts a small question, or the server's reply has no text
+        because of its length or a filter.
 
         `keep` runs in a thread of its own, so a slow `keep`, such as a write to S3, does not use up
         the deadline of another call. After an error of `keep`, no other reply is kept.
@@ -164,11 +172,23 @@ class OpenAIModel:
         completion = await self._server.complete(client, question)
         self.budget.add_tokens(self.name, completion.tokens)
         if completion.text is None:
-            raise CallError(
-                f"the reply has no text (finish_reason={completion.finish_reason!r}; if it is "
-                "'length', raise judging.max_reply_tokens)"
-            )
+            return self._without_text(completion)
         return Reply(completion.text, tokens=completion.tokens or 0)
+
+    def _without_text(self, completion: Completion) -> Reply:
+        """Return the reply that has no text for a reason that a repeated call would have too.
+
+        Raises:
+            CallError: a repeated call may have a text.
+        """
+        reason = completion.finish_reason
+        error = f"the reply has no text (finish_reason={reason!r})"
+        if reason not in FINAL_REASONS:
+            raise CallError(error)
+        # A judge that has answered is up, however many of its answers have no text.
+        self._has_answered = True
+        self._given_up_in_a_row = 0
+        return Reply(None, error=f"{error}. {FINAL_REASONS[reason]}", tokens=completion.tokens or 0)
 
     def _wait(self, state: RetryCallState) -> float:
         """Return the seconds to wait before the next attempt.

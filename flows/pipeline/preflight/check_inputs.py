@@ -1,5 +1,6 @@
 """Check the inputs of a run before anything is trained."""
 
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -34,7 +35,7 @@ from ppo_core.data.sources.raw_row import ROWS_AT_ONCE
 from ppo_core.data.sources.source import named_data
 from ppo_core.distributed.strategy import choose_sharding
 from ppo_core.errors import ConfigError, DataError, PPOError
-from ppo_core.io.atomic_files import require_writable
+from ppo_core.io.atomic_files import is_written_in_place, require_writable
 from ppo_core.models.loading import load_config, load_tokenizer
 from ppo_core.reporting.callbacks import check_integrations
 from ppo_core.rollout.token_sampling import stop_token
@@ -133,7 +134,13 @@ def check_outputs(output_dir: str, summary_json: str) -> None:
             raise ConfigError(f"summary_json={summary_json!r} is a folder. Set it to a file.")
         if Path(summary_json).is_fifo():
             raise ConfigError(f"summary_json={summary_json!r} is a pipe. Set it to a file.")
-        require_writable(Path(summary_json).parent, "summary_json")
+        if not is_written_in_place(Path(summary_json)):
+            require_writable(Path(summary_json).parent, "summary_json")
+        elif not os.access(summary_json, os.W_OK):
+            raise ConfigError(
+                f"summary_json={summary_json!r} is read-only, so the summary would be lost. Set it "
+                "to a file that you may write."
+            )
 
 
 def _check_trainings(settings: Settings) -> None:

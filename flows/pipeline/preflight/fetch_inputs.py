@@ -12,6 +12,7 @@ S3.
 
 import dataclasses
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -26,11 +27,13 @@ from pipeline.judges.judge_names import read_judges
 from pipeline.promotion.fetch_champion import CHAMPIONS
 from pipeline.registry.fetch_policy import find_policy
 from pipeline.settings.settings import INPUTS, Settings
+from pipeline.storage.addresses import is_in_s3
 from pipeline.storage.workspace import MODELS, REGISTRY, Workspace, workspace_of
 from ppo_core.config.hub_ids import split_revision
 from ppo_core.config.reward_names import read_rewards
+from ppo_core.data.sources.data_addresses import is_data_address
 from ppo_core.data.sources.hub_data import HubData
-from ppo_core.data.sources.source import find_hub_data
+from ppo_core.data.sources.source import SUFFIXES, find_hub_data, split_of_name
 from ppo_core.errors import ModelError, library_errors
 from ppo_core.io.atomic_files import explained_writes
 from ppo_core.io.folder_cache import link_or_copy, publish_folder
@@ -38,6 +41,10 @@ from ppo_core.models.loading import commit_of
 
 DATA = tuple(name for name in INPUTS if name not in MODELS)
 MODEL_JUDGES = ("reward-model", "transformers")
+
+_SPLIT_IN_S3 = re.compile(r"(?P<place>s3://.+):([^:/\[\]]+/)?[^:/\[\]]+(\[.*)?")
+"""Address of a folder with a split at its end. A key may contain a colon, so the split follows the
+last colon before the slice."""
 
 MODEL_FILES = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.txt")
 """Patterns of the files that are downloaded for a model on the hub."""
@@ -157,15 +164,26 @@ def _renamed_source(
         return model(source)
     if source and kind == "python":
         place, _, function = source.rpartition(":")
-        return f"{file(place)}:{function}"
+        # A module may have the name of a folder, which is not its place.
+        is_file = place.endswith(".py") or is_in_s3(place)
+        return f"{file(place)}:{function}" if is_file else source
     return source
 
 
 def _keeping_split(name: str, change: Callable[[str], str]) -> str:
-    """Change the name of a data set, and keep `:SPLIT` at its end."""
-    place, colon, split = name.rpartition(":")
-    has_split = not os.path.exists(name) and place not in ("", "s3") and "/" not in split
-    return f"{change(place)}{colon}{split}" if has_split else change(name)
+    """Change the place of a data set, and keep `:SPLIT` or `:CONFIG/SPLIT` at its end."""
+    place = _place_of(name)
+    return change(place) + name.removeprefix(place)
+
+
+def _place_of(name: str) -> str:
+    """Return the name of a data set without `:SPLIT` or `:CONFIG/SPLIT` at its end."""
+    if is_in_s3(name):
+        found = _SPLIT_IN_S3.fullmatch(name)
+        return name if found is None or name.endswith(SUFFIXES) else found["place"]
+    if is_data_address(name) or os.path.lexists(name):
+        return name
+    return split_of_name(name)[0]
 
 
 def _fetch_version(address: str, workspace: Workspace) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ppo_core.errors import DataError
 from ppo_core.errors.redaction import mask_values
-from ppo_core.io.atomic_files import explained_writes, write_atomically
+from ppo_core.io.atomic_files import explained_writes, is_written_in_place, write_atomically
 from ppo_core.io.text_files import read_json_file
 
 if TYPE_CHECKING:
@@ -26,14 +26,14 @@ def as_json(record: "DataclassInstance") -> dict[str, Any]:
 
 
 def write_report(path: Path, report: "DataclassInstance", *, indent: int | None = None) -> None:
-    """Write a report as JSON, with secrets masked, to a file or a device such as /dev/stdout.
+    """Write a report as JSON, with secrets masked, to a file, a device, or a link to either.
 
     Raises:
         TrainingError: the file cannot be written.
     """
     text = json.dumps(mask_values(as_json(report)), indent=indent)
     with explained_writes(path):
-        if path.exists() and not path.is_file():
+        if is_written_in_place(path):
             path.write_text(text, encoding="utf-8")
         else:
             write_atomically(path, text)

@@ -28,8 +28,8 @@ class EvaluationConfig:
     rotate: ShareBelow1 = 0.0
     """Fraction of the answered rows that is drawn at random for each champion, so that successive
     champions are not all selected on the same prompts. The other answered rows are the first rows
-    of the data set. The random rows are drawn from the remaining rows; there must be at least twice
-    as many remaining rows as random rows."""
+    of `eval_prompts`, which must be set. The random rows are drawn from the remaining rows; there
+    must be at least twice as many remaining rows as random rows."""
 
     temperature: NotNegative = 0.7
     """Temperature of the answers; 0 always takes the likeliest token."""

@@ -42,8 +42,10 @@ class JudgingConfig:
     """Timeout of one call in seconds, up to the last byte of the reply."""
 
     retries: Natural = 6
-    """Maximum number of repetitions of a call that the server rejected (429, 5xx) or whose
-    connection failed. Waits grow, and are at least as long as the server's Retry-After."""
+    """Maximum number of repetitions of a call that the server rejected (408, 409, 429, 5xx), whose
+    connection failed, that exceeded `deadline_seconds`, or whose reply is not a chat completion or
+    has no text. A reply without text because of `max_reply_tokens` or a content filter is not
+    repeated. Waits grow, and are at least as long as the server's Retry-After."""
 
     max_calls: Annotated[int, Field(gt=0)] | None = None
     """Maximum number of calls to a server in one evaluation, including retries; if None, there is

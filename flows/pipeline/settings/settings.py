@@ -264,6 +264,7 @@ class Settings:
             self._refuse_inputs_of_a_task()
         else:
             self._require_inputs()
+            self._refuse_a_rotation_without_rows()
 
     @property
     def uses_reward_model(self) -> bool:
@@ -322,6 +323,15 @@ class Settings:
             raise ConfigError(
                 "selection.method='kl' has no limit to keep: promotion.max_kl is infinite, and "
                 "ppo.kl_target is not set. Set one of them, or selection.method='last'."
+            )
+
+    def _refuse_a_rotation_without_rows(self) -> None:
+        if self.evaluation.rotate and not self.eval_prompts:
+            raise ConfigError(
+                f"evaluation.rotate={self.evaluation.rotate:g} draws prompts from the rows of "
+                "eval_prompts that are not judged otherwise. Without eval_prompts, no more than "
+                f"evaluation.num_examples={self.evaluation.num_examples} rows of prompts are held "
+                "out, so none is left to draw. Name eval_prompts, or remove rotate."
             )
 
     def _refuse_prices_of_no_judge(self) -> None:
@@ -468,7 +478,7 @@ class Settings:
             raise ConfigError(
                 f"{_listed(missing)} missing: a run on your own data needs {_listed(needed)}. "
                 f"Name them on the command line (--{missing[0]} NAME) or in the settings file, "
-                "or name no input at all to run the built-in task."
+                "or name no input and set task='tldr' to run the built-in task."
             )
         if not (self.judge or self.preferences):
             raise ConfigError(

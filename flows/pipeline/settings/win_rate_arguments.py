@@ -47,8 +47,8 @@ class WinRateArguments:
     or are too long; above it, the command stops. With 0, no row may be left out."""
 
     allow_data_urls: bool = False
-    """Whether `eval_prompts` and `human_labels` may be addresses that begin with https://, s3://
-    and the like."""
+    """Whether `eval_prompts` and `human_labels` may be addresses that begin with https:// or
+    http://."""
 
     response_length: Count = 53
     """Maximum number of tokens of an answer."""

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from transformers import PreTrainedTokenizerBase
 
@@ -254,9 +255,11 @@ def _answer(
         batch_size=arguments.batch_size,
         precision=arguments.precision,
     )
-    return answer(
-        job,
-        processes=answer_processes(0, len(prompts)),
-        folder=Path(arguments.output_dir) / "answers",
-        stall_minutes=STALL_MINUTES,
-    ).texts
+    # In a shared folder, two commands at the same time would end each other's processes.
+    with TemporaryDirectory(dir=arguments.output_dir) as place:
+        return answer(
+            job,
+            processes=answer_processes(0, len(prompts)),
+            folder=Path(place) / "answers",
+            stall_minutes=STALL_MINUTES,
+        ).texts

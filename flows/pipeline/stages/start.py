@@ -31,7 +31,7 @@ from pipeline.tracking.mlflow_client import check_databases, check_registry
 from pipeline.tracking.mlflow_runs import artifact_root, log_data, start_runs
 from pipeline.tracking.run_log import RunLog
 from pipeline.tracking.run_record import PARENT, record_processes
-from ppo_core.io.atomic_files import require_writable
+from ppo_core.io.atomic_files import explained_writes, require_writable, write_atomically
 
 __all__ = ["ended_if_it_fails", "find_champion", "prepare_inputs", "share_inputs", "start_run"]
 
@@ -164,11 +164,13 @@ def _record_inputs(
     run: FlowRun, given: Settings, settings: Settings, start: ChampionStart | None, packages: str
 ) -> None:
     """Write settings and digests of rows to the run's folder; log the settings and `packages`."""
-    (run.folder / SETTINGS_FILE).write_text(settings_text(given), encoding="utf-8")
+    file = run.folder / SETTINGS_FILE
+    with explained_writes(file):
+        write_atomically(file, settings_text(given))
     inherited = None if start is None else inherited_rows(read_start_rows(start.path))
     write_digests(RunData(settings).digested(), run.folder / ROWS_FILE, inherited)
     parent = RunLog(Journal(run.folder), run.tracking[PARENT])
-    parent.log_artifact(run.folder / SETTINGS_FILE)
+    parent.log_artifact(file)
     parent.log_text(packages, "packages.txt")
 
 

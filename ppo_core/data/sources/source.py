@@ -116,7 +116,7 @@ def open_source(
         return _open_address(name, split or "train")
     given = name
     if split is None and not os.path.lexists(name):
-        name, split, in_name = _split_of_name(name)
+        name, split, in_name = split_of_name(name)
         config = in_name or config
     if not os.path.lexists(name):
         return _open_hub(_hub_data(given, name, split, config))
@@ -131,8 +131,17 @@ def find_hub_data(name: str) -> HubData | None:
     """
     if is_data_address(name) or os.path.lexists(name):
         return None
-    place, split, config = _split_of_name(name)
+    place, split, config = split_of_name(name)
     return None if os.path.lexists(place) else _hub_data(name, place, split, config)
+
+
+def split_of_name(name: str) -> tuple[str, str | None, str | None]:
+    """Return PLACE, SPLIT and CONFIG of PLACE, PLACE:SPLIT or PLACE:CONFIG/SPLIT."""
+    place, _, split = name.partition(":")
+    if "/" not in split.partition("[")[0]:
+        return place, split or None, None
+    config, _, split = split.partition("/")
+    return place, split, config
 
 
 def source_of_rows(rows: Any) -> Source:
@@ -234,21 +243,12 @@ def _open_address(address: str, split: str) -> Source:
         return _of_data_set(shown, digest_of([shown, loaded._fingerprint]), loaded)
 
 
-def _split_of_name(name: str) -> tuple[str, str | None, str | None]:
-    # Return PLACE, SPLIT and CONFIG of PLACE, PLACE:SPLIT or PLACE:CONFIG/SPLIT.
-    place, _, split = name.partition(":")
-    if "/" not in split.partition("[")[0]:
-        return place, split or None, None
-    config, _, split = split.partition("/")
-    return place, split, config
-
-
 def _hub_data(given: str, place: str, split: str | None, config: str | None) -> HubData:
     name, _, revision = place.partition("@")
     here = absolute_path(given)
     if name.endswith(SUFFIXES) or not _HUB_ID.fullmatch(name):
         move = "Check the path."
-        path, in_name, named = _split_of_name(place)
+        path, in_name, named = split_of_name(place)
         if in_name:  # `python -m ppo_core` has a setting for the split
             named = f" --dataset_config {named}" if named else ""
             move = f"Set --dataset_name {path} --dataset_train_split {in_name}{named}."

@@ -1,11 +1,13 @@
 """New pairs all train the reward model, and a quarter of those that trained it before."""
 
 from collections.abc import Sequence
+from importlib.util import spec_from_file_location
 from pathlib import Path
 
 import pyarrow
 import pytest
 
+from pipeline.inputs import row_digests
 from pipeline.inputs.replayed_pairs import (
     REPLAYED,
     inherited_rows,
@@ -51,6 +53,16 @@ def test_without_old_pairs_nothing_is_left_out_and_the_digest_tells(tmp_path: Pa
     assert digests(new_and_replayed(rows, [], seed=1)) == digests(rows)
     old = digests(pairs(tmp_path, range(50)))
     assert new_and_replayed(rows, old, seed=1).digest != rows.digest
+
+
+def test_other_code_of_the_digest_gives_another_key(tmp_path: Path, monkeypatch):
+    rows = pairs(tmp_path, range(10))
+    key = new_and_replayed(rows, [], seed=1).key
+    source = tmp_path / "row_digests.py"
+    source.write_text(f"{Path(row_digests.__file__).read_text()}# changed\n")
+    spec = spec_from_file_location(row_digests.__name__, source)
+    monkeypatch.setattr(row_digests, "__spec__", spec)
+    assert new_and_replayed(rows, [], seed=1).key != key
 
 
 def test_if_no_pair_is_left_an_error_says_so(tmp_path: Path):

@@ -13,8 +13,9 @@ from pipeline.inputs.row_digests import count_seen, digests_in, digests_of_raw, 
 from pipeline.inputs.run_data import RunData
 from pipeline.preflight.check_inputs import check_inputs
 from pipeline.settings.make_settings import as_plain_dict, make_settings
-from ppo_core.errors import DataError
+from ppo_core.errors import DataError, TrainingError
 from tests.helpers.inputs.pipeline_inputs import tiny_table, write_rows
+from tests.helpers.servers.full_disk import full_disk
 from tests.helpers.slow_cases import slow
 
 PAIR = {"prompt": "w40 w41", "chosen": "w42", "rejected": "w43"}
@@ -176,3 +177,7 @@ def test_the_file_has_the_rows_that_were_used_and_no_text(tmp_path: Path):
     assert count_seen(found, asked) == {**EVERYWHERE, "": 2, "preferences-test": 1}
     assert count_seen(found, [digests_of_raw({"prompt": "w57 w1 w57"}, "", {})]) == {}
     assert count_seen(found, []) == {}
+    before = path.read_bytes()
+    with full_disk(100), pytest.raises(TrainingError, match=r"rows\.parquet' cannot be"):
+        write_digests(data.digested(), path)
+    assert path.read_bytes() == before

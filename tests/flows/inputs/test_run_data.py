@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from pipeline.inputs.run_data import RunData, references_of
-from pipeline.preflight.check_inputs import check_inputs
+from pipeline.preflight.check_inputs import check_inputs, check_outputs
 from pipeline.settings.make_settings import make_settings
 from pipeline.settings.settings import Settings
 from pipeline.stages.start import prepare_inputs
 from pipeline.tracking.mlflow_client import check_registry
+from ppo_core.data.rows.row_columns import Row
 from ppo_core.errors import ConfigError, DataError, ModelError, PPOError
 from tests.helpers.inputs.pipeline_inputs import tiny_table, write_model, write_rows
 from tests.helpers.inputs.rows import plain
@@ -245,10 +246,30 @@ def test_a_part_of_the_judged_prompts_is_drawn_for_each_champion(tmp_path: Path)
 
 
 def test_a_rotation_without_further_rows_is_refused(tmp_path: Path):
-    table = tiny_table(tmp_path)
-    table["evaluation"] = {"num_examples": 1000, "rotate": 0.5}
-    with pytest.raises(DataError, match=r"rotate=0\.5 draws .* so most drawn rows would repeat"):
-        RunData(make_settings(table, {})).examples()
+    prompts = [f"w{i}" for i in range(41)]
+
+    def examples(rows: int, judged: int) -> list[Row]:
+        file = write_rows(tmp_path / "rotated.jsonl", [{"prompt": name} for name in prompts[:rows]])
+        evaluation = {"num_examples": judged, "rotate": 0.5}
+        table = tiny_table(tmp_path) | {"eval_prompts": file, "evaluation": evaluation}
+        return RunData(make_settings(table, {})).examples()
+
+    for judged, advice in (
+        (1000, r"Add 1460 rows to eval_prompts, lower num_examples to 26"),
+        (27, r"Add 1 rows to eval_prompts, lower num_examples to 26"),
+    ):
+        with pytest.raises(DataError, match=rf"drawn rows would repeat. {advice}"):
+            examples(40, judged)
+    # Both pieces of advice are right.
+    assert len(examples(40, 26)) == 26
+    assert len(examples(41, 27)) == 27
+
+
+def test_a_rotation_of_prompts_that_are_held_out_is_refused(tmp_path: Path):
+    table = tiny_table(tmp_path) | {"eval_prompts": ""}
+    table["evaluation"] = {"num_examples": 4, "rotate": 0.5}
+    with pytest.raises(ConfigError, match=r"rotate=0\.5 .* Name eval_prompts, or remove rotate"):
+        make_settings(table, {})
 
 
 def test_ppo_trains_on_no_prompt_that_is_judged(tmp_path: Path):
@@ -556,6 +577,19 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, name: str):
     place = tmp_path / "taken" / "below"
     with pytest.raises(ConfigError, match=rf"{name}: nothing can be written into .*taken"):
         check(tmp_path, **{name: str(place / "summary.json" if name == "summary_json" else place)})
+
+
+def test_a_device_gets_the_summary_although_its_folder_takes_no_file(tmp_path: Path):
+    with open("/dev/null", "w") as device:
+        check_outputs(str(tmp_path), f"/proc/self/fd/{device.fileno()}")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_link_to_a_file_without_permission_is_refused(tmp_path: Path):
+    (tmp_path / "locked.json").touch(mode=0o400)
+    (tmp_path / "summary.json").symlink_to("locked.json")
+    with pytest.raises(ConfigError, match=r"summary_json=.* is read-only"):
+        check_outputs(str(tmp_path), str(tmp_path / "summary.json"))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

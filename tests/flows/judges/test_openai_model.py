@@ -270,7 +270,7 @@ NO_COMPLETION = {
     "list": respond(200, "[1]", Content_Type="application/json"),
     "error": respond(200, '{"error": "busy"}', Content_Type="application/json"),
     "no choices": respond(200, '{"choices": []}', Content_Type="application/json"),
-    "no text": say(None, finish_reason="length"),
+    "no text": say(None),
     "hung up": hang_up,
     "cut": respond(200, '{"choices"', Content_Type="application/json", Content_Length="999"),
 }
@@ -292,7 +292,7 @@ def test_what_is_no_completion_is_asked_again():
     [
         ("html", "not a chat completion: <html>Sign in</html>"),
         ("empty", "not a chat completion: nothing"),
-        ("no text", "finish_reason='length'; if it is 'length', raise judging.max_reply_tokens"),
+        ("no text", "the reply has no text (finish_reason='stop')"),
         ("hung up", "disconnected"),
     ],
 )
@@ -301,6 +301,21 @@ def test_a_question_out_of_retries_has_no_text_and_says_why(fault: str, words: s
         (reply,) = ask(make_chat(server.url))
     assert reply.text is None
     assert words in reply.error
+
+
+@pytest.mark.parametrize(
+    "reason, next_move",
+    [("length", "Raise judging.max_reply_tokens"), ("content_filter", "filter removes the answer")],
+)
+def test_a_reply_that_would_lack_its_text_again_is_paid_once_and_shows_that_the_server_is_up(
+    reason: str, next_move: str
+):
+    with fault_server([say(None, finish_reason=reason)]) as server:
+        replies = ask(make_chat(server.url, retries=6, concurrency=1), 30)
+    assert len(server.requests) == 30
+    assert {reply.text for reply in replies} == {None}
+    assert f"(finish_reason='{reason}')" in replies[0].error
+    assert next_move in replies[0].error
 
 
 def test_a_call_is_repeated_as_often_as_the_setting_says_and_no_more():

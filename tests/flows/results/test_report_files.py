@@ -45,6 +45,16 @@ def rewritten(report: Any, folder: Path) -> tuple[Any, bytes, bytes]:
     return read, first.read_bytes(), second.read_bytes()
 
 
+def test_a_report_goes_through_a_link_and_leaves_the_link(tmp_path: Path):
+    """A run of root with `--summary-json /dev/stdout > FILE` would replace /dev/stdout."""
+    link = tmp_path / "stdout"
+    (tmp_path / "file.json").touch()
+    link.symlink_to("file.json")
+    write_report(link, reward_report())
+    assert link.is_symlink()
+    assert read_report(tmp_path / "file.json", RewardReport) == reward_report()
+
+
 REPORTS = {
     "a reward model": reward_report(),
     "a reward model without people's margins": reward_report(margins=False),

@@ -240,6 +240,13 @@ def test_missing_inputs_are_named():
         make_settings({}, {"preferences": "x.jsonl", "eval_prompts": "y.jsonl", "judge": "rule"})
 
 
+def test_a_file_without_inputs_is_for_the_built_in_task_if_it_says_so():
+    file = {"ppo": {"learning_rate": 1e-6}}
+    with pytest.raises(ConfigError, match=r"or name no input and set task='tldr' to run the"):
+        make_settings(file, {})
+    assert make_settings(file | {"task": "tldr"}, {}).task == "tldr"
+
+
 def test_policy_preferences_and_prompts_are_all_that_a_run_needs():
     made = make_settings({}, {"policy": "p", "preferences": "a", "prompts": "b"})
     assert made.eval_prompts == made.judge == made.task == ""

@@ -80,6 +80,46 @@ def test_addresses_in_s3_become_paths(tmp_path: Path, store: str):
         fetch_inputs(replace(plain, sft_data=f"{store}/gone"))
 
 
+def test_a_split_of_a_folder_reaches_machines_that_share_nothing(
+    tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch
+):
+    plain = given(tmp_path)
+    rows = Path(plain.prompts).read_text().splitlines(True)
+    card = "configs:\n- config_name: en\n  data_files: [{split: test, path: en.jsonl}]\n"
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "en.jsonl").write_text("".join(rows))
+    (folder / "test.jsonl").write_text("".join(rows[::-1]))
+    there = upload(folder, f"{store}/run-12:30/splits")
+    (folder / "test.jsonl").unlink()
+    (folder / "README.md").write_text(f"---\n{card}---\n")
+    named = upload(folder, f"{store}/named")
+    monkeypatch.chdir(tmp_path)
+    prompts = [json.loads(row)["prompt"] for row in rows]
+    for name, expected in {
+        f"{there}:test[:5]": prompts[:-6:-1],
+        f"{there}/test.jsonl": prompts[::-1],
+        f"{named}:en/test": prompts,
+        "data:en/test[:5]": prompts[:5],
+    }.items():
+        settings = replace(plain, store=f"{store}/rlhf", prompts=name)
+        shared = share_inputs(fetch_inputs(settings), run_in(settings))
+        found = Workspace(str(tmp_path / "other"), settings.store).fetch_files(shared)
+        assert found.prompts.startswith(str(tmp_path / "other"))
+        assert read_rows(found.prompts, "prompts").column("prompt") == expected
+
+
+def test_a_module_stays_a_module_beside_a_folder_of_its_name(
+    tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch
+):
+    settings = given(tmp_path, store=f"{store}/rlhf", judge="python:judge:judge")
+    (tmp_path / "judge").mkdir()
+    (tmp_path / "judge.py").rename(tmp_path / "judge" / "__init__.py")
+    monkeypatch.chdir(tmp_path)
+    shared = share_inputs(fetch_inputs(settings), run_in(settings))
+    assert shared.judge == "python:judge:judge"
+
+
 def test_shared_inputs_are_the_same_on_each_machine(tmp_path: Path, store: str):
     settings = given(tmp_path, store=f"{store}/rlhf")
     shared = share_inputs(fetch_inputs(settings), run_in(settings))

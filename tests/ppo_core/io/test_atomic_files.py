@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_core.io.atomic_files import write_atomically
+from ppo_core.io.atomic_files import replacing, write_atomically
 
 
 def recorded_syncs(monkeypatch) -> list[tuple[str, bytes | None]]:
@@ -41,6 +41,16 @@ def test_a_file_that_need_not_outlive_a_power_cut_does_not_wait_for_the_disk(tmp
     synced = recorded_syncs(monkeypatch)
     write_atomically(tmp_path / "file.json", "new", durable=False)
     assert (tmp_path / "file.json").read_text() == "new" and not synced
+
+
+def test_a_block_that_fails_changes_nothing(tmp_path):
+    path = tmp_path / "file.json"
+    path.write_text("old")
+    with pytest.raises(ValueError, match="no more"), replacing(path) as unfinished:
+        unfinished.write_text("cut")
+        raise ValueError("no more")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_the_error_names_the_file_although_its_folder_is_none(tmp_path):
