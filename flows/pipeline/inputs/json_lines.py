@@ -19,10 +19,10 @@ def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
     return list(read_json_rows(Path(path)))
 
 
-def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write one JSON object per line, with secrets masked.
+def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]], *, is_masked: bool = True) -> None:
+    """Write one JSON object per line, with secrets masked unless `is_masked` is False.
 
-    A value of a type that JSON lacks, such as a date, is written as text.
+    Do not mask rows that train a model: the masks depend on the environment of the machine. A value of a type that JSON lacks, such as a date, is written as text.
 
     Raises:
         TrainingError: the file cannot be written.
@@ -32,9 +32,10 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         replacing(path) as unfinished,
         unfinished.open("w", encoding="utf-8") as file,
     ):
-        file.writelines(map(json_line, rows))
+        file.writelines(json_line(row, is_masked=is_masked) for row in rows)
 
 
-def json_line(row: Mapping[str, Any]) -> str:
+def json_line(row: Mapping[str, Any], *, is_masked: bool = True) -> str:
     """Return a row as a line of JSON; secrets in texts, and texts in secret fields, are masked."""
-    return json.dumps(mask_values(row, by_name=True), ensure_ascii=False) + "\n"
+    shown = mask_values(row, by_name=True) if is_masked else row
+    return json.dumps(shown, ensure_ascii=False, default=str) + "\n"

@@ -260,7 +260,7 @@ def _write(folder: Path, rows: list[Row], asked: int, least: int) -> None:
             f"reward model needs at least {least}. Label more pairs, or choose a labeller "
             "that can compare answers to your prompts."
         )
-    write_jsonl(folder / PAIRS_FILE, rows)
+    write_jsonl(folder / PAIRS_FILE, rows, is_masked=False)
 
 
 def _ask_people(tracker: Tracker, pairs: SampledPairs, run: FlowRun) -> NoReturn:

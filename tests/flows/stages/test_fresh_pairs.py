@@ -25,6 +25,7 @@ from pipeline.stages.given_settings import read_settings
 from pipeline.stages.models import FRESH, load_policy, load_reward_models
 from pipeline.stages.start import prepare_inputs, start_run
 from pipeline.stages.validation import validate_reward_model
+from pipeline.storage.workspace import Workspace
 from ppo_core.errors import ConfigError, DataError, ModelError
 from tests.helpers.inputs.pipeline_inputs import tiny_table, write_model, write_rows
 from tests.helpers.models.chat import make_chat_tokenizer
@@ -105,6 +106,19 @@ def test_a_labeller_is_asked_once_in_both_orders(tmp_path: Path, start, capsys):
     others = label(other, run)
     assert others
     assert rows_of(others) != rows
+
+
+def test_the_environment_changes_no_pair_that_trains_a_model(tmp_path: Path, start, monkeypatch):
+    settings = make_settings(fresh(tmp_path), {})
+    run = start(settings)
+    pairs = label(settings, run)
+    assert pairs
+    rows = rows_of(pairs)
+    # Texts that contain a secret of the environment are masked in files for people.
+    monkeypatch.setenv("DATABASE_PASSWORD", rows[0]["chosen"])
+    again = label(settings, replace(run, workspace=Workspace(str(tmp_path / "again"))))
+    assert again and again.path != pairs.path
+    assert rows_of(again) == rows
 
 
 def contradicting(folder: Path, **changes: Any) -> dict[str, Any]:
