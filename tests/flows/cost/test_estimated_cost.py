@@ -223,7 +223,7 @@ def test_no_pass_is_shorter_than_its_launches_by_hand():
     size = replace(
         one,
         policy=small,
-        reward=small,
+        rewards=(small,),
         critic=small,
         recomputes=True,
         prompt_tokens=8,
@@ -400,16 +400,21 @@ def test_every_reward_model_counts_and_the_critic_copies_one_that_has_a_weight(t
         return ppo_size(settings, schedule, longest_prompt=8, processes=here)
 
     alone = size_of()
-    assert alone.other_rewards == () and size_of("reward-model") == alone
+    (own,) = alone.rewards
+    assert size_of("reward-model") == alone
     several = size_of("reward-model", f"reward-model:{model}", "python:rewards.py:f")
-    assert several == replace(alone, other_rewards=(alone.reward,))
+    assert several == replace(alone, rewards=(own, own))
     # The trainer copies the policy's backbone where no reward model with a weight reads along.
     functions = size_of("reward-model", "python:rewards.py:f", reward_weights=[0.0, 1.0])
     assert functions.critic == _without_head(functions.policy)
     other = size_of("reward-model", f"reward-model:{model}", reward_weights=[0.0, 1.0])
-    assert other.critic == other.other_rewards[0] == alone.critic
+    assert other.critic == other.rewards[1] == alone.critic
+    # PPO does not load the run's own reward model if `rewards` leaves it out.
+    without = size_of("python:rewards.py:f")
+    assert without == replace(alone, rewards=(), critic=_without_head(alone.policy))
+    assert memory_of(without).total < memory_of(alone).total
     # Members of the reward model, and a language model that scores in the same process.
     table["reward_model_training"] = {**table["reward_model_training"], "members": 3}
     table["rewards_rubric"] = "rubric.md"
     many = size_of("reward-model", f"transformers:{table['policy']}")
-    assert many == replace(alone, other_rewards=(alone.reward, alone.reward, alone.policy))
+    assert many == replace(alone, rewards=(own, own, own, alone.policy))
