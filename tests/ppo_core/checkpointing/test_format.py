@@ -92,9 +92,10 @@ def test_the_names_of_tensors(checkpoint):
 def test_a_horizon_counts_only_with_a_target_so_that_its_default_may_change(
     target: float | None, phrases: int
 ):
-    """Version 0.1 wrote a kl_horizon of 10,000 into every checkpoint."""
+    """Version 0.1 wrote a kl_horizon of 10,000, and the microbatches, into every checkpoint."""
     now = Fingerprint(settings={"kl_target": target, "kl_horizon": None, "seed": 1}, models={})
     saved = {"settings": {"kl_target": target, "kl_horizon": 10_000, "seed": 1}, "models": {}}
+    saved["settings"] |= {"per_device_train_batch_size": 4, "gradient_checkpointing": False}
     assert len(now.differences(saved)) == phrases
 
 
