@@ -23,6 +23,7 @@ from pipeline.cost.run_time import (
 from pipeline.cost.training_sizes import Processes, _without_head, ppo_size
 from pipeline.settings.hardware_config import HardwareConfig
 from pipeline.settings.make_settings import make_settings
+from ppo_core.config import placement
 from ppo_core.errors import ConfigError
 from ppo_core.models.loading import load_policy
 from ppo_core.ppo.schedule import Schedule, make_schedule
@@ -367,6 +368,14 @@ def test_the_time_is_not_measured_where_a_training_does_not_fit(tmp_path):
     words = cost_lines(table)
     assert "time: not computed. Without a GPU of known speed, this machine is timed" in words
     assert "Memory per process in GiB" in words
+
+
+def test_a_container_has_no_more_memory_than_its_limit(tmp_path, monkeypatch):
+    (tmp_path / "memory.max").write_text(f"{2**30}\n")
+    monkeypatch.setattr(placement, "_CONTAINER", tmp_path)
+    settings = make_settings(tiny_table(tmp_path) | {"processes": 2}, {})
+    words = describe_memory(measure_run(settings, has_champion=False), settings)
+    assert "Memory per process in GiB, 0.5 usable" in words
 
 
 def test_without_time_to_measure_only_time_and_price_are_unknown(tmp_path, monkeypatch):
