@@ -159,7 +159,7 @@ def _render(
 
     Raises:
         DataError: the template cannot be used, or rejects the conversation.
-        TrainingError: the process was ended twice for a reason outside the template.
+        TrainingError: the process cannot be started, or was ended twice from outside.
     """
     request = {
         "conversations": [_without_none(messages)],
@@ -183,10 +183,10 @@ def _render(
             f"{str(error) or f'over {MAX_BYTES >> 30} GiB'}. Set another chat_template."
         ) from error
     # Not a DataError: the reader would leave the row out, though nothing is wrong with it.
-    except ChildProcessError as error:
+    except OSError as error:
         raise TrainingError(
             f"{template} could not be used for a conversation of {len(messages)} messages: {error}."
-            " Probably the machine has no memory left (see `dmesg`). Free memory, and start again."
+            " If the machine has no memory left (see `dmesg`), free memory. Then start again."
         ) from error
     except (SyntaxError, TemplateSyntaxError) as error:
         raise DataError(

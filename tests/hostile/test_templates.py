@@ -16,8 +16,10 @@ import pytest
 
 from ppo_core.data import chat_template
 from ppo_core.data.chat_template import encode_with_mask, render_chat, set_prompt_format
+from ppo_core.data.rows.overlong import fit_prompts
 from ppo_core.data.rows.template_process import MAX_BYTES
 from ppo_core.errors import DataError, TrainingError
+from tests.helpers.inputs.rows import rows_of
 from tests.helpers.models.chat import make_chat_tokenizer, say
 from tests.helpers.paths import ROOT
 from tests.helpers.slow_cases import slow
@@ -148,6 +150,16 @@ def test_a_process_that_is_ended_while_it_renders_is_started_again_once():
     # Not a DataError: the reader would leave the row out.
     with pytest.raises(TrainingError, match=r"ended twice, with the codes \[-9, -9\].*dmesg"):
         render_chat(make_chat_tokenizer(BOMBS["nested loops"]), say("w1"), answer_follows=True)
+
+
+def test_a_process_that_cannot_be_started_is_no_full_disk(tmp_path: Path, monkeypatch):
+    """As without memory, with ENOMEM; the cache of rows names every OSError as its own."""
+    rows = rows_of("prompts", [{"prompt": say("a prompt of this test")}], is_chat=True)
+    tokenizer = make_chat_tokenizer()
+    chat_template._PROCESS._end()
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(TrainingError, match="chat template .* could not be used .*No such file"):
+        fit_prompts(rows, tokenizer, context=9, response_length=1, overlong="drop")
 
 
 def test_only_the_time_in_which_the_template_computes_counts(monkeypatch):

@@ -67,7 +67,7 @@ class TemplateProcess:
         Raises:
             TimeoutError: the template needs more than `seconds`.
             MemoryError: the template needs too much memory, or its text is too long.
-            ChildProcessError: the process ended twice for a reason outside the template.
+            OSError: the process cannot be started, or ended twice for a reason outside the template.
             SyntaxError: the syntax of the template is wrong.
             ValueError: the template raised an error; the ValueError has the same message.
         """
