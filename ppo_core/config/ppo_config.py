@@ -364,6 +364,11 @@ def _check_ranges(config: PPOConfig) -> None:
 
 
 def _check_schedule(config: PPOConfig) -> None:
+    if config.eval_steps is not None and config.eval_strategy == "no":
+        raise ConfigError(
+            f"eval_steps={config.eval_steps:g} would be ignored, because eval_strategy='no' "
+            "evaluates nothing. Remove eval_steps, or set eval_strategy='steps'."
+        )
     if config.batch_size is not None and (left := config.batch_size % config.num_mini_batches):
         raise ConfigError(
             f"num_mini_batches={config.num_mini_batches} does not divide "
