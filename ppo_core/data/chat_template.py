@@ -22,7 +22,7 @@ SIMPLE_CHAT_TEMPLATE = (
 """Template that writes the role before each message; for tokenizers without a template."""
 
 MAX_RENDER_SECONDS = 10
-"""Maximum seconds of CPU time to render one conversation; rendering usually takes about a millisecond."""
+"""Maximum seconds of CPU time to render one conversation; usually it takes about a millisecond."""
 
 _PROCESS = TemplateProcess()
 

@@ -158,7 +158,7 @@ def test_a_process_that_cannot_be_started_is_no_full_disk(tmp_path: Path, monkey
     tokenizer = make_chat_tokenizer()
     chat_template._PROCESS._end()
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    with pytest.raises(TrainingError, match="chat template .* could not be used .*No such file"):
+    with pytest.raises(TrainingError, match=r"chat template .* could not be used .*No such file"):
         fit_prompts(rows, tokenizer, context=9, response_length=1, overlong="drop")
 
 

@@ -115,7 +115,10 @@ class SelectionConfig:
         self._refuse_what_has_no_effect()
 
     def _refuse_what_has_no_effect(self) -> None:
-        users = {"weights": (_WEIGHTS, ("judge",)), "num_prompts": (SelectionConfig.num_prompts, ("judge", "kl"))}
+        users = {
+            "weights": (_WEIGHTS, ("judge",)),
+            "num_prompts": (SelectionConfig.num_prompts, ("judge", "kl")),
+        }
         for name, (default, methods) in users.items():
             if (value := getattr(self, name)) != default and self.method not in methods:
                 raise ConfigError(

@@ -67,7 +67,7 @@ class TemplateProcess:
         Raises:
             TimeoutError: the template needs more than `seconds`.
             MemoryError: the template needs too much memory, or its text is too long.
-            OSError: the process cannot be started, or ended twice for a reason outside the template.
+            OSError: the process cannot be started, or was ended twice from outside.
             SyntaxError: the syntax of the template is wrong.
             ValueError: the template raised an error; the ValueError has the same message.
         """
@@ -84,7 +84,7 @@ class TemplateProcess:
         raise _ERRORS[reply["kind"]](reply["error"])
 
     def _ask(self, line: bytes) -> dict[str, Any]:
-        codes = []
+        codes: list[int] = []
         while len(codes) < 2:
             process = self._started()
             reply = _answer(process, line)

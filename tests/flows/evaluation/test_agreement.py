@@ -230,7 +230,9 @@ def test_an_evaluation_by_a_judge_that_disagrees_with_people_is_inconclusive():
     doubted = judged_by()
     assert not doubted.conclusive
     assert [text for text in doubted.reasons if "disagrees with people" in text]
-    assert not [text for text in judged_by(min_kappa=-1, human_labels="a").reasons if "people" in text]
+    assert not [
+        text for text in judged_by(min_kappa=-1, human_labels="a").reasons if "people" in text
+    ]
 
 
 def test_a_judge_without_a_verdict_has_no_agreement_with_people():

@@ -21,7 +21,8 @@ step processes identity optimizer kept scheduler skipped_steps skipped_in_a_row 
 run.updates run.episodes run.moments.count run.moments.mean run.moments.squares run.reward_moments
 run.critic_fit_is_over
 run.adaptive_kl.kl_coef run.adaptive_kl.mean run.health.warned run.health.skipped
-run.health.drop.recent run.health.drop.best run.health.drop.changes run.health.drop.updates run.pending.steps_done
+run.health.drop.recent run.health.drop.best run.health.drop.changes run.health.drop.updates
+run.pending.steps_done
 run.pending.values.kl_loss_coef run.pending.values.rollout.temperature
 run.pending.values.rollout.behavior_logprobs
 run.pending.sums.tokens run.pending.sums.policy_loss run.pending.sums.value_loss

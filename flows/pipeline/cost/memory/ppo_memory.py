@@ -129,10 +129,7 @@ def _sampling(size: PPOSize) -> Memory:
 def _scoring(size: PPOSize) -> Memory:
     """Memory while the largest of reward model, reference and critic is used."""
     tokens = size.sampled_rows * (size.prompt_tokens + size.response_tokens)
-    rewards = [
-        (_gathered(size, FP32 * model.parameters), model)
-        for model in size.rewards
-    ]
+    rewards = [(_gathered(size, FP32 * model.parameters), model) for model in size.rewards]
     module = _gathered(size, _module_bytes(size)) + _bf16_copies(size, size.policy), size.policy
     gathered, model = max(
         (*rewards, module), key=lambda one: one[0] + _passing(size, one[1], tokens)

@@ -453,10 +453,13 @@ def test_a_conversation_may_be_in_a_column_of_another_name(kind):
     row = {"conversation_id": "7", "conversation": [user("q"), assistant("a")], "turn": 1}
     renamed = parse_columns(["messages=conversation"])
     found = find_row_format(kind, list(row), is_chat=True, renamed=renamed)
-    assert found.convert(row) == {
-        "demonstrations": {"messages": row["conversation"]},
-        "prompts": {"prompt": [user("q")], "reference": "a"},
-    }[kind]
+    assert (
+        found.convert(row)
+        == {
+            "demonstrations": {"messages": row["conversation"]},
+            "prompts": {"prompt": [user("q")], "reference": "a"},
+        }[kind]
+    )
 
 
 def test_every_field_that_can_have_another_name_is_read():
