@@ -17,14 +17,12 @@ from typing import Any
 from metaflow import runtime
 from metaflow.plugins.cards import card_creator
 
+from pipeline.launch.commands import has_gpu_driver
 from pipeline.launch.forked_processes import ForkedProcess, ForkServer
 
 REMOTE = ("batch", "kubernetes")
 """Metaflow's commands that run a step on another machine and wait for it. In the arguments, such a
 command comes directly before the word `step`. The option `--with` takes the same words."""
-
-GPUS = ("/dev/nvidiactl", "/dev/kfd")
-"""Device files of the drivers of NVIDIA and AMD."""
 
 
 def fork_steps(modules: Sequence[str]) -> None:
@@ -38,8 +36,7 @@ def fork_steps(modules: Sequence[str]) -> None:
         modules: modules that the server imports.
     """
     is_remote = any(word.partition(":")[0] in REMOTE for word in sys.argv)
-    has_gpu = any(os.path.exists(device) for device in GPUS)
-    if sys.platform == "linux" and not is_remote and not has_gpu:
+    if sys.platform == "linux" and not is_remote and not has_gpu_driver():
         runtime.subprocess = _subprocess_with(Popen=StepServer(modules).start)
 
 

@@ -63,9 +63,13 @@ ADDED = {
 """Settings that version 0.1 does not have, with the values that reproduce its results."""
 
 
+BY_ROUNDING = ("per_device_train_batch_size", "max_tokens_per_microbatch", "gradient_checkpointing")
+"""Settings that change results by rounding only, but are in fingerprints of earlier versions."""
+
+
 def _in_use(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings without unused ones, whose defaults may differ between versions."""
-    unused = () if settings.get("kl_target") else ("kl_horizon",)
+    unused = BY_ROUNDING if settings.get("kl_target") else (*BY_ROUNDING, "kl_horizon")
     current = {OLD_NAMES.get(name, name): value for name, value in settings.items()}
     return {name: value for name, value in {**ADDED, **current}.items() if name not in unused}
 

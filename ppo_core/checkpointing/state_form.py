@@ -93,6 +93,7 @@ class _Health(BaseModel):
     first: dict[str, float]
     warned: list[str]
     drop: Annotated[_RewardDrop, Field(default=None)]
+    skipped: float = 0.0
 
 
 class _EarlyHealth(BaseModel):

@@ -67,15 +67,29 @@ def free_memory(device: "torch.device") -> int:
     return int(min(free, _left_in_container(_CONTAINER)))
 
 
-def _left_in_container(folder: Path) -> float:
-    """Return the free bytes of a control group (version 2); infinity if it has no limit."""
+def main_memory() -> int:
+    """Return the memory of this machine, or the limit of its container if less, in bytes."""
+    import psutil
+
+    return int(min(psutil.virtual_memory().total, _limit_of_container(_CONTAINER)))
+
+
+def _limit_of_container(folder: Path) -> float:
+    """Return the memory limit of a control group (version 2) in bytes; infinity without a limit."""
     limit = folder / "memory.max"
     if not limit.is_file() or (most := limit.read_text().strip()) == "max":
         return math.inf
+    return int(most)
+
+
+def _left_in_container(folder: Path) -> float:
+    """Return the free bytes of a control group (version 2); infinity if it has no limit."""
+    if math.isinf(most := _limit_of_container(folder)):
+        return most
     used = int((folder / "memory.current").read_text())
     stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     # Cached files count as free, because the kernel drops them when processes need memory.
-    return int(most) - used + int(stat["inactive_file"])
+    return most - used + int(stat["inactive_file"])
 
 
 def _gpu() -> "torch.device | None":

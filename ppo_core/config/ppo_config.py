@@ -32,8 +32,10 @@ _NOT_OF_THE_RESULT = re.compile(
     "push_to_hub|.*_model_path|max_skipped_steps|max_steps|async_save|vllm_(server|weights)_.*|"
     # `mini_batch_size` only determines `Schedule.steps_per_update`, which fingerprints contain.
     "mini_batch_size|"
-    # The number of processes and the sharding change results by rounding only.
-    "gradient_accumulation_steps|sharding|offload|deepspeed|ds3_gather_for_generation|ddp_timeout"
+    # The number of processes, the sharding and the microbatches change results by rounding only.
+    # The batch size, which `per_device_train_batch_size` may set, is in `Schedule`.
+    "gradient_accumulation_steps|sharding|offload|deepspeed|ds3_gather_for_generation|ddp_timeout|"
+    "per_device_train_batch_size|max_tokens_per_microbatch|gradient_checkpointing"
 )
 """Pattern of the settings that do not change the result of an update."""
 
@@ -362,6 +364,11 @@ def _check_ranges(config: PPOConfig) -> None:
 
 
 def _check_schedule(config: PPOConfig) -> None:
+    if config.eval_steps is not None and config.eval_strategy == "no":
+        raise ConfigError(
+            f"eval_steps={config.eval_steps:g} would be ignored, because eval_strategy='no' "
+            "evaluates nothing. Remove eval_steps, or set eval_strategy='steps'."
+        )
     if config.batch_size is not None and (left := config.batch_size % config.num_mini_batches):
         raise ConfigError(
             f"num_mini_batches={config.num_mini_batches} does not divide "

@@ -29,7 +29,7 @@ RANKING_FIELDS = ("responses", "ranks", "scores")
 is the best) or their scores (the largest is the best)."""
 
 FIELDS = (
-    *("prompt", "chosen", "rejected", "completion", "reference"),
+    *("prompt", "chosen", "rejected", "completion", "reference", "messages"),
     *VOTE_FIELDS,
     *RANKING_FIELDS,
     *LABEL_FIELDS,

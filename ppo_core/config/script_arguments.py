@@ -1,5 +1,6 @@
 """Flags of `python -m ppo_core` for data, models and adapters."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -14,6 +15,19 @@ from ppo_core.io.validation import Count, Natural, ShareBelow1
 
 ALL_LINEAR = "all-linear"
 """Value of `lora_target_modules`: adapters for every linear layer except the output head."""
+
+
+def check_target_modules(setting: str, names: Sequence[str]) -> None:
+    """Raise if the names of modules with adapters contain ALL_LINEAR beside other names.
+
+    Raises:
+        ConfigError: `setting` has ALL_LINEAR and another name.
+    """
+    if ALL_LINEAR in names and len(names) > 1:
+        raise ConfigError(
+            f"{setting}={names!r}: {ALL_LINEAR!r} must be the only entry; with others it would be "
+            "read as a module name. Remove this entry or all others."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +151,7 @@ class LoraArguments:
                 f"{lora[0]} takes effect only with --use_peft. Add --use_peft, or remove "
                 f"--{lora[0]}."
             )
+        check_target_modules("lora_target_modules", self.lora_target_modules or ())
 
     def changed(self) -> list[str]:
         """Return the names of the settings that differ from their defaults."""

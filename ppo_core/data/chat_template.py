@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from ppo_core.config.row_settings import PromptFormat
 from ppo_core.data.rows.template_process import MAX_BYTES, Rendered, TemplateProcess
 from ppo_core.data.segments import Segment, encode_sequence
-from ppo_core.errors import ConfigError, DataError
+from ppo_core.errors import ConfigError, DataError, TrainingError
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -22,7 +22,7 @@ SIMPLE_CHAT_TEMPLATE = (
 """Template that writes the role before each message; for tokenizers without a template."""
 
 MAX_RENDER_SECONDS = 10
-"""Maximum seconds to render one conversation; rendering usually takes about a millisecond."""
+"""Maximum seconds of CPU time to render one conversation; usually it takes about a millisecond."""
 
 _PROCESS = TemplateProcess()
 
@@ -155,7 +155,12 @@ def _render(
     answer_follows: bool = False,
     marks_answers: bool = False,
 ) -> Rendered:
-    """Render a conversation in a separate process with limited memory and time."""
+    """Render a conversation in a separate process with limited memory and time.
+
+    Raises:
+        DataError: the template cannot be used, or rejects the conversation.
+        TrainingError: the process cannot be started, or was ended twice from outside.
+    """
     request = {
         "conversations": [_without_none(messages)],
         "chat_template": tokenizer.get_chat_template(),
@@ -169,13 +174,19 @@ def _render(
         return _PROCESS.render(request, MAX_RENDER_SECONDS)
     except TimeoutError as error:
         raise DataError(
-            f"{template} needs more than {MAX_RENDER_SECONDS} s for a conversation of "
+            f"{template} needs more than {MAX_RENDER_SECONDS} s of CPU time for a conversation of "
             f"{len(messages)} messages, so it probably never ends. Set another chat_template."
         ) from error
     except MemoryError as error:
         raise DataError(
             f"{template} needs too much memory for a conversation of {len(messages)} messages: "
             f"{str(error) or f'over {MAX_BYTES >> 30} GiB'}. Set another chat_template."
+        ) from error
+    # Not a DataError: the reader would leave the row out, though nothing is wrong with it.
+    except OSError as error:
+        raise TrainingError(
+            f"{template} could not be used for a conversation of {len(messages)} messages: {error}."
+            " If the machine has no memory left (see `dmesg`), free memory. Then start again."
         ) from error
     except (SyntaxError, TemplateSyntaxError) as error:
         raise DataError(

@@ -24,6 +24,8 @@ _REFUSED = {
     "scheduler": "the trainer makes the schedule. Set lr_scheduler_type and warmup_ratio",
     "gradient_clipping": "the trainer sets it. Set max_grad_norm",
     "managed_gradient_accumulation": "the trainer marks the last microbatch of a step. Remove it",
+    "zero_force_ds_cpu_optimizer": "DeepSpeed's CPU Adam would have to be compiled, and its states "
+    "do not fit a resumed run with another sharding. Remove it",
     "zero_optimization.compute_grad_norm": "the trainer needs the norm in each step. Remove it",
     "zero_optimization.offload_optimizer.device": "checkpoints could not contain the states. Set "
     "cpu or none",
@@ -87,8 +89,7 @@ def _settings_of(sharding: Sharding | None, offload: bool) -> Settings:
         zero["offload_optimizer"] = {"device": "cpu"}
         if sharding == "zero3":
             zero["offload_param"] = {"device": "cpu"}
-    # The trainer's AdamW can step on the CPU; DeepSpeed's CPU Adam would have to be compiled.
-    return {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False}
+    return {"zero_optimization": zero}
 
 
 def sharding_of(plugin: DeepSpeedPlugin) -> Sharding:
@@ -133,6 +134,9 @@ def fill_settings(settings: Settings, source: str) -> None:
                 'Write "auto" there and set per_device_train_batch_size.'
             )
     settings.update(ours, fp16={"enabled": False}, bf16={"enabled": False}, gradient_clipping=0.0)
+    # The trainer's AdamW can step on the CPU. Without this, accelerate replaces it if the optimizer
+    # is offloaded.
+    settings["zero_force_ds_cpu_optimizer"] = False
     stage = settings.setdefault("zero_optimization", {}).setdefault("stage", 0)
     if type(stage) is not int or not 0 <= stage <= 3:
         raise ConfigError(f"stage={stage!r} in {source} is not a ZeRO stage. Write 0, 1, 2 or 3.")

@@ -10,8 +10,8 @@ from ppo_core.errors import TrainingError
 from ppo_core.reporting.reward_drop import WINDOW, RewardDrop
 
 RECOVERY_SHARE = 0.25
-"""A value is clearly good if it is on the good side, and its distance from the limit is above this
-fraction of the limit."""
+"""A value is clearly good if it is on the good side, and its distance from the limit is at least
+this fraction of the limit."""
 
 RECOVERY_UPDATES = 3
 """Number of consecutive updates with clearly good values after which a metric has recovered."""
@@ -19,6 +19,10 @@ RECOVERY_UPDATES = 3
 REWARD = "objective/rlhf_reward"
 DROP = f"drop of {REWARD}"
 """Name of the result of `RewardDrop`, which the guards read like a metric."""
+
+SKIPPED = "val/skipped_steps"
+NEWLY_SKIPPED = f"rise of {SKIPPED}"
+"""Name of the number of steps that an update skipped; SKIPPED counts those of the whole run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +84,7 @@ class Guard:
     def is_clearly_good(self, value: float, limit: float) -> bool:
         """Return whether the value is clearly good, see RECOVERY_SHARE; False for NaN."""
         margin = RECOVERY_SHARE * abs(limit)
-        return value < limit - margin if self.side == "above" else value > limit + margin
+        return value <= limit - margin if self.side == "above" else value >= limit + margin
 
 
 GUARDS = {
@@ -215,10 +219,10 @@ GUARDS = {
         source="The 37 Implementation Details of PPO, detail 12 (clipfrac)",
     ),
     "skipped steps": Guard(
-        metric="val/skipped_steps",
+        metric=NEWLY_SKIPPED,
         side="above",
         limit=lambda config, _: 0.0,
-        rule="number of optimizer steps that were skipped",
+        rule="number of optimizer steps that this update skipped",
         words="A score, a loss or a gradient was not finite, or the mean ratio was above "
         "ratio_threshold, so nothing was learned in these steps. Check the last scores and the "
         "models for values that are not finite. Lower learning_rate or set bf16=False. The run "
@@ -244,6 +248,7 @@ class HealthMonitor:
         self._in_a_row = dict.fromkeys(GUARDS, 0)
         self._warned: set[str] = set()
         self._drop = RewardDrop()
+        self._skipped = 0.0
 
     def check(self, metrics: Mapping[str, float]) -> list[Finding]:
         """Return the faults that begin in an update with these metrics.
@@ -253,6 +258,9 @@ class HealthMonitor:
         if math.isfinite(reward := metrics.get(REWARD, math.nan)):
             drop = self._drop.update(reward)
             metrics = {**metrics, DROP: 0.0 if drop is None else drop}
+        if SKIPPED in metrics:
+            metrics = {**metrics, NEWLY_SKIPPED: metrics[SKIPPED] - self._skipped}
+            self._skipped = metrics[SKIPPED]
         return [
             self._finding(name, guard, metrics)
             for name, guard in GUARDS.items()
@@ -312,11 +320,14 @@ class HealthMonitor:
             "in_a_row": dict(self._in_a_row),
             "warned": sorted(self._warned),
             "drop": self._drop.state_dict(),
+            "skipped": self._skipped,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state; older checkpoints have no "first", "warned" and "drop"."""
+        """Restore a state; older checkpoints have only "in_a_row" and some of the rest."""
         self._in_a_row.update(state["in_a_row"])
+        # Without "skipped", steps that were skipped before have already caused the warning.
+        self._skipped = state.get("skipped", 0.0)
         if "drop" in state:
             self._drop.load_state_dict(state["drop"])
         if "first" in state:

@@ -3,6 +3,7 @@
 import json
 import sys
 import warnings
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_core.checkpointing.fingerprint import Layout
 from ppo_core.config.hub_ids import with_revision
 from ppo_core.config.ppo_config import PPOConfig
-from ppo_core.config.reward_names import OWN, read_rewards, same_place
+from ppo_core.config.reward_names import OWN, NamedReward, read_rewards, same_place
 from ppo_core.config.row_settings import PromptFormat, ReadOptions, parse_columns
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
 from ppo_core.data.prompt_set import make_run_prompts
@@ -202,17 +203,7 @@ def _load_rewards(
     end_of_text, path = script.reward_end_of_text, config.reward_model_path
     rewards = read_rewards(script.rewards or [OWN])
     functions = load_functions(rewards, load_language_model)
-    of_own: dict[str, tuple[object, object]] = {
-        "reward_model_path": (path or None, None),
-        "reward_bias": (script.reward_bias, ScriptArguments.reward_bias),
-        "reward_gain": (script.reward_gain, ScriptArguments.reward_gain),
-    }
-    ignored = [name for name, (value, default) in of_own.items() if value != default]
-    if ignored and not any(one.is_own for one in rewards):
-        raise ConfigError(
-            f"{ignored[0]}={of_own[ignored[0]][0]!r} would be ignored, because rewards="
-            f"{script.rewards} leaves out {OWN}. Add {OWN} to rewards, or remove {ignored[0]}."
-        )
+    _refuse_what_no_reward_uses(path, script, rewards)
     loaded: dict[str, Any] = {}
     for one in rewards:
         if one.is_own:
@@ -235,6 +226,30 @@ def _load_rewards(
     # Without the setting `rewards`, the metric keeps the name of the reward model's class.
     given = loaded if script.rewards else loaded[OWN]
     return given, reward_prints(rewards, functions) if script.rewards else {}
+
+
+def _refuse_what_no_reward_uses(
+    path: str | None, script: ScriptArguments, rewards: Sequence[NamedReward]
+) -> None:
+    has_model = any(one.kind == "reward-model" for one in rewards)
+    has_own = any(one.is_own for one in rewards)
+    settings = (
+        ("reward_model_path", path or None, None, has_own),
+        ("reward_bias", script.reward_bias, ScriptArguments.reward_bias, has_own),
+        ("reward_gain", script.reward_gain, ScriptArguments.reward_gain, has_own),
+        (
+            "reward_end_of_text",
+            script.reward_end_of_text,
+            ScriptArguments.reward_end_of_text,
+            has_model,
+        ),
+    )
+    for name, value, default, is_used in settings:
+        if value != default and not is_used:
+            raise ConfigError(
+                f"{name}={value!r} would be ignored, because rewards={script.rewards} leaves out "
+                f"{OWN}. Add {OWN} to rewards, or remove {name}."
+            )
 
 
 def _with_columns(rows: Dataset, split: str, script: ScriptArguments) -> list[dict[str, Any]]:

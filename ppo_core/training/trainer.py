@@ -57,10 +57,11 @@ from ppo_core.training.self_check import SelfCheck, check_numbers
 
 LESS_MEMORY = (
     "If this happened in sampling or scoring, lower local_rollout_forward_batch_size; in the "
-    "update, lower per_device_train_batch_size or max_tokens_per_microbatch. No result depends on "
-    "these settings. Or set gradient_checkpointing=True, or sharding to zero2, zero3 or fsdp2, "
-    "with offload=True if that is not enough. Then resume with --resume_anyway "
-    "(resume_anyway=True). Or train LoRA adapters in a new run."
+    "update, lower max_tokens_per_microbatch, or per_device_train_batch_size with "
+    "gradient_accumulation_steps raised by the same factor if batch_size is not set. Or set "
+    "gradient_checkpointing=True, or sharding to zero2, zero3 or fsdp2, with offload=True if that "
+    "is not enough. These settings change results by rounding only. Then resume. Or train LoRA "
+    "adapters in a new run."
 )
 """Advice in the error of a training that ran out of memory."""
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,8 +16,10 @@ import pytest
 
 from ppo_core.data import chat_template
 from ppo_core.data.chat_template import encode_with_mask, render_chat, set_prompt_format
+from ppo_core.data.rows.overlong import fit_prompts
 from ppo_core.data.rows.template_process import MAX_BYTES
-from ppo_core.errors import DataError
+from ppo_core.errors import DataError, TrainingError
+from tests.helpers.inputs.rows import rows_of
 from tests.helpers.models.chat import make_chat_tokenizer, say
 from tests.helpers.paths import ROOT
 from tests.helpers.slow_cases import slow
@@ -125,6 +128,50 @@ def test_a_process_that_was_ended_is_started_again():
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert render_chat(tokenizer, say("w1"), answer_follows=True) == text
+
+
+def test_a_process_that_is_ended_while_it_renders_is_started_again_once():
+    tokenizer = make_chat_tokenizer()
+    text = render_chat(tokenizer, say("w1"), answer_follows=True)
+    process = chat_template._PROCESS._process
+    process.send_signal(signal.SIGSTOP)
+    threading.Timer(0.2, process.kill).start()
+    assert render_chat(tokenizer, say("w1"), answer_follows=True) == text
+
+    def kill_two() -> None:
+        for _ in range(2):
+            while (process := chat_template._PROCESS._process) is None or process in killed:
+                time.sleep(0.01)
+            process.kill()
+            killed.append(process)
+
+    killed: list[subprocess.Popen[bytes]] = []
+    threading.Thread(target=kill_two).start()
+    # Not a DataError: the reader would leave the row out.
+    with pytest.raises(TrainingError, match=r"ended twice, with the codes \[-9, -9\].*dmesg"):
+        render_chat(make_chat_tokenizer(BOMBS["nested loops"]), say("w1"), answer_follows=True)
+
+
+def test_a_process_that_cannot_be_started_is_no_full_disk(tmp_path: Path, monkeypatch):
+    """As without memory, with ENOMEM; the cache of rows names every OSError as its own."""
+    rows = rows_of("prompts", [{"prompt": say("a prompt of this test")}], is_chat=True)
+    tokenizer = make_chat_tokenizer()
+    chat_template._PROCESS._end()
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(TrainingError, match=r"chat template .* could not be used .*No such file"):
+        fit_prompts(rows, tokenizer, context=9, response_length=1, overlong="drop")
+
+
+def test_only_the_time_in_which_the_template_computes_counts(monkeypatch):
+    monkeypatch.setattr(chat_template, "MAX_RENDER_SECONDS", 1)
+    render_chat(make_chat_tokenizer(), say("w1"), answer_follows=True)
+    process = chat_template._PROCESS._process
+    # Half a second of computing, in which the machine stops the process for a second and a half.
+    for seconds, sent in ((0.1, signal.SIGSTOP), (1.6, signal.SIGCONT)):
+        threading.Timer(seconds, process.send_signal, [sent]).start()
+    works = LOOPS.replace("99999", "9000", 1).replace("99999", "1000").replace("BODY", "")
+    assert render_chat(make_chat_tokenizer(works), say("w1"), answer_follows=True) == ""
+    assert chat_template._PROCESS._process is process
 
 
 @pytest.fixture

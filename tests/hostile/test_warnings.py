@@ -247,5 +247,5 @@ def test_skipped_steps_are_said_in_the_first_update(caplog):
     trainer.train()
     message, end = [text for text in caplog.messages if "Skipped steps" in text]
     assert end.startswith("What was wrong in this training: Update 1.")
-    assert message.startswith("Update 1. Skipped steps: val/skipped_steps is ")
+    assert message.startswith("Update 1. Skipped steps: rise of val/skipped_steps is ")
     assert "not finite" in message and "max_skipped_steps" in message

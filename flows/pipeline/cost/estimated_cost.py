@@ -5,8 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-import psutil
-
 from pipeline.cost.gpu_table import Gpu, find_gpu, read_gpus
 from pipeline.cost.measured_speed import MAX_SECONDS, NAME_A_GPU, measure_speed
 from pipeline.cost.memory.ppo_memory import PPOSize, host_memory
@@ -28,6 +26,7 @@ from pipeline.cost.run_time import (
 )
 from pipeline.cost.training_sizes import Processes
 from pipeline.settings.settings import Settings
+from ppo_core.config.placement import main_memory
 from ppo_core.errors import ConfigError, ModelError, ProcessError
 
 NUMBERS_OF_GPUS = (1, 2, 4, 8)
@@ -99,13 +98,14 @@ def describe_time_of(works: Sequence[TrainingCost], settings: Settings) -> list[
 def _device(works: Sequence[TrainingCost], settings: Settings) -> tuple[Gpu | None, int]:
     """Return the GPU and its usable memory in bytes.
 
-    Without a GPU, return None and this machine's memory divided by its number of processes.
+    Without a GPU, return None and the memory of this machine or container, divided by its number of
+    processes.
     """
     gpu = find_gpu(settings.hardware)
     if gpu:
         return gpu, gpu.usable
     processes = works[-1].training.size.processes_of_a_machine
-    return None, psutil.virtual_memory().total // processes
+    return None, main_memory() // processes
 
 
 def _recommendations(trainings: Sequence[Training], usable: int, *, on_gpus: bool) -> list[str]:

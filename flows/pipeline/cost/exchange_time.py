@@ -153,7 +153,7 @@ def _gathering_seconds(
         outside = sum(speed.gathering(ParameterCount(0.0, each.outside)) for each in held)
         return outside + passes * speed.gathering(ParameterCount(used.layers))
 
-    rewards = map(ParameterCount.of, (size.reward, *size.other_rewards))
+    rewards = map(ParameterCount.of, size.rewards)
     return (
         of_model(module, policy, sampling_passes)
         + sum(of_model([reward], reward, batches) for reward in rewards)

@@ -208,7 +208,7 @@ def ppo_seconds(
         sampling = forward(policy, rows * mean_prompt, rows)
         sampling += batches * size.response_tokens * speed.decoding(policy)
     scoring = forward(policy, tokens, answered)
-    scoring += sum(forward(model, tokens, 0) for model in (size.reward, *size.other_rewards))
+    scoring += sum(forward(model, tokens, 0) for model in size.rewards)
     backward = Backward(recomputes=size.recomputes, is_frozen=bool(size.adapter))
     passes = ceil(ceil(rows) / rows_of_a_pass(size))
     training = _training(speed, policy, tokens, answered, backward, passes)

@@ -60,7 +60,7 @@ def ppo_size(
     tokens = longest_prompt + ppo.response_length
     minibatch = ceil(schedule.batch_size / ppo.num_mini_batches / processes.number)
     rows = min(ppo.per_device_train_batch_size, minibatch)
-    (reward, *others), critic = _scorers(settings)
+    rewards, critic = _scorers(settings)
     half = lora.dtype == "bfloat16"
     sampled = min(
         ppo.local_rollout_forward_batch_size, ceil(schedule.batch_size / processes.number)
@@ -70,8 +70,7 @@ def ppo_size(
         critic=None
         if ppo.shared_critic or not ppo.has_critic
         else critic or _without_head(model_size(policy)),
-        reward=reward,
-        other_rewards=tuple(others),
+        rewards=tuple(rewards),
         adapter=count_adapter_parameters(policy, lora.r, lora.target_modules) if lora.r else 0,
         base_bytes=BF16 if half else FP32,
         sharding=_kind(ppo.sharding, processes),
@@ -183,7 +182,7 @@ def _kind(sharding: Sharding | None, processes: Processes) -> Sharding:
 
 
 def _scorers(settings: Settings) -> tuple[list[ModelSize], ModelSize | None]:
-    """Return the sizes of all models that score, the run's own model first, and the critic's size.
+    """Return the sizes of all models that score, and the critic's size.
 
     The critic is a copy of the first reward model that has a weight other than 0 and reads the
     policy's tokens. The critic's size is None if no reward model meets both conditions.
@@ -192,9 +191,10 @@ def _scorers(settings: Settings) -> tuple[list[ModelSize], ModelSize | None]:
     named = read_rewards(settings.rewards or [OWN])
     weights = settings.ppo.reward_weights or [1.0] * len(named)
     counted = {one.source for one, weight in zip(named, weights, strict=True) if weight}
-    others = [one.source for one in named if one.kind == "reward-model" and not one.is_own]
+    # The own model comes first. Its source is empty, and PPO loads it only if `rewards` has it.
+    sources = sorted((one.source for one in named if one.kind == "reward-model"), key=bool)
     sizes, critics = [], []
-    for source in ["", *others]:
+    for source in sources:
         path = source or settings.reward_model or settings.policy
         tokenizer = load_tokenizer(path, data.reward_format) if source else data.reward_tokenizer
         model = empty_model(path, scores=True)

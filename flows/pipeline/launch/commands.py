@@ -86,11 +86,16 @@ class FoundGpu:
     """Bytes of memory."""
 
 
+def has_gpu_driver(devices: Path = Path("/dev")) -> bool:
+    """Return whether a folder of device files has one of NVIDIA, of AMD, or of Windows (WSL2)."""
+    names = ("nvidia[0-9]*", "nvidiactl", "kfd", "dxg")
+    return any(any(devices.glob(name)) for name in names)
+
+
 @cache
 def found_gpus() -> tuple[FoundGpu, ...]:
     """Return the GPUs that torch finds on this machine."""
-    devices = Path("/dev")
-    if not (any(devices.glob("nvidia[0-9]*")) or (devices / "kfd").exists()):
+    if not has_gpu_driver():
         return ()
     # Run in a separate process, because importing torch is slow and takes much memory.
     facts = (

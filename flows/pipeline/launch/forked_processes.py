@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, ClassVar, NamedTuple
 
 NUMBER = 8
-"""Bytes of a number in a message: the length of a request, a process id, a field of `Ended`."""
+"""Bytes of a number in a message: the length of a request, a process id, a field of `EndMessage`."""
 
 OPENMP = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")
 """Environment variables that OpenMP reads when torch is imported."""
@@ -50,7 +50,7 @@ class Used(NamedTuple):
         return cls(round(1e6 * (used.ru_utime + used.ru_stime)), used.ru_maxrss * unit)
 
 
-class Ended(NamedTuple):
+class EndMessage(NamedTuple):
     """The server's message about a process that has ended."""
 
     status: int
@@ -162,11 +162,11 @@ class ForkedProcess:
         if self.returncode is None:
             self._status.settimeout(timeout)
             try:
-                numbers = receive_numbers(self._status, len(Ended._fields))
+                numbers = receive_numbers(self._status, len(EndMessage._fields))
             except (TimeoutError, BlockingIOError):
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0) from None
             # If no message arrives, the server has died, and the kernel has killed the process.
-            ended = Ended(*numbers) if numbers else Ended(signal.SIGKILL, 0, 0)
+            ended = EndMessage(*numbers) if numbers else EndMessage(signal.SIGKILL, 0, 0)
             self.returncode = os.waitstatus_to_exitcode(ended.status)
             used = Used(ended.cpu_microseconds, ended.peak_rss_bytes)
             self._server.used = self._server.used.plus(used)

@@ -96,6 +96,7 @@ def write_job(
     folder.mkdir(parents=True, exist_ok=True)
     settings = rewards.data.settings
     own = rewards.own_path(models.reward_model)
+    has_model = own or any(one.kind == "reward-model" for one in rewards.named)
     rows = "".join(json.dumps(row) + "\n" for row in rewards.prompts())
     write_atomically(folder / "prompts.jsonl", rows)
     config = {
@@ -110,10 +111,12 @@ def write_job(
         prompt_format=settings.prompt_format,
         resume_from_checkpoint="latest",
         rewards=settings.rewards or None,
-        # The command refuses other values if the run has no reward model of its own.
+        # The command refuses other values if no reward uses them.
         reward_bias=models.reward_bias if own else ScriptArguments.reward_bias,
         reward_gain=models.reward_gain if own else ScriptArguments.reward_gain,
-        reward_end_of_text=settings.reward_model_training.end_of_text,
+        reward_end_of_text=settings.reward_model_training.end_of_text
+        if has_model
+        else ScriptArguments.reward_end_of_text,
         policy_dir=str(policy_dir),
         watched_prompts=NUM_WATCHED,
         critic_path=models.critic,

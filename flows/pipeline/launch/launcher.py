@@ -107,12 +107,19 @@ def train(
                 on_wait,
             )
         finally:
-            end_tree(child.pid)
-            code = child.wait()
+            code = _end(child)
     if code != 0:
         several = processes * machines.count > 1
         ended = (first_ended if several else ended_alone)(child.pid, code, reason)
         raise as_error(ended, frozen, folder)
+
+
+def _end(child: subprocess.Popen[bytes] | ForkedProcess) -> int:
+    """Kill a child with its descendants if it still runs; return its exit code."""
+    # Another process may have the number of a child that has ended.
+    if child.poll() is None:
+        end_tree(child.pid)
+    return child.wait()
 
 
 def _end_with_first_task() -> None:

@@ -92,8 +92,9 @@ class _StepWatch:
 
     def moved(self, phase: str) -> None:
         """Record that a phase began or advanced."""
-        if phase in self._phases:
-            self._phases[phase].advance()
+        # One look: another thread may end the phase at any moment.
+        if watch := self._phases.get(phase):
+            watch.advance()
         else:
             self._phases[phase] = StallWatch(self._stall_minutes)
 

@@ -6,7 +6,10 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from ppo_core.config.field_checks import check_fields, require
+from ppo_core.errors import ConfigError
 from ppo_core.io.validation import Count, Natural, NotNegative, Share, ShareAbove0, ShareBelow1
+
+_WEIGHTS = [1.0, 0.8, 0.6, 0.4]
 
 MOST_TRIES = 6
 """Maximum number of policies that are measured to find one near the limit of the KL divergence."""
@@ -65,6 +68,11 @@ class EvaluationConfig:
     def __post_init__(self) -> None:
         """Raise if a value is out of range."""
         check_fields(self)
+        if self.min_kappa != EvaluationConfig.min_kappa and not self.human_labels:
+            raise ConfigError(
+                f"min_kappa={self.min_kappa:g} would be ignored, because there are no human_labels "
+                "to compare the judge with. Set human_labels to their file, or remove min_kappa."
+            )
 
     @property
     def is_greedy(self) -> bool:
@@ -90,7 +98,7 @@ class SelectionConfig:
     not use these prompts. The limit is the smaller of 1.1 x `ppo.kl_target` and 0.9 x
     `promotion.max_kl`."""
 
-    weights: list[float] = field(default_factory=lambda: [1.0, 0.8, 0.6, 0.4])
+    weights: list[float] = field(default_factory=_WEIGHTS.copy)
     """Positions of the policies that the judge compares with SFT: 1 is the end of PPO, and 0 would
     be SFT. A policy between SFT and the end has interpolated parameters."""
 
@@ -104,3 +112,16 @@ class SelectionConfig:
         is_valid = are_numbers and all(0 < each <= 1 for each in self.weights)
         what = "at least one number above 0 and at most 1, such as [1.0, 0.8, 0.6]"
         require(self, "weights", bool(self.weights) and is_valid, what)
+        self._refuse_what_has_no_effect()
+
+    def _refuse_what_has_no_effect(self) -> None:
+        users = {
+            "weights": (_WEIGHTS, ("judge",)),
+            "num_prompts": (SelectionConfig.num_prompts, ("judge", "kl")),
+        }
+        for name, (default, methods) in users.items():
+            if (value := getattr(self, name)) != default and self.method not in methods:
+                raise ConfigError(
+                    f"{name}={value!r} would be ignored, because method={self.method!r} does not "
+                    f"use it. Set method={methods[0]!r}, or remove {name}."
+                )

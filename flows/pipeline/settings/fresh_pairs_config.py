@@ -69,6 +69,11 @@ class FreshPairsConfig:
                 f"given_weight={self.given_weight:g} would be ignored, because there are no pairs "
                 "of samples beside the given pairs. Set count and labeller, or remove given_weight."
             )
+        if self.enough_agreement != FreshPairsConfig.enough_agreement and not self.wanted:
+            raise ConfigError(
+                f"enough_agreement={self.enough_agreement:g} would be ignored, because no pairs of "
+                "samples are labeled. Set count and labeller, or remove enough_agreement."
+            )
         if self.rounds > 1:
             self._check_rounds()
 

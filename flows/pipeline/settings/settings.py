@@ -37,6 +37,8 @@ NOT_OF_THE_FLOW = {
     "save_strategy": "a retried PPO step resumes from its checkpoints",
     "eval_strategy": "the flow judges the policy after training, see [evaluation]",
     "push_to_hub": "the policy goes to MLflow, as registered_model",
+    "hub_model_id": "the policy goes to MLflow, as registered_model",
+    "hub_private_repo": "the policy goes to MLflow, as registered_model",
     "sft_model_path": "set policy of the run",
     "reward_model_path": "set reward_model of the run",
     "ptx_coef": "the flow has no pretraining texts",
@@ -424,6 +426,11 @@ class Settings:
             raise ConfigError(
                 f"feedback={self.feedback!r} would be ignored, because reward_model="
                 f"{self.reward_model!r} is not trained. Remove either setting."
+            )
+        if not self.feedback and self.feedback_weight != Settings.feedback_weight:
+            raise ConfigError(
+                f"feedback_weight={self.feedback_weight:g} would be ignored, because there is no "
+                "feedback. Set feedback to its file, or remove feedback_weight."
             )
 
     def _check_start(self) -> None:

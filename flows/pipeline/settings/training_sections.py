@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from ppo_core.config.field_checks import check_fields, require
-from ppo_core.config.script_arguments import ALL_LINEAR
+from ppo_core.config.script_arguments import ALL_LINEAR, check_target_modules
 from ppo_core.errors import ConfigError
 from ppo_core.errors.packages import require_package
 from ppo_core.io.validation import Count, Natural, ShareBelow1
@@ -37,11 +37,7 @@ class AdapterConfig:
         check_fields(self)
         names = self.target_modules
         require(self, "target_modules", bool(names) and all(names), "a list of names")
-        if ALL_LINEAR in names and len(names) > 1:
-            raise ConfigError(
-                f"target_modules={names!r}: {ALL_LINEAR!r} must be the only entry; with others it "
-                "would be read as a module name. Remove this entry or all others."
-            )
+        check_target_modules("target_modules", names)
         if self.r == 0:
             self._refuse_what_has_no_effect()
         else:

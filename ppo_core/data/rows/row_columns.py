@@ -118,6 +118,9 @@ def no_columns(missing: list[str], columns: Collection[str]) -> DataError:
     hint = f" (other accepted names: {', '.join(also)})" if also else ""
     free = set(columns) - set(FIELDS)
     near = {name: column for name in missing if (column := nearest_name(name, free))}
+    talks = [column for name in CONVERSATIONS if (column := nearest_name(name, free))]
+    if "prompt" in missing and talks:
+        near = {"messages": talks[0]}
     given = [f"{name}={column}" for name, column in near.items()]
     meant = f" Did you mean {', '.join(near.values())}?" if near else ""
     of_flow = " ".join(f"--set {shlex.quote(f'columns.{one}')}" for one in given)

@@ -28,6 +28,12 @@ MAX_BYTES = 1 << 30
 MAX_GROWTH, MAX_OWN_CHARACTERS = 8, 1_000_000
 """Maximum characters of a rendered text: 8 for each byte of the request, plus 1,000,000."""
 
+WALL_SECONDS = 30
+"""Maximum seconds of wall time for each second of CPU time. A machine that swaps is slow."""
+
+_NOT_OF_THE_TEMPLATE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGALRM)
+"""Exit codes of a process that the machine or a person ended; like them, each code above 0."""
+
 _ERRORS = {"memory": MemoryError, "syntax": SyntaxError, "raised": ValueError}
 """Kind of an error in the process that renders -> the error to raise."""
 
@@ -56,11 +62,12 @@ class TemplateProcess:
 
         Args:
             request: arguments of transformers' `render_jinja_template`, for one conversation.
-            seconds: maximum time for rendering.
+            seconds: maximum CPU time for rendering.
 
         Raises:
-            TimeoutError: the template took longer than `seconds`.
+            TimeoutError: the template needs more than `seconds`.
             MemoryError: the template needs too much memory, or its text is too long.
+            OSError: the process cannot be started, or was ended twice from outside.
             SyntaxError: the syntax of the template is wrong.
             ValueError: the template raised an error; the ValueError has the same message.
         """
@@ -77,21 +84,19 @@ class TemplateProcess:
         raise _ERRORS[reply["kind"]](reply["error"])
 
     def _ask(self, line: bytes) -> dict[str, Any]:
-        process = self._started()
-        try:
-            _send(process, line)
-        except BrokenPipeError:  # the process was ended since the last request
-            self._end()
+        codes: list[int] = []
+        while len(codes) < 2:
             process = self._started()
-            _send(process, line)
-        assert process.stdout is not None
-        reply = process.stdout.readline()
-        if reply:
-            return dict(json.loads(reply))
-        code = process.wait()
-        if code == -signal.SIGALRM:
-            raise TimeoutError
-        raise MemoryError(f"the process that renders it ended with the code {code}")
+            reply = _answer(process, line)
+            if reply.endswith(b"\n"):
+                return dict(json.loads(reply))
+            codes.append(process.wait())
+            self._end()
+            if codes[-1] == -signal.SIGPROF:
+                raise TimeoutError
+            if codes[-1] < 0 and codes[-1] not in _NOT_OF_THE_TEMPLATE:
+                raise MemoryError(f"the process that renders it ended with the code {codes[-1]}")
+        raise ChildProcessError(f"the process that renders it ended twice, with the codes {codes}")
 
     def _started(self) -> "subprocess.Popen[bytes]":
         if self._process is None:
@@ -119,10 +124,15 @@ class TemplateProcess:
         self._lock = threading.Lock()
 
 
-def _send(process: "subprocess.Popen[bytes]", line: bytes) -> None:
-    assert process.stdin is not None
-    process.stdin.write(line)
-    process.stdin.flush()
+def _answer(process: "subprocess.Popen[bytes]", line: bytes) -> bytes:
+    """Return the reply to a request; without a line break at its end if the process has ended."""
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        process.stdin.write(line)
+        process.stdin.flush()
+    except BrokenPipeError:
+        return b""
+    return process.stdout.readline()
 
 
 def _plain(value: Any) -> Any:
@@ -155,15 +165,22 @@ def _serve() -> None:
     # A function for the date cannot be passed: transformers passes only plain data to a template.
     chat_template_utils.datetime = FixedDay  # type: ignore[attr-defined]
     _limit_memory()
-    # The default action of SIGALRM ends the process, even within one long operation.
+    # The default actions of both signals end the process, even within one long operation.
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     for line in sys.stdin.buffer:
         request = json.loads(line)
-        signal.setitimer(signal.ITIMER_REAL, request.pop("seconds"))
+        _limit_time(request.pop("seconds"))
         reply = _reply(chat_template_utils.render_jinja_template, request, len(line))
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        _limit_time(0)
         sys.stdout.buffer.write(reply + b"\n")
         sys.stdout.buffer.flush()
+
+
+def _limit_time(seconds: float) -> None:
+    """Set the limit of CPU time and the limit of wall time; 0 removes both."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_REAL, WALL_SECONDS * seconds)
 
 
 def _limit_memory() -> None:

@@ -100,10 +100,9 @@ def fast_path(backbone: nn.Module) -> DecoderLayers | None:
 
 
 def _has_enough_bits(backbone: nn.Module) -> bool:
-    first = next(backbone.parameters())
-    if first.itemsize >= 4:
-        return True
-    return first.is_cuda and all(parameter.itemsize >= 2 for parameter in backbone.parameters())
+    parameters = list(backbone.parameters())
+    least = 2 if parameters[0].is_cuda else 4
+    return all(parameter.itemsize >= least for parameter in parameters)
 
 
 def _has_default_attention(backbone: Any) -> bool:

@@ -46,7 +46,7 @@ def check_scores(scores: Sequence[Tensor | float], batch_size: int) -> Tensor:
 
 def as_numbers(scores: Sequence[Tensor | float]) -> list[float]:
     """Return scores as numbers, by `item` if possible: `float` refuses a NumPy array (1,)."""
-    return [score.item() if hasattr(score, "item") else float(score) for score in scores]
+    return [float(score.item() if hasattr(score, "item") else score) for score in scores]
 
 
 def make_rollout(

@@ -23,6 +23,7 @@ from pipeline.cost.run_time import (
 from pipeline.cost.training_sizes import Processes, _without_head, ppo_size
 from pipeline.settings.hardware_config import HardwareConfig
 from pipeline.settings.make_settings import make_settings
+from ppo_core.config import placement
 from ppo_core.errors import ConfigError
 from ppo_core.models.loading import load_policy
 from ppo_core.ppo.schedule import Schedule, make_schedule
@@ -223,7 +224,7 @@ def test_no_pass_is_shorter_than_its_launches_by_hand():
     size = replace(
         one,
         policy=small,
-        reward=small,
+        rewards=(small,),
         critic=small,
         recomputes=True,
         prompt_tokens=8,
@@ -369,6 +370,14 @@ def test_the_time_is_not_measured_where_a_training_does_not_fit(tmp_path):
     assert "Memory per process in GiB" in words
 
 
+def test_a_container_has_no_more_memory_than_its_limit(tmp_path, monkeypatch):
+    (tmp_path / "memory.max").write_text(f"{2**30}\n")
+    monkeypatch.setattr(placement, "_CONTAINER", tmp_path)
+    settings = make_settings(tiny_table(tmp_path) | {"processes": 2}, {})
+    words = describe_memory(measure_run(settings, has_champion=False), settings)
+    assert "Memory per process in GiB, 0.5 usable" in words
+
+
 def test_without_time_to_measure_only_time_and_price_are_unknown(tmp_path, monkeypatch):
     def processes() -> set[int]:
         return {child.pid for child in psutil.Process().children(recursive=True)}
@@ -400,16 +409,21 @@ def test_every_reward_model_counts_and_the_critic_copies_one_that_has_a_weight(t
         return ppo_size(settings, schedule, longest_prompt=8, processes=here)
 
     alone = size_of()
-    assert alone.other_rewards == () and size_of("reward-model") == alone
+    (own,) = alone.rewards
+    assert size_of("reward-model") == alone
     several = size_of("reward-model", f"reward-model:{model}", "python:rewards.py:f")
-    assert several == replace(alone, other_rewards=(alone.reward,))
+    assert several == replace(alone, rewards=(own, own))
     # The trainer copies the policy's backbone where no reward model with a weight reads along.
     functions = size_of("reward-model", "python:rewards.py:f", reward_weights=[0.0, 1.0])
     assert functions.critic == _without_head(functions.policy)
     other = size_of("reward-model", f"reward-model:{model}", reward_weights=[0.0, 1.0])
-    assert other.critic == other.other_rewards[0] == alone.critic
+    assert other.critic == other.rewards[1] == alone.critic
+    # PPO does not load the run's own reward model if `rewards` leaves it out.
+    without = size_of("python:rewards.py:f")
+    assert without == replace(alone, rewards=(), critic=_without_head(alone.policy))
+    assert memory_of(without).total < memory_of(alone).total
     # Members of the reward model, and a language model that scores in the same process.
     table["reward_model_training"] = {**table["reward_model_training"], "members": 3}
     table["rewards_rubric"] = "rubric.md"
     many = size_of("reward-model", f"transformers:{table['policy']}")
-    assert many == replace(alone, other_rewards=(alone.reward, alone.reward, alone.policy))
+    assert many == replace(alone, rewards=(own, own, own, alone.policy))

@@ -41,7 +41,7 @@ REWARD = replace(POLICY, parameters=300 + 50, outside_layers=50)
 SIZE = PPOSize(
     policy=POLICY,
     critic=CRITIC,
-    reward=REWARD,
+    rewards=(REWARD,),
     processes=2,
     prompt_tokens=6,
     response_tokens=4,

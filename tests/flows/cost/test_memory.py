@@ -35,7 +35,7 @@ MODEL = ModelSize(
 SIZE = PPOSize(
     policy=MODEL,
     critic=MODEL,
-    reward=MODEL,
+    rewards=(MODEL,),
     prompt_tokens=3,
     response_tokens=4,
     sampled_rows=2,
@@ -198,7 +198,7 @@ def test_short_texts_keep_attention_weights_beside_longer_ones():
 
 def test_each_further_reward_model_is_held_and_the_largest_scores():
     larger = replace(MODEL, parameters=3_000, width=20)
-    plain, several = phases(SIZE)[1], phases(replace(SIZE, other_rewards=(MODEL, larger)))[1]
+    plain, several = phases(SIZE)[1], phases(replace(SIZE, rewards=(MODEL, MODEL, larger)))[1]
     # 4 bytes of 1000 and of 3000 parameters more.
     assert several.weights == plain.weights + 16_000
     # One layer of 14 tokens: 4 x 20 + 3 x 30 numbers of 4 bytes, in place of 4 x 10 + 3 x 30.
@@ -343,7 +343,7 @@ def shared(name: str, **settings) -> PPOSize:
     return PPOSize(
         policy=model,
         critic=None,
-        reward=model,
+        rewards=(model,),
         autocast=True,
         recomputes=True,
         prompt_tokens=1_024,

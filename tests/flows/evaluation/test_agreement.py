@@ -1,4 +1,5 @@
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -214,7 +215,7 @@ def test_a_judge_that_always_agrees_is_not_doubted_without_a_kappa():
 
 
 def test_an_evaluation_by_a_judge_that_disagrees_with_people_is_inconclusive():
-    def judged_by(**limits: float) -> JudgedContests:
+    def judged_by(**limits: Any) -> JudgedContests:
         texts = {"reference": ["a"] * 4, "ppo": ["bb"] * 4}
         return evaluate(
             RuleJudge(longer),
@@ -229,7 +230,9 @@ def test_an_evaluation_by_a_judge_that_disagrees_with_people_is_inconclusive():
     doubted = judged_by()
     assert not doubted.conclusive
     assert [text for text in doubted.reasons if "disagrees with people" in text]
-    assert not [text for text in judged_by(min_kappa=-1).reasons if "people" in text]
+    assert not [
+        text for text in judged_by(min_kappa=-1, human_labels="a").reasons if "people" in text
+    ]
 
 
 def test_a_judge_without_a_verdict_has_no_agreement_with_people():

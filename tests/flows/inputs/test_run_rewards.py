@@ -121,9 +121,12 @@ def test_the_job_has_the_columns_that_functions_take_and_no_others(tmp_path: Pat
 
 
 def test_a_list_without_the_reward_model_leaves_it_out(tmp_path: Path):
-    settings, rows = job_of(with_rewards(tmp_path, "python:HERE/rewards.py:everything"))
+    given = with_rewards(tmp_path, "python:HERE/rewards.py:everything")
+    section = replace(given.reward_model_training, end_of_text=False)
+    settings, rows = job_of(replace(given, reward_model_training=section))
     assert settings["reward_model_path"] is None
     assert (settings["reward_bias"], settings["reward_gain"]) == (0.0, 1.0)
+    assert settings["reward_end_of_text"] is True
     assert rows[5] | {"prompt": ""} == {
         "prompt": "",
         "level": 5,

@@ -16,10 +16,16 @@ import psutil
 import pytest
 
 from pipeline.launch import process_tree
-from pipeline.launch.commands import THIS_MACHINE, Machines, command, environment_of
+from pipeline.launch.commands import (
+    THIS_MACHINE,
+    Machines,
+    command,
+    environment_of,
+    has_gpu_driver,
+)
 from pipeline.launch.failure import Ended, as_error
 from pipeline.launch.forked_processes import ForkServer
-from pipeline.launch.launcher import _training_processes, train
+from pipeline.launch.launcher import _end, _training_processes, train
 from pipeline.launch.process_tree import FrozenProcesses, take_over
 from ppo_core.distributed.process import ErrorReport
 from ppo_core.distributed.torchrun import Failure, first_failure
@@ -405,6 +411,14 @@ def test_the_process_that_starts_them_does_without_torch():
     subprocess.run([sys.executable, "-c", code], env=os.environ | search, check=True)
 
 
+@pytest.mark.parametrize("name", ["nvidia0", "nvidiactl", "kfd", "dxg"])
+def test_a_gpu_is_looked_for_where_a_driver_is(tmp_path: Path, name: str):
+    (tmp_path / "nvidia").touch()
+    assert not has_gpu_driver(tmp_path)
+    (tmp_path / name).touch()
+    assert has_gpu_driver(tmp_path)
+
+
 def test_one_process_needs_no_torchrun(tmp_path: Path):
     job = tmp_path / "settings.json"
     assert command(job, 1, Machines()) == [sys.executable, "-m", "ppo_core", str(job)]
@@ -516,6 +530,16 @@ def test_a_process_is_frozen_when_it_was_stopped_at_every_one_of_some_looks(monk
         wait_until(lambda: process.status() == psutil.STATUS_STOPPED)
         assert watch.look() == []
         child.kill()
+
+
+def test_a_stranger_that_has_the_number_of_an_ended_training_is_left_alone():
+    child = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+    assert child.wait() == 3
+    with subprocess.Popen(["sleep", "60"]) as stranger:
+        child.pid = stranger.pid
+        assert _end(child) == 3
+        assert stranger.poll() is None
+        stranger.kill()
 
 
 def test_a_process_that_has_the_number_of_an_earlier_attempt_is_left_alone(tmp_path: Path):

@@ -89,6 +89,18 @@ def test_a_suspension_of_the_process_is_no_time_of_the_step(monkeypatch, tmp_pat
     assert watch.seconds() == 1001
 
 
+def test_a_phase_may_end_in_another_thread_while_it_moves(tmp_path: Path):
+    class EndsAfterTheFirstLook(dict):
+        def __contains__(self, phase: object) -> bool:
+            return self.pop(phase, None) is not None
+
+    watch = _StepWatch("evaluate", tmp_path, 30, 60, lambda: None)
+    watch._phases = EndsAfterTheFirstLook()
+    watch.moved("judging")
+    watch.moved("judging")
+    assert list(watch._phases) == ["judging"]
+
+
 def run_step(folder: Path, body: str, *, stall: float, step: float) -> subprocess.CompletedProcess:
     started = time.monotonic()
     ended = subprocess.run(

@@ -33,6 +33,8 @@ EXCLUDED = {
         *("advantage_estimator", "scale_by_group_std"),
         # Without a judge that chooses, earlier policies would be saved for nothing.
         "save_policies",
+        # It needs an eval_strategy.
+        "eval_steps",
         *REFUSED,
     },
     # Labels go with the labeller `people` alone, given pairs with no given reward model, and rounds
@@ -41,7 +43,7 @@ EXCLUDED = {
     # It replaces alpha.
     "promotion": {"false_promotion_rate"},
     # A choice needs answers that are plain samples.
-    "selection": {"method"},
+    "selection": {"method", "weights", "num_prompts"},
 }
 """What cannot be changed beside all other settings."""
 
@@ -197,7 +199,6 @@ IN_RANGE = {
     "lam_critic": 0.8,
     "ema_decay": 0.9,
     "max_length_ratio": 3.5,
-    "eval_steps": 3.0,
     "warn_entropy": -1.0,
     "warn_kl": 9.0,
     "withdraw_alpha": 0.02,
@@ -225,7 +226,7 @@ def everything_changed() -> Settings:
         name: kind(**of(kind, EXCLUDED.get(name, set()))) for name, kind in SECTIONS.items()
     }
     # Feedback and the champion's run train a reward model, and a given one is not trained.
-    left_out = {"task", "feedback", "start_from", *SECTIONS}
+    left_out = {"task", "feedback", "feedback_weight", "start_from", *SECTIONS}
     return Settings(**{**of(Settings, left_out), "seed": 99, **sections})
 
 

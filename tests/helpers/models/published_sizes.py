@@ -82,7 +82,7 @@ def trainings(model: ModelSize) -> Sequence[Training]:
             PPOSize(
                 policy=model,
                 critic=None,
-                reward=scorer,
+                rewards=(scorer,),
                 prompt_tokens=1_024,
                 response_tokens=512,
                 sampled_rows=8,

@@ -20,8 +20,9 @@ STATE_KEYS = """
 step processes identity optimizer kept scheduler skipped_steps skipped_in_a_row pretraining groups
 run.updates run.episodes run.moments.count run.moments.mean run.moments.squares run.reward_moments
 run.critic_fit_is_over
-run.adaptive_kl.kl_coef run.adaptive_kl.mean run.health.warned run.health.drop.recent
-run.health.drop.best run.health.drop.changes run.health.drop.updates run.pending.steps_done
+run.adaptive_kl.kl_coef run.adaptive_kl.mean run.health.warned run.health.skipped
+run.health.drop.recent run.health.drop.best run.health.drop.changes run.health.drop.updates
+run.pending.steps_done
 run.pending.values.kl_loss_coef run.pending.values.rollout.temperature
 run.pending.values.rollout.behavior_logprobs
 run.pending.sums.tokens run.pending.sums.policy_loss run.pending.sums.value_loss
@@ -92,9 +93,10 @@ def test_the_names_of_tensors(checkpoint):
 def test_a_horizon_counts_only_with_a_target_so_that_its_default_may_change(
     target: float | None, phrases: int
 ):
-    """Version 0.1 wrote a kl_horizon of 10,000 into every checkpoint."""
+    """Version 0.1 wrote a kl_horizon of 10,000, and the microbatches, into every checkpoint."""
     now = Fingerprint(settings={"kl_target": target, "kl_horizon": None, "seed": 1}, models={})
     saved = {"settings": {"kl_target": target, "kl_horizon": 10_000, "seed": 1}, "models": {}}
+    saved["settings"] |= {"per_device_train_batch_size": 4, "gradient_checkpointing": False}
     assert len(now.differences(saved)) == phrases
 
 

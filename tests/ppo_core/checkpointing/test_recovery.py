@@ -297,6 +297,25 @@ def test_every_difference_is_named_and_can_be_overruled(runs, tmp_path, caplog):
     assert [text for text in caplog.messages if "Resuming anyway" in text and "cliprange" in text]
 
 
+def test_the_settings_that_need_less_memory_may_change(runs, tmp_path):
+    """PPO's advice after out-of-memory."""
+    shutil.copytree(runs.stopped, tmp_path, dirs_exist_ok=True)
+    smaller = dataclasses.replace(
+        ALL_OF_IT,
+        per_device_train_batch_size=2,
+        max_tokens_per_microbatch=40,
+        gradient_checkpointing=True,
+    )
+    trainer = trainer_in(tmp_path, smaller)
+    trainer.train(resume_from_checkpoint=True)
+    whole, resumed = (read_newest(one).tensors("critic") for one in (runs.whole, tmp_path))
+    assert_close(dict(resumed), dict(whole), rtol=1e-4, atol=1e-5)
+    # Without `batch_size`, a smaller batch of a process is another batch of the run.
+    other = dataclasses.replace(smaller, batch_size=None)
+    with pytest.raises(TrainingError, match="written with batch_size=8, which is now 2"):
+        trainer_in(tmp_path, other).train(resume_from_checkpoint=True)
+
+
 def test_a_checkpoint_of_other_pretraining_texts_is_refused(runs, tmp_path):
     shutil.copytree(runs.stopped, tmp_path, dirs_exist_ok=True)
     with pytest.raises(TrainingError, match="written with pretrain_dataset="):

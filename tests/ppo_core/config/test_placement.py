@@ -1,10 +1,16 @@
 """Where a model that is only read goes: a GPU if there is one, in the precision of the setting."""
 
+import psutil
 import pytest
 import torch
 
 from ppo_core.config import placement
-from ppo_core.config.placement import Placement, free_memory, placement_for_reading
+from ppo_core.config.placement import (
+    Placement,
+    free_memory,
+    main_memory,
+    placement_for_reading,
+)
 from ppo_core.models.loading import load_policy, load_reward_model
 from tests.helpers.models.tiny import make_classifier, make_policy, make_tokenizer
 
@@ -34,6 +40,16 @@ def test_each_process_takes_its_own_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert placement_for_reading("fp32").device == torch.device("cuda", 3)
+
+
+def test_the_memory_of_a_container_is_its_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(placement, "_CONTAINER", tmp_path)
+    of_the_machine = psutil.virtual_memory().total
+    assert main_memory() == of_the_machine
+    (tmp_path / "memory.max").write_text("1000\n")
+    assert main_memory() == 1000
+    (tmp_path / "memory.max").write_text(f"{2 * of_the_machine}\n")
+    assert main_memory() == of_the_machine
 
 
 def test_the_free_memory_of_a_container_counts_what_the_kernel_would_drop(tmp_path, monkeypatch):

@@ -82,6 +82,7 @@ def test_a_full_state_dict_is_a_copy_in_which_tied_weights_stay_tied():
             "offload_optimizer.device='nvme' .* checkpoints .* Set cpu",
         ),
         ({"zero_optimization": {"compute_grad_norm": False}}, "compute_grad_norm=False .* norm"),
+        ({"zero_force_ds_cpu_optimizer": True}, "cpu_optimizer=True .* compiled.* Remove it"),
         ({"managed_gradient_accumulation": False}, "accumulation=False .* last microbatch"),
         ({"zero_optimization": {"stage": 4}}, "stage=4 in 'zero.json' is not a ZeRO stage"),
         ({"zero_optimization": {"stage": "2"}}, "stage='2' in 'zero.json' is not a ZeRO stage"),
@@ -111,6 +112,7 @@ def test_automatic_deepspeed_settings_are_filled():
         "managed_gradient_accumulation": True,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
+        "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {"stage": 3},
     }
 

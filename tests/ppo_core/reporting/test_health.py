@@ -103,8 +103,10 @@ def test_a_metric_that_has_clearly_recovered_warns_again():
     assert sum(said("policy/entropy_avg", [0.01, *[0.13] * 3, 0.01])) == 2
 
 
-def test_skipped_steps_which_only_grow_warn_once():
-    assert said("val/skipped_steps", [0.0, 1.0, 1.0, 1.0, 1.0, 2.0]) == [0, 1, 0, 0, 0, 0]
+def test_skipped_steps_warn_again_after_three_updates_without_any():
+    # The metric counts the steps of the whole run.
+    assert said("val/skipped_steps", [0.0, 1.0, 1.0, 1.0, 1.0, 2.0]) == [0, 1, 0, 0, 0, 1]
+    assert said("val/skipped_steps", [1.0, 1.0, 1.0, 2.0, 3.0, 4.0]) == [1, 0, 0, 0, 0, 0]
 
 
 def test_entropy_is_compared_with_the_first_update():
@@ -197,12 +199,17 @@ def test_a_resumed_monitor_goes_on_as_the_first_would_have():
     for number in range(22):
         first.check({REWARD: 20.0 + number % 2})
     for _ in range(2):
-        first.check({"objective/kl": 1.0, REWARD: 0.0})
+        first.check({"objective/kl": 1.0, REWARD: 0.0, "val/skipped_steps": 2.0})
     resumed = HealthMonitor(CONFIG)
     resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    # The KL recovers with the first of these updates, and the reward has fallen for a while.
+    # The KL recovers with the first of these updates, and the reward has fallen for a while. No
+    # step is skipped in three of them.
     then = {"objective/kl": 1.0, "val/response_length": 41.0, REWARD: -9.0}
     later = [then, bad | {REWARD: -9.0}, *[{REWARD: -9.0}] * 5]
+    later = [
+        {**each, "val/skipped_steps": skipped}
+        for each, skipped in zip(later, [2.0, 2.0, 2.0, 3.0, 3.0, 3.0, 3.0], strict=True)
+    ]
     messages = [resumed.check(each) for each in later]
     assert messages == [first.check(each) for each in later]
     said = [finding.rule for each in messages for finding in each]
@@ -211,6 +218,7 @@ def test_a_resumed_monitor_goes_on_as_the_first_would_have():
         "far from reference",
         "critic explains nothing",
         "falling reward",
+        "skipped steps",
     ]
 
 

@@ -374,6 +374,11 @@ def test_the_adapters_are_as_the_flags_say():
     assert (config.target_modules, config.use_rslora) == ("all-linear", True)
 
 
+def test_all_linear_beside_other_names_is_refused():
+    with pytest.raises(ConfigError, match=r"lora_target_modules=.* must be the only entry"):
+        parse("--use_peft --lora_target_modules all-linear q_proj")
+
+
 def test_a_policy_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(ModelError, match=r"There is no folder '.*nowhere'\. Check"):
         load_start(str(tmp_path / "nowhere"), ModelArguments())

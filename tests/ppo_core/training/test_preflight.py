@@ -144,6 +144,7 @@ def test_a_folder_that_cannot_be_made_is_refused_before_training(tmp_path):
         ({"reward_weights": 1.0}, r"reward_weights=1\.0 must be a list of finite numbers"),
         ({"reward_weights": ["1"]}, r"reward_weights=\['1'\] must be a list of finite numbers"),
         ({"kl_target": 6.0, "kl_coef": 0.0}, "stay 0"),
+        ({"eval_steps": 5}, "eval_steps=5 would be ignored.*Remove eval_steps, or set eval_strat"),
         ({"kl_horizon": 100}, "kl_horizon=100 takes effect only with kl_target"),
         ({"lr_scheduler_type": "polynomial", "learning_rate": 1e-7}, "=1e-07 must be larger"),
     ],

@@ -49,7 +49,9 @@ def inputs(tmp_path_factory) -> Path:
     return folder
 
 
-def train(inputs: Path, output: Path, *rewards: str, resume=None, own=True, **settings) -> list:
+def train(
+    inputs: Path, output: Path, *rewards: str, resume=None, own=True, end_of_text=True, **settings
+) -> list:
     config = PPOConfig(
         output_dir=str(output),
         total_episodes=16,
@@ -64,6 +66,7 @@ def train(inputs: Path, output: Path, *rewards: str, resume=None, own=True, **se
         dataset_name=str(inputs / "prompts.jsonl"),
         rewards=[reward.replace("HERE", str(inputs)) for reward in rewards] or None,
         resume_from_checkpoint=resume,
+        reward_end_of_text=end_of_text,
     )
     train_ppo(config, script, ModelArguments(model_name_or_path=str(inputs / "policy")))
     return read_metrics(output / METRICS_FILE)
@@ -106,6 +109,8 @@ def test_without_the_setting_the_reward_model_is_alone_and_has_its_old_name(inpu
 def test_functions_alone_need_no_reward_model(inputs: Path, tmp_path: Path):
     with pytest.raises(ConfigError, match=r"reward_model_path=.* would be ignored"):
         train(inputs, tmp_path, "python:HERE/rewards.py:brevity")
+    with pytest.raises(ConfigError, match="reward_end_of_text=False would be ignored"):
+        train(inputs, tmp_path, "python:HERE/rewards.py:brevity", own=False, end_of_text=False)
     updates = train(inputs, tmp_path, "python:HERE/rewards.py:brevity", own=False)
     assert [*means(updates[0])] == ["rewards/brevity"]
 

@@ -32,9 +32,8 @@ class PPOSize(Shards):
     critic: ModelSize | None
     """The critic's own model; None for a head on the policy's backbone."""
 
-    reward: ModelSize
-    other_rewards: tuple[ModelSize, ...] = ()
-    """Further reward models of the setting `rewards`."""
+    rewards: tuple[ModelSize, ...]
+    """All models that score responses; empty if only functions and servers score."""
 
     adapter: int = 0
     """Number of parameters of the policy's adapter; 0 if the policy itself is trained."""
@@ -130,10 +129,7 @@ def _sampling(size: PPOSize) -> Memory:
 def _scoring(size: PPOSize) -> Memory:
     """Memory while the largest of reward model, reference and critic is used."""
     tokens = size.sampled_rows * (size.prompt_tokens + size.response_tokens)
-    rewards = [
-        (_gathered(size, FP32 * model.parameters), model)
-        for model in (size.reward, *size.other_rewards)
-    ]
+    rewards = [(_gathered(size, FP32 * model.parameters), model) for model in size.rewards]
     module = _gathered(size, _module_bytes(size)) + _bf16_copies(size, size.policy), size.policy
     gathered, model = max(
         (*rewards, module), key=lambda one: one[0] + _passing(size, one[1], tokens)
@@ -207,7 +203,7 @@ def _module_bytes(size: PPOSize) -> int:
 def _full_weights(size: PPOSize) -> int:
     """Bytes of all models, unsharded. With an adapter, the base is also the reference."""
     reference = 0 if size.adapter else FP32 * size.policy.parameters
-    rewards = sum(model.parameters for model in (size.reward, *size.other_rewards))
+    rewards = sum(model.parameters for model in size.rewards)
     return _module_bytes(size) + reference + FP32 * rewards
 
 

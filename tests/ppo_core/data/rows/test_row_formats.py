@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from ppo_core.config.row_settings import FIELDS, LABEL_FIELDS
+from ppo_core.config.row_settings import FIELDS, LABEL_FIELDS, parse_columns
 from ppo_core.data.rows.row_error import RowError
 from ppo_core.data.rows.row_formats import find_row_format
 from ppo_core.errors import DataError
@@ -424,6 +424,11 @@ MISSING = [
         r"mean chosen text, Rejected\? .* --set 'columns\.chosen=chosen text' "
         r"--set columns\.rejected=Rejected for",
     ),
+    (
+        "demonstrations",
+        ["conversation_id", "conversation", "turn"],
+        r"Did you mean conversation\?.* --set columns\.messages=conversation for a run",
+    ),
     ("pairs", ["prompt", "reference"], r"are prompt, reference\. Rename .* setting columns\.$"),
 ]
 
@@ -442,6 +447,21 @@ def test_all_columns_of_a_field_are_named_as_in_the_file():
     assert found.reading == {"prompt": "instruction, input", "reference": "good, or best, spare"}
 
 
+@pytest.mark.parametrize("kind", ["demonstrations", "prompts"])
+def test_a_conversation_may_be_in_a_column_of_another_name(kind):
+    """As in lmsys-chat-1m."""
+    row = {"conversation_id": "7", "conversation": [user("q"), assistant("a")], "turn": 1}
+    renamed = parse_columns(["messages=conversation"])
+    found = find_row_format(kind, list(row), is_chat=True, renamed=renamed)
+    assert (
+        found.convert(row)
+        == {
+            "demonstrations": {"messages": row["conversation"]},
+            "prompts": {"prompt": [user("q")], "reference": "a"},
+        }[kind]
+    )
+
+
 def test_every_field_that_can_have_another_name_is_read():
     rows = [
         ("pairs", ["prompt", "chosen", "rejected", *LABEL_FIELDS]),
@@ -450,6 +470,7 @@ def test_every_field_that_can_have_another_name_is_read():
         ("pairs", ["prompt", "responses", "scores"]),
         ("prompts", ["prompt", "reference"]),
         ("demonstrations", ["prompt", "completion"]),
+        ("demonstrations", ["messages"]),
         ("votes", ["prompt", "first", "second", "label"]),
     ]
     read = {

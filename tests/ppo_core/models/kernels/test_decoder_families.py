@@ -94,11 +94,17 @@ def test_training_mode_uses_the_models_own_forward():
 
 def test_half_precision_on_a_cpu_uses_the_models_own_forward():
     assert_own_forward(make_backbone().bfloat16())
+    backbone = make_backbone()
+    backbone.layers[1].mlp.bfloat16()
+    assert fast_path(backbone) is None
 
 
 def test_half_precision_on_a_gpu_has_the_fast_path_and_fewer_bits_do_not(monkeypatch):
     monkeypatch.setattr(nn.Parameter, "is_cuda", True, raising=False)
     backbone = make_backbone().bfloat16()
+    assert fast_path(backbone) is not None
+    # Embeddings in fp32, as in many quantized models, do not count for the rest.
+    backbone.embed_tokens.float()
     assert fast_path(backbone) is not None
     quantised = nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
     backbone.layers[1].mlp.up_proj.weight = quantised

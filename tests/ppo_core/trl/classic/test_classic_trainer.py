@@ -758,6 +758,14 @@ def test_mlflow_gets_the_statistics_and_the_texts(tmp_path: Path, mlflow_client)
     assert len(table) == 12 and table["ref_rewards"].tolist()[:6] == [*range(6)]
 
 
+def test_scores_that_are_whole_numbers_are_logged(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path))
+    trainer = make_trainer(changed(log_with="tensorboard", output_dir=str(tmp_path)))
+    is_right = [torch.tensor(int(score > 0)) for score in SCORES]
+    trainer.log_stats(step(trainer, scores=is_right), BATCH, is_right)
+    assert trainer._reporter.state.log_history[-1]["env/reward_mean"] == pytest.approx(4 / 6)
+
+
 def test_without_log_with_nothing_is_written(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     trainer = make_trainer()
