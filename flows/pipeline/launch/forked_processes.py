@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, ClassVar, NamedTuple
 
 NUMBER = 8
-"""Bytes of a number in a message: the length of a request, a process id, a field of `EndMessage`."""
+"""Bytes of a number: the length of a request, a process id, or a field of `EndMessage`."""
 
 OPENMP = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")
 """Environment variables that OpenMP reads when torch is imported."""
