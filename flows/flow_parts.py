@@ -146,7 +146,7 @@ def run_command(
     if set(COMMANDS.values()) & set(sys.argv):
         quote_parameters(parameters)
         if UNREDACTED in os.environ:
-            # `compile_flow` could not see a secret in a definition that is redacted.
+            # In a redacted definition, `compile_flow` could not find the secrets.
             sys.stdout = sys.__stdout__
     # Import the following modules here, because the process of a step does not need them.
     is_run = bool(RUN_COMMANDS & set(sys.argv))

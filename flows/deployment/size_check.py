@@ -30,6 +30,7 @@ from pipeline.cost.training_sizes import (
     reward_size,
     sft_size,
 )
+from pipeline.preflight.fetch_inputs import MODEL_JUDGES
 from pipeline.settings.make_settings import make_settings
 from pipeline.settings.settings import Settings
 from pipeline.storage.workspace import MODELS, REGISTRY, Workspace
@@ -114,7 +115,7 @@ def _read_with_models(path: Path, folder: Path) -> Settings:
     for name in MODELS:
         table[name] = _fetch(name, str(table.get(name) or ""), workspace)
     table["rewards"] = [
-        one.moved(_fetch("rewards", one.source, workspace))
+        one.moved(_fetch("rewards", one.source, workspace)) if one.kind in MODEL_JUDGES else one
         for one in read_rewards(table.get("rewards") or [])
     ]
     return make_settings(table, {}, parameters=count_parameters(table["policy"]))

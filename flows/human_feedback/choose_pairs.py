@@ -106,13 +106,16 @@ def pairs_to_label(choice: PairChoice) -> list[Pair]:
     pairs: list[Pair] = []
     wanted = ceil((CANDIDATES if choice.reward_model else SPARE) * choice.labels)
     while len(pairs) < choice.labels and len(answers) < len(prompts):
-        answers += _answers(choice, prompts[len(answers) : wanted])
+        before = len(pairs)
+        answers += _answers(choice, prompts[len(answers) : wanted], len(answers))
         pairs = _pairs(choice, prompts[: len(answers)], answers)
+        if len(pairs) == before:
+            break  # Further prompts would probably give no pair either.
         # Each round loads the models, so few large rounds are faster than many small ones.
         wanted *= 2
     if not pairs:
         raise DataError(
-            f"No pair can be labeled: each of the {len(prompts)} prompts has equal answers only. "
+            f"No pair can be labeled: each of {len(answers)} prompts has equal answers only. "
             "Raise ppo.temperature in the settings, or name a second policy."
         )
     return pairs
@@ -203,11 +206,14 @@ def _pairs(
     return uncertain_pairs(prompts, answers, scores, choice.labels)
 
 
-def _answers(choice: PairChoice, prompts: Sequence[str | Messages]) -> list[list[str]]:
-    """Return the sampled answers of all policies to each prompt."""
+def _answers(choice: PairChoice, prompts: Sequence[str | Messages], start: int) -> list[list[str]]:
+    """Return the sampled answers of all policies to each prompt.
+
+    `start` is the number of prompts that are already answered.
+    """
     answers: list[list[str]] = [[] for _ in prompts]
     for number, policy in enumerate(choice.policies):
-        sampled = _sample_answers(choice, policy, number, prompts)
+        sampled = _sample_answers(choice, policy, start + number, prompts)
         for row, texts in zip(answers, sampled, strict=True):
             row += texts
         free_unused()
@@ -217,9 +223,9 @@ def _answers(choice: PairChoice, prompts: Sequence[str | Messages]) -> list[list
 def _sample_answers(
     choice: PairChoice, policy: str, number: int, prompts: Sequence[str | Messages]
 ) -> list[list[str]]:
-    """Sample answers of a policy with PPO's settings; `number` is the policy's index."""
+    """Sample answers of a policy with PPO's settings; `number` selects the random numbers."""
     model, tokenizer = find_policy(policy, Path(choice.settings.output_dir) / "cache" / CHAMPIONS)
-    # With equal seeds, similar policies would give similar answers.
+    # With equal seeds, similar policies would give similar answers to similar prompts.
     settings = replace(choice.settings, seed=(choice.seed + number) % 2**32)
     asked = [prompt for prompt in prompts for _ in range(choice.samples)]
     with TemporaryDirectory() as folder:

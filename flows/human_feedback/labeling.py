@@ -97,11 +97,12 @@ class Labeling:
 
             def with_row(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 # The same person may have labeled the pair in another process.
-                has_label = any(self._is_own(one) and _texts_of(one) == texts for one in rows)
-                return rows if has_label else [*rows, row]
+                if any(self._is_own(one) and _texts_of(one) == texts for one in rows):
+                    return rows
+                self._actions.append(None)
+                return [*rows, row]
 
             self._change(with_row)
-            self._actions.append(None)
 
     def undo(self) -> None:
         """Take back the person's last skip or label for one of `pairs`, if there is one.

@@ -53,7 +53,7 @@ def read_traces(
     """Read the opinions on the answers of a registered model.
 
     Only feedback and expectations from people are read. If a user judged an answer several times,
-    the last judgment counts, unless `replaced` is true.
+    only the last judgment counts; with `replaced`, all are read.
 
     Args:
         name: name of the registered model.

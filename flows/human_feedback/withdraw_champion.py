@@ -84,9 +84,9 @@ def watch_champion(
     champion, before = champions.champion, champions.previous
     if not withdraw and aliases.get(CHAMPION) != champion:
         return (
-            f"'{name}' was not compared: the champion is version {aliases.get(CHAMPION, 'none')} "
-            f"by the alias, but version {champion or 'none'} by the history. --withdraw first "
-            "records the move of the alias in the history."
+            f"The champions of '{name}' were not compared: by the alias, the champion is version "
+            f"{aliases.get(CHAMPION, 'none')}; by the history, it is version {champion or 'none'}. "
+            "Use --withdraw to record the move of the alias and to compare."
         )
     if champion is None or before is None:
         return f"'{name}' has no two champions to compare."

@@ -20,7 +20,8 @@ SET = f"{PARAMETER_VARIABLE}SET"
 """Environment variable with the values of `--set`, separated by spaces."""
 
 UNREDACTED = "RLHF_UNREDACTED_OUTPUT"
-"""Environment variable for the output of a scheduler command that only `flows/deploy.py` reads."""
+"""Environment variable that turns off the redaction of a scheduler command's output, which only
+`flows/deploy.py` reads."""
 
 
 def keep_secrets_from_metaflow(argv: Sequence[str]) -> None:

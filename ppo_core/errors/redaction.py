@@ -34,8 +34,11 @@ _NAME_OF_SECRET = re.compile(
     r"|CONNECTION_STRING|AUTHORIZATION|BEARER|_PW)[_-]?\d*$",
     re.IGNORECASE,
 )
-# A quote, an angle bracket or a backslash ends the query, so redacted JSON and HTML stay valid.
-_USER_OF_URL = re.compile(r"://(?:[^/?#\s]*@)?([^?\s]*)(?:\?[^\s\"'<>\\]*)?")
+# The query ends before an angle bracket, a backslash, or the quote at the end of a text, so that
+# redacted JSON and HTML stay valid.
+_USER_OF_URL = re.compile(
+    r"://(?:[^/?#\s]*@)?([^?\s]*)(?:\?(?:[^\s\"'<>\\]|[\"'](?![\s,}\])>]|$))*)?", re.MULTILINE
+)
 _PASSWORD_OF_URL = re.compile(r"://[^/?#\s:@]*:([^/?#\s]+)@")
 # Database drivers accept a slash in a password; digits before a slash are a port.
 _ODD_PASSWORD_OF_URL = re.compile(
@@ -80,11 +83,12 @@ _TOKEN = re.compile(
     r"(?:sk-(?=[\w-]*\d)[\w-]{12,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*))"
 )
 _SCHEMES = "bearer|basic|token|apikey|digest|negotiate"
+# In JSON, the value ends before an escaped quote or line break.
+_IN_VALUE = r"(?:[^\s'\",\\]|\\(?![\"'nrt]))"
 _AUTHORIZATION = re.compile(
     r"((?:authorization|x-api-key|x-auth-token|private-token)['\"]?\s*[:=]\s*['\"]?)"
-    # A backslash ends the value, because it begins `\"` or `\n` in JSON.
-    rf"(?:(?:{_SCHEMES})\s+)?([^\s'\",\\]{{8,}})"
-    rf"|((?:authorization)['\"]?\s*[:=]\s*['\"]?(?:{_SCHEMES})\s+)([^\s'\",\\]+)",
+    rf"(?:(?:{_SCHEMES})\s+)?({_IN_VALUE}{{8,}})"
+    rf"|((?:authorization)['\"]?\s*[:=]\s*['\"]?(?:{_SCHEMES})\s+)({_IN_VALUE}+)",
     re.IGNORECASE,
 )
 _BEARER = re.compile(r"\bBearer\s+(?=[\w.~+/-]{0,200}\d)([\w.~+/-]{12,}=*)", re.IGNORECASE)

@@ -64,6 +64,15 @@ def is_written_in_place(path: Path) -> bool:
     return path.exists() and (path.is_symlink() or not path.is_file())
 
 
+def is_stdout(path: Path) -> bool:
+    """Return whether a path is the standard output of this process, such as /dev/stdout.
+
+    A file that is the standard output must not be opened a second time: each of the two open files
+    has its own position.
+    """
+    return path.exists() and os.path.samestat(path.stat(), os.fstat(1))
+
+
 def sync_to_disk(path: Path) -> None:
     """Sync a file's content, or a folder's list of names, to disk (fsync)."""
     handle = os.open(path, os.O_RDONLY)

@@ -136,7 +136,13 @@ class PolicySampler:
         """Return the server's samples, with the policy's own log-probabilities of the samples."""
         with self.timer("synchronising"):
             version = self._vllm.synchronize()
-        rollout = self._vllm.sample(batch.tokens, batch.uniforms, self.settings, version)
+        rollout = self._vllm.sample(
+            batch.tokens,
+            batch.uniforms,
+            self.settings,
+            version,
+            on_finished=lambda number: tell_moved("sampling"),
+        )
         size = self.config.local_rollout_forward_batch_size
         with self.engine.autocast(), self.engine.gathered(self.module):
             logprobs = response_logprobs(

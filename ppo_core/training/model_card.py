@@ -19,6 +19,7 @@ from ppo_core.errors import ConfigError, TrainingError
 from ppo_core.errors.control_characters import remove_controls
 from ppo_core.errors.redaction import redact
 from ppo_core.io.atomic_files import explained_writes, write_atomically
+from ppo_core.io.progress_bar import PROGRESS_FILE
 from ppo_core.reporting.escaping import as_markdown, as_table
 from ppo_core.reporting.metrics import Metrics
 from ppo_core.reporting.metrics_file import COMPLETIONS, NEWEST_SAMPLES_FILE
@@ -31,6 +32,7 @@ _NOT_UPLOADED = (
     f"{POLICIES}/*",
     f"{COMPLETIONS}/*",
     NEWEST_SAMPLES_FILE,
+    PROGRESS_FILE,
     LEASE,
     LOCK,
 )

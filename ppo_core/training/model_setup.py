@@ -60,8 +60,9 @@ class ScriptModels:
 
     critic: nn.Module | None
     """The critic. If None, the run has the first of these that is possible: the policy's own value
-    head; with `shared_critic`, a new head on the policy; a copy of a reward model that reads the
-    policy's tokens; a copy of the policy. If the advantages need no critic, the run has none."""
+    head; with `shared_critic`, a new head on the policy; the policy's base with its adapter
+    CRITIC_ADAPTER; a copy of a reward model that reads the policy's tokens; a copy of the policy.
+    If the advantages need no critic, the run has none."""
 
     rewards: RewardMix
     peft_config: Any = None
@@ -102,9 +103,9 @@ def trains_in_bf16(
 ) -> bool:
     """Return `asked`; if it is None, whether bfloat16 autocast is fast on this machine.
 
-    If `asked` is None, there is no autocast for float64 weights, and none for the base of an
-    adapter in half precision, because its layers already compute in this precision. All other
-    weights are trained in fp32, whatever the precision of their files.
+    If `asked` is None, there is no autocast for float64 weights, and none if the policy has or
+    gets an adapter and its base is in half precision: the base already computes in this precision.
+    All other weights are trained in fp32, whatever the precision of their files.
     """
     if asked is not None:
         return asked

@@ -22,8 +22,9 @@ def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]], *, is_masked: bool = True) -> None:
     """Write one JSON object per line, with secrets masked unless `is_masked` is False.
 
-    Do not mask rows that train a model: the masks depend on the environment of the machine. A value
-    of a type that JSON lacks, such as a date, is written as text.
+    Samples that train a model are not masked, because the masks depend on the environment of the
+    machine. Files that people read stay masked, also if their rows train a model later. A value of
+    a type that JSON lacks, such as a date, is written as text.
 
     Raises:
         TrainingError: the file cannot be written.

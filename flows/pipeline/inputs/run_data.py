@@ -457,8 +457,8 @@ def judged_rows(rows: Rows, config: EvaluationConfig, champion: int | None = Non
         raise DataError(
             f"evaluation.rotate={config.rotate:g} draws {rotated} of {judged} judged rows anew for "
             f"each champion. Only {len(others)} rows of {rows.source} are left besides the {fixed} "
-            f"fixed rows, so most drawn rows would repeat. Add {needed - len(rows)} rows to "
-            f"eval_prompts, lower num_examples to {int(len(rows) / (1 + config.rotate))}, or "
+            f"fixed rows, so most drawn rows would repeat. Add at least {needed - len(rows)} rows "
+            f"to eval_prompts, lower num_examples to {int(len(rows) / (1 + config.rotate))}, or "
             "remove rotate."
         )
     drawn = np.random.default_rng(champion or 0).permutation(others)[:rotated]

@@ -32,11 +32,10 @@ default of 8 concurrent calls, because a short outage can make all of them fail.
 server rejects counts only as long as the server has not answered any question."""
 
 FINAL_REASONS = {
-    "content_filter": "The server's filter removes the answer.",
+    "content_filter": "The server's filter removes the answer. Use another judge.",
     "length": "Raise judging.max_reply_tokens.",
 }
-"""Values of `finish_reason` that a repeated call would have too, if a reply has no text, with what
-follows."""
+"""`finish_reason` of a reply without text that a repeated call would have too -> the next move."""
 
 PROBE_RETRIES = 2
 """Maximum number of retries of `probe`; small, so that a wrong address is found within seconds."""
@@ -186,8 +185,8 @@ class OpenAIModel:
         if reason not in FINAL_REASONS:
             raise CallError(error)
         # A judge that has answered is up, however many of its answers have no text.
-        self._has_answered = True
-        self._given_up_in_a_row = 0
+        if self._has_answered:
+            self._given_up_in_a_row = 0
         return Reply(None, error=f"{error}. {FINAL_REASONS[reason]}", tokens=completion.tokens or 0)
 
     def _wait(self, state: RetryCallState) -> float:
@@ -211,10 +210,10 @@ class OpenAIModel:
         enough = max(DOWN_AFTER, 2 * self._config.concurrency)
         if self._given_up_in_a_row >= enough:
             raise JudgeError(
-                f"{self._server.url} seems to be down: {enough} questions in a row to "
+                f"{self._server.url} seems to be down or of no use: {enough} questions in a row to "
                 f"{self.name} got no answer. The last error: {reply.error}\n"
                 f"All replies are stored, and {self._left} questions are left to ask. Run again "
-                "when the server is up."
+                "when this is mended."
             )
 
 

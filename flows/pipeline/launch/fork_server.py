@@ -30,7 +30,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn, TypeAlias
 
-from pipeline.launch.forked_processes import NUMBER, EndMessage, ForkServer, Used, openmp_settings
+from pipeline.launch.forked_processes import NUMBER, ForkServer, Used, openmp_settings
 from ppo_core.distributed.process import PARENT, end_with, large_imports, outlive_parent
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -206,7 +206,7 @@ def _is_wanted(request: Request) -> bool:
 def _report_end(ended: int, process: int, status: socket.socket) -> None:
     os.close(ended)
     _, code, used = os.wait4(process, 0)
-    _send(status, *EndMessage(code, *Used.of(used)))
+    _send(status, code, *Used.of(used))
     status.close()
 
 

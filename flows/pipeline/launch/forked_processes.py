@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, ClassVar, NamedTuple
 
 NUMBER = 8
-"""Bytes of a number: the length of a request, a process id, or a field of `EndMessage`."""
+"""Bytes of a number in a message, such as a process id or a wait status."""
 
 OPENMP = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")
 """Environment variables that OpenMP reads when torch is imported."""
@@ -48,16 +48,6 @@ class Used(NamedTuple):
         # Linux counts the memory in KiB.
         unit = 1 if sys.platform == "darwin" else 1024
         return cls(round(1e6 * (used.ru_utime + used.ru_stime)), used.ru_maxrss * unit)
-
-
-class EndMessage(NamedTuple):
-    """The server's message about a process that has ended."""
-
-    status: int
-    """The wait status."""
-
-    cpu_microseconds: int
-    peak_rss_bytes: int
 
 
 class ForkServer:
@@ -162,14 +152,13 @@ class ForkedProcess:
         if self.returncode is None:
             self._status.settimeout(timeout)
             try:
-                numbers = receive_numbers(self._status, len(EndMessage._fields))
+                numbers = receive_numbers(self._status, 1 + len(Used._fields))
             except (TimeoutError, BlockingIOError):
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0) from None
             # If no message arrives, the server has died, and the kernel has killed the process.
-            ended = EndMessage(*numbers) if numbers else EndMessage(signal.SIGKILL, 0, 0)
-            self.returncode = os.waitstatus_to_exitcode(ended.status)
-            used = Used(ended.cpu_microseconds, ended.peak_rss_bytes)
-            self._server.used = self._server.used.plus(used)
+            status, *used = numbers or [signal.SIGKILL]
+            self.returncode = os.waitstatus_to_exitcode(status)
+            self._server.used = self._server.used.plus(Used(*used))
         return self.returncode
 
     def kill(self) -> None:

@@ -75,8 +75,8 @@ def train(
         machines: the machines of the training.
         program: module that the processes run, and its arguments before the job; PPO by default.
         stall_minutes: time without progress after which the training is ended. If 20 times the
-            median time between two signs of progress is longer, this longer time applies. A new
-            line of the metrics file and a change of PROGRESS_FILE are signs of progress.
+            median time between two lines of the metrics file is longer, this longer time applies.
+            A new line and a change of PROGRESS_FILE are signs of progress.
         on_metrics: called with the number and the metrics of each line in the metrics file.
         on_wait: called several times a second; an error that it raises ends the processes.
 
@@ -162,8 +162,10 @@ def _follow(
     while True:
         ended = child.poll() is not None
         has_lines, has_moved = follower.read_new_lines() > 0, progress.has_changed()
-        if has_lines or has_moved:
+        if has_lines:
             stall.advance()
+        elif has_moved:
+            stall.stay_alive()
         if ended:
             return frozen
         if stall.has_stalled():

@@ -42,16 +42,20 @@ class StallWatch:
         """Begin a phase that may wait for `minutes`, or longer if its median wait is long."""
         self._least = 60 * minutes
         self._waits: deque[float] = deque(maxlen=RECENT)
-        self._has_advanced = False
+        self._advanced: float | None = None
         self._last = self._checked = time.monotonic()
 
     def advance(self) -> None:
-        """Record that the phase has made progress."""
+        """Record that the phase has made an advance, whose wait counts for the limit."""
         now = time.monotonic()
         # The first wait includes the start of the phase, such as loading models.
-        if self._has_advanced:
-            self._waits.append(now - self._last)
-        self._has_advanced, self._last = True, now
+        if self._advanced is not None:
+            self._waits.append(now - self._advanced)
+        self._advanced = self._last = now
+
+    def stay_alive(self) -> None:
+        """Record a sign of progress between two advances."""
+        self._last = time.monotonic()
 
     def limit(self) -> float:
         """Return the maximum wait for the next advance, in seconds."""

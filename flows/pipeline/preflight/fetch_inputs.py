@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -34,7 +35,7 @@ from ppo_core.config.reward_names import read_rewards
 from ppo_core.data.sources.data_addresses import is_data_address
 from ppo_core.data.sources.hub_data import HubData
 from ppo_core.data.sources.source import SUFFIXES, find_hub_data, split_of_name
-from ppo_core.errors import ModelError, library_errors
+from ppo_core.errors import DataError, ModelError, library_errors
 from ppo_core.io.atomic_files import explained_writes
 from ppo_core.io.folder_cache import link_or_copy, publish_folder
 from ppo_core.models.loading import commit_of
@@ -173,7 +174,12 @@ def _renamed_source(
 def _keeping_split(name: str, change: Callable[[str], str]) -> str:
     """Change the place of a data set, and keep `:SPLIT` or `:CONFIG/SPLIT` at its end."""
     place = _place_of(name)
-    return change(place) + name.removeprefix(place)
+    split = name.removeprefix(place)
+    if is_in_s3(name) and "/" in split:
+        # The name of a folder may contain a colon, so `:CONFIG/SPLIT` may be a part of its address.
+        with suppress(DataError):
+            return change(name)
+    return change(place) + split
 
 
 def _place_of(name: str) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from pipeline.reports.document import Chart, Curve, Front, Interval, NamedRates, as_number
+from ppo_core.errors.redaction import mask_secrets
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 360, 46, 10, 14, 20
 """Width of a chart, and sizes of its margins. One unit is about one pixel on a phone."""
@@ -33,8 +34,8 @@ class ChartAxis:
 
 
 def draw_chart(chart: Chart) -> Markup:
-    """Return a chart as an SVG element; all text in it is escaped."""
-    shows = f"{chart.title}. {chart.caption}"
+    """Return a chart as an SVG element; all text in it is escaped, and secrets are masked."""
+    shows = mask_secrets(f"{chart.title}. {chart.caption}")
     match chart.data:
         case Curve():
             return _line_chart(chart.data, shows)
@@ -78,7 +79,9 @@ def _interval_chart(rates: Mapping[str, Interval], shows: str) -> Markup:
     for number, (name, (rate, low, high)) in enumerate(rates.items()):
         top = 40 * number
         parts += [
-            Markup('<text x="12" y="{}">{}: {:.1%}</text>').format(top + 14, name, rate),
+            Markup('<text x="12" y="{}">{}: {:.1%}</text>').format(
+                top + 14, mask_secrets(name), rate
+            ),
             Markup('<line class="half" x1="{x}" x2="{x}" y1="{}" y2="{}"/>').format(
                 top + 18, top + 34, x=x(0.5)
             ),
@@ -113,7 +116,7 @@ def _front_chart(points: Mapping[str, tuple[float, Interval]], shows: str) -> Ma
             ),
             Markup('<circle class="dot" cx="{}" cy="{}" r="4"/>').format(x(value), y(rate)),
             Markup('<text x="{}" y="{}" text-anchor="{}">{}</text>').format(
-                x(value), at, anchor, name
+                x(value), at, anchor, mask_secrets(name)
             ),
         ]
     return _svg(parts, height, shows)

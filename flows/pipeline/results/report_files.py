@@ -1,13 +1,19 @@
 """Write records as JSON files, and read them back."""
 
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ppo_core.errors import DataError
 from ppo_core.errors.redaction import mask_values
-from ppo_core.io.atomic_files import explained_writes, is_written_in_place, write_atomically
+from ppo_core.io.atomic_files import (
+    explained_writes,
+    is_stdout,
+    is_written_in_place,
+    write_atomically,
+)
 from ppo_core.io.text_files import read_json_file
 
 if TYPE_CHECKING:
@@ -26,14 +32,16 @@ def as_json(record: "DataclassInstance") -> dict[str, Any]:
 
 
 def write_report(path: Path, report: "DataclassInstance", *, indent: int | None = None) -> None:
-    """Write a report as JSON, with secrets masked, to a file, a device, or a link to either.
+    """Write a report as JSON, with secrets masked; the path may be a device such as /dev/stdout.
 
     Raises:
         TrainingError: the file cannot be written.
     """
     text = json.dumps(mask_values(as_json(report)), indent=indent)
     with explained_writes(path):
-        if is_written_in_place(path):
+        if is_stdout(path):
+            sys.stdout.write(text)
+        elif is_written_in_place(path):
             path.write_text(text, encoding="utf-8")
         else:
             write_atomically(path, text)

@@ -1,9 +1,10 @@
 """Measure the win rate of a model against references, or against itself, without a run."""
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import mkdtemp
 
 from transformers import PreTrainedTokenizerBase
 
@@ -256,10 +257,13 @@ def _answer(
         precision=arguments.precision,
     )
     # In a shared folder, two commands at the same time would end each other's processes.
-    with TemporaryDirectory(dir=arguments.output_dir) as place:
-        return answer(
-            job,
-            processes=answer_processes(0, len(prompts)),
-            folder=Path(place) / "answers",
-            stall_minutes=STALL_MINUTES,
-        ).texts
+    folder = Path(mkdtemp(prefix="answers-", dir=arguments.output_dir))
+    answers = answer(
+        job,
+        processes=answer_processes(0, len(prompts)),
+        folder=folder,
+        stall_minutes=STALL_MINUTES,
+    )
+    # After an error, the folder stays, because the error names its files.
+    shutil.rmtree(folder, ignore_errors=True)
+    return answers.texts

@@ -44,7 +44,6 @@ _RANKING_COLUMNS = {
 }
 """Field of a ranked list -> names of columns that may hold it; the first that exists is read."""
 
-
 _LABELS = {
     **dict.fromkeys(LABEL_FIELDS, TEXT),
     "margin": pyarrow.float64(),
@@ -87,7 +86,7 @@ def find_pairs(columns: Collection[str], is_chat: bool) -> RowFormat:
 
 
 def _judgments(columns: Collection[str], is_chat: bool) -> RowFormat | None:
-    """Return the form of single judgments ; None if a column is missing."""
+    """Return the form of single judgments; None if a column is missing."""
     found = find_prompt(columns)
     if found is None or not has_judgments(columns):
         return None

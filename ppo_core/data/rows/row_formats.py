@@ -39,10 +39,8 @@ Kind: TypeAlias = Literal["prompts", "pairs", "demonstrations", "votes", "feedba
 """Use of a data set: prompts with an optional reference, preferences, examples for fine-tuning,
 pairs of answers that people judged, or feedback of users on single answers or pairs."""
 
-
 _REFERENCE_COLUMNS = ("reference", *COMPLETION_COLUMNS)
 """Names of columns that may hold the reference with which a policy's response is compared."""
-
 
 _TOKEN_IDS = pyarrow.list_(pyarrow.int64())
 

@@ -101,8 +101,10 @@ def fast_path(backbone: nn.Module) -> DecoderLayers | None:
 
 def _has_enough_bits(backbone: nn.Module) -> bool:
     parameters = list(backbone.parameters())
-    least = 2 if parameters[0].is_cuda else 4
-    return all(parameter.itemsize >= least for parameter in parameters)
+    # If the embeddings are in fp32, autocast chooses the precision of matrices in half precision.
+    is_half = parameters[0].itemsize < 4
+    is_rounded = is_half and not parameters[0].is_cuda
+    return not is_rounded and all(parameter.itemsize >= 2 for parameter in parameters)
 
 
 def _has_default_attention(backbone: Any) -> bool:

@@ -107,6 +107,22 @@ def test_a_person_with_two_pages_labels_a_pair_once(tmp_path: Path):
     assert second.done == 1
     second.label(1, "right")
     assert len(read(file)) == 2
+    first.label(1, "left")
+    second.undo()
+    assert read(file) == saved
+
+
+def test_undo_takes_back_no_label_of_another_page(tmp_path: Path):
+    pairs, file = votes_of(read_pairs(write_pairs(tmp_path, 3))), tmp_path / "labeled.jsonl"
+    first, second = Labeling(pairs, "ann", file), Labeling(pairs, "ann", file)
+    first.label(0, "left")
+    second.label(2, "skip")
+    first.label(1, "left")
+    saved = read(file)
+    second.label(0, "right")
+    second.undo()
+    assert read(file) == saved
+    assert second.skipped == set()
 
 
 def test_undo_leaves_the_labels_of_other_pairs(tmp_path: Path):

@@ -310,12 +310,20 @@ def test_a_question_out_of_retries_has_no_text_and_says_why(fault: str, words: s
 def test_a_reply_that_would_lack_its_text_again_is_paid_once_and_shows_that_the_server_is_up(
     reason: str, next_move: str
 ):
-    with fault_server([say(None, finish_reason=reason)]) as server:
+    with fault_server([say("A"), say(None, finish_reason=reason)]) as server:
         replies = ask(make_chat(server.url, retries=6, concurrency=1), 30)
     assert len(server.requests) == 30
-    assert {reply.text for reply in replies} == {None}
-    assert f"(finish_reason='{reason}')" in replies[0].error
-    assert next_move in replies[0].error
+    assert [reply.text for reply in replies] == ["A", *[None] * 29]
+    assert f"(finish_reason='{reason}')" in replies[1].error
+    assert next_move in replies[1].error
+
+
+def test_a_server_whose_replies_never_have_a_text_ends_the_evaluation():
+    with fault_server([say(None, finish_reason="length")]) as server:
+        chat = make_chat(server.url, retries=6, concurrency=1)
+        with pytest.raises(JudgeError, match=r"20 questions in a row.*Raise judging\.max_reply"):
+            ask(chat, 30)
+    assert len(server.requests) == 20
 
 
 def test_a_call_is_repeated_as_often_as_the_setting_says_and_no_more():

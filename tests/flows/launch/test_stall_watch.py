@@ -67,6 +67,18 @@ def test_the_limit_is_the_setting_or_twenty_times_the_median(monkeypatch):
     assert clock.check(watch, 1)
 
 
+def test_signs_between_two_advances_count_for_no_limit(monkeypatch):
+    clock = Clock(monkeypatch)
+    watch = StallWatch(minutes=1)
+    for _ in range(4):
+        for _ in range(10):
+            clock.now += 10
+            watch.stay_alive()
+            assert not watch.has_stalled()
+        watch.advance()
+    assert watch.limit() == 20 * 100
+
+
 def test_a_suspension_of_the_process_is_no_stall(monkeypatch):
     clock = Clock(monkeypatch)
     watch = StallWatch(minutes=30)

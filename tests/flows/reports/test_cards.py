@@ -18,11 +18,13 @@ import pytest
 
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.registry.decisions import Decision
+from pipeline.reports.charts import draw_chart
 from pipeline.reports.document import (
     Answer,
     Chart,
     Curve,
     Document,
+    NamedRates,
     Reading,
     Section,
     ShownProgress,
@@ -430,6 +432,10 @@ def test_a_mask_in_a_page_removes_no_tag():
     reasons = (text, "Authorization: Bearer abcdefghij", "the end")
     document = Document(subject="", verdict="", tone="good", reasons=reasons, sections=())
     page = document_page(document)
+    chart = Chart(
+        "Authorization: Bearer abcdefghij", "caption", NamedRates({text: (0.5, 0.4, 0.6)})
+    )
+    assert "abcdefghij" not in draw_chart(chart) and "PRIVATE" not in draw_chart(chart)
     items = re.findall("<li>(.*?)</li>", page)
     assert items == ["(hidden)", "Authorization: Bearer (hidden)", "the end"]
     assert page.rstrip().endswith("</html>")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import pickle
 import re
 import subprocess
@@ -53,6 +54,22 @@ def test_a_report_goes_through_a_link_and_leaves_the_link(tmp_path: Path):
     write_report(link, reward_report())
     assert link.is_symlink()
     assert read_report(tmp_path / "file.json", RewardReport) == reward_report()
+
+
+def test_a_report_to_the_standard_output_stands_between_its_other_lines(tmp_path: Path):
+    file = tmp_path / "out.txt"
+    program = (
+        "from pathlib import Path; from pipeline.results.report_files import write_report\n"
+        "from tests.helpers.inputs.sample_reports import reward_report\n"
+        "print('before', flush=True); write_report(Path('/dev/stdout'), reward_report())\n"
+        "print('\\nafter')"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'flows'}"}
+    with file.open("w") as out:
+        subprocess.run([sys.executable, "-c", program], stdout=out, env=environment, check=True)
+    before, report, after = file.read_text().splitlines()
+    assert (before, after) == ("before", "after")
+    assert json.loads(report)["fit"] is True
 
 
 REPORTS = {

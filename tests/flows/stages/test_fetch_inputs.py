@@ -94,12 +94,18 @@ def test_a_split_of_a_folder_reaches_machines_that_share_nothing(
     (folder / "test.jsonl").unlink()
     (folder / "README.md").write_text(f"---\n{card}---\n")
     named = upload(folder, f"{store}/named")
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (alone / "train.jsonl").write_text("".join(rows))
+    single = upload(alone, f"{store}/2026-11-26T06:00/prompts")
     monkeypatch.chdir(tmp_path)
     prompts = [json.loads(row)["prompt"] for row in rows]
     for name, expected in {
         f"{there}:test[:5]": prompts[:-6:-1],
         f"{there}/test.jsonl": prompts[::-1],
         f"{named}:en/test": prompts,
+        # The folder of this address has a colon, but no split follows.
+        f"{single}": prompts,
         "data:en/test[:5]": prompts[:5],
     }.items():
         settings = replace(plain, store=f"{store}/rlhf", prompts=name)

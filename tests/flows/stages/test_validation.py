@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.inputs.flow_run import FlowRun
-from pipeline.results.step_records import ValidatedReward
+from pipeline.results.step_records import PreparedModel, ValidatedReward
 from pipeline.settings.make_settings import make_settings
+from pipeline.settings.settings import Settings
+from pipeline.stages import validation
 from pipeline.stages.validation import stop_run
 from pipeline.storage.workspace import Workspace
 from ppo_core.errors import ModelError
@@ -36,6 +38,21 @@ def refusal(folder: Path) -> str:
     with pytest.raises(ModelError) as error:
         stop_run(validation, run)
     return str(error.value)
+
+
+def test_each_block_of_samples_has_its_own_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    seeds = []
+
+    def answer(settings: Settings, policy: str, folder: Path, prompts: list[str]) -> list[str]:
+        seeds.append(settings.seed)
+        return prompts
+
+    monkeypatch.setattr(validation, "answer_as_ppo", answer)
+    model = PreparedModel(path="policy", digest="d", metrics={})
+    draw = validation._draw(make_settings(INPUTS | {"seed": 2**32 - 4}, {}), model, tmp_path)
+    for start in (0, 8):
+        assert draw(["p", "q"], samples_per_prompt=2, start=start) == [["p", "p"], ["q", "q"]]
+    assert seeds == [2**32 - 4, 4]
 
 
 def test_the_message_has_the_reasons_the_report_and_the_next_command(tmp_path, monkeypatch):

@@ -94,8 +94,15 @@ def test_training_mode_uses_the_models_own_forward():
 
 def test_half_precision_on_a_cpu_uses_the_models_own_forward():
     assert_own_forward(make_backbone().bfloat16())
+
+
+def test_fewer_bits_on_a_cpu_use_the_models_own_forward():
     backbone = make_backbone()
+    # As with frozen matrices that autocast reads.
     backbone.layers[1].mlp.bfloat16()
+    assert fast_path(backbone) is not None
+    quantized = nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
+    backbone.layers[1].mlp.up_proj.weight = quantized
     assert fast_path(backbone) is None
 
 
