@@ -432,10 +432,9 @@ def test_a_mask_in_a_page_removes_no_tag():
     reasons = (text, "Authorization: Bearer abcdefghij", "the end")
     document = Document(subject="", verdict="", tone="good", reasons=reasons, sections=())
     page = document_page(document)
-    chart = Chart(
-        "Authorization: Bearer abcdefghij", "caption", NamedRates({text: (0.5, 0.4, 0.6)})
-    )
-    assert "abcdefghij" not in draw_chart(chart) and "PRIVATE" not in draw_chart(chart)
+    rates = NamedRates(rates={text: (0.5, 0.4, 0.6)})
+    chart = draw_chart(Chart(title=reasons[1], caption="caption", data=rates))
+    assert "abcdefghij" not in chart and "PRIVATE" not in chart
     items = re.findall("<li>(.*?)</li>", page)
     assert items == ["(hidden)", "Authorization: Bearer (hidden)", "the end"]
     assert page.rstrip().endswith("</html>")
