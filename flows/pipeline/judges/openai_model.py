@@ -210,10 +210,10 @@ class OpenAIModel:
         enough = max(DOWN_AFTER, 2 * self._config.concurrency)
         if self._given_up_in_a_row >= enough:
             raise JudgeError(
-                f"{self._server.url} seems to be down or of no use: {enough} questions in a row to "
+                f"{self._server.url} seems to be down: {enough} questions in a row to "
                 f"{self.name} got no answer. The last error: {reply.error}\n"
                 f"All replies are stored, and {self._left} questions are left to ask. Run again "
-                "when this is mended."
+                "when the server answers."
             )
 
 

@@ -148,7 +148,7 @@ def test_a_champion_that_was_moved_by_hand_is_the_one_that_is_compared(name: str
     connect().set_registered_model_alias(name, "champion", "1")
     assert registry.main(["watch", name]) == 0
     told = capsys.readouterr().out
-    assert "the champion is version 1 by the alias, but version 2 by the history" in told
+    assert "by the alias, the champion is version 1; by the history, it is version 2" in told
     assert read_champions(name).champion == 2
     settings = {"task": "tldr", "registered_model": name, "promotion": {"withdraw_alpha": 0.01}}
     watch_feedback(settings, "Retrain/1")
