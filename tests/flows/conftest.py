@@ -1,4 +1,4 @@
-"""S3 by moto for the steps of a run on machines that share no disk."""
+"""S3 by moto, for runs on machines that share no disk."""
 
 from collections.abc import Iterator
 
