@@ -65,6 +65,7 @@ def test_the_figures_and_every_judgement_are_kept(tmp_path: Path):
     assert kept[3]["straight"] == kept[3]["swapped"] == {"winner": "second"}
 
 
+@pytest.mark.slow
 def test_two_commands_with_one_output_folder_leave_each_other_alone(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(answers, "gpus", lambda: 2)
     rows = [{"prompt": f"w{i} w{i + 1}", "reference": "w1 " * 9} for i in range(32)]

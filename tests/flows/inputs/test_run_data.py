@@ -255,8 +255,8 @@ def test_a_rotation_without_further_rows_is_refused(tmp_path: Path):
         return RunData(make_settings(table, {})).examples()
 
     for judged, advice in (
-        (1000, r"Add 1460 rows to eval_prompts, lower num_examples to 26"),
-        (27, r"Add 1 rows to eval_prompts, lower num_examples to 26"),
+        (1000, r"Add at least 1460 rows to eval_prompts, lower num_examples to 26"),
+        (27, r"Add at least 1 rows to eval_prompts, lower num_examples to 26"),
     ):
         with pytest.raises(DataError, match=rf"drawn rows would repeat. {advice}"):
             examples(40, judged)

@@ -59,9 +59,10 @@ def test_a_report_goes_through_a_link_and_leaves_the_link(tmp_path: Path):
 def test_a_report_to_the_standard_output_stands_between_its_other_lines(tmp_path: Path):
     file = tmp_path / "out.txt"
     program = (
-        "from pathlib import Path; from pipeline.results.report_files import write_report\n"
-        "from tests.helpers.inputs.sample_reports import reward_report\n"
-        "print('before', flush=True); write_report(Path('/dev/stdout'), reward_report())\n"
+        "from dataclasses import make_dataclass; from pathlib import Path\n"
+        "from pipeline.results.report_files import write_report\n"
+        "report = make_dataclass('Report', ['fit'])(True)\n"
+        "print('before', flush=True); write_report(Path('/dev/stdout'), report)\n"
         "print('\\nafter')"
     )
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'flows'}"}
