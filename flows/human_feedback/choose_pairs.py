@@ -95,7 +95,7 @@ def pairs_to_label(choice: PairChoice) -> list[Pair]:
     """Return the pairs on which the members of the reward model differ most.
 
     Without a reward model, return random pairs. Further prompts are answered until there are enough
-    pairs or no prompts are left.
+    pairs, no prompts are left, or a round gives no further pair.
 
     Raises:
         DataError: the prompts cannot be used, or no prompt has two different answers.

@@ -1,10 +1,10 @@
 """Record served answers, and users' opinions on the answers, as MLflow traces.
 
 The inputs of a trace are the prompt, `{"prompt": TEXT}` or `{"messages": [...]}`. The outputs are
-the answer, `{"text": TEXT}`. The tags are `MODEL_TAG` and `VERSION_TAG`. A better answer is
-an expectation named `CORRECTION`. A judgment is feedback with a boolean value. `record_opinion`
-names it `LIKED`, but each feedback of a person with a boolean value is read as a judgment. For a
-label with another meaning, use a text instead of a boolean.
+the answer, `{"text": TEXT}`. The tags are `MODEL_TAG` and `VERSION_TAG`. A better answer is an
+expectation named `CORRECTION`. A judgment is feedback of a person with a boolean value.
+`record_opinion` names it `LIKED`, but the name does not count. For a label with another meaning,
+use a text instead of a boolean.
 """
 
 import re

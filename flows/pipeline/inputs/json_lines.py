@@ -38,6 +38,10 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]], *, is_masked: boo
 
 
 def json_line(row: Mapping[str, Any], *, is_masked: bool = True) -> str:
-    """Return a row as a line of JSON; secrets in texts, and texts in secret fields, are masked."""
+    """Return a row as a line of JSON.
+
+    With `is_masked`, secrets in texts, and all texts in fields with the name of a secret, are
+    masked.
+    """
     shown = mask_values(row, by_name=True) if is_masked else row
     return json.dumps(shown, ensure_ascii=False, default=str) + "\n"

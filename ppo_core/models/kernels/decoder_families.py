@@ -79,7 +79,7 @@ def fast_path(backbone: nn.Module) -> DecoderLayers | None:
 
     - the model family, or this variant of the family, is not known here;
     - the backbone is in training mode, which may use dropout and recomputed activations;
-    - the weights are in half precision on a CPU, or in fewer bits: the fast path sums in another
+    - the embeddings are in half precision on a CPU, or weights in fewer bits: the fast path sums in another
       order than transformers, so rounding could lead to other tokens than in the library that
       serves the model. On a GPU, half precision is accepted, because captured steps save much time;
     - attention is not transformers' default: another `attn_implementation` was chosen, or
@@ -100,11 +100,11 @@ def fast_path(backbone: nn.Module) -> DecoderLayers | None:
 
 
 def _has_enough_bits(backbone: nn.Module) -> bool:
-    parameters = list(backbone.parameters())
+    first = next(backbone.parameters())
     # If the embeddings are in fp32, autocast chooses the precision of matrices in half precision.
-    is_half = parameters[0].itemsize < 4
-    is_rounded = is_half and not parameters[0].is_cuda
-    return not is_rounded and all(parameter.itemsize >= 2 for parameter in parameters)
+    if first.itemsize < 4 and not first.is_cuda:
+        return False
+    return all(parameter.itemsize >= 2 for parameter in backbone.parameters())
 
 
 def _has_default_attention(backbone: Any) -> bool:
