@@ -81,7 +81,8 @@ def fast_path(backbone: nn.Module) -> DecoderLayers | None:
     - the backbone is in training mode, which may use dropout and recomputed activations;
     - the embeddings are in half precision on a CPU, or weights have fewer bits: the fast path sums
       in another order than transformers, so rounding could lead to other tokens than in the library
-      that serves the model. On a GPU, half precision is accepted, because captured steps save much time;
+      that serves the model. On a GPU, half precision is accepted, because captured steps save much
+      time;
     - attention is not transformers' default: another `attn_implementation` was chosen, or
       another function was registered under the default's name;
     - a module has a hook or a replaced `forward`, as under FSDP2 and ZeRO-3, which gather weights
