@@ -17,6 +17,7 @@ and saves each label at once. `to-label-studio` writes the pairs as tasks of Lab
 """
 
 import argparse
+import math
 import getpass
 import shlex
 import sys
@@ -263,8 +264,8 @@ def _add_collect(add: argparse.ArgumentParser) -> None:
         type=_time,
         help="use no answers and no votes from before this day or time",
     )
-    add.add_argument("--liked-from", type=float, help="scores from this on are positive judgments")
-    add.add_argument("--disliked-to", type=float, help="scores up to this are negative judgments")
+    add.add_argument("--liked-from", type=_score, help="scores from this on are positive judgments")
+    add.add_argument("--disliked-to", type=_score, help="scores up to this are negative judgments")
     add.add_argument(
         "--half-life", type=float, help="days after which an opinion has half the weight"
     )
@@ -316,6 +317,16 @@ def _count(text: str) -> int:
     if not (text.isdecimal() and int(text)):
         raise argparse.ArgumentTypeError(f"{text} must be a whole number, at least 1")
     return int(text)
+
+
+def _score(text: str) -> float:
+    try:
+        score = float(text)
+    except ValueError:
+        score = math.nan
+    if not math.isfinite(score):
+        raise argparse.ArgumentTypeError(f"{text} must be a finite number")
+    return score
 
 
 def _time(text: str) -> datetime:

@@ -51,11 +51,9 @@ def phase(step_name: str, flow: Any, inputs: Any = None, attributes: Any = None)
     lease = lease_of_run.KeptLease(
         earlier.lease, lambda: getattr(flow, "settings", settings), run_id(), ends_run
     )
-    watched = stages.tracked.watched(step_name, settings, run, lease.end_hung_step)
-    try:
-        with explained_full_disk(), lease, watched:
-            yield
-    except Exception as error:
+
+    def report_end(error: BaseException) -> None:
+        """If an error ends the run, write it into the run's page, and check the budget."""
         if settings and run and ends_run(error) and is_first_machine():
             told = alarms_of(earlier)
             alarms.alarm_budget(told.topic, told.gpu_hours, settings, run)
@@ -63,6 +61,18 @@ def phase(step_name: str, flow: Any, inputs: Any = None, attributes: Any = None)
             from pipeline.reports.run_page.write_page import write_failure
 
             write_failure(run, settings, f"{step_name} failed: {str(error) or repr(error)}")
+
+    def on_hang(problem: str) -> None:
+        error = ProcessError(f"{problem}.")
+        lease.end_hung_step(error)
+        report_end(error)
+
+    watched = stages.tracked.watched(step_name, settings, run, on_hang)
+    try:
+        with explained_full_disk(), lease, watched:
+            yield
+    except Exception as error:
+        report_end(error)
         if not isinstance(error, PPOError):
             raise
         message = str(error) if step_name == "start" else with_next_move(error)

@@ -115,7 +115,7 @@ def _read_with_models(path: Path, folder: Path) -> Settings:
     for name in MODELS:
         table[name] = _fetch(name, str(table.get(name) or ""), workspace)
     table["rewards"] = [
-        one.moved(_fetch("rewards", one.source, workspace)) if one.kind in MODEL_JUDGES else one
+        one.moved(_fetch("rewards", one.source, workspace)) if one.kind in MODEL_JUDGES else one.spec
         for one in read_rewards(table.get("rewards") or [])
     ]
     return make_settings(table, {}, parameters=count_parameters(table["policy"]))

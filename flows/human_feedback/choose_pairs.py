@@ -213,7 +213,8 @@ def _answers(choice: PairChoice, prompts: Sequence[str | Messages], start: int) 
     """
     answers: list[list[str]] = [[] for _ in prompts]
     for number, policy in enumerate(choice.policies):
-        sampled = _sample_answers(choice, policy, start + number, prompts)
+        # A number of its own for each policy of each round.
+        sampled = _sample_answers(choice, policy, start * len(choice.policies) + number, prompts)
         for row, texts in zip(answers, sampled, strict=True):
             row += texts
         free_unused()

@@ -77,9 +77,9 @@ class KeptLease:
         if self._ends_run(error):
             release_lease(self._owner, self._read_settings(), self._run)
 
-    def end_hung_step(self) -> None:
+    def end_hung_step(self, error: ProcessError) -> None:
         """Before the process ends: stop the renewals, and release the lease as after an error."""
-        self.__exit__(ProcessError, ProcessError("The step hangs."), None)
+        self.__exit__(ProcessError, error, None)
 
     def _renew(self, lease: "Lease") -> None:
         from pipeline.storage.model_lease import LeaseLostError

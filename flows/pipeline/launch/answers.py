@@ -2,7 +2,9 @@
 
 import shutil
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from pipeline.launch.commands import gpus
 from pipeline.launch.launcher import train
@@ -83,6 +85,13 @@ def answer_as_ppo(
     """
     job = job_of_ppo(settings, policy, prompts, tokenizer=tokenizer)
     return answer_in_run(job, settings, folder).texts
+
+
+def inputs_of_samples(settings: Settings, digest: str) -> dict[str, Any]:
+    """Return what decides the samples of a policy with this digest, apart from the prompts."""
+    job = job_of_ppo(settings, digest, [])
+    # The address of a vLLM server decides nothing.
+    return asdict(replace(job, server=None)) | {"vllm": job.server is not None}
 
 
 def job_of_ppo(

@@ -86,7 +86,7 @@ class _StepWatch:
         folder: Path,
         stall_minutes: float,
         step_minutes: float,
-        on_hang: Callable[[], None],
+        on_hang: Callable[[str], None],
     ) -> None:
         self._step, self._folder, self._on_hang = step, folder, on_hang
         self._stall_minutes, self._step_minutes = stall_minutes, step_minutes
@@ -148,7 +148,9 @@ class _StepWatch:
                 faulthandler.dump_traceback(stacks)
             for child in tree(os.getpid())[1:]:
                 end_tree(child.pid)
-            on_hang = threading.Thread(target=self._on_hang, name="on hang", daemon=True)
+            on_hang = threading.Thread(
+                target=self._on_hang, args=(problem,), name="on hang", daemon=True
+            )
             on_hang.start()
             on_hang.join(ON_HANG_SECONDS)
         finally:  # also if the disk is full
@@ -162,12 +164,12 @@ def watched_step(
     *,
     stall_minutes: float,
     step_minutes: float,
-    on_hang: Callable[[], None] = lambda: None,
+    on_hang: Callable[[str], None] = lambda problem: None,
 ) -> Iterator[None]:
     """End this process if its step hangs; first write the stack of each thread to `folder`.
 
-    The process ends without leaving its contexts. Therefore `on_hang` is called first, in another
-    thread, for at most ON_HANG_SECONDS.
+    The process ends without leaving its contexts. Therefore `on_hang` is called first with the
+    problem, in another thread, for at most ON_HANG_SECONDS.
 
     A step hangs if a progress bar does not advance for `stall_minutes`, or for 20 times its median
     wait if that is longer. The process also ends if the step takes longer than `step_minutes`,

@@ -14,7 +14,7 @@ from pipeline.inputs.votes_to_pairs import pairs_of_votes, unlabeled_rows
 from pipeline.judges.judge_budget import Budget, Payment, spent_by
 from pipeline.judges.make_judge import make_judge_of_run
 from pipeline.judges.verdict import Judge, JudgedPrompt
-from pipeline.launch.answers import answer_as_ppo
+from pipeline.launch.answers import answer_as_ppo, inputs_of_samples
 from pipeline.results.step_records import FreshPairs, PreparedModel
 from pipeline.settings.fresh_pairs_config import LEAST_PAIRS, PEOPLE
 from pipeline.storage.cached_results import MadeModel, as_values, make_or_reuse
@@ -196,14 +196,10 @@ def sample_pairs(data: RunData, policy: str, folder: Path, number: int = 1) -> S
 def _inputs(data: RunData, sft: PreparedModel, labeller: Judge) -> dict[str, Any]:
     """Return everything that determines the pairs and their labels."""
     settings = data.settings
-    sampling = ("response_length", "temperature", "top_k", "top_p", "stop_token", "stop_token_id")
     return {
-        "policy": sft.digest,
+        "samples": inputs_of_samples(settings, sft.digest),
         "prompts": digest_of(data.fresh_prompts()),
-        "prompt_format": settings.prompt_format,
-        "sampling": {name: getattr(settings.ppo, name) for name in sampling},
         "count": settings.fresh_pairs.count,
-        "seed": settings.seed,
         "labeller": [labeller.name, labeller.version],
         "code": digest_of_code(__name__),
     }

@@ -121,7 +121,7 @@ def shared_journal(run: FlowRun) -> Iterator[None]:
 
 @contextmanager
 def watched(
-    step: str, settings: Settings | None, run: FlowRun | None, on_hang: Callable[[], None]
+    step: str, settings: Settings | None, run: FlowRun | None, on_hang: Callable[[str], None]
 ) -> Iterator[None]:
     """Return a context that ends a step that hangs, and shares encoded rows through S3.
 

@@ -18,7 +18,7 @@ from pipeline.inputs.run_data import RunData
 from pipeline.judges.judge_budget import Budget, Payment, Spent, spent_by, sum_spent
 from pipeline.judges.judge_names import calls_per_question, can_ask
 from pipeline.judges.make_judge import digest_of_judge, make_judge_of_run
-from pipeline.launch.answers import answer_as_ppo, job_of_ppo
+from pipeline.launch.answers import answer_as_ppo, inputs_of_samples
 from pipeline.reports.log_reports import log_reward_report
 from pipeline.reports.run_page.facts import RunFacts, curves_of
 from pipeline.reports.run_page.write_page import write_run_page
@@ -235,20 +235,17 @@ def _inputs_of_report(
     """Return everything that decides the report on a reward model."""
     settings, judging = data.settings, data.settings.judging
     judge = judge_of_run(settings, judge_model)
-    job = job_of_ppo(settings, sft.digest, [])
     return {
-        "policy": sft.digest,
+        "samples": inputs_of_samples(settings, sft.digest),
         "reward_model": reward_model.digest,
         "training": reward_model.metrics,
         "pairs": preferences.given.digest,
         "votes": digest_of([asdict(pair) for pair in preferences.samples]),
         "prompts": data.training_prompts().digest,
-        "formats": [settings.prompt_format, data.reward_format],
+        "reward_format": data.reward_format,
         "end_of_text": settings.reward_model_training.end_of_text,
         "bf16": _scores_in_bf16(settings),
         "device": placement_for_reading().device.type,
-        # The address of a vLLM server decides nothing.
-        "job": asdict(replace(job, server=None)) | {"vllm": job.server is not None},
         "limits": asdict(settings.reward_gate),
         "judge": can_ask(judge) and digest_of_judge(settings, judge),
         # With too small a budget, the judge compares fewer samples, or none.

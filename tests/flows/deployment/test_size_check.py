@@ -151,6 +151,11 @@ def test_a_reward_model_in_s3_counts_as_a_second_model_that_scores(tmp_path: Pat
     assert sizes[1] - sizes[0] == pytest.approx(494.0e6 * 4 / 2**30, abs=0.1)
 
 
+def test_a_reward_function_does_not_hide_the_sizes(tmp_path: Path):
+    both = {"rewards": ["reward-model", "python:rewards.py:score"]}
+    assert check_sizes(written(tmp_path, settings=both)) == check_sizes(written(tmp_path))
+
+
 def test_the_step_of_a_given_reward_model_trains_a_judge_or_a_fresh_model(tmp_path: Path):
     def trains(**settings: Any) -> bool:
         folder = str(tmp_path / "Qwen2.5-0.5B-Instruct")

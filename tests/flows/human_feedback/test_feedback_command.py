@@ -220,7 +220,17 @@ def test_a_wrong_argument_is_refused(given: tuple[str, ...], fault: str, tmp_pat
     assert fault in capsys.readouterr().err
 
 
-def test_a_since_that_is_no_time_is_refused(tmp_path: Path, capsys):
+@pytest.mark.parametrize(
+    ("option", "value", "fault"),
+    [
+        ("--since", "yesterday", "is not a day or time in ISO 8601"),
+        # No score would be below it, so scores would be left out without a message.
+        ("--liked-from", "nan", "must be a finite number"),
+    ],
+)
+def test_a_value_that_an_option_cannot_have_is_refused(
+    option: str, value: str, fault: str, tmp_path: Path, capsys
+):
     with pytest.raises(SystemExit):
-        collect(tmp_path, "policy", "--since", "yesterday")
-    assert "--since: yesterday is not a day or time in ISO 8601" in capsys.readouterr().err
+        collect(tmp_path, "policy", option, value)
+    assert f"{option}: {value} {fault}" in capsys.readouterr().err

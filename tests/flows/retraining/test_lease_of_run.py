@@ -14,7 +14,7 @@ import pytest
 from pipeline.settings.make_settings import make_settings
 from pipeline.settings.settings import Settings
 from pipeline.storage.model_lease import Lease, LeaseLostError
-from ppo_core.errors import ConfigError, PPOError, StorageError
+from ppo_core.errors import ConfigError, PPOError, ProcessError, StorageError
 from retraining import lease_of_run
 from retraining.lease_of_run import KeptLease, release_lease
 from tests.flows.retraining.conftest import Bucket
@@ -67,7 +67,7 @@ def test_a_step_that_hangs_releases_the_lease_without_leaving_its_contexts(
 ):
     step = kept(settings, ends_run=True)
     step.__enter__()
-    step.end_hung_step()
+    step.end_hung_step(ProcessError("evaluate_win_rate hangs."))
     assert replace(lease, owner="Retrain/2").take() is None
 
 

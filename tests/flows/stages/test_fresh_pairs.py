@@ -101,11 +101,13 @@ def test_a_labeller_is_asked_once_in_both_orders(tmp_path: Path, start, capsys):
     assert f"{len(rows)} of 32 pairs have a preference" in capsys.readouterr().out
     assert label(settings, run) == pairs
     assert asked(tmp_path) == 2 * len(rows)
-    # Another seed of the run draws other samples.
-    other = make_settings(fresh(tmp_path) | {"seed": 7}, {})
-    others = label(other, run)
-    assert others
-    assert rows_of(others) != rows
+    # Another seed of the run draws other samples, and another precision may do so.
+    for change in ({"seed": 7}, {"precision": "bf16"}):
+        others = label(make_settings(fresh(tmp_path) | change, {}), run)
+        assert others
+        assert others.path != pairs.path
+        if "seed" in change:
+            assert rows_of(others) != rows
 
 
 def test_the_environment_changes_no_pair_that_trains_a_model(tmp_path: Path, start, monkeypatch):

@@ -101,6 +101,8 @@ def test_a_judge_that_hangs_ends_the_run_and_nothing_is_registered(
     assert "made no progress for 0.25 minutes (stall_minutes=0.25)" in run.log()
     (stacks,) = tmp_path.glob("outputs/runs/*/stacks-evaluate_win_rate.txt")
     assert "in judge" in stacks.read_text()
+    (page,) = tmp_path.glob("outputs/runs/*/index.html")
+    assert "evaluate_win_rate failed: " in page.read_text()
     assert not run.pids("register")
     with sqlite3.connect(tmp_path / "mlflow.db") as database:
         assert database.execute("select count(*) from model_versions").fetchone() == (0,)

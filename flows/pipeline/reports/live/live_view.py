@@ -54,9 +54,9 @@ class LiveView:
 
         A thread reads and shows the training, so that an error in showing does not end the step.
         """
-        file = Path(os.environ.get(PROGRESS) or self._run.folder / PROGRESS_FILE)
+        before = os.environ.get(PROGRESS, "")
+        file = Path(before or self._run.folder / PROGRESS_FILE)
         self._phase = FollowedPhase(file)
-        before = os.environ.get(PROGRESS)
         os.environ[PROGRESS] = str(file)
         thread = threading.Thread(target=self._watch, name="live view", daemon=True)
         thread.start()
@@ -65,7 +65,7 @@ class LiveView:
         finally:
             self._over.set()
             thread.join()
-            if before is None:
+            if not before:
                 del os.environ[PROGRESS]
 
     def _watch(self) -> None:
