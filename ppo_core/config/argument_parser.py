@@ -221,9 +221,9 @@ def _flags_of_file(path: Path) -> list[str]:
                 f"'{path}' has a table [{name}], and settings have no tables. Write one line "
                 "name = value for each setting."
             )
-        if "\0" in str(value):
-            raise ConfigError(f"{name}={value!r:.80} in '{path}' has a null character. Remove it.")
         several = isinstance(value, list)
+        if any("\0" in str(one) for one in (value if several else [value])):
+            raise ConfigError(f"{name}={value!r:.80} in '{path}' has a null character. Remove it.")
         flags += [f"--{name}", *map(str, value)] if several else [f"--{name}={value}"]
     return flags
 

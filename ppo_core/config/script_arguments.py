@@ -118,6 +118,11 @@ class ScriptArguments(DatasetArguments):
     def __post_init__(self) -> None:
         """Check the values before anything is loaded."""
         check_fields(self)
+        if self.reward_gain == 0:
+            raise ConfigError(
+                "reward_gain=0 makes every score 0, so only the KL term would train the policy. "
+                "Give another number, or remove reward_gain."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,5 @@
 """Load functions from a user's files and modules."""
 
-import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -13,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from ppo_core.errors import ConfigError, user_code_errors
+from ppo_core.io.folder_cache import digest_of, digest_of_file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,15 +73,21 @@ def _import_file(path: Path) -> ModuleType:
             f"the file {path.absolute()} does not exist. Pass the path of an existing file."
         )
     # A unique name, because an imported module may already have the name of the file.
-    name = f"{path.stem}_{_digest_of_file(path)}"
+    name = f"{path.stem}_{digest_of([str(path.absolute()), digest_of_file(path)])}"
+    if name in sys.modules:
+        return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     # `dataclass` looks up the module of the decorated class in `sys.modules`.
     sys.modules[name] = module
-    with _import_errors(str(path)):
-        spec.loader.exec_module(module)
+    try:
+        with _import_errors(str(path)):
+            spec.loader.exec_module(module)
+    except ConfigError:
+        del sys.modules[name]
+        raise
     return module
 
 
@@ -111,8 +117,4 @@ def _version_of(module: ModuleType) -> str:
             f"{module.__name__} is part of Python and has no source file, so the version of the "
             "function would be unknown. Call the function from a file of your own."
         )
-    return _digest_of_file(Path(file))
-
-
-def _digest_of_file(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    return digest_of_file(Path(file))[:16]

@@ -22,6 +22,7 @@ from ppo_core.errors import PPOError
 from ppo_core.errors.out_of_memory import free_unused
 from ppo_core.io.atomic_files import write_atomically
 from ppo_core.io.progress_bar import ProgressFile, listening
+from ppo_core.io.validation import read_record
 from ppo_core.models.loading import load_policy, load_tokenizer
 from ppo_core.rollout.token_sampling import ServerSettings, own_stop_token
 from ppo_core.training.answer_prompts import Answers, answer_prompts
@@ -161,7 +162,7 @@ def main(file: Path) -> int:
     rank, processes = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
     try:
         with reported_errors():
-            job = AnswerJob(**json.loads(file.read_text(encoding="utf-8")))
+            job = read_record(json.loads(file.read_text(encoding="utf-8")), AnswerJob)
             with listening(ProgressFile(file.parent)):
                 answers = run_answer_job(job, rank=rank, processes=processes)
             write_atomically(_file_of(file.parent, rank), json.dumps(asdict(answers)))

@@ -560,6 +560,8 @@ TOML = {
     "key-with-a-space": (b'"a b" = 1', ".+"),
     "key-with-a-line-break": (b'"a\\nb" = 1', ".+"),
     "nul-in-a-text": (b'output_dir = "a\\u0000b"', "output_dir.*null character"),
+    "nul-in-a-list": (b'rewards = ["python:a\\u0000.py:f"]', "rewards.*null character"),
+    "gain-of-zero": (b"reward_gain = 0", "reward_gain=0 makes every score 0"),
     "dotted-key": (b"ppo.seed = 1", r"table \[ppo\]"),
 }
 """Content of a settings file of `python -m ppo_core`, and what the message says."""

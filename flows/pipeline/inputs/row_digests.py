@@ -71,7 +71,9 @@ def digests_of_raw(row: RawRow, name: str, renamed: Mapping[str, str]) -> set[by
     """Return the digests of a row, for each use of rows with these columns, as text and as chat.
 
     A ranked list has the digest of each of its pairs. A row with a response never has the digest of
-    its prompt alone, which would also match other rows.
+    its prompt alone, which would also match other rows. Responses that begin with the prompt are
+    read with and without it, because only the whole data set shows whether its responses repeat
+    their prompts (see `repeat_their_prompt`).
 
     Raises:
         DataError: the row has no known columns, or a value is of a wrong type; the message
@@ -79,9 +81,9 @@ def digests_of_raw(row: RawRow, name: str, renamed: Mapping[str, str]) -> set[by
     """
     given = {column: value for column, value in row.items() if value is not None}
     converted, errors = [], []
-    for is_chat, kind in product((False, True), get_args(Kind)):
+    for is_chat, kind, first in product((False, True), get_args(Kind), ([], [given])):
         try:
-            form = find_row_format(kind, given, is_chat=is_chat, renamed=renamed)
+            form = find_row_format(kind, given, is_chat=is_chat, renamed=renamed, first=first)
         except DataError:
             continue
         one = attempt(form.convert, given)

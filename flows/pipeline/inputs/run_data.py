@@ -29,7 +29,7 @@ from ppo_core.data.rows.overlong import fit_pairs, fit_prompts
 from ppo_core.data.rows.read_rows import Rows, read_rows
 from ppo_core.data.rows.row_columns import Row
 from ppo_core.data.rows.row_formats import Kind
-from ppo_core.data.rows.split_rows import held_out
+from ppo_core.data.rows.split_rows import held_out, reports_left_out
 from ppo_core.data.sources.source import named_data
 from ppo_core.errors import DataError
 from ppo_core.models.loading import load_config, load_tokenizer
@@ -264,8 +264,7 @@ class RunData:
         number = min(len(rows) // 2, self.settings.selection.num_prompts)
         first, last = held_out(rows, 1 - number / len(rows))
         # The rows that were left out are reported with the rows of the evaluation.
-        last = replace(last, left_out=rows.left_out, left_out_files=rows.left_out_files)
-        return first, last
+        return first, reports_left_out(last, rows)
 
     def _split_prompts(self) -> tuple[Rows, Rows]:
         """Split the rows of `prompts` into rows for training and rows for the evaluation.

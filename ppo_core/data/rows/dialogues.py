@@ -94,13 +94,14 @@ def is_hh(text: str) -> bool:
 
 
 def split_pair(
-    prompt: Any, chosen: Any, rejected: Any, *, is_chat: bool
+    prompt: Any, chosen: Any, rejected: Any, *, is_chat: bool, repeats_prompt: bool
 ) -> tuple[str | Turns, str, str]:
     """Return the prompt and two responses that do not repeat the prompt.
 
     If `prompt` is None or empty, the prompt is the common part of the conversations in `chosen` and
     `rejected`. Texts that are not of HH have no such part: they are returned unchanged with an
-    empty prompt, or refused if `is_chat`.
+    empty prompt, or refused if `is_chat`. A given text prompt is removed from the responses only
+    with `repeats_prompt`, see `repeat_their_prompt`.
 
     Raises:
         RowError: the responses do not answer the same prompt, a chat has no prompt, or a value has
@@ -114,9 +115,9 @@ def split_pair(
     if not (isinstance(chosen, str) and isinstance(rejected, str)):
         raise RowError("without two texts or two lists of messages in chosen and rejected")
     if prompt is None or prompt == "":
-        prompt = _common_turns(chosen, rejected)
+        prompt, repeats_prompt = _common_turns(chosen, rejected), True
     if isinstance(prompt, str):
-        if chosen.startswith(prompt) and rejected.startswith(prompt):
+        if repeats_prompt and begin_with(prompt, chosen, rejected):
             chosen, rejected = chosen.removeprefix(prompt), rejected.removeprefix(prompt)
         if is_chat and is_hh(prompt):
             chosen, rejected = chosen.strip(), rejected.strip()
@@ -128,6 +129,11 @@ def split_pair(
             "Add a column prompt, or set prompt_format to text.",
         )
     return "", chosen, rejected
+
+
+def begin_with(prompt: str, *texts: str) -> bool:
+    """Return whether all texts begin with the prompt."""
+    return all(text.startswith(prompt) for text in texts)
 
 
 def _joined(prompt: Any, before: Turns) -> Any:

@@ -4,7 +4,7 @@ These are preferences, ranked lists, single judgments, votes of people, and feed
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import pyarrow
@@ -15,6 +15,7 @@ from ppo_core.data.chat_template import is_messages
 from ppo_core.data.rows.dialogues import (
     as_prompt,
     as_response,
+    begin_with,
     is_answered,
     last_answer,
     split_pair,
@@ -34,7 +35,7 @@ from ppo_core.data.rows.row_columns import (
     tldr_prompt,
     value_of,
 )
-from ppo_core.data.rows.row_error import RowError
+from ppo_core.data.rows.row_error import RowError, attempt
 from ppo_core.data.sources.raw_row import RawRow
 
 _RANKING_COLUMNS = {
@@ -52,8 +53,10 @@ _LABELS = {
 """Types of the optional fields of preferences."""
 
 
-def find_pairs(columns: Collection[str], is_chat: bool) -> RowFormat:
+def find_pairs(columns: Collection[str], is_chat: bool, *, repeats_prompt: bool) -> RowFormat:
     """Return the form of preferences, ranked lists, or single judgments.
+
+    `repeats_prompt` says whether both responses begin with the prompt, see `repeat_their_prompt`.
 
     Raises:
         DataError: a required column is missing.
@@ -76,13 +79,34 @@ def find_pairs(columns: Collection[str], is_chat: bool) -> RowFormat:
 
     def convert(row: RawRow) -> Row:
         prompt, chosen, rejected = split_pair(
-            read(row), value_of(row, "chosen"), value_of(row, "rejected"), is_chat=is_chat
+            read(row),
+            value_of(row, "chosen"),
+            value_of(row, "rejected"),
+            is_chat=is_chat,
+            repeats_prompt=repeats_prompt,
         )
         return {"prompt": prompt, "chosen": chosen, "rejected": rejected, **_labels(row)}
 
     reading = {"prompt": described, "chosen": "chosen", "rejected": "rejected"}
     reading |= {name: name for name in _LABELS if name in columns}
     return RowFormat(reading, _pair_schema(is_chat), convert)
+
+
+def repeat_their_prompt(rows: Sequence[RawRow], columns: Collection[str]) -> bool:
+    """Return whether chosen and rejected begin with a text prompt in more than half of the rows.
+
+    One row alone does not show it: both answers to "Hello!" may begin with "Hello!".
+    """
+    found = find_prompt(columns)
+    if found is None or not {"chosen", "rejected"} <= set(columns):
+        return False
+
+    def repeats(row: RawRow) -> bool:
+        prompt = attempt(found[1], row)
+        texts = [prompt, row.get("chosen"), row.get("rejected")]
+        return all(text and isinstance(text, str) for text in texts) and begin_with(*texts)
+
+    return 2 * sum(map(repeats, rows)) > len(rows)
 
 
 def _judgments(columns: Collection[str], is_chat: bool) -> RowFormat | None:

@@ -5,6 +5,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from hashlib import sha256
 from itertools import chain, islice
 from pathlib import Path
@@ -48,6 +49,7 @@ _TABLE, _LEFT_OUT = "rows.arrow", "left-out.jsonl"
 
 _CODE = (
     "ppo_core.config.field_checks",
+    "ppo_core.config.row_settings",
     "ppo_core.io.text_files",
     "ppo_core.data.chat_template",
     *(
@@ -98,6 +100,10 @@ class Rows:
     left_out_files: tuple[Path, ...] = ()
     """JSON-lines files of the rows that were left out, each row with its number and the reason."""
 
+    used: Fraction = Fraction(1)
+    """Fraction of the rows that no conversion left out. It cannot be computed from the counts,
+    because a conversion may make several rows of one."""
+
     max_left_out: float = MAX_LEFT_OUT
     """Maximum fraction of the rows that may be left out, in all conversions together."""
 
@@ -130,6 +136,7 @@ class Rows:
             key=digest_of([self.key, begin, end]),
             left_out={},
             left_out_files=(),
+            used=Fraction(1),
         )
 
 
@@ -202,6 +209,7 @@ def read_source(
                 is_chat=is_chat,
                 takes_token_ids=takes_token_ids,
                 renamed=options.renamed,
+                first=first,
             )
         numbered = enumerate(chain(first, rows))
         facts = _write(folder, numbered, each(found.convert), found.schema, source)
@@ -253,15 +261,15 @@ def derive(
 
     everything = {"rows": rows.key, "code": digest_of_code(*_CODE), **inputs}
     made = _made(name, everything, make, shared=len(rows) >= LEAST_SHARED)
-    earlier = sum(rows.left_out.values())
-    _check_left_out(made, rows.source, rows.max_left_out, earlier, rows.left_out_files)
+    _check_left_out(made, rows.source, rows.max_left_out, rows)
     found = _opened(made, rows.source, rows.max_left_out)
     counts = {
         reason: rows.left_out.get(reason, 0) + found.left_out.get(reason, 0)
         for reason in {**rows.left_out, **found.left_out}
     }
     files = (*rows.left_out_files, *found.left_out_files)
-    return replace(found, left_out=counts, left_out_files=files)
+    used = rows.used * found.used
+    return replace(found, left_out=counts, left_out_files=files, used=used)
 
 
 def each(convert: Callable[[RawRow], Row | Sequence[Row] | None]) -> Convert:
@@ -292,6 +300,7 @@ def _opened(made: Cached, source: str, max_left_out: float) -> Rows:
         left_out=facts["left_out"],
         key=made.path.name,
         left_out_files=(made.path / _LEFT_OUT,) if facts["left_out"] else (),
+        used=_used(facts),
         max_left_out=max_left_out,
     )
 
@@ -377,12 +386,16 @@ def _shown(raw: RawRow) -> str:
     return shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]} ..."
 
 
-def _check_left_out(
-    made: Cached, source: str, limit: float, earlier: int = 0, files: tuple[Path, ...] = ()
-) -> None:
+def _used(facts: Mapping[str, Any]) -> Fraction:
+    """Return the fraction of the rows that a conversion did not leave out."""
+    total, left_out = facts["total"], sum(facts["left_out"].values())
+    return Fraction(total - left_out, total) if left_out else Fraction(1)
+
+
+def _check_left_out(made: Cached, source: str, limit: float, rows: Rows | None = None) -> None:
     """Raise if more than a fraction `limit` of the rows is left out.
 
-    `earlier` is the number of rows that earlier conversions left out, and `files` has these rows.
+    `rows` are the converted rows, some of whose source rows may have been left out before.
 
     Raises:
         TooManyLeftOutError: too many rows are left out; the message names the limit that would
@@ -390,8 +403,10 @@ def _check_left_out(
     """
     total, counts, first = (made.values[key] for key in ("total", "left_out", "first_left_out"))
     left_out = sum(counts.values())
-    if not left_out or (fraction := (left_out + earlier) / (total + earlier)) <= limit:
+    fraction = float(1 - _used(made.values) * (rows.used if rows else 1))
+    if not left_out or fraction <= limit:
         return
+    earlier = sum(rows.left_out.values()) if rows else 0
     before = f" Rows left out before: {earlier}." if earlier else ""
     without_them = f", or set max_left_out={_passing(fraction)} to go on without these rows"
     raise TooManyLeftOutError(
@@ -400,7 +415,7 @@ def _check_left_out(
         f"{first['values']}.{before} At most {100 * limit:g}% of the rows may be left out "
         f"(max_left_out={limit:g}). {first['move'].removesuffix('.')}"
         f"{without_them if fraction < 1 else ''}.",
-        (*files, made.path / _LEFT_OUT),
+        (*(rows.left_out_files if rows else ()), made.path / _LEFT_OUT),
     )
 
 

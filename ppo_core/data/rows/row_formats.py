@@ -1,7 +1,8 @@
 """Choose how the rows of a data set are read; read prompts and examples for fine-tuning."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import pyarrow
@@ -16,7 +17,12 @@ from ppo_core.data.rows.dialogues import (
     last_answer,
     split_pair,
 )
-from ppo_core.data.rows.pair_formats import find_feedback, find_pairs, find_votes
+from ppo_core.data.rows.pair_formats import (
+    find_feedback,
+    find_pairs,
+    find_votes,
+    repeat_their_prompt,
+)
 from ppo_core.data.rows.row_columns import (
     COMMON_PART,
     COMPLETION_COLUMNS,
@@ -52,6 +58,7 @@ def find_row_format(
     is_chat: bool,
     takes_token_ids: bool = False,
     renamed: Mapping[str, str] | None = None,
+    first: Sequence[RawRow] = (),
 ) -> RowFormat:
     """Return the form of rows with the given columns.
 
@@ -61,15 +68,21 @@ def find_row_format(
         is_chat: whether prompts become messages; if False, prompts remain text.
         takes_token_ids: whether prompts may be token ids, in the column `input_ids`.
         renamed: field -> column, for fields whose columns have other names.
+        first: first rows of the data set, which show whether responses repeat their prompts.
 
     Raises:
         DataError: a required column is missing.
     """
     known = {field: name for field, name in (renamed or {}).items() if name in columns}
     names = {*columns, *known}
-    finders = {
-        "prompts": _prompts,
-        "pairs": find_pairs,
+
+    def as_known(row: RawRow) -> RawRow:
+        return {**row, **{field: row.get(name) for field, name in known.items()}}
+
+    repeats_prompt = repeat_their_prompt([as_known(row) for row in first], names)
+    finders: dict[Kind, Callable[[Collection[str], bool], RowFormat]] = {
+        "prompts": partial(_prompts, repeats_prompt=repeats_prompt),
+        "pairs": partial(find_pairs, repeats_prompt=repeats_prompt),
         "demonstrations": _examples,
         "votes": find_votes,
         "feedback": find_feedback,
@@ -83,14 +96,10 @@ def find_row_format(
         field: ", ".join(known.get(name, name) for name in described.split(", "))
         for field, described in form.reading.items()
     }
-
-    def convert(row: RawRow) -> Row | list[Row]:
-        return form.convert({**row, **{field: row.get(name) for field, name in known.items()}})
-
-    return replace(form, reading=reading, convert=convert)
+    return replace(form, reading=reading, convert=lambda row: form.convert(as_known(row)))
 
 
-def _prompts(columns: Collection[str], is_chat: bool) -> RowFormat:
+def _prompts(columns: Collection[str], is_chat: bool, *, repeats_prompt: bool) -> RowFormat:
     described, read = find_prompt(columns) or _common_prompt(columns)
     is_judged = has_judgments(columns)
     # In single judgments, the completion may be rejected, so it cannot be the reference.
@@ -105,7 +114,8 @@ def _prompts(columns: Collection[str], is_chat: bool) -> RowFormat:
         references = (_text_or_none(row, name) for name in known)
         reference = next((text for text in references if text is not None), None)
         if is_pair:
-            reference = _chosen_or_none(row, None if described == COMMON_PART else prompt, is_chat)
+            given = None if described == COMMON_PART else prompt
+            reference = _chosen_or_none(row, given, is_chat, repeats_prompt)
         return {
             "prompt": as_prompt(prompt, is_chat=is_chat),
             "reference": answer if reference is None else reference,
@@ -188,8 +198,9 @@ def _common_prompt(columns: Collection[str]) -> Field:
         raise no_columns(["prompt"], columns)
 
     def read(row: RawRow) -> Any:
-        chosen = value_of(row, "chosen")
-        return split_pair(None, chosen, value_of(row, "rejected"), is_chat=is_messages(chosen))[0]
+        chosen, rejected = value_of(row, "chosen"), value_of(row, "rejected")
+        is_chat = is_messages(chosen)
+        return split_pair(None, chosen, rejected, is_chat=is_chat, repeats_prompt=True)[0]
 
     return COMMON_PART, read
 
@@ -202,11 +213,15 @@ def _text_or_none(row: RawRow, name: str) -> str | None:
         return None
 
 
-def _chosen_or_none(row: RawRow, prompt: Any, is_chat: bool) -> str | None:
+def _chosen_or_none(
+    row: RawRow, prompt: Any, is_chat: bool, repeats_prompt: bool
+) -> str | None:
     """Return the preferred response of a pair as text, or None if the pair cannot be read."""
     try:
         chosen, rejected = value_of(row, "chosen"), value_of(row, "rejected")
-        return split_pair(prompt, chosen, rejected, is_chat=is_chat)[1]
+        return split_pair(
+            prompt, chosen, rejected, is_chat=is_chat, repeats_prompt=repeats_prompt
+        )[1]
     except RowError:
         return None
 

@@ -26,7 +26,13 @@ def held_out(rows: Rows, share: float, most: int | None = None) -> tuple[Rows, R
     first = rows.part(0, cut, f"first {cut}")
     last = rows.part(cut, len(rows), f"last {len(rows) - cut}")
     # The rows that were left out are reported with the first part.
-    return replace(first, left_out=rows.left_out, left_out_files=rows.left_out_files), last
+    return reports_left_out(first, rows), last
+
+
+def reports_left_out(part: Rows, rows: Rows) -> Rows:
+    """Return a part of `rows` that reports which rows were left out of them."""
+    files = rows.left_out_files
+    return replace(part, left_out=rows.left_out, left_out_files=files, used=rows.used)
 
 
 def _between_prompts(rows: Rows, cut: int) -> int:

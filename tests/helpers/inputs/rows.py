@@ -11,7 +11,8 @@ from ppo_core.data.sources.source import source_of_rows
 
 def read_row(kind: Kind, row: Mapping[str, Any], *, is_chat: bool = False) -> Row:
     """One row, read by the columns that it has."""
-    return find_row_format(kind, list(row), is_chat=is_chat).convert(dict(row))
+    found = find_row_format(kind, list(row), is_chat=is_chat, first=[dict(row)])
+    return found.convert(dict(row))
 
 
 def rows_of(kind: Kind, rows: Iterable[Mapping[str, Any]], *, is_chat: bool = False) -> Rows:

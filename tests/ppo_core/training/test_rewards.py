@@ -186,3 +186,6 @@ def test_functions_of_one_file_are_loaded_with_its_digest(inputs: Path):
     functions = load_functions(read_rewards(["reward-model", *specs]))
     assert [*functions] == ["brevity", "level"]
     assert len({one.version for one in functions.values()}) == 1
+    # The file ran once, so the functions share a model or a counter at module level.
+    brevity, level = (functions[name].function for name in ("brevity", "level"))
+    assert brevity.__globals__ is level.__globals__

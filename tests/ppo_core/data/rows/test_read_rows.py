@@ -1,6 +1,7 @@
 """Rows are read once, kept on disk, and counted where they are left out."""
 
 import json
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -208,6 +209,15 @@ def test_a_conversion_counts_with_the_limit_of_its_rows(tmp_path):
     with pytest.raises(TrainingError, match="cannot be written"):
         write_handed_over(found, tmp_path / "failed")
     assert [path.name for path in (tmp_path / "failed").iterdir()] == ["rows.arrow"]
+
+
+def test_a_list_with_many_pairs_counts_as_one_row():
+    list_of_three = {"prompt": "q", "responses": ["a", "b", "c"], "ranks": [1, 2, 3]}
+    rows = rows_of("pairs", [list_of_three] * 19 + [{**list_of_three, "ranks": None}])
+    assert (len(rows), rows.used) == (57, Fraction(19, 20))
+    # One of 20 lists, and then one of 57 pairs.
+    found = derive(rows, "but one", {}, each(leave_out_first))
+    assert found.used == Fraction(19, 20) * Fraction(56, 57)
 
 
 def test_no_limit_is_named_if_no_row_is_left(tmp_path):

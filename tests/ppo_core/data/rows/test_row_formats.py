@@ -4,11 +4,13 @@ from typing import Any
 
 import pytest
 
-from ppo_core.config.row_settings import FIELDS, LABEL_FIELDS, parse_columns
+from ppo_core.config.row_settings import FIELDS, LABEL_FIELDS, ReadOptions, parse_columns
+from ppo_core.data.rows.read_rows import read_source
 from ppo_core.data.rows.row_error import RowError
 from ppo_core.data.rows.row_formats import find_row_format
+from ppo_core.data.sources.source import source_of_rows
 from ppo_core.errors import DataError
-from tests.helpers.inputs.rows import read_row
+from tests.helpers.inputs.rows import read_row, rows_of
 
 
 def user(text: str) -> dict[str, str]:
@@ -168,6 +170,24 @@ def test_a_prompt_inside_of_both_answers_is_taken_out():
     assert (read["prompt"], read["chosen"], read["rejected"]) == (HH, " a", " b")
     read = read_row("pairs", {"prompt": HH, "chosen": " a", "rejected": " b"}, is_chat=True)
     assert (read["prompt"], read["chosen"]) == ([user("q")], "a")
+
+
+@pytest.mark.parametrize("kind", ["pairs", "prompts"])
+def test_answers_that_begin_like_their_prompt_by_chance_stay_whole(kind):
+    greeting = {"question": "Hello!", "chosen": "Hello! How are you?", "rejected": "Hello! Bye."}
+    other = {"question": "2 + 2?", "chosen": "4", "rejected": "5"}
+    repeated = {"question": "2 + 2? ", "chosen": "2 + 2? 4", "rejected": "2 + 2? 5"}
+    field = "chosen" if kind == "pairs" else "reference"
+
+    def read(*rows: dict[str, Any]) -> list[str]:
+        return [row[field] for row in rows_of(kind, rows)]
+
+    assert read(greeting, other) == ["Hello! How are you?", "4"]
+    assert read(greeting, repeated, repeated) == [" How are you?", "4", "4"]
+    asked = [{"asked" if name == "question" else name: text for name, text in repeated.items()}]
+    renamed = ReadOptions({"prompt": "asked"})
+    found = read_source(source_of_rows(asked), kind, is_chat=False, options=renamed)
+    assert found[0][field] == "4"
 
 
 def test_messages_beside_two_texts_are_their_prompt():
