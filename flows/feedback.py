@@ -17,8 +17,8 @@ and saves each label at once. `to-label-studio` writes the pairs as tasks of Lab
 """
 
 import argparse
-import math
 import getpass
+import math
 import shlex
 import sys
 from collections.abc import Sequence
@@ -31,6 +31,7 @@ from pipeline.settings.environment import run_and_exit
 from ppo_core.config.field_checks import refuse_secrets
 from ppo_core.errors import ConfigError, DataError, PPOError
 from ppo_core.io.atomic_files import explained_full_disk, require_writable
+from ppo_core.io.text_files import read_toml_file
 from ppo_core.reporting.escaping import one_line
 
 if TYPE_CHECKING:
@@ -163,10 +164,11 @@ def _disputed(given: argparse.Namespace) -> None:
 def _settings_of(run_folder: str) -> "Settings":
     """Return the settings in a run's folder; fetch the inputs, as a run does."""
     from pipeline.inputs.flow_run import SETTINGS_FILE
-    from pipeline.settings.make_settings import make_settings, read_settings_file
+    from pipeline.settings.make_settings import make_settings
     from pipeline.stages.start import find_inputs
 
-    return find_inputs(make_settings(read_settings_file(Path(run_folder) / SETTINGS_FILE), {}))
+    table = read_toml_file(Path(run_folder) / SETTINGS_FILE, ConfigError)
+    return find_inputs(make_settings(table, {}))
 
 
 def _say_what_is_next(output: Path, pairs: int, wanted: int, how: str, why: str) -> None:

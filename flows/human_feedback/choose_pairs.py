@@ -11,14 +11,14 @@ import numpy as np
 
 from human_feedback.uncertain_pairs import Pair, first_unlike, random_pairs, uncertain_pairs
 from pipeline.evaluation.pair_accuracy import Array
-from pipeline.inputs.json_lines import json_line, read_jsonl
+from pipeline.inputs.json_lines import read_jsonl, write_jsonl
 from pipeline.inputs.run_data import RunData
 from pipeline.inputs.training_prompts import prompt_key
 from pipeline.inputs.votes_to_pairs import unlabeled_rows
 from pipeline.launch.answers import answer_as_ppo
 from pipeline.promotion.fetch_champion import CHAMPIONS
 from pipeline.registry.fetch_policy import find_policy
-from pipeline.reports.run_page.reading import JudgedPair, read_judged_pairs
+from pipeline.reports.run_page.reading import JudgedPair, read_rows
 from pipeline.results.step_records import JUDGEMENTS, SAMPLES
 from pipeline.reward_validation.scores import require_finite
 from pipeline.settings.settings import Settings
@@ -28,7 +28,6 @@ from ppo_core.data.chat_template import Messages
 from ppo_core.data.rows.dialogues import shown_prompt
 from ppo_core.errors import ConfigError, DataError
 from ppo_core.errors.out_of_memory import free_unused
-from ppo_core.io.atomic_files import explained_writes, write_atomically
 from ppo_core.io.validation import Count, Seed
 from ppo_core.models.loading import member_folders
 
@@ -137,7 +136,7 @@ def disputed_pairs(settings: Settings, folder: Path, reward_model: str, labels: 
         DataError: a file of the evaluation is missing or damaged, or there is no such pair.
         ModelError: the model cannot be loaded, or a score is not finite.
     """
-    judged = [one for one in read_judged_pairs(folder / JUDGEMENTS) if _decides_about_ppo(one)]
+    judged = [one for one in read_rows(folder / JUDGEMENTS, JudgedPair) if _decides_about_ppo(one)]
     if not judged:
         raise DataError(
             f"'{folder}': the judge named no winner in the pairs with an answer of PPO."
@@ -172,9 +171,7 @@ def write_pairs(pairs: Sequence[Pair], path: Path) -> None:
     Raises:
         TrainingError: the file cannot be written.
     """
-    rows = unlabeled_rows((pair.prompt, pair.first, pair.second) for pair in pairs)
-    with explained_writes(path):
-        write_atomically(path, "".join(map(json_line, rows)))
+    write_jsonl(path, unlabeled_rows((pair.prompt, pair.first, pair.second) for pair in pairs))
 
 
 def _decides_about_ppo(one: JudgedPair) -> bool:

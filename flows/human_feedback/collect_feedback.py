@@ -10,8 +10,8 @@ from shlex import quote
 from human_feedback.opinions import LeftOut, Opinion
 from human_feedback.same_answers import count_contradictions, without_repetitions
 from human_feedback.users import ImplausibleUser, find_implausible
-from pipeline.inputs.json_lines import json_line
-from ppo_core.io.atomic_files import explained_writes, require_writable, write_atomically
+from pipeline.inputs.json_lines import write_jsonl
+from ppo_core.io.atomic_files import require_writable
 from ppo_core.reporting.escaping import one_line
 
 FEEDBACK, LEFT_OUT = "feedback.jsonl", "left-out.jsonl"
@@ -101,9 +101,8 @@ def write_feedback(found: Collected, folder: Path) -> Path:
         }
         for one, weight in zip(found.opinions, found.weights, strict=True)
     ]
-    with explained_writes(folder):
-        write_atomically(folder / LEFT_OUT, "".join(map(json_line, map(asdict, found.left_out))))
-        write_atomically(folder / FEEDBACK, "".join(map(json_line, rows)))
+    write_jsonl(folder / LEFT_OUT, map(asdict, found.left_out))
+    write_jsonl(folder / FEEDBACK, rows)
     return folder / FEEDBACK
 
 

@@ -66,16 +66,9 @@ class AdaptiveKL:
         """Adapt to `kl`, the mean divergence in nats per response of a batch of `episodes`.
 
         A divergence that is not finite is ignored, because all steps of its batch were skipped.
-
-        Raises:
-            ValueError: the batch is so large relative to the horizon that one update could make
-                the coefficient 0 or negative; a negative coefficient would reward divergence.
+        The horizon must be above LARGEST_ERROR * episodes: otherwise one update could make the
+        coefficient 0 or negative, and a negative coefficient would reward divergence.
         """
-        if (least := LARGEST_ERROR * episodes) >= self.horizon:
-            raise ValueError(
-                f"kl_horizon={self.horizon} is too short for {episodes} episodes per update: one "
-                f"update could make kl_coef 0 or negative. Set kl_horizon above {least:g}."
-            )
         if not math.isfinite(kl):
             return
         before = kl if self._mean is None else self._mean

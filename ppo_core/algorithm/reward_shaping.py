@@ -26,10 +26,8 @@ def overlong_penalty(
         penalty * clip((lengths - (response_length - buffer)) / buffer, 0, 1)
 
     This is arXiv:2503.14476, eq. 13, negated. The penalty rises from 0 at response_length - buffer
-    tokens to `penalty` at response_length tokens. A buffer of 0 gives no penalty.
+    tokens to `penalty` at response_length tokens.
     """
-    if buffer == 0:
-        return torch.zeros(lengths.shape, device=lengths.device)
     return penalty * ((lengths - (response_length - buffer)) / buffer).clamp(0, 1)
 
 

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,10 +31,6 @@ class Fingerprint:
 
     models: dict[str, Layout]
     """Role -> shapes of the model, and digests of weights that checkpoints do not contain."""
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the fingerprint as a checkpoint stores it."""
-        return asdict(self)
 
     def differences(self, saved: Mapping[str, Any]) -> list[str]:
         """Return a phrase for each difference from a checkpoint's fingerprint `saved`."""

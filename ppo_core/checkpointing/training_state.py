@@ -8,7 +8,7 @@ import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from safetensors import SafetensorError
@@ -63,7 +63,7 @@ class TrainingState:
         }
         entries = {
             "processes": self.engine.num_processes,
-            "identity": self.fingerprint.as_json(),
+            "identity": asdict(self.fingerprint),
             "optimizer": optimizer_options(self.optimizer),
             "kept": kept,
             "scheduler": self.scheduler.state_dict(),

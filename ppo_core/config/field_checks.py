@@ -1,5 +1,6 @@
 """Check settings; errors name the setting, and its value unless the value is a secret."""
 
+import dataclasses
 import math
 import os
 from collections.abc import Collection, Mapping
@@ -131,6 +132,12 @@ def check_type(kind: Any, value: object, name: str) -> None:
         raise ConfigError(f"{describe_error(error, name)}.") from None
     if isinstance(value, str) and "\0" in value:
         raise ConfigError(f"{name}={value!r:.80} has a null character. Remove it.")
+
+
+def changed(config: Any) -> list[str]:
+    """Return the names of a dataclass's settings that differ from their defaults."""
+    settings = dataclasses.fields(config)
+    return [one.name for one in settings if getattr(config, one.name) != one.default]
 
 
 def is_finite(value: float) -> bool:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, HttpUrl, ValidationError
 
 from ppo_core.config.field_checks import (
+    changed,
     check_fields,
     check_key,
     require,
@@ -476,12 +477,11 @@ def _check_estimator(config: PPOConfig) -> None:
         ignored += ["gamma", "whiten_rewards"]
     if name != "grpo":
         ignored += ["scale_by_group_std"]
-    defaults = {field.name: field.default for field in fields(config)}
-    for setting in ignored:
-        if (value := getattr(config, setting)) != defaults[setting]:
+    for setting in changed(config):
+        if setting in ignored:
             raise ConfigError(
-                f"{setting}={value!r} has no effect with advantage_estimator={name!r}. Remove it, "
-                "or choose another estimator."
+                f"{setting}={getattr(config, setting)!r} has no effect with "
+                f"advantage_estimator={name!r}. Remove it, or choose another estimator."
             )
 
 
@@ -516,11 +516,9 @@ def _check_vllm(config: PPOConfig) -> None:
     if config.use_vllm:
         require_package("openai", extra="vllm", needed_by="use_vllm=True")
         check_key("VLLM_API_KEY")
-    names = [field.name for field in fields(config) if field.name.startswith("vllm_")]
-    defaults = {field.name: field.default for field in fields(config)}
-    changed = [name for name in names if getattr(config, name) != defaults[name]]
-    if changed and not config.use_vllm:
+    given = [name for name in changed(config) if name.startswith("vllm_")]
+    if given and not config.use_vllm:
         raise ConfigError(
-            f"{changed[0]} takes effect only with use_vllm=True. Set use_vllm=True, or remove "
-            f"{changed[0]}."
+            f"{given[0]} takes effect only with use_vllm=True. Set use_vllm=True, or remove "
+            f"{given[0]}."
         )

@@ -1,10 +1,10 @@
 """Flags of `python -m ppo_core` for data, models and adapters."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
-from ppo_core.config.field_checks import check_fields
+from ppo_core.config.field_checks import changed, check_fields
 from ppo_core.config.row_settings import (
     MAX_LEFT_OUT,
     Overlong,
@@ -148,19 +148,14 @@ class LoraArguments:
 
     def __post_init__(self) -> None:
         """Check the values before anything is loaded."""
-        lora = [
-            name for name in self.changed() if name.startswith(("lora_", "use_rslora", "use_dora"))
-        ]
+        names = ("lora_", "use_rslora", "use_dora")
+        lora = [name for name in changed(self) if name.startswith(names)]
         if lora and not self.use_peft:
             raise ConfigError(
                 f"{lora[0]} takes effect only with --use_peft. Add --use_peft, or remove "
                 f"--{lora[0]}."
             )
         check_target_modules("lora_target_modules", self.lora_target_modules or ())
-
-    def changed(self) -> list[str]:
-        """Return the names of the settings that differ from their defaults."""
-        return [one.name for one in fields(self) if getattr(self, one.name) != one.default]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,14 +211,14 @@ class ModelArguments(LoraArguments):
     def __post_init__(self) -> None:
         """Check the values before anything is loaded."""
         super().__post_init__()
-        changed = self.changed()
-        four_bit = [name for name in changed if "bnb" in name]
+        given = changed(self)
+        four_bit = [name for name in given if "bnb" in name]
         if four_bit and not self.load_in_4bit:
             raise ConfigError(
                 f"{four_bit[0]} takes effect only with --load_in_4bit. Add --load_in_4bit, or "
                 f"remove --{four_bit[0]}."
             )
-        frozen = [name for name in changed if name in ("dtype", "load_in_8bit", "load_in_4bit")]
+        frozen = [name for name in given if name in ("dtype", "load_in_8bit", "load_in_4bit")]
         if frozen and not self.use_peft:
             raise ConfigError(
                 f"{frozen[0]}={getattr(self, frozen[0])!r} would reduce the precision of the "

@@ -292,11 +292,6 @@ class RewardMix:
         """Whether all rewards are reward models with the policy's vocabulary."""
         return all(_scores_tokens(source) for source in self.sources.values())
 
-    def learned_from(self) -> list[RewardModel]:
-        """Return the reward models whose weight is not 0."""
-        named = zip(self.sources.values(), self.weights, strict=True)
-        return [model for one, weight in named if weight for model in _models_of(one)]
-
     def models(self) -> list[RewardModel]:
         """Return all reward models among the rewards, including each member of an ensemble."""
         return [model for one in self.sources.values() for model in _models_of(one)]

@@ -179,7 +179,7 @@ def _sample_by_server(
         prompts[:CHECKED_PROMPTS], uniforms[:CHECKED_PROMPTS, :CHECKED_TOKENS], at_one, version
     )
     mask = tried.response_mask
-    own = _logprobs(policy, tried, batches)[mask]
+    own = batches.run(lambda rows: response_logprobs(policy, tried, rows))[mask]
     assert tried.behavior_logprobs is not None
     kl = sampler_metrics(own, tried.behavior_logprobs[mask], cap=1.0)["vllm/kl"]
     if not kl <= FAR_SERVER:  # also if it is NaN
@@ -191,11 +191,6 @@ def _sample_by_server(
         )
     with progress(len(prompts), "answering", "prompt", delay=BAR_DELAY) as bar:
         return sampler.sample(prompts, uniforms, settings, version, on_finished=bar.update)
-
-
-def _logprobs(model: LanguageModel, rollout: Rollout, batches: BatchSize) -> Tensor:
-    """Return the log-probabilities (B, T) of the responses under the model."""
-    return batches.run(lambda rows: response_logprobs(model, rollout, rows))
 
 
 def greedy_completions(

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from pipeline.registry.champion_history import stack_of
 from pipeline.registry.decisions import as_markdown, decode, encode
 from pipeline.settings.evaluation_config import EvaluationConfig
 from pipeline.settings.judge_config import JudgingConfig
-from pipeline.settings.make_settings import as_plain_dict, make_settings, settings_text
+from pipeline.settings.make_settings import make_settings, settings_text
 from pipeline.settings.settings import Settings
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.send_to_mlflow import in_calls
@@ -145,7 +146,7 @@ def read_everywhere(content: bytes, path: Path) -> None:
 # --- Settings ----------------------------------------------------------------------
 
 OWN = {"policy": "p", "preferences": "a", "prompts": "b", "eval_prompts": "c", "judge": "rule"}
-TABLE = json.loads(json.dumps(as_plain_dict(make_settings(OWN, {}))))
+TABLE = json.loads(json.dumps(asdict(make_settings(OWN, {}))))
 SETTINGS_TOML = settings_text(make_settings(OWN, {})).encode()
 PPO_TOML = b'learning_rate = 1e-6\nbf16 = true\nseed = 4\nlora_target_modules = ["a", "b"]\n'
 PPO_JSON = {"learning_rate": 1e-6, "seed": 4, "stop_token": None, "reward_weights": [1.0, 2]}

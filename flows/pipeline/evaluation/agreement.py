@@ -23,7 +23,6 @@ from pipeline.results.evaluation import (
     TestedAnnotator,
 )
 from ppo_core.data.rows.dialogues import shown_prompt
-from ppo_core.errors import DataError
 
 OUTCOMES = tuple(POINTS)
 """Outcomes that a person's label can have."""
@@ -44,16 +43,7 @@ _Pair: TypeAlias = tuple[str, str, str]
 
 
 def measure_agreement(comparison: Comparison) -> EnsembleAgreement:
-    """Return the agreement between the judges of an ensemble.
-
-    Raises:
-        DataError: the comparison was made by a single judge.
-    """
-    if not comparison.members:
-        raise DataError(
-            f"The judge {comparison.judge} is a single judge, but agreement is measured between "
-            "at least two judges. Compare with an ensemble."
-        )
+    """Return the agreement between the judges of an ensemble."""
     outcomes = {
         name: _alone(comparison, number).outcomes for number, name in enumerate(comparison.members)
     }
@@ -74,16 +64,7 @@ def agree_with_people(judge: Judge, votes: Sequence[Vote]) -> HumanAgreement:
         judge: the judge to test.
         votes: labels that people gave to pairs. If votes have an `annotator`, the judge is also
             compared with each annotator, see `compare_with_annotators`.
-
-    Raises:
-        DataError: a label is not `first`, `second` or `tie`.
     """
-    for number, vote in enumerate(votes):
-        if vote.label not in OUTCOMES:
-            raise DataError(
-                f"The label of row {number} is {vote.label!r}, which no judge can agree with. "
-                f"Change the label to one of {', '.join(OUTCOMES)}."
-            )
     comparison = compare(
         judge,
         [vote.prompt for vote in votes],

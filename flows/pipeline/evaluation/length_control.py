@@ -39,27 +39,17 @@ _CODE = re.compile(r"^ {0,3}```.*?^ {0,3}```", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LengthControlledRate:
-    """Win rate that the regression predicts for answers of equal length."""
+class ControlledRate:
+    """Win rate that a regression predicts for answers of equal length, or also of equal style."""
 
     rate: float | None
-    """Mean of the predictions with the tanh term at 0 and the sign term at +1 and at -1; None if no
-    pair has about equal lengths, because the mean would be an extrapolation."""
-
-    raw_rate: float
-    """Measured win rate; a tie counts as half a win."""
+    """The predicted rate; None if it would be an extrapolation."""
 
     equal: int
-    """Number of valid pairs whose length ratio is in the range `EQUAL`."""
-
-    n: int
-    """Number of valid pairs."""
-
-    judge: str
-    """Name of the judge."""
+    """Number of valid pairs that are about equal."""
 
 
-def length_controlled_rate(comparison: Comparison) -> LengthControlledRate:
+def length_controlled_rate(comparison: Comparison) -> ControlledRate:
     """Return the length-controlled win rate, after AlpacaEval 2 (arXiv:2404.04475, section 3).
 
         d = characters of the candidate - characters of the opponent
@@ -78,8 +68,9 @@ def length_controlled_rate(comparison: Comparison) -> LengthControlledRate:
     half a win and half a loss.
 
     If all pairs have the same d or the same outcome, length and quality cannot be separated, and
-    the raw rate is returned. In any case, the rate is None if no pair has about equal lengths. With
-    few such pairs the rate is nearly an extrapolation, so read `rate_by_length_ratio` as well.
+    the raw rate is returned. In any case, the rate is None if no pair has about equal lengths,
+    which means a ratio in the range `EQUAL`. With few such pairs the rate is nearly an
+    extrapolation, so read `rate_by_length_ratio` as well.
 
     Raises:
         DataError: no pair has a verdict.
@@ -93,29 +84,14 @@ def length_controlled_rate(comparison: Comparison) -> LengthControlledRate:
     told_apart = len(np.unique(points)) > 1 and len(np.unique(difference)) > 1
     rate = _rate_at_equal_length(points, difference) if told_apart else raw
     equal = sum(_ratio_of(comparison, number) == EQUAL for number in valid)
-    return LengthControlledRate(
-        rate=rate if equal else None,
-        raw_rate=raw,
-        equal=equal,
-        n=len(valid),
-        judge=comparison.judge,
-    )
+    return ControlledRate(rate=rate if equal else None, equal=equal)
 
 
-@dataclass(frozen=True, kw_only=True)
-class StyleControlledRate:
-    """Win rate that the regression predicts for answers of equal length and equal Markdown."""
-
-    rate: float | None
-    """The prediction; None if fewer than MIN_PAIRS pairs differ in Markdown, or if no pair has
-    about equal lengths and equal Markdown."""
-
-    equal: int
-    """Number of valid pairs of about equal length, with equal numbers of each kind of Markdown."""
-
-
-def style_controlled_rate(comparison: Comparison) -> StyleControlledRate:
+def style_controlled_rate(comparison: Comparison) -> ControlledRate:
     """Return the win rate at equal length and equal Markdown.
+
+    The rate is None if fewer than MIN_PAIRS pairs differ in Markdown, or if no pair has about equal
+    lengths and equal numbers of each kind of Markdown.
 
     The regression of `length_controlled_rate` gets the following two terms for each kind of
     MARKDOWN, and the second of them also for all kinds together:
@@ -143,13 +119,13 @@ def style_controlled_rate(comparison: Comparison) -> StyleControlledRate:
     is_as_long = np.array([_ratio_of(comparison, number) == EQUAL for number in valid])
     equal = int((is_as_long & ~differs).sum())
     if not equal or differs.sum() < MIN_PAIRS:
-        return StyleControlledRate(rate=None, equal=equal)
+        return ControlledRate(rate=None, equal=equal)
     if len(np.unique(points)) == 1:
-        return StyleControlledRate(rate=float(points[0]), equal=equal)
+        return ControlledRate(rate=float(points[0]), equal=equal)
     # The deviation is 0 if all slopes of a kind are equal.
     slopes = np.tanh(slopes / np.where(slopes.std(axis=0) > 0, slopes.std(axis=0), 1))
     styles = np.concatenate([steps, slopes], axis=1)
-    return StyleControlledRate(rate=_rate_at_equal_length(points, length, styles), equal=equal)
+    return ControlledRate(rate=_rate_at_equal_length(points, length, styles), equal=equal)
 
 
 def count_markdown(text: str) -> list[int]:

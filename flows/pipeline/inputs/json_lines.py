@@ -3,11 +3,15 @@
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ppo_core.data.sources.json_rows import read_json_rows
+from ppo_core.errors import DataError
 from ppo_core.errors.redaction import mask_values
 from ppo_core.io.atomic_files import explained_writes, replacing
+from ppo_core.io.validation import read_record
+
+Record = TypeVar("Record")
 
 
 def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
@@ -17,6 +21,18 @@ def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
         DataError: the file is missing, or a line is not a JSON object.
     """
     return list(read_json_rows(Path(path)))
+
+
+def read_records(path: Path, kind: type[Record]) -> list[Record]:
+    """Return the rows of a file that `write_jsonl` wrote, as records such as dataclasses.
+
+    Raises:
+        DataError: the file is missing or damaged.
+    """
+    try:
+        return [read_record(row, kind) for row in read_jsonl(path)]
+    except ValueError as error:
+        raise DataError(f"'{path}' is damaged: {error}.") from error
 
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]], *, is_masked: bool = True) -> None:

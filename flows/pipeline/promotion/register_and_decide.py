@@ -1,6 +1,6 @@
 """Register a trained policy as a version, and promote or refuse the version."""
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -35,7 +35,6 @@ from pipeline.results.step_records import (
     ValidatedReward,
 )
 from pipeline.settings.decoding import Decoding
-from pipeline.settings.make_settings import as_plain_dict
 from pipeline.settings.settings import Settings
 from pipeline.storage.workspace import original_names
 from pipeline.tracking.mlflow_runs import started_at
@@ -254,5 +253,5 @@ def _facts(
         decoding=decoding.arguments(),
         samples=read_jsonl(evaluated.samples),
         decision=decision,
-        settings=as_plain_dict(settings),
+        settings=asdict(settings),
     )

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from math import isinf
 
-from pipeline.registry.decisions import Decision
 from pipeline.reports.document import (
     Document,
     Section,
@@ -17,6 +16,7 @@ from pipeline.reports.document import (
 )
 from pipeline.reports.terminal import CONTEST_TITLES, decision_in_words
 from pipeline.results.evaluation import ContestResult, Evaluation, GuardResult, PeopleAndJudge
+from pipeline.results.step_records import RegisteredPolicy
 from pipeline.settings.gate_configs import PromotionConfig
 
 LITTLE = 0.1
@@ -27,66 +27,44 @@ REWARD_MODEL = {True: "fit", False: "accepted by hand", None: "not used"}
 
 
 def promotion_document(
-    promotion: Decision,
+    registered: RegisteredPolicy,
     evaluation: Evaluation,
     limits: PromotionConfig,
     *,
     reward_model_fit: bool | None,
-    kl: float,
-    alpha: float,
-    earlier_decisions: int,
 ) -> Document:
     """Return the report on a version's promotion, with each measured value and its limit.
 
     Args:
-        promotion: decision on the version.
+        registered: the version, and the decision on its promotion.
         evaluation: report of the evaluation on which the decision is based.
         limits: limits of the promotion gate.
         reward_model_fit: whether the reward model passed its validation gate; None if PPO did not
             learn from it.
-        kl: KL divergence between the version and SFT, nats per answer.
-        alpha: `alpha` of the decision. It may differ from the `alpha` of the tests if other
-            decisions were made after the evaluation.
-        earlier_decisions: number of earlier versions whose decisions used the same evaluation data.
     """
+    promotion, champion = registered.promotion, evaluation.champion
+    opponent = "there was none" if champion is None else f"version {champion}"
+    decision = Section(
+        title="The decision",
+        headers=("Version", "It is", "Judged against the champion"),
+        rows=((str(promotion.version), decision_in_words(promotion), opponent),),
+    )
     return Document(
         subject="Does production load this policy?",
         verdict="Promoted" if promotion.is_promoted else "Refused",
         tone="success" if promotion.is_promoted else "danger",
         reasons=(*promotion.reasons, *evaluation.notes),
-        sections=(
-            _decision(promotion, evaluation),
-            _figures(evaluation, limits, reward_model_fit, kl, alpha, earlier_decisions),
-        ),
+        sections=(decision, _figures(registered, evaluation, limits, reward_model_fit)),
     )
-
-
-def _decision(promotion: Decision, evaluation: Evaluation) -> Section:
-    return Section(
-        title="The decision",
-        headers=("Version", "It is", "Judged against the champion"),
-        rows=(
-            (
-                str(promotion.version),
-                decision_in_words(promotion),
-                _version(evaluation.champion),
-            ),
-        ),
-    )
-
-
-def _version(champion: int | None) -> str:
-    return "there was none" if champion is None else f"version {champion}"
 
 
 def _figures(
+    registered: RegisteredPolicy,
     evaluation: Evaluation,
     limits: PromotionConfig,
     reward_model_fit: bool | None,
-    kl: float,
-    alpha: float,
-    earlier_decisions: int,
 ) -> Section:
+    alpha = registered.alpha
     win_rates, contest = evaluation.win_rate, evaluation.direct_contest
     own, other = evaluation.length["ppo"], evaluation.length[evaluation.rival]
     return Section(
@@ -96,7 +74,7 @@ def _figures(
             _win_rate(win_rates, contest, limits.min_win_rate, alpha),
             _win_rate(win_rates, "ppo_vs_reference", limits.min_reference_win_rate, alpha),
             ("People's labels of these pairs", _people(win_rates[contest].people), "no limit"),
-            ("KL of an answer from SFT, nats", as_number(kl), _at_most(limits.max_kl)),
+            ("KL of an answer from SFT, nats", as_number(registered.kl), _at_most(limits.max_kl)),
             (
                 "Words of an answer, and of its opponent",
                 f"{as_number(own)} and {as_number(other)}",
@@ -114,7 +92,11 @@ def _figures(
                 "conclusive",
             ),
             ("Reward model", REWARD_MODEL[reward_model_fit], "fit"),
-            ("Earlier decisions on these evaluation data", str(earlier_decisions), "no limit"),
+            (
+                "Earlier decisions on these evaluation data",
+                str(registered.earlier_decisions),
+                "no limit",
+            ),
         ),
     )
 

@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.inputs.json_lines import read_jsonl
+from pipeline.inputs.json_lines import read_records
 from pipeline.results.step_records import WatchedPrompt
 from ppo_core.errors import DataError
-from ppo_core.io.validation import read_record
 from ppo_core.reporting.metrics_file import COMPLETIONS
 
 
@@ -28,7 +27,7 @@ def read_watched(folder: Path) -> list[WatchedPrompt]:
         DataError: a file is damaged.
     """
     tables = {
-        int(number): read_samples(path)
+        int(number): read_records(path, SampleRow)
         for path in sorted((folder / COMPLETIONS).glob("step-*.jsonl"))
         if (number := path.stem.removeprefix("step-")).isdecimal()
     }
@@ -43,15 +42,3 @@ def read_watched(folder: Path) -> list[WatchedPrompt]:
         )
         for rows in zip(*tables.values(), strict=True)
     ]
-
-
-def read_samples(path: Path) -> list[SampleRow]:
-    """Return the rows of a file that `write_completions` wrote.
-
-    Raises:
-        DataError: the file is missing or damaged.
-    """
-    try:
-        return [read_record(row, SampleRow) for row in read_jsonl(path)]
-    except ValueError as error:
-        raise DataError(f"'{path}' is damaged: {error}.") from error

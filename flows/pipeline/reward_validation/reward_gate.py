@@ -9,6 +9,7 @@ from pipeline.results.reward_report import (
     Lengths,
     OnPolicy,
     Rate,
+    RewardReport,
     SampleScores,
 )
 from pipeline.settings.gate_configs import RewardGateConfig
@@ -21,30 +22,22 @@ LEARNED = 0.98
 """Fraction of CHANCE_LOSS below which the training loss shows that a model learned its pairs."""
 
 
-def reasons_against(
-    on_policy: OnPolicy | None,
-    people: Rate | None,
-    accuracy: Accuracy,
-    calibration: Calibration,
-    lengths: Lengths,
-    samples: SampleScores,
-    limits: RewardGateConfig,
-    training: Mapping[str, float],
-) -> list[str]:
+def reasons_against(measured: RewardReport, limits: RewardGateConfig) -> list[str]:
     """Return the reasons against a reward model, as sentences; empty if it meets every limit.
 
-    Each reason gives the measured value, its limit, and the consequence for PPO. `training`
-    contains the metrics of the training; it is empty for a reward model that the run did not train.
-    `people` is the agreement with people on answers of policies; None without votes. If `on_policy`
-    is None, the limit of the accuracy on held-out pairs is checked instead.
+    Each reason gives the measured value, its limit, and the consequence for PPO. If samples of the
+    policy were not judged, the limit of the accuracy on held-out pairs is checked instead.
     """
+    on_policy, people, lengths = measured.on_policy, measured.people, measured.lengths
     found = [
-        _choice(on_policy, people) if on_policy else accuracy_too_low(accuracy, limits, training),
+        _choice(on_policy, people)
+        if on_policy
+        else accuracy_too_low(measured.accuracy, limits, measured.training),
         _contradiction(people),
-        _overconfidence(calibration, limits),
+        _overconfidence(measured.calibration, limits),
         _length(lengths, limits),
         _short_answers(lengths, limits),
-        _collapse(samples, limits),
+        _collapse(measured.samples, limits),
     ]
     return [reason for reason in found if reason]
 

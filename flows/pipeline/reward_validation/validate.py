@@ -142,19 +142,9 @@ def _agreement_with_people(scorer: TextScorer, pairs: Sequence[LabeledPair]) -> 
 
 def _with_verdict(measured: RewardReport, limits: RewardGateConfig) -> RewardReport:
     """Return the report with the verdict of the gate, its reasons and its warnings."""
-    on_policy, training = measured.on_policy, measured.training
-    reasons = reasons_against(
-        on_policy,
-        measured.people,
-        measured.accuracy,
-        measured.calibration,
-        measured.lengths,
-        measured.samples,
-        limits,
-        training,
-    )
-    reasons += measured.contract.reasons
-    doubts = [accuracy_too_low(measured.accuracy, limits, training)] if on_policy else []
+    reasons = reasons_against(measured, limits) + measured.contract.reasons
+    on_policy, accuracy = measured.on_policy, measured.accuracy
+    doubts = [accuracy_too_low(accuracy, limits, measured.training)] if on_policy else []
     doubts.append(undecided_people(measured.people))
     # The policy's samples differ from the texts of the probes. If the model chooses well among the
     # samples, PPO may train against it, and the probes only cause warnings: the promotion gate

@@ -2,7 +2,7 @@
 
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
@@ -20,8 +20,7 @@ from pipeline.settings.settings import INPUTS, Settings
 from pipeline.settings.unknown_names import describe_unknown_setting
 from ppo_core.config.field_checks import check_type, refuse_secrets
 from ppo_core.config.spelling import OLD_NAMES
-from ppo_core.errors import ConfigError, library_errors
-from ppo_core.io.text_files import read_text_file
+from ppo_core.errors import ConfigError
 
 NO_VALUE = "none"
 """Text that means None for a setting that may be None, because TOML has no null value."""
@@ -95,22 +94,6 @@ def make_settings(
 def read_preset(name: str) -> dict[str, Any]:
     """Return the parsed preset `flows/presets/NAME.toml`."""
     return tomllib.loads((PRESETS / f"{name}.toml").read_text(encoding="utf-8"))
-
-
-def read_settings_file(path: Path) -> dict[str, Any]:
-    """Return the parsed settings file of a user or of a run.
-
-    Raises:
-        ConfigError: the file cannot be read, or is not TOML.
-    """
-    text = read_text_file(path, ConfigError)
-    with library_errors(ConfigError, f"'{path}' is not valid TOML", "Correct the file."):
-        return tomllib.loads(text)
-
-
-def as_plain_dict(settings: Settings) -> dict[str, Any]:
-    """Return the settings as nested dicts."""
-    return asdict(settings)
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -39,13 +39,10 @@ def promotion_card(
 ) -> list[MetaflowCardComponent]:
     """Return the components of the card about a promotion decision."""
     document = promotion_document(
-        registered.promotion,
+        registered,
         registered.evaluation.report(),
         limits,
         reward_model_fit=validation.fit if validation.is_used else None,
-        kl=registered.kl,
-        alpha=registered.alpha,
-        earlier_decisions=registered.earlier_decisions,
     )
     return card_components(document)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from pipeline.cost.gpu_table import find_gpu, processes_on_a_machine
@@ -21,7 +21,7 @@ from pipeline.promotion.fetch_champion import find_champion
 from pipeline.promotion.find_start import find_start
 from pipeline.registry.seen_rows import describe_versions_that_saw
 from pipeline.results.step_records import FetchedChampion
-from pipeline.settings.make_settings import as_plain_dict, settings_text
+from pipeline.settings.make_settings import settings_text
 from pipeline.settings.settings import Settings
 from pipeline.stages.tracked import shared_journal
 from pipeline.storage.workspace import workspace_of
@@ -92,7 +92,7 @@ def trace_run(name: str, given: Settings, settings: Settings) -> Lineage:
         given: settings before `find_inputs`.
         settings: settings whose inputs are on this machine.
     """
-    lineage = trace(flow_run=name, settings=as_plain_dict(given), data=RunData(settings).by_use())
+    lineage = trace(flow_run=name, settings=asdict(given), data=RunData(settings).by_use())
     lineage.tags["model/base"] = digest_of_model(settings.policy)
     if settings.reward_model:
         lineage.tags["model/reward_model"] = digest_of_model(settings.reward_model)
@@ -131,7 +131,7 @@ def start_run(
         print(found.text, flush=True)
     origin = trace_run(name, given, settings)
     origin.tags.update(found.tags)
-    runs = start_runs(settings.registered_model, name, as_plain_dict(given), origin.tags, steps)
+    runs = start_runs(settings.registered_model, name, asdict(given), origin.tags, steps)
     run = FlowRun(
         id=name,
         workspace=workspace_of(settings),

@@ -1,6 +1,7 @@
 """Summarize a run of the flow in one JSON document."""
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from pipeline.results.step_records import (
     ValidatedReward,
 )
 from pipeline.results.summary import Summary, Timings
-from pipeline.settings.make_settings import as_plain_dict
 from pipeline.settings.settings import Settings
 from pipeline.stages.tracked import track
 from pipeline.storage.workspace import original_names
@@ -108,7 +108,7 @@ def _summary_of(
         ),
         model=registered.model,
         promotion=registered.promotion,
-        settings=as_plain_dict(settings),
+        settings=asdict(settings),
         cost=cost,
     )
 

@@ -213,15 +213,13 @@ def _text_or_none(row: RawRow, name: str) -> str | None:
         return None
 
 
-def _chosen_or_none(
-    row: RawRow, prompt: Any, is_chat: bool, repeats_prompt: bool
-) -> str | None:
+def _chosen_or_none(row: RawRow, prompt: Any, is_chat: bool, repeats_prompt: bool) -> str | None:
     """Return the preferred response of a pair as text, or None if the pair cannot be read."""
     try:
         chosen, rejected = value_of(row, "chosen"), value_of(row, "rejected")
-        return split_pair(
-            prompt, chosen, rejected, is_chat=is_chat, repeats_prompt=repeats_prompt
-        )[1]
+        return split_pair(prompt, chosen, rejected, is_chat=is_chat, repeats_prompt=repeats_prompt)[
+            1
+        ]
     except RowError:
         return None
 

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from pipeline.inputs.lineage import trace
 from pipeline.inputs.row_digests import count_seen, digests_in, digests_of_raw, write_digests
 from pipeline.inputs.run_data import RunData
 from pipeline.preflight.check_inputs import check_inputs
-from pipeline.settings.make_settings import as_plain_dict, make_settings
+from pipeline.settings.make_settings import make_settings
 from ppo_core.errors import DataError, TrainingError
 from tests.helpers.inputs.pipeline_inputs import tiny_table, write_rows
 from tests.helpers.servers.full_disk import full_disk
@@ -120,7 +121,7 @@ def test_an_erased_row_is_in_no_data_set_and_no_file(tmp_path: Path, capsys, row
     assert "w40 w41'" not in texts_of(after)
     outputs = (tmp_path / "outputs").rglob("*")
     assert not any("w40 w41" in path.read_text() for path in outputs if path.is_file())
-    lineage = trace(flow_run="1", settings=as_plain_dict(after.settings), data=after.by_use())
+    lineage = trace(flow_run="1", settings=asdict(after.settings), data=after.by_use())
     erased = {one.name for one in lineage.data if "less 1 erased" in one.source}
     assert {"sft", "preferences", "prompts", "eval-prompts"} <= erased
     assert after.training_pairs().digest != before.training_pairs().digest

@@ -47,7 +47,7 @@ from pipeline.results.evaluation import (
     PairAgreement,
     TrainedJudge,
 )
-from pipeline.results.step_records import Change, RegisteredPolicy
+from pipeline.results.step_records import Change, EvaluatedPolicy, RegisteredPolicy
 from pipeline.settings.gate_configs import PromotionConfig
 from pipeline.stages.cards import evaluation_card, promotion_card, reward_model_card
 from pipeline.storage.workspace import Workspace
@@ -751,15 +751,17 @@ def decided(
     **changes: Any,
 ) -> Document:
     """The document of a decision on version 3."""
-    return promotion_document(
-        decision(action, **changes),
-        evaluation,
-        PromotionConfig(max_kl=max_kl),
-        reward_model_fit=fit,
+    registered = RegisteredPolicy(
+        model={},
+        promotion=decision(action, **changes),
+        evaluation=EvaluatedPolicy(champion=evaluation.champion, kl=12.3, folder="evaluation"),
         kl=12.3,
         alpha=0.0001,
         earlier_decisions=4,
+        previous=None,
     )
+    limits = PromotionConfig(max_kl=max_kl)
+    return promotion_document(registered, evaluation, limits, reward_model_fit=fit)
 
 
 def test_the_card_of_a_decision_says_it_and_why(rematch: Evaluation):

@@ -3,8 +3,6 @@
 import json
 import math
 import os
-import pickle
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,13 +14,6 @@ import pytest
 from pipeline.results.evaluation import EnsembleAgreement, PairAgreement, TrainedJudge
 from pipeline.results.report_files import REWARD_REPORT_FILE, as_json, read_report, write_report
 from pipeline.results.reward_report import RewardReport
-from pipeline.results.step_records import (
-    Change,
-    EvaluatedPolicy,
-    FetchedChampion,
-    PreparedModel,
-    ValidatedReward,
-)
 from tests.helpers.inputs.sample_reports import changed, evaluation_result, reward_report
 from tests.helpers.paths import ROOT
 
@@ -114,40 +105,10 @@ def test_a_report_of_a_version_that_knew_no_acceptance_by_hand_is_read(tmp_path:
     assert not read_report(file, RewardReport).accepted_by_hand
 
 
-OLD_PATH = b"cpipeline.evaluation.results\n"
-
-
-@pytest.mark.parametrize(
-    "record",
-    [
-        PreparedModel(path="policy", digest="d", metrics={"loss": 0.5}),
-        FetchedChampion(version=1, model="m", tokenizer="t"),
-        Change(first=0.0, last=1.0),
-        EvaluatedPolicy(champion=None, kl=0.5, folder="evaluation"),
-        ValidatedReward(
-            fit=True,
-            accepted_by_hand=False,
-            reasons=[],
-            bias=0.0,
-            gain=1.0,
-            report_file="reward-model.json",
-            judge=TRAINED,
-        ),
-    ],
-    ids=lambda record: type(record).__name__,
-)
-def test_a_record_that_an_earlier_version_pickled_is_read(record: Any):
-    # Protocol 0 has the path of a class as text.
-    now = pickle.dumps(record, protocol=0)
-    then = re.sub(rb"cpipeline\.results\.(step_records|evaluation)\n", OLD_PATH, now)
-    assert then != now
-    assert pickle.loads(then) == record
-
-
 @pytest.mark.parametrize("module", ["step_records", "report_files"])
 def test_unpickling_a_record_imports_nothing_large(module: str):
     code = (
-        f"import sys; import pipeline.results.{module}; import pipeline.evaluation.results; "
+        f"import sys; import pipeline.results.{module}; "
         "print({'torch', 'numpy', 'mlflow', 'pydantic', 'transformers'} & set(sys.modules))"
     )
     ran = subprocess.run(

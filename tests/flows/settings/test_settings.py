@@ -1,4 +1,5 @@
 import sys
+from dataclasses import asdict
 from math import inf
 from typing import Any
 
@@ -6,7 +7,7 @@ import pytest
 from peft import LoraConfig
 
 from pipeline.launch.job import ppo_config
-from pipeline.settings.make_settings import as_plain_dict, make_settings, read_preset
+from pipeline.settings.make_settings import make_settings, read_preset
 from pipeline.settings.settings import INPUTS, Settings
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.errors import ConfigError
@@ -74,7 +75,7 @@ def test_a_reward_model_and_pairs_to_validate_it_need_no_pairs_to_train_on():
 
 
 def test_the_plain_dict_holds_every_setting():
-    plain = as_plain_dict(settings({}))
+    plain = asdict(settings({}))
     assert set(INPUTS) < set(plain)
     assert plain["ppo"]["kl_coef"] == 0.05
 

@@ -11,16 +11,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pipeline.evaluation.compare_in_both_orders import POINTS
-from pipeline.inputs.json_lines import read_jsonl
+from pipeline.inputs.json_lines import read_records
 from pipeline.judges.verdict import Verdict
 from pipeline.reports.document import Answer, PieceKind, Pieces, Reading, Section
 from pipeline.reports.evaluation_report import WHO
 from pipeline.results.step_records import EvaluatedPolicy, WatchedPrompt
-from pipeline.results.watched_prompts import read_samples
+from pipeline.results.watched_prompts import SampleRow
 from ppo_core.data.rows.dialogues import shown_prompt
 from ppo_core.errors import DataError
 from ppo_core.errors.control_characters import remove_controls
-from ppo_core.io.validation import read_record
 
 NUM_PROMPTS, NUM_PAIRS, PAIRS_OF_A_KIND = 8, 20, 5
 
@@ -96,7 +95,7 @@ def pairs_section(evaluated: EvaluatedPolicy, contest: str) -> Section:
     Raises:
         DataError: the file of verdicts is missing or damaged.
     """
-    rows = _read_rows(evaluated.judgements, JudgedPair)
+    rows = read_rows(evaluated.judgements, JudgedPair)
     valid = [row for row in rows if row.contest == contest and row.outcome in OUTCOMES]
     if not valid:
         return Section(title=PAIRS, text=("The judge gave no valid verdict.",))
@@ -116,7 +115,7 @@ def prompts_section(evaluated: EvaluatedPolicy) -> Section:
     Raises:
         DataError: the file of answers is missing or damaged.
     """
-    rows = _read_rows(evaluated.samples, AnsweredPrompt)
+    rows = read_rows(evaluated.samples, AnsweredPrompt)
     chosen = [rows[number] for number in _evenly(len(rows), NUM_PROMPTS)]
     text = (
         f"{len(chosen)} of {len(rows)} prompts, taken at equal distances. Words that only SFT "
@@ -139,7 +138,7 @@ def newest_section(path: Path) -> Section:
             answers=(_plain("PPO", row.response),),
             notes=(f"Score: {row.score:z.4g}",),
         )
-        for number, row in enumerate(read_samples(path), 1)
+        for number, row in enumerate(read_records(path, SampleRow), 1)
     )
     return Section(title=NEWEST_SAMPLES, text=("Sampled in the last update.",), readings=readings)
 
@@ -196,20 +195,13 @@ def shortened_text(text: str) -> str:
     return text if more <= 0 else f"{text[:MOST_CHARACTERS]} [cut: {more:,} more characters]"
 
 
-def read_judged_pairs(path: Path) -> list[JudgedPair]:
-    """Return the rows of a file of verdicts.
+def read_rows(path: Path, kind: type[Row]) -> list[Row]:
+    """Return the rows of a file of an evaluation.
 
     Raises:
         DataError: the file is missing, damaged or empty.
     """
-    return _read_rows(path, JudgedPair)
-
-
-def _read_rows(path: Path, kind: type[Row]) -> list[Row]:
-    try:
-        rows = [read_record(row, kind) for row in read_jsonl(path)]
-    except ValueError as error:
-        raise DataError(f"'{path}' is damaged: {error}.") from error
+    rows = read_records(path, kind)
     if not rows:
         raise DataError(f"'{path}' has no rows.")
     return rows

@@ -107,7 +107,7 @@ def _evaluated(facts: RunFacts) -> list[Section]:
         text = ("The run has not judged the policy, so nothing is known.",)
         return [Section(title=BETTER, text=text)]
     decision = promotion_document(
-        registered.promotion,
+        registered,
         evaluation,
         facts.settings.promotion,
         reward_model_fit=(
@@ -115,9 +115,6 @@ def _evaluated(facts: RunFacts) -> list[Section]:
             if facts.settings.uses_reward_model
             else None
         ),
-        kl=registered.kl,
-        alpha=registered.alpha,
-        earlier_decisions=registered.earlier_decisions,
     )
     refused = not registered.promotion.is_promoted
     return [
