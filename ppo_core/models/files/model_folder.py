@@ -10,6 +10,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,7 @@ def check_config_keys(config: Mapping[str, Any], path: str | Path) -> None:
             downloaded; or a number is NaN, a base of rotary positions is infinite or at most 0, or
             an epsilon is negative or at least 1.
     """
-    for key, value in _entries(config):
+    for key, value in chain.from_iterable(one.items() for one in objects_in(config)):
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if is_number and (allowed := _unmet(key, value)):
             raise _refused(
@@ -232,13 +233,13 @@ def _check_whole(file: Path) -> None:
         ) from error
 
 
-def _entries(document: Any) -> Iterator[tuple[str, Any]]:
-    """Yield all keys with their values, at any depth."""
+def objects_in(document: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the objects in a JSON document, at any depth."""
     left = [document]
     while left:
         value = left.pop()
         if isinstance(value, Mapping):
-            yield from value.items()
+            yield value
             left.extend(value.values())
         elif isinstance(value, list):
             left.extend(value)

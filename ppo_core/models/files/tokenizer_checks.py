@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ppo_core.errors import ModelError
 from ppo_core.errors.deadline import answer_within
-from ppo_core.models.files.model_folder import read_object
+from ppo_core.models.files.model_folder import objects_in, read_object
 
 TOKENIZER = "tokenizer.json"
 
@@ -47,7 +47,8 @@ def check_tokenizer_file(file: Path) -> None:
     """
     content = read_object(file)
     growth = 1.0
-    for rule in _rules([content.get(name) for name in _RULES]):
+    rules = objects_in([content.get(name) for name in _RULES])
+    for rule in (one for one in rules if "type" in one):
         if _added(rule) > MAX_ADDED:
             raise _refused(
                 file,
@@ -106,18 +107,6 @@ def _encode_and_decode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> 
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         backend.decode_batch(ids)
-
-
-def _rules(document: Any) -> Iterator[Mapping[str, Any]]:
-    left = [document]
-    while left:
-        value = left.pop()
-        if isinstance(value, Mapping):
-            if "type" in value:
-                yield value
-            left.extend(value.values())
-        elif isinstance(value, list):
-            left.extend(value)
 
 
 def _growth(rule: Mapping[str, Any]) -> float:
