@@ -1,27 +1,19 @@
 """Compute the sizes of a run before it starts; describe them with memory, time and price."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from math import ceil
-from statistics import mean
-
-import pyarrow.compute
-import torch
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from pipeline.cost.estimated_cost import TrainingCost, describe_memory_of, describe_time_of
 from pipeline.cost.gpu_table import find_gpu, processes_on_a_machine
-from pipeline.cost.memory.ppo_memory import PPOSize
 from pipeline.cost.memory.sizes import BF16, FP32
-from pipeline.cost.memory.supervised_memory import SupervisedSize
-from pipeline.cost.memory_table import RANK, Training, TrainingSize
-from pipeline.cost.run_time import Speed, ppo_seconds, supervised_seconds
-from pipeline.cost.training_sizes import (
-    Processes,
-    adapter_parameters,
-    ppo_size,
-    reward_size,
-    sft_size,
+from pipeline.cost.run_trainings import (
+    SupervisedRows,
+    judge_rows,
+    pair_rows,
+    sft_rows,
+    training_costs,
 )
+from pipeline.cost.training_sizes import Processes
 from pipeline.evaluation.compare_in_both_orders import contests_between
 from pipeline.inputs.run_data import RunData, references_of
 from pipeline.inputs.run_rewards import RunRewards
@@ -30,53 +22,11 @@ from pipeline.registry.alpha_spending import limits_now
 from pipeline.settings.evaluation_config import MOST_TRIES, EvaluationConfig
 from pipeline.settings.gate_configs import PromotionConfig, RewardGateConfig
 from pipeline.settings.settings import Settings
-from pipeline.settings.training_sections import SupervisedSection
 from ppo_core.data.prompts import encode_prompts
 from ppo_core.data.rows.dialogues import shown_prompt
-from ppo_core.data.rows.read_rows import Rows
 from ppo_core.models.files.saved_precision import half_precision
 from ppo_core.models.loading import count_parameters, load_config
 from ppo_core.ppo.schedule import Schedule, make_schedule
-from ppo_core.supervised.examples.sft_examples import IGNORED_LABEL
-from ppo_core.supervised.step_order import StepOrder, passes_of_step
-from ppo_core.supervised.supervised_config import SupervisedConfig
-
-SOME_STEPS = 32
-"""Number of optimizer steps whose passes are counted, to estimate the time of all steps."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SupervisedRows:
-    """Rows and steps of a supervised training."""
-
-    rows: int
-    """Number of examples or pairs."""
-
-    tokens: int
-    """Number of tokens in one pass over the rows."""
-
-    counted: int
-    """Number of tokens with a loss of the LM head in one pass over the rows; 0 for pairs."""
-
-    longest: int
-    """Number of tokens of the longest text."""
-
-    epochs: int
-    """Number of passes over the rows."""
-
-    optimizer_steps: int
-    """Number of optimizer steps of the training."""
-
-    some_steps: Sequence[Sequence[int]]
-    """Tokens of each row in up to `SOME_STEPS` optimizer steps."""
-
-    def passes(self, batch_size: int, size: SupervisedSize) -> float:
-        """Return the mean number of forward-backward passes of a process in an optimizer step."""
-        device = torch.device("cpu" if size.on_cpu else "cuda")
-        return mean(
-            len(passes_of_step(tokens, batch_size, device=device, processes=size.processes))
-            for tokens in self.some_steps
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,14 +118,7 @@ def measure_run(settings: Settings, *, has_champion: bool) -> RunSize:
     policy = count_parameters(settings.policy)
     reward_model = count_parameters(settings.reward_model or settings.policy, scores=True)
     schedule = make_schedule(settings.ppo, num_prompts=len(prompts), num_processes=number)
-    sft, pairs, judge = _sft_rows(data), _pair_rows(data), _judge_rows(data)
-    members = settings.reward_model_training.members
-    works = [
-        *([_sft_work(settings, sft, processes)] if sft else []),
-        *([_reward_work(settings, pairs, processes, members=members)] if pairs else []),
-        *([_reward_work(settings, judge, processes, what="judge")] if judge else []),
-        _ppo_work(settings, lengths, processes),
-    ]
+    sft, pairs, judge = sft_rows(data), pair_rows(data), judge_rows(data)
     return RunSize(
         policy_parameters=policy,
         reward_parameters=reward_model,
@@ -190,7 +133,7 @@ def measure_run(settings: Settings, *, has_champion: bool) -> RunSize:
         language_models=_language_models(data, schedule, len(prompts)),
         processes=number,
         ppo=schedule,
-        works=[] if None in works else [work for work in works if work is not None],
+        works=training_costs(settings, processes, lengths, sft=sft, pairs=pairs, judge=judge),
         selection=_selection(data, policy),
         evaluation_prompts=len(examples),
         contests=len(contests_between(contestants)),
@@ -354,147 +297,6 @@ def describe_time(size: RunSize, settings: Settings) -> str:
         ConfigError: see `describe_time_of`.
     """
     return "\n".join(describe_time_of(size.works, settings)) if size.works else ""
-
-
-def _sft_work(
-    settings: Settings, rows: SupervisedRows, processes: Processes
-) -> TrainingCost | None:
-    def size_on(some: Processes) -> TrainingSize | None:
-        return sft_size(settings, longest=rows.longest, processes=some)
-
-    return _supervised_work("SFT", "sft", settings.sft, rows, size_on, settings, processes)
-
-
-def _reward_work(
-    settings: Settings,
-    rows: SupervisedRows,
-    processes: Processes,
-    *,
-    what: str = "reward model",
-    members: int = 1,
-) -> TrainingCost | None:
-    """Return the cost of training `members` models, one after the other, on the same rows."""
-
-    def size_on(some: Processes) -> TrainingSize | None:
-        return reward_size(settings, longest=rows.longest, processes=some)
-
-    name, config = "reward_model_training", settings.reward_model_training
-    one = _supervised_work(what, name, config, rows, size_on, settings, processes)
-    if one is None or members == 1:
-        return one
-    return replace(one, seconds=lambda size, speed: members * one.seconds(size, speed))
-
-
-def _supervised_work(
-    name: str,
-    section: str,
-    config: SupervisedSection,
-    rows: SupervisedRows,
-    size_on: Callable[[Processes], TrainingSize | None],
-    settings: Settings,
-    processes: Processes,
-) -> TrainingCost | None:
-    size = size_on(processes)
-    if size is None:
-        return None
-
-    def seconds(size: TrainingSize, speed: Speed) -> float:
-        assert isinstance(size, SupervisedSize)
-        return supervised_seconds(
-            size,
-            speed,
-            tokens=rows.tokens * rows.epochs,
-            counted=rows.counted * rows.epochs,
-            optimizer_steps=rows.optimizer_steps,
-            passes=rows.passes(config.batch_size, size),
-        )
-
-    adapter = size.adapter or adapter_parameters(settings, config.lora.r or RANK)
-    training = Training(name=name, section=section, size=size, adapter=adapter)
-    return TrainingCost(training=training, size_on=size_on, seconds=seconds)
-
-
-def _ppo_work(
-    settings: Settings, lengths: Sequence[int], processes: Processes
-) -> TrainingCost | None:
-    ppo = settings.ppo
-
-    def schedule_of(number: int) -> Schedule:
-        return make_schedule(ppo, num_prompts=len(lengths), num_processes=number)
-
-    def size_on(some: Processes) -> TrainingSize | None:
-        schedule = schedule_of(some.number)
-        return ppo_size(settings, schedule, longest_prompt=max(lengths), processes=some)
-
-    size = size_on(processes)
-    if size is None:
-        return None
-
-    def seconds(size: TrainingSize, speed: Speed) -> float:
-        assert isinstance(size, PPOSize)
-        return ppo_seconds(
-            size,
-            schedule_of(size.processes),
-            speed,
-            epochs=ppo.num_ppo_epochs,
-            mean_prompt=sum(lengths) / len(lengths),
-            samples_here=not ppo.use_vllm,
-        )
-
-    adapter = size.adapter or adapter_parameters(settings, RANK)
-    training = Training(name="PPO", section="ppo", size=size, adapter=adapter)
-    return TrainingCost(training=training, size_on=size_on, seconds=seconds)
-
-
-def _sft_rows(data: RunData) -> SupervisedRows | None:
-    if not data.settings.sft_data:
-        return None
-    rows = data.encoded_demonstrations()
-    labels = pyarrow.compute.list_flatten(rows.table.with_format("arrow")["labels"])
-    counted = pyarrow.compute.sum(pyarrow.compute.not_equal(labels, IGNORED_LABEL)).as_py()
-    return _supervised(rows, _tokens(rows, "input_ids"), data.settings.sft, counted=counted)
-
-
-def _pair_rows(data: RunData) -> SupervisedRows | None:
-    if data.settings.reward_model:
-        return None
-    pairs = data.encoded("pairs", data.reward_training_pairs(), data.settings.reward_model_training)
-    return _pairs(pairs, data.settings)
-
-
-def _judge_rows(data: RunData) -> SupervisedRows | None:
-    return None if data.settings.judge else _pairs(data.encoded_judge_pairs(), data.settings)
-
-
-def _pairs(rows: Rows, settings: Settings) -> SupervisedRows:
-    tokens = _tokens(rows, "chosen") + _tokens(rows, "rejected")
-    return _supervised(rows, tokens, settings.reward_model_training, counted=0, texts=2)
-
-
-def _supervised(
-    rows: Rows, tokens: int, config: SupervisedConfig, *, counted: int, texts: int = 1
-) -> SupervisedRows:
-    lengths = rows.table["length"][:]
-    order = StepOrder.of(lengths, config)
-    steps = order.epoch(0)
-    return SupervisedRows(
-        rows=len(rows),
-        tokens=tokens,
-        counted=counted,
-        longest=max(lengths),
-        epochs=config.num_epochs,
-        optimizer_steps=order.steps,
-        some_steps=[
-            [texts * lengths[row] for row in step]
-            for step in steps[:: ceil(len(steps) / SOME_STEPS)]
-        ],
-    )
-
-
-def _tokens(rows: Rows, column: str) -> int:
-    """Return the number of token ids in a column."""
-    lengths = pyarrow.compute.list_value_length(rows.table.with_format("arrow")[column])
-    return int(pyarrow.compute.sum(lengths).as_py())
 
 
 def _describe(size: SupervisedRows) -> str:
