@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,6 @@ from ppo_core.models.adapters import (
     CRITIC_ADAPTER,
     adapter_settings,
     add_adapter,
-    check_adapter,
     checkpoint_activations,
     is_peft,
     plain_model,
@@ -36,37 +35,22 @@ from ppo_core.models.policy import LanguageModel, require_causal_lm
 from ppo_core.models.quantization import check_quantized_trainable, keep_differentiable
 from ppo_core.models.reference import make_reference
 from ppo_core.ppo.model_bundle import ModelBundle, reward_holders
-from ppo_core.ppo.optimizer import policy_parameters
 from ppo_core.ppo.reward_functions import RewardMix, make_rewards
 from ppo_core.ppo.schedule import batch_sizes
+from ppo_core.training.script_models import (
+    ScriptModels,
+    check_adapter_names,
+    check_refresh,
+    refuse_critic,
+    refuse_same,
+    require_trainable,
+)
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class ScriptModels:
-    """The models of a run as a script passes them."""
-
-    policy: nn.Module
-    """A causal language model, with or without a value head, or a PeftModel."""
-
-    reference: nn.Module | None
-    """The reference. If None, the reference is a copy of the policy. For a policy with an adapter,
-    it is instead the base model with the adapter `ref_adapter_name`, or without an adapter."""
-
-    critic: nn.Module | None
-    """The critic. If None, the run has the first of these that is possible: the policy's own value
-    head; with `shared_critic`, a new head on the policy; the policy's base with its adapter
-    CRITIC_ADAPTER; a copy of a reward model that reads the policy's tokens; a copy of the policy.
-    If the advantages need no critic, the run has none."""
-
-    rewards: RewardMix
-    peft_config: Any = None
-    """The adapter to add to the policy, if any."""
 
 
 def join_processes(
@@ -165,7 +149,7 @@ def make_models(
         ModelError: a model does not fit its role, or one object has two roles.
         ConfigError: the settings and the models contradict each other.
     """
-    _refuse_same(given)
+    refuse_same(given)
     model, value_head = _prepared_policy(config, given)
     disable_dropout(model)
     keep_differentiable(model)
@@ -175,7 +159,7 @@ def make_models(
     adapted = model if is_peft(model) else None
     saved_dtype = _saved_dtype(given.policy, policy)
     critic = _make_critic(config, tokenizer, policy, adapted, value_head, given)
-    _require_trainable(policy, critic)
+    require_trainable(policy, critic)
     _train_in_fp32(model, critic)
     if given.reference is not None and _shares(model, given.reference):
         # Give the reference's own layers the precision of the layers that it shares.
@@ -185,7 +169,7 @@ def make_models(
     if config.gradient_checkpointing:
         _checkpoint_activations(model, critic)
     reference = make_reference(model, given.reference, adapter=config.ref_adapter_name)
-    _check_refresh(config, policy, reference)
+    check_refresh(config, policy, reference)
     # Shard reward models last, because making the critic may copy an unsharded reward model.
     _prepare_frozen(engine, model, policy, reference, given.rewards)
     return ModelBundle(
@@ -231,7 +215,7 @@ def _prepared_policy(config: PPOConfig, given: ScriptModels) -> tuple[nn.Module,
         with torch.random.fork_rng():
             torch.manual_seed(config.seed)
             model = add_adapter(model, given.peft_config)
-    _check_adapter_names(config, model, given.reference)
+    check_adapter_names(config, model, given.reference)
     return model, value_head
 
 
@@ -248,18 +232,6 @@ def _without_adapter(model: nn.Module) -> nn.Module:
         "adapter/ fits only this copy. To train the policy's own adapter, pass no peft_config."
     )
     return merged
-
-
-def _require_trainable(policy: LanguageModel, critic: Critic | None) -> None:
-    models = {"policy": policy_parameters(policy, critic)}
-    if critic is not None:
-        models["critic"] = [*critic.parameters()]
-    for name, parameters in models.items():
-        if not any(parameter.requires_grad for parameter in parameters):
-            raise ModelError(
-                f"No parameter of the {name} requires a gradient, so the {name} would not learn. "
-                "Call requires_grad_() of the model, or of the layers to train."
-            )
 
 
 def _prepare_frozen(
@@ -280,22 +252,6 @@ def _prepare_frozen(
         frozen.append(reference)
     for one in frozen:
         engine.prepare_frozen(one)
-
-
-def require_loaded(model: object, **others: object) -> None:
-    """Raise if an argument is not a loaded model; arguments in `others` may also be None.
-
-    Raises:
-        ModelError: an argument is not a model, but for example the name of a model.
-    """
-    given = {"model": model, **{name: one for name, one in others.items() if one is not None}}
-    for name, one in given.items():
-        if not isinstance(one, nn.Module):
-            kind = "SequenceClassification" if name == "value_model" else "CausalLM"
-            raise ModelError(
-                f"{name}={one!r:.80} is not a loaded model. Pass {name}="
-                f"AutoModelFor{kind}.from_pretrained(...)."
-            )
 
 
 def share_random_scores(models: Iterable[object], engine: Engine) -> None:
@@ -376,49 +332,6 @@ def _shares(model: nn.Module, other: nn.Module) -> bool:
     return any(id(parameter) in of_policy for parameter in other.parameters())
 
 
-def _refuse_same(given: ScriptModels) -> None:
-    if given.reference is not None and _trains(given.policy, given.reference):
-        raise ModelError(
-            "The policy and the reference are the same object: the KL divergence would stay 0. "
-            "Load the reference separately, or pass ref_model=None."
-        )
-    trained = [one for one in (given.policy, given.critic) if one is not None]
-    scorers = [scorer.model for scorer in given.rewards.models()]
-    for scorer in (*scorers, *given.rewards.modules()):
-        if any(_trains(one, scorer) for one in trained):
-            raise ModelError(
-                "The reward model is the same object as a model that is trained: its scores would "
-                "change. Load it separately, or pass value_model=None."
-            )
-
-
-def _trains(model: nn.Module, other: nn.Module) -> bool:
-    """Return whether training `model` changes `other`; frozen layers may be shared."""
-    moving = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    return model is other or any(id(parameter) in moving for parameter in other.parameters())
-
-
-def _check_adapter_names(config: PPOConfig, model: nn.Module, ref_model: nn.Module | None) -> None:
-    names = {
-        name: getattr(config, name)
-        for name in ("model_adapter_name", "ref_adapter_name")
-        if getattr(config, name) is not None
-    }
-    if names and not is_peft(model):
-        raise ConfigError(
-            f"{', '.join(names)} is set, and the policy is a {type(model).__name__} without "
-            "adapters. Pass a PeftModel or a peft_config, or remove these settings."
-        )
-    if is_peft(model):
-        for name in names.values():
-            check_adapter(model, name)
-    if config.ref_adapter_name is not None and ref_model is not None:
-        raise ConfigError(
-            f"ref_adapter_name={config.ref_adapter_name!r} and ref_model both set the reference. "
-            "Pass ref_model=None."
-        )
-
-
 def _make_policy(config: PPOConfig, model: nn.Module) -> LanguageModel:
     if not is_peft(model):
         return LanguageModel(require_causal_lm(model, "policy"))
@@ -445,22 +358,6 @@ def _activate(model: "PeftModel", name: str) -> None:
         parameter.requires_grad_(True)
 
 
-def _check_refresh(config: PPOConfig, policy: LanguageModel, reference: LanguageModel) -> None:
-    """Raise if the settings refresh a reference that cannot take the policy's weights."""
-    if not config.reference_refresh_updates:
-        return
-    shapes = [
-        {name: parameter.shape for name, parameter in model.named_parameters()}
-        for model in (policy, reference)
-    ]
-    if policy.model is reference.model or shapes[0] != shapes[1]:
-        raise ConfigError(
-            f"reference_refresh_updates={config.reference_refresh_updates} copies the policy into "
-            "the reference, but this reference shares the policy's weights or has other "
-            "parameters. Train without an adapter and with ref_model=None, or remove the setting."
-        )
-
-
 def _make_critic(
     config: PPOConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -470,7 +367,7 @@ def _make_critic(
     given: ScriptModels,
 ) -> Critic | None:
     if not config.has_critic:
-        _refuse_critic(config, given)
+        refuse_critic(config, given)
         return None
     if given.critic is not None and config.shared_critic:
         raise ConfigError(
@@ -490,19 +387,6 @@ def _make_critic(
         if reads_along and reward_model.reads_tokens_of(tokenizer):
             return Critic.from_reward_model(reward_model)
     return Critic.from_policy(policy.model if adapted is None else merged_copy(adapted))
-
-
-def _refuse_critic(config: PPOConfig, given: ScriptModels) -> None:
-    for what, is_given in (
-        ("a value_model", given.critic is not None),
-        ("a policy with a value head", isinstance(given.policy, ModelWithValueHead)),
-    ):
-        if is_given:
-            raise ConfigError(
-                f"advantage_estimator={config.advantage_estimator!r} trains no critic, and the run "
-                f"has {what}, which would not be trained. Pass value_model=None, and the policy's "
-                "pretrained_model as the policy, or set advantage_estimator='gae'."
-            )
 
 
 def _checkpoint_activations(model: nn.Module, critic: Critic | None) -> None:

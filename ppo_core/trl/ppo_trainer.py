@@ -13,7 +13,8 @@ from ppo_core.data.prompt_set import Collator, make_prompt_set, make_run_prompts
 from ppo_core.ppo.ptx import make_pretraining_texts
 from ppo_core.reporting.callbacks import CallbackOrType
 from ppo_core.reporting.metrics import Metrics
-from ppo_core.training.model_setup import join_processes, require_loaded, set_up_models
+from ppo_core.training.model_setup import join_processes, set_up_models
+from ppo_core.training.script_models import require_loaded
 from ppo_core.trl.script_names import PolicyAndValue, ScriptNames, add_computed, with_older_names
 from ppo_core.trl.script_settings import protect_copy, refuse_late_changes
 

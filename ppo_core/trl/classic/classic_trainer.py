@@ -23,7 +23,8 @@ from ppo_core.ppo.reward_functions import RewardMix
 from ppo_core.reporting.callbacks import Reporter
 from ppo_core.reporting.sample_table import log_table
 from ppo_core.training.model_card import push_folder, write_model_card
-from ppo_core.training.model_setup import ScriptModels, make_models
+from ppo_core.training.model_setup import make_models
+from ppo_core.training.script_models import ScriptModels
 from ppo_core.trl.classic.classic_config import ClassicPPOConfig
 from ppo_core.trl.classic.classic_step import ClassicStep, StepInputs
 from ppo_core.trl.classic.dataloader import shuffled_batches, without_unused_columns
