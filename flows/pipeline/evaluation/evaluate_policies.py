@@ -15,7 +15,7 @@ from pipeline.inputs.votes_to_pairs import votes_of
 from pipeline.judges.judge_budget import Budget, Spent
 from pipeline.judges.make_judge import make_judge_of_run
 from pipeline.judges.verdict import JudgedPrompt
-from pipeline.launch.answers import answer_in_run
+from pipeline.launch.answers import answer_in_run, job_of_ppo
 from pipeline.results.evaluation import Evaluation, GuardResult, TrainedJudge
 from pipeline.results.report_files import EVALUATION_FILE, write_report
 from pipeline.results.selection import Selection
@@ -362,19 +362,8 @@ def answer_as_evaluated(
     The divergence is None if `reference` is None, or if the decoding settings allow no estimate.
     `changes` override fields of the `AnswerJob` that otherwise come from the settings.
     """
-    return _sample(
-        settings,
-        path,
-        prompts,
-        folder,
-        tokenizer=path,
-        prompt_format=settings.prompt_format,
-        stop=settings.ppo.stop_token,
-        stop_token_id=settings.ppo.stop_token_id,
-        reference=reference,
-        server=server_of(settings.ppo),
-        **changes,
-    )
+    job = replace(_job(settings, path, prompts), reference=reference, **changes)
+    return answer_in_run(job, settings, folder)
 
 
 def _answer_as_champion(
@@ -385,40 +374,27 @@ def _answer_as_champion(
     # A running server cannot change to another architecture.
     if server and not is_same_architecture(champion.model, settings.policy):
         server = None
-    return _sample(
-        settings,
-        champion.model,
-        prompts,
-        folder,
+    job = replace(
+        _job(settings, champion.model, prompts),
         tokenizer=champion.tokenizer,
         prompt_format="auto",
         # If the champion has no stop token, its answers have full length, as when it is served.
         stop="own",
         stop_token_id=None,
-        reference=None,
         server=server,
     )
-
-
-def _sample(
-    settings: Settings,
-    path: str,
-    prompts: Sequence[JudgedPrompt],
-    folder: Path,
-    **options: Any,
-) -> Answers:
-    """Sample answers with the settings that all policies share, and with `options`."""
-    shared = {
-        "response_length": settings.ppo.response_length,
-        "temperature": settings.evaluation.temperature,
-        "top_k": settings.evaluation.top_k,
-        "top_p": settings.evaluation.top_p,
-        "seed": settings.seed,
-        "batch_size": settings.ppo.local_rollout_forward_batch_size,
-        "precision": settings.precision,
-    }
-    job = AnswerJob(policy=path, prompts=list(prompts), **(shared | options))
     return answer_in_run(job, settings, folder)
+
+
+def _job(settings: Settings, policy: str, prompts: Sequence[JudgedPrompt]) -> AnswerJob:
+    """Return the job that answers prompts as PPO does, but with the decoding of the evaluation."""
+    decoding = settings.evaluation
+    return replace(
+        job_of_ppo(settings, policy, prompts),
+        temperature=decoding.temperature,
+        top_k=decoding.top_k,
+        top_p=decoding.top_p,
+    )
 
 
 def mean_words(texts: Sequence[str]) -> float:
