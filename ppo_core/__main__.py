@@ -15,8 +15,8 @@ from ppo_core.io.atomic_files import explained_full_disk
 from ppo_core.models.kernels.cpu_memory import prepare_cpu_process
 
 if TYPE_CHECKING:
-    # `ppo_core.training.rewards` imports torch.
-    from ppo_core.training.rewards import LoadLanguageModel
+    # `ppo_core.training.load_rewards` imports torch.
+    from ppo_core.training.load_rewards import LoadLanguageModel
 
 
 def main(argv: Sequence[str], load_language_model: "LoadLanguageModel | None" = None) -> int:

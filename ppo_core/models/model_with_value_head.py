@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers.utils.hub import PushToHubMixin
 
-from ppo_core.algorithm.logits import at_least_fp32
+from ppo_core.algorithm.temperature import at_least_fp32
 from ppo_core.errors import ConfigError, ModelError
 from ppo_core.models.adapters import add_adapter, checkpoint_activations, is_peft, plain_model
 from ppo_core.models.files.adapter_weights import lift_adapter

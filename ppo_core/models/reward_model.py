@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_core.algorithm.logits import at_least_fp32
 from ppo_core.algorithm.masking import length_mask
+from ppo_core.algorithm.temperature import at_least_fp32
 from ppo_core.data.batching import length_sorted_batches, pad_rows
 from ppo_core.data.chat_template import Messages
 from ppo_core.data.prompts import context_length, encode_dialogue

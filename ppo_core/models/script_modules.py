@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ppo_core.algorithm.logits import at_least_fp32
 from ppo_core.algorithm.masking import length_mask
+from ppo_core.algorithm.temperature import at_least_fp32
 from ppo_core.data.types import TokenRows
 from ppo_core.errors import ModelError
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ppo_core.algorithm.kl import full_kl
-from ppo_core.algorithm.logits import tempered
+from ppo_core.algorithm.temperature import tempered
 from ppo_core.models.kernels.fused_linear_loss import distribution
 
 LOGITS_PER_CHUNK = 2**23

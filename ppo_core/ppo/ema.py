@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from ppo_core.algorithm.logits import at_least_fp32
+from ppo_core.algorithm.temperature import at_least_fp32
 from ppo_core.errors import TrainingError
 
 

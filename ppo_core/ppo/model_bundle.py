@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ppo_core.models.actor_critic import Critic
 from ppo_core.models.policy import LanguageModel
-from ppo_core.ppo.reward_functions import RewardMix
+from ppo_core.ppo.rewards import RewardMix
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from ppo_core.algorithm.logits import tempered
+from ppo_core.algorithm.temperature import tempered
 from ppo_core.algorithm.top_k_top_p import truncated
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.data.batching import scoring_batches

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ppo_core.algorithm.logits import at_least_fp32, tempered
+from ppo_core.algorithm.temperature import at_least_fp32, tempered
 from ppo_core.algorithm.top_k_top_p import truncated
 from ppo_core.errors import ModelError
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from ppo_core.algorithm.logits import at_least_fp32
+from ppo_core.algorithm.temperature import at_least_fp32
 from ppo_core.data.batching import pad_rows
 from ppo_core.data.text_config import text_config
 from ppo_core.errors import ModelError

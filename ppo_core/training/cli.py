@@ -48,13 +48,13 @@ from ppo_core.models.reward_model import RewardModel
 from ppo_core.ppo.random_state import seed_global_generators
 from ppo_core.reporting.metrics_file import SELF_CHECK_FILE
 from ppo_core.supervised.pair_ranker import PairRanker, make_classifier
-from ppo_core.training.model_setup import join_processes, set_up_models
-from ppo_core.training.rewards import (
+from ppo_core.training.load_rewards import (
     LoadLanguageModel,
     load_functions,
     named_in_errors,
     reward_prints,
 )
+from ppo_core.training.model_setup import join_processes, set_up_models
 from ppo_core.training.trainer import Trainer
 
 MANY_PROMPTS, HELD_OUT = 1000, 100

@@ -23,7 +23,7 @@ from ppo_core.distributed.engine import Engine
 from ppo_core.models.files.rollout_files import KeptRollout
 from ppo_core.ppo.experience import make_experience, shaped_scores
 from ppo_core.ppo.model_bundle import reward_holders
-from ppo_core.ppo.reward_functions import RewardMix
+from ppo_core.ppo.rewards import RewardMix
 from ppo_core.ppo.schedule import CRITIC
 from ppo_core.ppo.update import TrainState, UpdateProgress, update_policy
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from ppo_core.algorithm.logits import at_least_fp32
+from ppo_core.algorithm.temperature import at_least_fp32
 from ppo_core.data.model_files import replaced_together, save_tokenizer
 from ppo_core.errors import ModelError
 from ppo_core.models.loading import load_policy, load_tokenizer

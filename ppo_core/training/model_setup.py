@@ -35,7 +35,7 @@ from ppo_core.models.policy import LanguageModel, require_causal_lm
 from ppo_core.models.quantization import check_quantized_trainable, keep_differentiable
 from ppo_core.models.reference import make_reference
 from ppo_core.ppo.model_bundle import ModelBundle, reward_holders
-from ppo_core.ppo.reward_functions import RewardMix, make_rewards
+from ppo_core.ppo.rewards import RewardMix, make_rewards
 from ppo_core.ppo.schedule import batch_sizes
 from ppo_core.training.script_models import (
     ScriptModels,

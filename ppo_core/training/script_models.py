@@ -12,7 +12,7 @@ from ppo_core.models.adapters import check_adapter, is_peft
 from ppo_core.models.model_with_value_head import ModelWithValueHead
 from ppo_core.models.policy import LanguageModel
 from ppo_core.ppo.optimizer import policy_parameters
-from ppo_core.ppo.reward_functions import RewardMix
+from ppo_core.ppo.rewards import RewardMix
 
 
 @dataclass(frozen=True)

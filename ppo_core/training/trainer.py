@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 
 from ppo_core.checkpointing.checkpointer import Checkpointer, SavePlan
+from ppo_core.checkpointing.ppo_checkpoint import CheckpointContents
 from ppo_core.checkpointing.ppo_fingerprint import ppo_fingerprint
-from ppo_core.checkpointing.save_and_resume import CheckpointContents
 from ppo_core.checkpointing.state_form import FORMS
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.data.prompt_set import PromptSet, RunPrompts

@@ -39,7 +39,7 @@ from pipeline.settings.judge_config import JudgingConfig
 from pipeline.settings.make_settings import make_settings, settings_text
 from pipeline.settings.settings import Settings
 from pipeline.tracking.journal import Journal
-from pipeline.tracking.send_to_mlflow import in_calls
+from pipeline.tracking.send_journal import in_calls
 from ppo_core.checkpointing.folders import MANIFEST as CHECKPOINT_MANIFEST
 from ppo_core.checkpointing.folders import STATE
 from ppo_core.checkpointing.lease import LEASE, Lease
@@ -50,7 +50,7 @@ from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
 from ppo_core.data.rows.read_rows import read_rows
 from ppo_core.data.sources.source import open_source
 from ppo_core.errors import PPOError
-from ppo_core.ppo.reward_functions import make_rewards
+from ppo_core.ppo.rewards import make_rewards
 from ppo_core.reporting.metrics_file import METRICS_FILE, MetricsFile, read_metrics
 from serving.manifest import MANIFEST, check_folder, write_manifest
 from tests.fuzz.strategies import (

@@ -33,7 +33,7 @@ from ppo_core.data.prompts import encode_prompts
 from ppo_core.data.reward_columns import asked_columns, columns_of
 from ppo_core.data.rows.read_rows import read_rows
 from ppo_core.errors import ConfigError, DataError, JudgeError, PPOError
-from ppo_core.ppo.reward_functions import make_rewards
+from ppo_core.ppo.rewards import make_rewards
 from ppo_core.supervised.supervised_cli import main as train_supervised
 from tests.helpers.inputs.pipeline_inputs import write_model
 from tests.helpers.models.chat import make_chat_tokenizer

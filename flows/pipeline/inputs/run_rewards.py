@@ -18,7 +18,7 @@ from ppo_core.errors import ConfigError, DataError
 from ppo_core.io.folder_cache import digest_of, digest_of_code
 from ppo_core.io.text_files import read_text_file
 from ppo_core.io.user_code import LoadedFunction
-from ppo_core.training.rewards import load_functions
+from ppo_core.training.load_rewards import load_functions
 
 ASKED_BY = ("sampling", "max_reply_tokens", "attempts")
 """Settings of [judging] on which the replies of a language model depend."""

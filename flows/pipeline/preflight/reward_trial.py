@@ -17,8 +17,8 @@ from ppo_core.data.prompts import prompt_text
 from ppo_core.errors import JudgeError
 from ppo_core.io.progress_bar import BAR_DELAY, progress
 from ppo_core.models.loading import check_reward_config
-from ppo_core.ppo.reward_functions import FunctionReward
-from ppo_core.training.rewards import named_in_errors
+from ppo_core.ppo.rewards import FunctionReward
+from ppo_core.training.load_rewards import named_in_errors
 
 
 def try_rewards(data: RunData) -> None:

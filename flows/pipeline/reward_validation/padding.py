@@ -9,7 +9,7 @@ import torch
 from pipeline.evaluation.pair_accuracy import Array
 from pipeline.results.reward_report import Difference
 from pipeline.reward_validation.odd_texts import longest_row
-from ppo_core.algorithm.logits import at_least_fp32
+from ppo_core.algorithm.temperature import at_least_fp32
 from ppo_core.data.batching import pad_rows
 from ppo_core.models.reward_model import RewardModel
 

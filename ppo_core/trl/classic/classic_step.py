@@ -16,7 +16,7 @@ from ppo_core.models.actor_critic import ActorCritic
 from ppo_core.ppo.experience import divergence, make_experience, shaped_scores
 from ppo_core.ppo.model_bundle import ModelBundle
 from ppo_core.ppo.optimizer import make_train_state
-from ppo_core.ppo.reward_functions import RewardMix
+from ppo_core.ppo.rewards import RewardMix
 from ppo_core.ppo.run_state import RunState
 from ppo_core.ppo.schedule import make_schedule
 from ppo_core.ppo.scoring import response_logprobs, score, truncated_logprobs

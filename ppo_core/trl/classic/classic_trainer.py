@@ -19,7 +19,7 @@ from ppo_core.errors import ConfigError, ModelError
 from ppo_core.models.model_with_value_head import ModelWithValueHead
 from ppo_core.models.reference import create_reference_model
 from ppo_core.ppo.random_state import seed_global_generators
-from ppo_core.ppo.reward_functions import RewardMix
+from ppo_core.ppo.rewards import RewardMix
 from ppo_core.reporting.callbacks import Reporter
 from ppo_core.reporting.sample_table import log_table
 from ppo_core.training.model_card import push_folder, write_model_card

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ppo_core.algorithm.logits import at_least_fp32
+from ppo_core.algorithm.temperature import at_least_fp32
 from ppo_core.algorithm.top_k_top_p import truncated
 from ppo_core.errors import ConfigError, ModelError
 

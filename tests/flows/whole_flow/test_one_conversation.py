@@ -26,7 +26,7 @@ from ppo_core.data.rows.read_rows import Rows, read_rows
 from ppo_core.data.types import Rollout
 from ppo_core.models.loading import load_policy, load_reward_model, load_tokenizer
 from ppo_core.models.reward_model import RewardModel
-from ppo_core.ppo.reward_functions import make_rewards
+from ppo_core.ppo.rewards import make_rewards
 from ppo_core.supervised.examples.encoded_rows import encode_rows
 from ppo_core.supervised.supervised_config import SupervisedConfig
 from ppo_core.training import answer_prompts

@@ -16,7 +16,6 @@ from torch.testing import assert_close
 from ppo_core.algorithm.advantages import gae_advantages
 from ppo_core.algorithm.kl import full_kl, kl_per_token
 from ppo_core.algorithm.kl_controller import AdaptiveKL
-from ppo_core.algorithm.logits import tempered
 from ppo_core.algorithm.losses import aggregation_weights, policy_loss, value_loss
 from ppo_core.algorithm.masking import length_mask, masked_mean, masked_var
 from ppo_core.algorithm.reward_shaping import (
@@ -27,6 +26,7 @@ from ppo_core.algorithm.reward_shaping import (
     token_rewards,
 )
 from ppo_core.algorithm.running_moments import RunningMoments
+from ppo_core.algorithm.temperature import tempered
 from ppo_core.algorithm.top_k_top_p import truncated
 from ppo_core.algorithm.whitening import masked_whiten, whiten
 from ppo_core.data.batching import PASS_COST, length_sorted_batches, pad_rows, token_batches

@@ -23,8 +23,8 @@ from transformers import TrainerCallback
 from ppo_core.checkpointing.checkpointer import AsyncWriter, Checkpointer, SavePlan
 from ppo_core.checkpointing.folders import STATE
 from ppo_core.checkpointing.lease import Lease
+from ppo_core.checkpointing.ppo_checkpoint import CheckpointContents
 from ppo_core.checkpointing.read_checkpoint import ANY_FORM, read_newest
-from ppo_core.checkpointing.save_and_resume import CheckpointContents
 from ppo_core.checkpointing.write_checkpoint import Part
 from ppo_core.errors import ConfigError, TrainingError
 from ppo_core.models.reward_model import RewardModel

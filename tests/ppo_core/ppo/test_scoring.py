@@ -10,7 +10,7 @@ from ppo_core.data.prompts import response_texts
 from ppo_core.models.actor_critic import Critic
 from ppo_core.models.policy import LanguageModel
 from ppo_core.models.reward_model import RewardModel
-from ppo_core.ppo.reward_functions import ModelReward, score_tokens
+from ppo_core.ppo.rewards import ModelReward, score_tokens
 from ppo_core.ppo.scoring import critic_values, exact_kl, response_logprobs
 from tests.helpers.models.rollouts import make_rollout, row_of
 from tests.helpers.models.tiny import EOS, make_classifier, make_policy, make_tokenizer

@@ -473,7 +473,7 @@ def test_the_divergence_is_from_the_reference_and_not_from_the_policy():
     assert abs(step(parts={"ref_model": make_policy(seed=4)})["objective/kl"]) > 0.1
 
 
-# row 34 (#2273, #3292); of functions as rewards, tests/ppo_core/ppo/test_reward_functions.py
+# row 34 (#2273, #3292); of functions as rewards, tests/ppo_core/ppo/test_rewards.py
 def test_without_a_critic_it_starts_from_the_reward_model():
     reward_model = RewardModel(make_classifier(), make_tokenizer(), bias=0.3)
     rollout = make_rollout()

@@ -12,7 +12,7 @@ from ppo_core.models.backbones import Decoding
 from ppo_core.models.policy import LanguageModel
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.ppo.model_bundle import ModelBundle
-from ppo_core.ppo.reward_functions import make_rewards
+from ppo_core.ppo.rewards import make_rewards
 from ppo_core.rollout.kv_cache import KVCache
 from ppo_core.training.model_setup import join_processes
 from ppo_core.training.self_check import SelfCheck, check_numbers

@@ -9,7 +9,7 @@ from ppo_core.__main__ import run_process
 
 if TYPE_CHECKING:
     from pipeline.judges.rubric.job import LanguageModels
-    from ppo_core.training.rewards import LoadLanguageModel
+    from ppo_core.training.load_rewards import LoadLanguageModel
 
 
 def loader() -> "LoadLanguageModel":

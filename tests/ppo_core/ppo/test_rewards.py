@@ -13,7 +13,7 @@ from ppo_core.data.types import Rollout
 from ppo_core.errors import ConfigError, DataError, ModelError, user_code_errors
 from ppo_core.models.policy import LanguageModel
 from ppo_core.models.reward_model import RewardModel
-from ppo_core.ppo.reward_functions import RewardMix, make_rewards, score_tokens
+from ppo_core.ppo.rewards import RewardMix, make_rewards, score_tokens
 from tests.helpers.models.chat import ENDED, OPEN, make_chat_tokenizer, say
 from tests.helpers.models.tiny import EOS, make_classifier, make_policy, make_tokenizer
 from tests.helpers.paths import ROOT

@@ -13,7 +13,7 @@ from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
 from ppo_core.errors import ConfigError, ModelError, TrainingError
 from ppo_core.reporting.metrics_file import METRICS_FILE, read_metrics
 from ppo_core.training.cli import train_ppo
-from ppo_core.training.rewards import load_functions
+from ppo_core.training.load_rewards import load_functions
 from tests.helpers.inputs.pipeline_inputs import write_model, write_rows
 
 REWARDS = """
