@@ -39,7 +39,8 @@ from transformers import TextIteratorStreamer
 
 from flows.champion import Champion, champion_version, load_champion
 from flows.serving.answer_traces import begin_answer, record_opinion, record_to
-from ppo_core.data.prompts import check_prompt_sizes, encode_prompt
+from ppo_core.data.encode_prompts import encode_prompt
+from ppo_core.data.prompts import check_prompt_sizes
 from ppo_core.errors import DataError, ModelError
 
 log = logging.getLogger("champion_service")

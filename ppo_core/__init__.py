@@ -17,9 +17,9 @@ if TYPE_CHECKING:  # The public names, for mypy and editors.
     from ppo_core.errors import ModelError as ModelError
     from ppo_core.errors import PPOError as PPOError
     from ppo_core.errors import TrainingError as TrainingError
-    from ppo_core.models.actor_critic import Critic as Critic
     from ppo_core.models.adapters import add_critic_adapter as add_critic_adapter
     from ppo_core.models.adapters import get_peft_config as get_peft_config
+    from ppo_core.models.critic import Critic as Critic
     from ppo_core.models.loading import load_policy as load_policy
     from ppo_core.models.loading import load_reward_model as load_reward_model
     from ppo_core.models.loading import load_tokenizer as load_tokenizer
@@ -63,7 +63,7 @@ _HOMES = {
     "load_policy": "models.loading",
     "load_reward_model": "models.loading",
     "load_tokenizer": "models.loading",
-    "Critic": "models.actor_critic",
+    "Critic": "models.critic",
     "RewardModel": "models.reward_model",
     "AutoModelForCausalLMWithValueHead": "models.model_with_value_head",
     "AutoModelForSeq2SeqLMWithValueHead": "models.model_with_value_head",

@@ -10,13 +10,13 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_core.config.ppo_config import PPOConfig
+from ppo_core.data.encode_prompts import encode_prompts
 from ppo_core.data.prompts import (
     Prompt,
     Tokens,
     check_prompt_lengths,
     check_prompt_sizes,
     context_length,
-    encode_prompts,
     prompts_of,
     rows_of,
 )

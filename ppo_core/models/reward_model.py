@@ -11,7 +11,8 @@ from ppo_core.algorithm.masking import length_mask
 from ppo_core.algorithm.temperature import at_least_fp32
 from ppo_core.data.batching import length_sorted_batches, pad_rows
 from ppo_core.data.chat_template import Messages
-from ppo_core.data.prompts import context_length, encode_dialogue
+from ppo_core.data.encode_prompts import encode_dialogue
+from ppo_core.data.prompts import context_length
 from ppo_core.errors import DataError, ModelError
 from ppo_core.errors.out_of_memory import BatchSize
 from ppo_core.models.adapters import is_peft

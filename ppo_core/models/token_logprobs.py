@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ppo_core.algorithm.kl import full_kl
 from ppo_core.algorithm.temperature import tempered
-from ppo_core.models.kernels.fused_linear_loss import distribution
+from ppo_core.models.kernels.token_distribution import distribution
 
 LOGITS_PER_CHUNK = 2**23
 """Number of logits in memory at a time: 32 MiB in fp32."""

@@ -24,7 +24,8 @@ from ppo_core.algorithm.reward_shaping import (
 from ppo_core.algorithm.running_moments import RunningMoments
 from ppo_core.algorithm.whitening import masked_whiten
 from ppo_core.config.ppo_config import PPOConfig
-from ppo_core.data.prompts import Prompt, prompt_text, response_texts
+from ppo_core.data.encode_prompts import prompt_text, response_texts
+from ppo_core.data.prompts import Prompt
 from ppo_core.data.types import Experience, Rollout, Scores
 
 

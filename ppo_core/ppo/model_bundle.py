@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ppo_core.models.actor_critic import Critic
+from ppo_core.models.critic import Critic
 from ppo_core.models.policy import LanguageModel
 from ppo_core.ppo.rewards import RewardMix
 

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.distributed.engine import Engine
 from ppo_core.errors import ConfigError
-from ppo_core.models.actor_critic import ActorCritic, Critic
+from ppo_core.models.critic import ActorCritic, Critic
 from ppo_core.models.policy import LanguageModel
 from ppo_core.ppo.ptx import PretrainingTexts
 from ppo_core.ppo.schedule import CRITIC, POLICY, Schedule, make_scheduler

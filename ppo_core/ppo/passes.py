@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.data.types import Experience, TokenRows
 from ppo_core.distributed.engine import Engine
-from ppo_core.models.actor_critic import ActorCritic, Critic
+from ppo_core.models.critic import ActorCritic, Critic
 from ppo_core.models.kernels.matmul_backend import MIN_NUMEL, uses_onednn
 from ppo_core.models.policy import LanguageModel, Predictions
 from ppo_core.ppo.objective import CountedTokens, Objective

@@ -19,11 +19,12 @@ from ppo_core.algorithm.masking import length_mask
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.data.batching import pad_rows
 from ppo_core.data.chat_template import encode_chat, is_messages
-from ppo_core.data.prompts import Tokens, context_length, encode_prompt
+from ppo_core.data.encode_prompts import encode_prompt
+from ppo_core.data.prompts import Tokens, context_length
 from ppo_core.data.types import TokenRows
 from ppo_core.distributed.engine import Engine
 from ppo_core.errors import ConfigError, DataError, TrainingError
-from ppo_core.models.actor_critic import ActorCritic
+from ppo_core.models.critic import ActorCritic
 from ppo_core.models.kernels.fused_linear_loss import TokenLoss
 
 

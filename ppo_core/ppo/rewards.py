@@ -14,7 +14,8 @@ from ppo_core.algorithm.running_moments import RunningMoments
 from ppo_core.config.reward_names import disagreement_names
 from ppo_core.data.batching import scoring_batches, token_batches
 from ppo_core.data.chat_template import is_messages
-from ppo_core.data.prompts import Prompt, prompt_text, response_texts
+from ppo_core.data.encode_prompts import prompt_text, response_texts
+from ppo_core.data.prompts import Prompt
 from ppo_core.data.reward_columns import NO_COLUMNS, AskedColumns, Columns, asked_columns
 from ppo_core.data.types import Rollout, Scores
 from ppo_core.errors import ConfigError, ModelError, user_code_errors

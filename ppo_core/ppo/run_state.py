@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from ppo_core.algorithm.kl_controller import LARGEST_ERROR, AdaptiveKL
 from ppo_core.algorithm.running_moments import RunningMoments
 from ppo_core.config.ppo_config import PPOConfig
-from ppo_core.data.prompts import PromptStream
+from ppo_core.data.prompt_stream import PromptStream
 from ppo_core.data.types import Experience, Rollout, TokenSums
 from ppo_core.distributed.engine import Engine
 from ppo_core.errors import ConfigError

@@ -14,7 +14,7 @@ from ppo_core.data.reward_columns import NO_COLUMNS, Columns
 from ppo_core.data.types import Rollout, Scores, TokenRows
 from ppo_core.distributed.engine import Engine
 from ppo_core.io.progress_bar import each_pass
-from ppo_core.models.actor_critic import Critic
+from ppo_core.models.critic import Critic
 from ppo_core.models.policy import LanguageModel
 from ppo_core.ppo.model_bundle import ModelBundle, reward_holders
 

@@ -16,7 +16,7 @@ from ppo_core.data.batching import token_batches
 from ppo_core.data.types import Experience, Rollout, TokenSums, map_tensors
 from ppo_core.distributed.engine import Engine
 from ppo_core.io.progress_bar import each_pass
-from ppo_core.models.actor_critic import ActorCritic
+from ppo_core.models.critic import ActorCritic
 from ppo_core.models.policy import LanguageModel
 from ppo_core.ppo.objective import SUMS
 from ppo_core.ppo.passes import Microbatch, Passes, may_run_both, two_threads

@@ -9,16 +9,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_core.algorithm.running_moments import RunningMoments
+from ppo_core.data.encode_prompts import encode_prompt, prompt_text, response_texts
 from ppo_core.data.prompt_set import PromptSet
-from ppo_core.data.prompts import (
-    Prompt,
-    Tokens,
-    check_prompt_lengths,
-    context_length,
-    encode_prompt,
-    prompt_text,
-    response_texts,
-)
+from ppo_core.data.prompts import Prompt, Tokens, check_prompt_lengths, context_length
 from ppo_core.data.types import Rollout
 from ppo_core.distributed.choose_engine import choose_engine
 from ppo_core.errors import ConfigError, DataError, TrainingError

@@ -19,8 +19,9 @@ from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.reward_names import OWN, NamedReward, read_rewards, same_place
 from ppo_core.config.row_settings import PromptFormat, ReadOptions, parse_columns
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
+from ppo_core.data.encode_prompts import encode_prompt
 from ppo_core.data.prompt_set import make_run_prompts
-from ppo_core.data.prompts import context_length, encode_prompt
+from ppo_core.data.prompts import context_length
 from ppo_core.data.raw_columns import rows_with_columns
 from ppo_core.data.rows.describe import describe_first, describe_reading, require_columns_read
 from ppo_core.data.rows.overlong import fit_prompts

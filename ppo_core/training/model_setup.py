@@ -18,7 +18,6 @@ from ppo_core.data.text_config import text_config
 from ppo_core.distributed.choose_engine import choose_engine
 from ppo_core.distributed.engine import Engine
 from ppo_core.errors import ConfigError, ModelError
-from ppo_core.models.actor_critic import ActorCritic, Critic
 from ppo_core.models.adapters import (
     CRITIC_ADAPTER,
     adapter_settings,
@@ -29,6 +28,7 @@ from ppo_core.models.adapters import (
     recompute_activations,
     using_adapter,
 )
+from ppo_core.models.critic import ActorCritic, Critic
 from ppo_core.models.files.merge_adapter import merged_copy
 from ppo_core.models.model_with_value_head import ModelWithValueHead
 from ppo_core.models.policy import LanguageModel, require_causal_lm

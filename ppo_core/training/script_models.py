@@ -7,8 +7,8 @@ from torch import nn
 
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.errors import ConfigError, ModelError
-from ppo_core.models.actor_critic import Critic
 from ppo_core.models.adapters import check_adapter, is_peft
+from ppo_core.models.critic import Critic
 from ppo_core.models.model_with_value_head import ModelWithValueHead
 from ppo_core.models.policy import LanguageModel
 from ppo_core.ppo.optimizer import policy_parameters

@@ -12,8 +12,8 @@ from ppo_core.data.batching import pad_rows
 from ppo_core.data.prompts import Tokens
 from ppo_core.data.text_config import text_config
 from ppo_core.distributed.engine import Engine
-from ppo_core.models.actor_critic import Critic
 from ppo_core.models.backbones import DecoderBackbone
+from ppo_core.models.critic import Critic
 from ppo_core.models.policy import LanguageModel
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.ppo.model_bundle import ModelBundle

@@ -15,15 +15,15 @@ from ppo_core.checkpointing.ppo_checkpoint import CheckpointContents
 from ppo_core.checkpointing.ppo_fingerprint import ppo_fingerprint
 from ppo_core.checkpointing.state_form import FORMS
 from ppo_core.config.ppo_config import PPOConfig
+from ppo_core.data.encode_prompts import prompt_text, response_texts
 from ppo_core.data.prompt_set import PromptSet, RunPrompts
-from ppo_core.data.prompts import prompt_text, response_texts
 from ppo_core.data.types import Rollout, Scores, TokenSums, map_tensors
 from ppo_core.distributed.engine import Engine
 from ppo_core.distributed.interruption import Interruption
 from ppo_core.errors import ConfigError, RunInterruptedError
 from ppo_core.errors.out_of_memory import explained_out_of_memory
 from ppo_core.io.progress_bar import PhaseLines, listening, progress
-from ppo_core.models.actor_critic import ActorCritic
+from ppo_core.models.critic import ActorCritic
 from ppo_core.models.files.rollout_files import KeptRollout, kept_tensors
 from ppo_core.models.kernels.cpu_memory import release_freed_memory
 from ppo_core.ppo.ema import WeightAverage

@@ -29,7 +29,7 @@ from pipeline.settings.make_settings import make_settings
 from ppo_core.__main__ import main as train
 from ppo_core.config.reward_names import read_rewards
 from ppo_core.config.row_settings import ReadOptions
-from ppo_core.data.prompts import encode_prompts
+from ppo_core.data.encode_prompts import encode_prompts
 from ppo_core.data.reward_columns import asked_columns, columns_of
 from ppo_core.data.rows.read_rows import read_rows
 from ppo_core.errors import ConfigError, DataError, JudgeError, PPOError

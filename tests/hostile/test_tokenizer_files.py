@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 
-from ppo_core.data.prompts import encode_prompt, prompt_text
+from ppo_core.data.encode_prompts import encode_prompt, prompt_text
 from ppo_core.errors import DataError, ModelError
 from ppo_core.models.files import tokenizer_checks
 from ppo_core.models.loading import load_tokenizer

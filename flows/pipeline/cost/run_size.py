@@ -22,7 +22,7 @@ from pipeline.registry.alpha_spending import limits_now
 from pipeline.settings.evaluation_config import MOST_TRIES, EvaluationConfig
 from pipeline.settings.gate_configs import PromotionConfig, RewardGateConfig
 from pipeline.settings.settings import Settings
-from ppo_core.data.prompts import encode_prompts
+from ppo_core.data.encode_prompts import encode_prompts
 from ppo_core.data.rows.dialogues import shown_prompt
 from ppo_core.models.files.saved_precision import half_precision
 from ppo_core.models.loading import count_parameters, load_config

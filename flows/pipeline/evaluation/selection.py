@@ -29,8 +29,8 @@ from pipeline.settings.evaluation_config import MOST_TRIES
 from pipeline.settings.settings import Settings
 from ppo_core.checkpointing.folders import saved_policies
 from ppo_core.errors import JudgeError
+from ppo_core.models.files.interpolation import write_interpolated
 from ppo_core.training.answer_prompts import Answers
-from ppo_core.training.interpolation import write_interpolated
 
 NO_ESTIMATE = "The settings guarantee that the divergence can be estimated."
 

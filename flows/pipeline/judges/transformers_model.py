@@ -13,7 +13,8 @@ from pipeline.storage.workspace import original_names
 from ppo_core.config.placement import Precision, placement_for_reading
 from ppo_core.data.batching import length_sorted_batches
 from ppo_core.data.chat_template import encode_chat, render_chat
-from ppo_core.data.prompts import Tokens, context_length, encode_prompt, response_texts
+from ppo_core.data.encode_prompts import encode_prompt, response_texts
+from ppo_core.data.prompts import Tokens, context_length
 from ppo_core.errors import DataError, ModelError
 from ppo_core.errors.out_of_memory import BatchSize
 from ppo_core.io.folder_cache import digest_of

@@ -27,7 +27,8 @@ from pipeline.settings.settings import Settings
 from pipeline.settings.training_sections import SupervisedSection
 from pipeline.storage.workspace import original_names
 from ppo_core.config.reward_names import read_rewards
-from ppo_core.data.prompts import Tokens, encode_prompt
+from ppo_core.data.encode_prompts import encode_prompt
+from ppo_core.data.prompts import Tokens
 from ppo_core.data.rows.describe import describe_first, describe_reading, require_columns_read
 from ppo_core.data.rows.read_rows import Rows, TooManyLeftOutError
 from ppo_core.data.rows.row_columns import Row

@@ -13,7 +13,7 @@ from pipeline.preflight.check_models import check_model_files
 from pipeline.preflight.judge_trial import watched_trial, why_too_large
 from pipeline.storage.workspace import original_names
 from ppo_core.config.reward_names import NamedReward
-from ppo_core.data.prompts import prompt_text
+from ppo_core.data.encode_prompts import prompt_text
 from ppo_core.errors import JudgeError
 from ppo_core.io.progress_bar import BAR_DELAY, progress
 from ppo_core.models.loading import check_reward_config

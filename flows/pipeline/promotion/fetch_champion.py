@@ -8,7 +8,8 @@ from pipeline.registry.fetch_policy import policy_folders
 from pipeline.registry.set_aliases import sync_aliases
 from pipeline.results.step_records import FetchedChampion
 from pipeline.settings.settings import Settings
-from ppo_core.data.prompts import check_prompt_lengths, context_length, encode_prompt
+from ppo_core.data.encode_prompts import encode_prompt
+from ppo_core.data.prompts import check_prompt_lengths, context_length
 from ppo_core.data.rows.dialogues import in_format_of
 from ppo_core.data.rows.row_error import RowError
 from ppo_core.errors import DataError

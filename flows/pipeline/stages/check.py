@@ -18,7 +18,7 @@ from pipeline.promotion.find_start import find_start
 from pipeline.settings.settings import Settings
 from pipeline.stages.start import prepare_inputs
 from ppo_core.config.placement import free_memory, placement_for_reading
-from ppo_core.data.prompts import encode_prompt
+from ppo_core.data.encode_prompts import encode_prompt
 from ppo_core.models.loading import count_parameters, load_policy, load_reward_model
 from ppo_core.models.policy import LanguageModel
 from ppo_core.training.self_check import check_loaded

@@ -8,12 +8,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ppo_core.config.row_settings import Overlong
 from ppo_core.data.chat_template import Messages, is_messages
-from ppo_core.data.prompts import (
-    count_characters,
-    dialogue_segments,
-    max_characters,
-    prompt_segment,
-)
+from ppo_core.data.encode_prompts import dialogue_segments, prompt_segment
+from ppo_core.data.prompts import count_characters, max_characters
 from ppo_core.data.rows.dialogues import HUMAN, is_hh
 from ppo_core.data.rows.encoding import (
     Encoded,
@@ -128,7 +124,10 @@ def _fit(
         "limit": limit,
         "overlong": overlong,
         "code": digest_of_code(
-            "ppo_core.data.chat_template", "ppo_core.data.prompts", "ppo_core.data.segments"
+            "ppo_core.data.chat_template",
+            "ppo_core.data.encode_prompts",
+            "ppo_core.data.prompts",
+            "ppo_core.data.segments",
         ),
     }
     return derive(rows, name, inputs, convert)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import MODEL_MAPPING, AutoModel, PreTrainedModel
 
 from ppo_core.errors import ConfigError, ModelError
-from ppo_core.models.actor_critic import Critic
 from ppo_core.models.backbones import DecoderBackbone
+from ppo_core.models.critic import Critic
 from ppo_core.models.files.saved_precision import cast_weights, name_dtype
 from ppo_core.models.files.value_head_files import read_head, save_head
 from ppo_core.models.loading import empty_model, load_model, reading

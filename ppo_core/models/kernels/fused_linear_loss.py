@@ -11,7 +11,6 @@ have to compute the logits again in the backward pass.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -20,9 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from ppo_core.models.kernels.hooks import is_hooked
 from ppo_core.models.kernels.matmul_backend import large_matmuls
-
-LOGITS_PER_BLOCK = 2**20
-"""Logits of a softmax that fit into a processor's cache: 4 MiB in fp32."""
+from ppo_core.models.kernels.token_distribution import Distribution, distribution
 
 TokenLoss = Callable[[Tensor, slice], Tensor]
 """Function that maps the log-probabilities (n,) of the tokens in a slice to losses (n,).
@@ -51,37 +48,6 @@ class LMHead(Protocol):
 
     def chunks(self, hidden: Tensor) -> Iterator[slice]:
         """Yield slices that cover hidden states (N, D)."""
-
-
-@dataclass(frozen=True)
-class Distribution:
-    """Next-token distributions at n positions, and log-probabilities of the chosen tokens."""
-
-    probabilities: Tensor
-    """(n, V)."""
-
-    logprobs: Tensor
-    """(n,) log-probabilities of the chosen tokens."""
-
-    entropies: Tensor
-    """(n,)."""
-
-
-def distribution(logits: Tensor, chosen: Tensor) -> Distribution:
-    """Return the distributions of tempered logits (n, V) for chosen token ids (n,).
-
-    `logits` are overwritten by the probabilities, in blocks that fit into the cache. logsumexp is
-    recovered from the maxima: max p = exp(max z - logsumexp(z)).
-    """
-    size = max(1, LOGITS_PER_BLOCK // logits.shape[1])
-    logprobs, entropies = [], []
-    for z, ids in zip(logits.split(size), chosen.split(size), strict=True):
-        p = torch.softmax(z, dim=-1)
-        logsumexp = z.amax(dim=-1) - p.amax(dim=-1).log()
-        logprobs.append(z.gather(1, ids[:, None])[:, 0] - logsumexp)
-        entropies.append(logsumexp - torch.linalg.vecdot(z, p))
-        z.copy_(p)
-    return Distribution(logits, torch.cat(logprobs), torch.cat(entropies))
 
 
 class FusedLinearLoss(torch.autograd.Function):

@@ -94,6 +94,7 @@ def encode_rows(
         "other_prompt_pairs": config.other_prompt_pairs,
         "code": digest_of_code(
             "ppo_core.data.chat_template",
+            "ppo_core.data.encode_prompts",
             "ppo_core.data.prompts",
             "ppo_core.data.segments",
             __name__,

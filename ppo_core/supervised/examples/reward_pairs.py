@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ppo_core.data.batching import pad_rows
-from ppo_core.data.prompts import dialogue_segments
+from ppo_core.data.encode_prompts import dialogue_segments
 from ppo_core.data.rows.encoding import Encoding
 from ppo_core.data.rows.row_columns import WEIGHT, Row
 from ppo_core.data.rows.row_error import RowError

@@ -17,7 +17,7 @@ from ppo_core.data.chat_template import (
     missing_end,
     render_chat,
 )
-from ppo_core.data.prompts import encode_prompt, prompt_segment, response_segments
+from ppo_core.data.encode_prompts import encode_prompt, prompt_segment, response_segments
 from ppo_core.data.rows.encoding import Encoding
 from ppo_core.data.rows.row_columns import Row
 from ppo_core.data.rows.row_error import RowError

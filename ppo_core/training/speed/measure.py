@@ -20,7 +20,7 @@ from ppo_core.data.text_config import text_config
 from ppo_core.data.types import Rollout
 from ppo_core.distributed.choose_engine import choose_engine
 from ppo_core.distributed.engine import Engine
-from ppo_core.models.actor_critic import ActorCritic, Critic
+from ppo_core.models.critic import ActorCritic, Critic
 from ppo_core.models.loading import load_config, reading, text_class
 from ppo_core.models.policy import LanguageModel
 from ppo_core.ppo.scoring import response_logprobs

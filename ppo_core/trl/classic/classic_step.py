@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from ppo_core.data.types import Experience, Rollout, Scores, TokenSums
 from ppo_core.distributed.engine import Engine
 from ppo_core.errors import DataError
-from ppo_core.models.actor_critic import ActorCritic
+from ppo_core.models.critic import ActorCritic
 from ppo_core.ppo.experience import divergence, make_experience, shaped_scores
 from ppo_core.ppo.model_bundle import ModelBundle
 from ppo_core.ppo.optimizer import make_train_state

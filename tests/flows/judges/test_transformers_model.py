@@ -14,7 +14,7 @@ from pipeline.judges.reply_cache import ReplyCache
 from pipeline.judges.transformers_model import TransformersModel
 from pipeline.judges.verdict import Verdict
 from pipeline.settings.judge_config import JudgingConfig
-from ppo_core.data.prompts import encode_prompt
+from ppo_core.data.encode_prompts import encode_prompt
 from ppo_core.errors import ModelError
 from tests.helpers.models.chat import (
     ASSISTANT,

@@ -8,7 +8,7 @@ from pipeline.inputs.run_data import RunData
 from pipeline.registry.start_models import START_TAG, publish_start
 from pipeline.settings.settings import Settings
 from pipeline.tracking.mlflow_client import connect
-from ppo_core.models.actor_critic import Critic
+from ppo_core.models.critic import Critic
 from ppo_core.models.files.critic_files import write_critic
 from ppo_core.models.loading import load_reward_model
 from tests.helpers.inputs.pipeline_inputs import write_model

@@ -5,14 +5,14 @@ import pytest
 import torch
 from datasets import Dataset
 
-from ppo_core.data.prompts import (
+from ppo_core.data.encode_prompts import (
     encode_dialogue,
     encode_prompt,
     encode_prompts,
     prompt_text,
-    prompts_of,
     response_segments,
 )
+from ppo_core.data.prompts import prompts_of
 from ppo_core.data.segments import encode_sequence
 from ppo_core.errors import DataError
 from tests.helpers.models.chat import ASSISTANT, ENDED, OPEN, USER, make_chat_tokenizer, say

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
 from ppo_core.data.batching import token_batches
-from ppo_core.models.actor_critic import Critic
 from ppo_core.models.adapters import add_adapter
+from ppo_core.models.critic import Critic
 from ppo_core.models.policy import LanguageModel
 from ppo_core.models.reward_adapter import load_reward_adapter
 from ppo_core.models.reward_model import RewardModel

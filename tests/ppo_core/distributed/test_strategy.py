@@ -22,7 +22,7 @@ from ppo_core.distributed.fsdp_engine import FSDPEngine
 from ppo_core.distributed.strategy import choose_sharding
 from ppo_core.errors import ConfigError, RunInterruptedError
 from ppo_core.models import token_logprobs
-from ppo_core.models.actor_critic import ActorCritic, Critic
+from ppo_core.models.critic import ActorCritic, Critic
 from ppo_core.models.policy import LanguageModel
 from ppo_core.ppo.scoring import critic_values, response_logprobs
 from ppo_core.rollout.sample_responses import SamplingCallbacks, sample_responses

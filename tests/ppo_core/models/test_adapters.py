@@ -12,7 +12,6 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen2Config
 
 from ppo_core.errors import ModelError
-from ppo_core.models.actor_critic import Critic
 from ppo_core.models.adapters import (
     add_adapter,
     add_critic_adapter,
@@ -22,6 +21,7 @@ from ppo_core.models.adapters import (
     plain_model,
     using_adapter,
 )
+from ppo_core.models.critic import Critic
 from ppo_core.models.files.adapter_weights import save_adapter
 from ppo_core.models.files.merge_adapter import merged_copy
 from ppo_core.models.loading import load_policy

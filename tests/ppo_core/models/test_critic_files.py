@@ -10,8 +10,8 @@ from torch import nn
 from transformers import OPTConfig, OPTModel
 
 from ppo_core.errors import ConfigError, ModelError
-from ppo_core.models.actor_critic import Critic
 from ppo_core.models.backbones import DecoderBackbone
+from ppo_core.models.critic import Critic
 from ppo_core.models.files.critic_files import (
     check_critic,
     load_critic,

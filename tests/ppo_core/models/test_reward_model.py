@@ -6,7 +6,7 @@ from torch.testing import assert_close
 from transformers import BertConfig, BertForSequenceClassification
 
 from ppo_core.errors import DataError, ModelError
-from ppo_core.models.actor_critic import Critic
+from ppo_core.models.critic import Critic
 from ppo_core.models.reward_model import RewardEnsemble, RewardModel
 from tests.helpers.models.tiny import (
     CONFIGS,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from ppo_core.data.prompts import encode_prompt, response_texts
+from ppo_core.data.encode_prompts import encode_prompt, response_texts
 from ppo_core.data.types import Rollout
 from ppo_core.errors import ConfigError, DataError, ModelError, user_code_errors
 from ppo_core.models.policy import LanguageModel

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from ppo_core.data.prompts import response_texts
-from ppo_core.models.actor_critic import Critic
+from ppo_core.data.encode_prompts import response_texts
+from ppo_core.models.critic import Critic
 from ppo_core.models.policy import LanguageModel
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.ppo.rewards import ModelReward, score_tokens

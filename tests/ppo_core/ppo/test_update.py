@@ -15,7 +15,7 @@ from ppo_core.data.types import Experience
 from ppo_core.distributed.engine import Engine
 from ppo_core.errors import RunInterruptedError
 from ppo_core.models import token_logprobs
-from ppo_core.models.actor_critic import ActorCritic, Critic
+from ppo_core.models.critic import ActorCritic, Critic
 from ppo_core.models.kernels import matmul_backend
 from ppo_core.models.kernels.matmul_backend import uses_onednn
 from ppo_core.models.policy import LanguageModel

@@ -15,13 +15,9 @@ from transformers import (
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from ppo_core.data.prompts import (
-    PromptStream,
-    check_prompt_lengths,
-    encode_prompt,
-    response_segments,
-    response_text,
-)
+from ppo_core.data.encode_prompts import encode_prompt, response_segments, response_text
+from ppo_core.data.prompt_stream import PromptStream
+from ppo_core.data.prompts import check_prompt_lengths
 from ppo_core.data.segments import encode_sequence
 from ppo_core.errors import DataError, ModelError, RunInterruptedError
 from ppo_core.models.policy import LanguageModel

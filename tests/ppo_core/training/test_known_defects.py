@@ -29,7 +29,7 @@ from ppo_core.algorithm.whitening import masked_whiten
 from ppo_core.data.rows.encoding import encode_row
 from ppo_core.data.types import Rollout, Scores
 from ppo_core.errors import ConfigError, JudgeError, TrainingError
-from ppo_core.models.actor_critic import Critic
+from ppo_core.models.critic import Critic
 from ppo_core.models.policy import LanguageModel
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.ppo.schedule import make_schedule

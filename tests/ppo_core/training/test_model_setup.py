@@ -12,8 +12,8 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from ppo_core.errors import ConfigError, ModelError
-from ppo_core.models.actor_critic import Critic
 from ppo_core.models.adapters import add_adapter, add_critic_adapter, using_adapter
+from ppo_core.models.critic import Critic
 from ppo_core.models.model_with_value_head import AutoModelForCausalLMWithValueHead
 from ppo_core.models.reference import create_reference_model
 from ppo_core.models.reward_adapter import load_reward_adapter

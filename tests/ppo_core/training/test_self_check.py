@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from ppo_core.errors import ModelError
-from ppo_core.models.actor_critic import Critic
 from ppo_core.models.backbones import Decoding
+from ppo_core.models.critic import Critic
 from ppo_core.models.policy import LanguageModel
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.ppo.model_bundle import ModelBundle

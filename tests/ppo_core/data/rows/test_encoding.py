@@ -6,7 +6,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from ppo_core.data.prompts import encode_prompt, encode_prompts
+from ppo_core.data.encode_prompts import encode_prompt, encode_prompts
 from ppo_core.data.rows import read_rows as reader
 from ppo_core.data.rows.describe import describe_reading
 from ppo_core.data.rows.encoding import encode_batch, encode_row
@@ -78,7 +78,7 @@ def test_a_row_does_not_depend_on_the_rows_that_are_encoded_with_it(family, enco
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_many_prompts_have_the_tokens_of_each(family, monkeypatch):
-    monkeypatch.setattr("ppo_core.data.prompts.ROWS_AT_ONCE", 7)
+    monkeypatch.setattr("ppo_core.data.encode_prompts.ROWS_AT_ONCE", 7)
     tokenizer = make_tokenizer(family)
     prompts = [row["prompt"] for row in random_rows(family, 30)]
     prompts = [prompt for prompt in prompts if family != "no-system" or len(prompt) % 2]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ppo_core.data.prompts import encode_dialogue
+from ppo_core.data.encode_prompts import encode_dialogue
 from ppo_core.data.rows.encoding import encode_row
 from ppo_core.data.rows.row_error import RowError
 from ppo_core.supervised.examples.reward_pairs import collate_pairs, pair_encoding

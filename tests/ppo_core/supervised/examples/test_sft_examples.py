@@ -4,7 +4,7 @@ import pytest
 from datasets import Dataset
 from tokenizers.processors import TemplateProcessing
 
-from ppo_core.data.prompts import encode_prompt
+from ppo_core.data.encode_prompts import encode_prompt
 from ppo_core.data.rows.encoding import encode_row
 from ppo_core.data.rows.row_error import RowError
 from ppo_core.supervised.examples.sft_examples import (

@@ -9,8 +9,8 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from ppo_core.errors import ModelError
+from ppo_core.models.files.interpolation import write_interpolated
 from ppo_core.models.loading import load_policy, load_tokenizer
-from ppo_core.training.interpolation import write_interpolated
 from tests.helpers.models.tiny import make_policy, make_tokenizer
 
 

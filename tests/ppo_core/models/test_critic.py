@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from ppo_core.models.actor_critic import ActorCritic, Critic
+from ppo_core.models.critic import ActorCritic, Critic
 from ppo_core.models.policy import LanguageModel
 from ppo_core.models.reward_model import RewardModel
 from tests.helpers.models.rollouts import TEMPERATURE, make_rollout, row_of
