@@ -81,8 +81,8 @@ def _add_to_step(step: Any, resources: StepResources, deployment: Deployment) ->
 def _variables_of_keys(resources: StepResources, deployment: Deployment) -> dict[str, str]:
     """Return the environment variables that tell a step that it has no key for a server.
 
-    A server is called by the judging step or the training step. A step has no key for the server if
-    that step has a secret that this step does not have.
+    Each server is called by one step: the judging step or the training step. If that step has a
+    secret that `resources` does not have, then this step has no key for the server.
     """
     steps = {JUDGED_ELSEWHERE: JUDGING_STEP, SCORED_ELSEWHERE: TRAINING_STEP}
     return {

@@ -96,4 +96,4 @@ class StepResources:
         are_taints = all(TAINT.fullmatch(one) for one in self.tolerations)
         require(self, "tolerations", are_taints, "taints, such as nvidia.com/gpu:NoSchedule")
         are_folders = all(folder.startswith("/") for folder in self.mounts.values())
-        require(self, "mounts", are_folders, "volumes with absolute folders")
+        require(self, "mounts", are_folders, "a table of volumes with absolute paths")

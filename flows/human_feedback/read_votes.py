@@ -64,13 +64,14 @@ def _opinion(raw: RawRow, form: RowFormat, place: str) -> Opinion | LeftOut:
         return LeftOut(place, "a ranked list is not an opinion of one user", user)
     answers = _answers(row)
     if answers is None:
-        return LeftOut(place, "a tie, or a label that is not first, second or tie", user)
+        return LeftOut(place, "the label is a tie, or none of first, second and tie", user)
     if fault := size_fault(row["prompt"], *answers):
         return LeftOut(place, fault, user)
     try:
         time = _time(raw.get("time"))
     except (ValueError, OverflowError, OSError):
-        return LeftOut(place, f"the time {raw.get('time')!r:.60} is not ISO 8601 or seconds", user)
+        given = f"{raw.get('time')!r:.60}"
+        return LeftOut(place, f"the time {given} is neither ISO 8601 nor seconds", user)
     return Opinion(
         prompt=row["prompt"],
         liked=answers[0],

@@ -63,8 +63,8 @@ def refuse_scheduler(argv: Sequence[str], num_nodes: int) -> None:
     if "step-functions" in words and num_nodes > 1:
         raise ConfigError(
             f"num_nodes={num_nodes} is not possible with step-functions, which cannot start "
-            "several machines for one step. Deploy with argo-workflows, or remove num_nodes, "
-            "and set processes to the number of GPUs of one larger machine."
+            "several machines for one step. Deploy with argo-workflows. Or use one larger machine: "
+            "remove num_nodes, and set processes to the number of its GPUs."
         )
 
 
@@ -90,7 +90,7 @@ def prepare_resume(argv: Sequence[str], flow_name: str) -> None:
 
 
 def _record_resumed_runs(flow_name: str) -> None:
-    """Record a resumed run as the latest run before its first step.
+    """Before the first step of a resumed run, record this run as the latest run.
 
     Metaflow calls `execute` after it has copied the finished steps of the original run. Metaflow
     itself records the latest run only in the command `run`, so a second `resume` would continue the

@@ -38,7 +38,7 @@ def alarm_refused_policies(topic: str, settings: "Settings", run: str) -> None:
     try:
         decisions = read_champions(settings.registered_model).decisions
     except ModelError as error:
-        # The version is already registered, so the run must not fail if MLflow does not answer.
+        # The run has registered its version, so it must not fail if MLflow does not answer.
         print(
             f"Warning: Could not check whether an alarm is due: {error}",
             file=sys.stderr,
@@ -50,7 +50,7 @@ def alarm_refused_policies(topic: str, settings: "Settings", run: str) -> None:
         return
     subject = f"{settings.registered_model}: {len(last)} policies in a row were refused"
     said = [f"Version {each.version}, {each.by}: {' '.join(each.reasons)}" for each in last]
-    send_alarm(topic, subject, [f"Run {run} was the last one.", *said])
+    send_alarm(topic, subject, [f"The last refused policy is from run {run}.", *said])
 
 
 def alarm_budget(topic: str, budget: float, settings: "Settings", run: "FlowRun") -> None:

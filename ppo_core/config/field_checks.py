@@ -182,8 +182,8 @@ def refuse_secrets(
                 refuse_secrets({name: inner}, instead=instead)
         elif isinstance(value, str) and (found := _secret_in(name, value)):
             raise ConfigError(
-                f"{name} holds {found}, which is not shown here. It would be stored with the run "
-                f"and its models. Remove it from {name}, and {instead}."
+                f"{name} holds {found}. The value is not shown here. It would be stored with the "
+                f"run and its models. Remove it from {name}, and {instead}."
             )
 
 

@@ -130,7 +130,7 @@ def exact_kl(
 def _by_token(
     compute: Callable[[TokenRows], Tensor], rollout: Rollout, batch_size: int, equal_passes: bool
 ) -> Tensor:
-    """Return (B, T): the results (N,) of `compute` at counted tokens, and 0 elsewhere."""
+    """Return (B, T): the results (N,) of `compute` for tokens of responses, and 0 elsewhere."""
     found = torch.zeros_like(rollout.logprobs)
     batches = scoring_batches(rollout.row_lengths, batch_size, equal_passes=equal_passes)
     for batch in each_pass(batches, "scoring"):

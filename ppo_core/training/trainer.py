@@ -56,12 +56,13 @@ from ppo_core.training.preflight import check_models
 from ppo_core.training.self_check import SelfCheck, check_numbers
 
 LESS_MEMORY = (
-    "If this happened in sampling or scoring, lower local_rollout_forward_batch_size; in the "
-    "update, lower max_tokens_per_microbatch, or per_device_train_batch_size with "
-    "gradient_accumulation_steps raised by the same factor if batch_size is not set. Or set "
-    "gradient_checkpointing=True, or sharding to zero2, zero3 or fsdp2, with offload=True if that "
-    "is not enough. These settings change results by rounding only. Then resume. Or train LoRA "
-    "adapters in a new run."
+    "If this happened in sampling or scoring, lower local_rollout_forward_batch_size. If it "
+    "happened in the update, lower max_tokens_per_microbatch or per_device_train_batch_size; with "
+    "the latter, raise gradient_accumulation_steps by the same factor if batch_size is not set. "
+    "You can also set gradient_checkpointing=True, or sharding to zero2, zero3 or fsdp2; if "
+    "sharding is not enough, add offload=True. All these settings change results only by rounding, "
+    "so the run can resume with them. If memory is still too small, train LoRA adapters in a new "
+    "run."
 )
 """Advice in the error of a training that ran out of memory."""
 
@@ -247,7 +248,8 @@ class Trainer:
             elif self.config.save_strategy != "no":
                 next_move = (
                     f"To resume from the checkpoint in '{self.config.output_dir}', start the run "
-                    "again with --resume_from_checkpoint latest (resume_from_checkpoint=True)."
+                    "again with --resume_from_checkpoint latest, or in Python with "
+                    "resume_from_checkpoint=True."
                 )
             raise RunInterruptedError(
                 f"Training stopped after SIGTERM in update {self._run.updates + 1} of "
@@ -297,7 +299,8 @@ class Trainer:
             try:
                 history = self._run_updates(last)
             except RunInterruptedError:
-                # Without a checkpoint, the next process fits the critic from the start.
+                # While the critic is fitted, no checkpoint is written: the next process repeats
+                # the fit.
                 if self.config.save_strategy != "no" and not self._must_fit_critic:
                     self._checkpoints.save()
                     self._checkpoints.finish()
@@ -373,7 +376,8 @@ class Trainer:
         due = self._run.updates * self.config.num_sample_generations
         if due % self.schedule.num_updates < self.config.num_sample_generations:
             self.generate_completions()
-        # Save earlier policies first: a run that resumes from the checkpoint needs all of them.
+        # Save the policies of `save_policies` before the checkpoint: a run that resumes from the
+        # checkpoint needs all of them.
         self._files.save_earlier(self._earlier)
         # Save last: a reward function may draw random numbers for the samples above, and the
         # checkpoint must contain the random states after these draws.

@@ -1,10 +1,12 @@
 """Digests of rows: record the rows that a run read, and find the rows to erase.
 
-A digest identifies a prompt, or a prompt with one or all of its responses in any order. Therefore:
+A digest identifies a prompt alone, a prompt with one response, or a prompt with all of its
+responses; their order does not matter. A row has several digests. Therefore:
 
 - A prompt alone matches all rows with this prompt.
 - A prompt with a completion matches all rows and pairs with this prompt and this response.
-- A pair matches equal pairs, and all rows with its prompt and its chosen response.
+- A pair matches equal pairs. A pair may also be read as a prompt with its chosen response, so it
+  also matches all rows with these two.
 """
 
 import json
@@ -32,7 +34,8 @@ from ppo_core.io.atomic_files import explained_writes, replacing
 from ppo_core.io.folder_cache import digest_of, digest_of_code
 
 ROWS_FILE = "rows.parquet"
-"""File of a run and of its version with the columns `data_set`, `digest` and `is_row`. `is_row` is
+"""File with the columns `data_set`, `digest` and `is_row`. A run stores the file, and so does the
+version that the run registers. `is_row` is
 true for the digest of a whole row. The digests of each data set are in ascending order."""
 
 DIGEST = pyarrow.binary(16)
@@ -68,12 +71,12 @@ def read_digests(source: str, renamed: Mapping[str, str], *, allow_urls: bool) -
 
 
 def digests_of_raw(row: RawRow, name: str, renamed: Mapping[str, str]) -> set[bytes]:
-    """Return the digests of a row, for each use of rows with these columns, as text and as chat.
+    """Return the digests of a row, read as each kind of row with its columns, as text and as chat.
 
     A ranked list has the digest of each of its pairs. A row with a response never has the digest of
-    its prompt alone, which would also match other rows. Responses that begin with the prompt are
-    read with and without it, because only the whole data set shows whether its responses repeat
-    their prompts (see `repeat_their_prompt`).
+    its prompt alone, which would also match other rows. A response that
+    begins with the prompt is read in two ways, with and without this beginning: one row does not
+    show whether the responses of the data set repeat the prompts (see `repeat_their_prompt`).
 
     Raises:
         DataError: the row has no known columns, or a value is of a wrong type; the message
@@ -92,10 +95,10 @@ def digests_of_raw(row: RawRow, name: str, renamed: Mapping[str, str]) -> set[by
         else:
             converted += [one] if isinstance(one, Mapping) else one
     if not converted:
-        reason = f"it is a row {errors[0]}" if errors else "no use of rows has these columns"
+        reason = f"it is a row {errors[0]}" if errors else "no known kind of row has these columns"
         raise DataError(
             f"{name}, with the columns {', '.join(given) or 'none'}, cannot be used: {reason}. "
-            "Give the row as in its file, or its prompt alone."
+            "Write the row exactly as in its data file, or write only its prompt."
         )
     whole = [one for one in converted if "prompt" not in one or _responses_of(one)]
     return {digest_of_row(one) for one in whole or converted}
@@ -104,7 +107,7 @@ def digests_of_raw(row: RawRow, name: str, renamed: Mapping[str, str]) -> set[by
 def without_erased(rows: Rows, erased: Collection[bytes]) -> Rows:
     """Return the rows that have no digest in `erased`.
 
-    No file lists the erased rows, so that their texts are not written again.
+    The erased rows are not listed in a file, because that would write their texts again.
 
     Raises:
         DataError: no row is left.

@@ -41,7 +41,7 @@ class FunctionJudge:
             DataError: the function raised an error, or did not return one valid `Verdict` for
                 every pair.
         """
-        # If the function is a generator, it runs only while its verdicts are read.
+        # A generator runs only while its verdicts are read, so they are read in this context.
         with user_code_errors(DataError, self._described):
             verdicts = self._verdicts(list(map(shown_prompt, prompts)), list(pairs))
         if len(verdicts) != len(pairs):

@@ -60,7 +60,7 @@ class Budget:
     """
 
     def __init__(self, max_calls: int | None, max_tokens: int | None, *, note: str = "") -> None:
-        """Set the limits; None means unlimited. Error messages have `note` after a limit."""
+        """Set the limits; None means unlimited. Error messages show `note` after the limit."""
         self.max_calls = max_calls
         self.max_tokens = max_tokens
         self._note = note
@@ -145,7 +145,7 @@ class Budget:
     def _require_unspent(self, setting: str, spent: int, limit: int | None, left: int) -> None:
         if limit is not None and spent >= limit:
             raise BudgetError(
-                f"The budget is spent: {spent} of judging.{setting}={limit}{self._note}, "
-                f"with {left} questions left to ask. All replies are stored. Raise "
+                f"The budget is spent: {spent} used, and judging.{setting}={limit}{self._note}. "
+                f"{left} questions are left to ask. All replies are stored. Raise "
                 f"judging.{setting} and run again to ask only the remaining questions."
             )

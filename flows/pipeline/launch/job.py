@@ -18,8 +18,8 @@ from ppo_core.ppo.schedule import make_schedule
 JOB_FILE = "settings.json"
 
 NUM_WATCHED, NUM_SAMPLE_TABLES = 8, 5
-"""Number of training prompts that PPO answers for the page of the run, and number of times that it
-answers them after its start."""
+"""Number of training prompts whose answers the page of the run shows, and number of times that PPO
+answers these prompts during the training."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def ppo_config(settings: Settings) -> PPOConfig:
 def updates_of_ppo(settings: Settings, num_prompts: int) -> int:
     """Return the number of updates of PPO.
 
-    Without the setting `processes`, every machine is assumed to have the GPUs of this machine.
+    Without the setting `processes`, every machine is assumed to have as many GPUs as this one.
 
     Raises:
         ConfigError: see `make_schedule`.
@@ -111,7 +111,7 @@ def write_job(
         prompt_format=settings.prompt_format,
         resume_from_checkpoint="latest",
         rewards=settings.rewards or None,
-        # The command refuses other values if no reward uses them.
+        # If no reward uses these two settings, the command accepts only their default values.
         reward_bias=models.reward_bias if own else ScriptArguments.reward_bias,
         reward_gain=models.reward_gain if own else ScriptArguments.reward_gain,
         reward_end_of_text=settings.reward_model_training.end_of_text

@@ -27,7 +27,7 @@ class Decision:
     """Number of the decision, counted from 1 without gaps."""
 
     action: Action
-    """Type of the decision; `found` records that somebody moved the alias in MLflow."""
+    """Type of the decision; `found` records that somebody moved the champion's alias in MLflow."""
 
     version: int
     """Version that was promoted, refused, found or withdrawn."""
@@ -51,8 +51,8 @@ class Decision:
     def is_of_run(self) -> bool:
         """Whether the promotion gate of a run decided.
 
-        Otherwise a person decided or moved the alias in MLflow, or `retrain` withdrew a champion
-        that users like less.
+        Otherwise a person decided, a person moved the champion's alias in MLflow, or `retrain`
+        withdrew a champion that users like less than the previous champion.
         """
         return self.by.startswith("run ") and self.action in ("promoted", "refused")
 
@@ -95,11 +95,11 @@ def decode(number: int, line: str) -> Decision:
     try:
         decision = read_record(parse_strict_json(line), Decision, extra="forbid")
         if decision.number != number:
-            raise ValueError(f"number {decision.number}")
+            raise ValueError(f"its number is {decision.number}")
     except ValueError as error:
         raise ModelError(
-            f"Decision {number} of the history cannot be read ({error}): {line[:200]!r}. It was "
-            "written by hand or by another release; go on with the release that wrote it."
+            f"Decision {number} of the history cannot be read ({error}): {line[:200]!r}. Another "
+            "release or a person wrote it. If it was a release, continue with that release."
         ) from error
     return decision
 

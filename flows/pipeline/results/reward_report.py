@@ -66,8 +66,8 @@ class Accuracy(Rate):
     """Source of the margins of `by_margin`: `people`, or `model` if people gave no margins."""
 
     by_margin: dict[str, Rate]
-    """If people gave margins: accuracy on the pairs above each of several thresholds. Otherwise:
-    accuracy by quartile of the model's absolute margin."""
+    """If people gave margins: for each of several thresholds, the accuracy on pairs with larger
+    margins. Otherwise: accuracy by quartile of the model's absolute margin."""
 
     by_category: dict[str, Rate]
     """Accuracy by category, beginning with the category with most pairs; may be empty."""
@@ -157,10 +157,12 @@ class References:
     prompts; equal scores count as half."""
 
     low: float
-    """Lower end of the 95 % interval of `above_samples` (bootstrap by prompt); 0 for one prompt."""
+    """Lower end of the 95 % interval of `above_samples` (bootstrap by prompt); 0 if there
+    is only one prompt."""
 
     high: float
-    """Upper end of the 95 % interval of `above_samples` (bootstrap by prompt); 1 for one prompt."""
+    """Upper end of the 95 % interval of `above_samples` (bootstrap by prompt); 1 if there
+    is only one prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,10 +170,10 @@ class SampleScores:
     """Statistics of the scores of K samples for each of M prompts."""
 
     prompts: int
-    """Number of prompts M."""
+    """Number M of prompts."""
 
     per_prompt: int
-    """Number of samples per prompt K."""
+    """Number K of samples per prompt."""
 
     mean: float
     """Mean score of all samples."""
@@ -180,8 +182,8 @@ class SampleScores:
     """Standard deviation of the scores of all samples."""
 
     within_prompts: float
-    """Standard deviation among the samples of a prompt: the root of the variance averaged over
-    prompts. PPO learns only from differences among the samples of a prompt."""
+    """Standard deviation among the samples of a prompt: the square root of the mean of the variance
+    over prompts. PPO learns only from differences among the samples of a prompt."""
 
     minimum: float
     """Lowest score."""
@@ -216,8 +218,8 @@ class Samples(SampleScores):
 
 
 GOOD_BEST_OF_4 = 0.6
-"""A reward model is good if the best of four wins at least at this rate; docs/trusting-a-result.md
-describes the experiments."""
+"""Minimum of `best_of["4"]` of a good reward model. docs/trusting-a-result.md describes the
+experiments from which this number comes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +233,7 @@ class OnPolicy:
     """Number of prompts whose samples the judge compared."""
 
     per_prompt: int
-    """Number of samples per prompt K, in K // 2 pairs."""
+    """Number K of samples per prompt; they form K // 2 pairs."""
 
     pairs: int
     """Number of pairs, including ties and pairs without a verdict."""
@@ -249,11 +251,11 @@ class OnPolicy:
 
     best_of: dict[str, float]
     """k as text -> rate at which the judge prefers the reward model's best of k samples to a random
-    sample outside the k; ties count as half. A random choice reaches 0.5."""
+    sample that is not one of these k; ties count as half. A random choice reaches 0.5."""
 
     low: float
-    """Lower end of the 95 % interval of the best of four. The interval is valid although the judge
-    is asked only until the result is clear."""
+    """Lower end of the 95 % interval of the best of four. The interval allows for early stopping:
+    the judge is asked only until the result is clear."""
 
     high: float
     """Upper end of this interval."""
@@ -370,9 +372,10 @@ class Contract:
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """Scores of one kind of changed references, compared with rival texts.
+    """Result of one probe, which changes every reference in one way.
 
-    If the kind has several versions of a reference, the lowest of their scores counts.
+    The score of the changed reference is compared with the scores of other texts, its rivals. If a
+    probe makes several changed versions of a reference, the lowest of their scores counts.
     """
 
     preferred: float

@@ -21,13 +21,13 @@ def calibrate(margins: ArrayLike) -> Calibration:
         error      = sum over bins of n_b / N * |accuracy_b - confidence_b|
 
     The error is the expected calibration error (arXiv:1706.04599, eq. 3). A margin is the chosen
-    minus the rejected score. If sigmoid(margin) were the prediction, every label would be 1.
-    Therefore the prediction is the confidence in the model's own choice, from 0.5 to 1, and it is
-    compared with the accuracy of this choice.
+    minus the rejected score. The prediction is not sigmoid(margin), because its label would always
+    be 1. It is the confidence in the model's own choice, from 0.5 to 1, and it is compared with the
+    accuracy of this choice.
 
     The bins have about equal counts. Many bins of equal width would be nearly empty, because most
-    margins are small. Pairs of equal confidence share a bin. There are at most `MAX_BINS` bins,
-    with about `PAIRS_PER_BIN` pairs or more each.
+    margins are small. Pairs of equal confidence share a bin. There are at most `MAX_BINS` bins.
+    If there are several, each has at least about `PAIRS_PER_BIN` pairs.
 
     Args:
         margins: finite margins (N,) of pairs without ties, N >= 1.

@@ -141,7 +141,7 @@ def read_file(address: S3Address, name: str) -> bytes:
     file = None if manifest is None else manifest.files.get(name)
     content = None if file is None else read_object(stored_at(address, name, file))
     if file is None or content is None or not file.is_content(BytesIO(content[0])):
-        raise DataError(f"'{address}' has no file {name!r} with the content of its manifest.")
+        raise DataError(f"'{address}' has no file {name!r} whose content matches the manifest.")
     return content[0]
 
 
@@ -248,15 +248,16 @@ def _download(manager: Any, one: _Source, part: Path, bar: Any, wrong: set[str])
         return found
     if found.digest in wrong:
         raise StorageError(
-            f"The bytes of '{one.address}' do not match its digest, so a copy would be useless. "
-            "Find out who writes there, remove the published folder, and start again."
+            f"The bytes at '{one.address}' do not match its digest in the manifest, so the file "
+            "cannot be used. Find out who writes there, remove the published folder, and start "
+            "again."
         )
     wrong.add(found.digest)
     raise TransferFaultError(error="the bytes of the file do not match its digest")
 
 
 class _Watch(ProgressCallbackInvoker):  # type: ignore[misc]
-    """Shows the progress of a download, and requires a version of the object."""
+    """Shows the progress of a download, and fails if the object has another version."""
 
     def __init__(self, bar: Any, version: str) -> None:
         """Take the progress bar and the version; if `version` is empty, any version is accepted."""

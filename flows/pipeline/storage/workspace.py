@@ -37,8 +37,8 @@ SUBFOLDER = "rlhf"
 """Folder of the workspace below Metaflow's data store."""
 
 _fetched: dict[tuple[str, str, bool], str] = {}
-"""Path of each content that this process has fetched and verified, by workspace, address, and
-whether weights were fetched."""
+"""Local paths of the files and folders that this process has fetched and verified. A key is the
+workspace, the address, and whether the weights were fetched."""
 
 _PINNED = re.compile(r"s3://[^\x00-\x1f#]+?#sha256=[0-9a-f]{64}")
 
@@ -47,8 +47,8 @@ _PINNED = re.compile(r"s3://[^\x00-\x1f#]+?#sha256=[0-9a-f]{64}")
 class Workspace:
     """The folder on this machine, and its copy in S3.
 
-    Between steps, records contain S3 addresses instead of paths. Without a copy in S3, all steps
-    share the folder, and records contain paths.
+    A record that one step passes to another contains S3 addresses instead of paths. Without a copy
+    in S3, all steps share the folder, and records contain paths.
     """
 
     folder: str
@@ -86,9 +86,9 @@ class Workspace:
     def publish(self, path: Path) -> str:
         """Publish a file or folder of the workspace; return its address.
 
-        The address of a file in the cache has no digest in its name, so `find` needs only the path.
-        The address of a result of a run has a digest in its name, because a repeated step may
-        produce another result.
+        The address of a file in the cache contains no digest, so `find` needs only the path. The
+        address of a result of a run contains a digest, because a repeated step may produce another
+        result.
 
         Raises:
             ConfigError: S3 refuses the access.
@@ -124,8 +124,9 @@ class Workspace:
         return None if found is None else str(found)
 
     def fetch(self, name: str, *, weights: bool = True) -> str:
-        """Fetch the content of an address in S3; return its path here. Other names stay unchanged.
+        """Fetch the file or folder at an S3 address; return its local path.
 
+        A name that is not an S3 address is returned unchanged.
         Without `weights`, the files with the weights of a model are left out.
 
         Raises:
@@ -174,7 +175,7 @@ class Workspace:
         return _changed(record, self._fetch_text)
 
     def shared_folder(self, folder: Path, name: str) -> "SharedFolder":
-        """Return a folder of the workspace that steps change one after another.
+        """Return a folder in the workspace that several steps write, one after another.
 
         Its copy in S3 is at the address of `folder / name`.
         """
@@ -226,9 +227,9 @@ def workspace_of(settings: Settings) -> Workspace:
         root = os.environ.get("METAFLOW_DATASTORE_SYSROOT_S3", "")
         if not is_in_s3(root):
             raise ConfigError(
-                "The steps run on machines that share no disk, and Metaflow's data store is not in "
-                "S3. Set store to an address s3://BUCKET/PREFIX for the files of the run, or to "
-                f"{NO_VALUE!r} if output_dir is on a disk that all machines share."
+                "The steps run on different machines, and Metaflow's data store is not in S3. Set "
+                "store to an address s3://BUCKET/PREFIX for the files of the run. If output_dir is "
+                f"on a disk that all machines share, set store to {NO_VALUE!r} instead."
             )
         store = f"{root.rstrip('/')}/{SUBFOLDER}"
     if store:

@@ -132,7 +132,7 @@ class _PlainLinear:
 
     @contextmanager
     def precision(self) -> Iterator[None]:
-        """Compute in the precision of the weights, by the faster matmul backend for their size."""
+        """Compute in the weights' precision, with the faster matmul backend for their size."""
         device = self._weight.device.type
         with torch.autocast(device, enabled=False), large_matmuls(self._weight.numel()):
             yield
@@ -169,7 +169,10 @@ class _PlainLinear:
 
 
 class _AnyHead:
-    """Any head, by autograd: it may have a rule, a bias, an adapter, hooks or half precision."""
+    """Gradients of any head, computed by autograd.
+
+    The head may have a rule, a bias, an adapter, hooks or half precision.
+    """
 
     def __init__(self, head: LMHead, parameters: tuple[nn.Parameter, ...]) -> None:
         self._head = head

@@ -1,6 +1,7 @@
 """Encode preferences as pairs of token sequences, and batch the pairs.
 
-A judgment of a single response is a pair without the other response, whose score is then 0.
+A judgment of a single response becomes a pair in which one response is missing. The missing
+response has the score 0.
 """
 
 from collections.abc import Sequence
@@ -48,11 +49,12 @@ PAIR_SCHEMA = pyarrow.schema(
 def pair_encoding(
     tokenizer: PreTrainedTokenizerBase, config: SupervisedConfig
 ) -> Encoding[RewardPair]:
-    """Return the encoding of rows as token ids of the prompt with each response, and the margin.
+    """Return the encoding that converts a row to a `RewardPair`.
 
-    Texts are encoded as by `encode_dialogue`, which also encodes the texts that the trained model
-    scores. The margin of a row without one is 0. A row's weight, if it has one, is kept. One of the
-    two responses may be None. A row cannot be used if prompt and response together have no token.
+    Texts are encoded in the same way as by `encode_dialogue`, which later encodes the texts that
+    the trained model scores. If a row has no margin, its pair has the margin 0. A row's weight, if
+    it has one, is kept. One of the two responses may be None. A row cannot be used if prompt and
+    response together have no token.
     """
 
     def sequences(row: Row) -> list[list[Segment]]:
@@ -87,7 +89,7 @@ def collate_pairs(pairs: Sequence[RewardPair]) -> dict[str, Tensor]:
 
     In dimension 1, index 0 is the chosen response and index 1 the rejected response. If the pairs
     have weights, the batch has them too, as weights (B,). If a response is missing, the batch also
-    has given (N,), the row indices of the existing sequences in `input_ids.flatten(0, 1)`.
+    has the key "given" (N,): indices of the existing sequences in `input_ids.flatten(0, 1)`.
     """
     input_ids, lengths = pad_rows(
         [ids for pair in pairs for ids in (pair["chosen"], pair["rejected"])]

@@ -157,7 +157,7 @@ WRONG = [
     (
         "steps.end.mounts",
         {"data": "mnt"},
-        "mounts={'data': 'mnt'} must be volumes with absolute folders.",
+        "mounts={'data': 'mnt'} must be a table of volumes with absolute paths.",
     ),
     ("steps.start.environment", {"A": 1}, "steps.start.environment.A=1 must be a text."),
     ("alarms.topic", "rlhf-alarms", "must be an ARN, arn:aws:sns:REGION:ACCOUNT:NAME."),

@@ -217,7 +217,7 @@ def test_a_judge_that_fails_leaves_what_was_judged_and_never_fails_the_run(
     assert found.ppo.n == found.found["best_of_4"].gain.n == 16
     found, _ = measure(world.settings, monkeypatch, calls=20, judge=Costly)
     assert found.ppo is None
-    assert "The budget is spent: 20 of judging.max_calls=20" in found.found["greedy"].why
+    assert "The budget is spent: 20 used, and judging.max_calls=20" in found.found["greedy"].why
 
     def gone(*_: Any) -> PaidJudge:
         raise JudgeError("The server does not answer.")

@@ -160,10 +160,10 @@ def test_files_of_votes_are_read(tmp_path: Path, capsys):
     assert rows[2]["time"] == "2026-11-01T09:00:00.500000+00:00"
     left_out = {row["source"]: row["reason"] for row in read(tmp_path / "made" / "left-out.jsonl")}
     assert left_out == {
-        f"{files[0]}, row 1": "a tie, or a label that is not first, second or tie",
+        f"{files[0]}, row 1": "the label is a tie, or none of first, second and tie",
         f"{files[1]}, row 0": "the same user said the opposite later",
         f"{files[1]}, row 2": "without true or false in label",
-        f"{files[1]}, row 3": "the time 'yesterday' is not ISO 8601 or seconds",
+        f"{files[1]}, row 3": "the time 'yesterday' is neither ISO 8601 nor seconds",
     }
 
 

@@ -76,7 +76,7 @@ def test_another_row_with_the_same_prompt_is_another_row(raw: dict[str, Any], ro
 @pytest.mark.parametrize(
     ("raw", "reason"),
     [
-        ({"name": "Ada"}, "columns name, cannot be used: no use of rows has these columns"),
+        ({"name": "Ada"}, "columns name, cannot be used: no known kind of row has these columns"),
         ({}, "columns none, cannot be used"),
         ({"prompt": 7}, "columns prompt, cannot be used: it is a row without a text"),
         ({"prompt": None, "reference": "w1"}, "columns reference, cannot be used"),

@@ -46,8 +46,8 @@ class SupervisedSize(Shards):
     """Texts of a row: 1, or 2 for a pair."""
 
     on_cpu: bool = False
-    """Whether the processes compute on the CPU. Loading models and copying checkpoints then use the
-    same memory as the passes."""
+    """Whether the processes compute on the CPU. If so, the passes, the loading of models and the
+    copies of checkpoints all use the main memory."""
 
     @property
     def trained(self) -> int:
