@@ -60,7 +60,8 @@ def phase(step_name: str, flow: Any, inputs: Any = None, attributes: Any = None)
             # Imported here, because a step that succeeds does not need it.
             from pipeline.reports.run_page.write_page import write_failure
 
-            write_failure(run, settings, f"{step_name} failed: {str(error) or repr(error)}")
+            message = (str(error) or repr(error)).removeprefix(f"{step_name}: ")
+            write_failure(run, settings, f"{step_name} failed: {message}")
 
     def on_hang(problem: str) -> None:
         error = ProcessError(f"{problem}.")

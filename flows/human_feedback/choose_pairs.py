@@ -18,7 +18,7 @@ from pipeline.inputs.votes_to_pairs import unlabeled_rows
 from pipeline.launch.answers import answer_as_ppo
 from pipeline.promotion.fetch_champion import CHAMPIONS
 from pipeline.registry.fetch_policy import find_policy
-from pipeline.reports.run_page.reading import JudgedPair, read_rows
+from pipeline.reports.run_page.reading import JudgedPair, read_evaluation_rows
 from pipeline.results.step_records import JUDGEMENTS, SAMPLES
 from pipeline.reward_validation.scores import require_finite
 from pipeline.settings.settings import Settings
@@ -136,7 +136,8 @@ def disputed_pairs(settings: Settings, folder: Path, reward_model: str, labels: 
         DataError: a file of the evaluation is missing or damaged, or there is no such pair.
         ModelError: the model cannot be loaded, or a score is not finite.
     """
-    judged = [one for one in read_rows(folder / JUDGEMENTS, JudgedPair) if _decides_about_ppo(one)]
+    rows = read_evaluation_rows(folder / JUDGEMENTS, JudgedPair)
+    judged = [one for one in rows if _decides_about_ppo(one)]
     if not judged:
         raise DataError(
             f"'{folder}': the judge named no winner in the pairs with an answer of PPO."
@@ -210,7 +211,7 @@ def _answers(choice: PairChoice, prompts: Sequence[str | Messages], start: int) 
     """
     answers: list[list[str]] = [[] for _ in prompts]
     for number, policy in enumerate(choice.policies):
-        # A number of its own for each policy of each round.
+        # Each policy of each round has its own number.
         sampled = _sample_answers(choice, policy, start * len(choice.policies) + number, prompts)
         for row, texts in zip(answers, sampled, strict=True):
             row += texts

@@ -36,7 +36,9 @@ class AdaptiveKL:
     ) -> None:
         """Start with `kl_coef`.
 
-        `target` is in nats per response; horizon, window and lookahead are numbers of episodes.
+        `target` is in nats per response; horizon, window and lookahead are numbers of episodes. The
+        horizon must be above LARGEST_ERROR times the episodes of an update, as `make_adaptive_kl`
+        checks. Otherwise one update could make kl_coef negative, which would reward divergence.
         """
         self.kl_coef = kl_coef
         self.target = target
@@ -66,8 +68,6 @@ class AdaptiveKL:
         """Adapt to `kl`, the mean divergence in nats per response of a batch of `episodes`.
 
         A divergence that is not finite is ignored, because all steps of its batch were skipped.
-        The horizon must be above LARGEST_ERROR * episodes: otherwise one update could make the
-        coefficient 0 or negative, and a negative coefficient would reward divergence.
         """
         if not math.isfinite(kl):
             return

@@ -85,7 +85,7 @@ def _import_file(path: Path) -> ModuleType:
     try:
         with _import_errors(str(path)):
             spec.loader.exec_module(module)
-    except ConfigError:
+    except BaseException:
         del sys.modules[name]
         raise
     return module

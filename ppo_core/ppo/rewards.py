@@ -293,9 +293,15 @@ class RewardMix:
         """Whether all rewards are reward models with the policy's vocabulary."""
         return all(_scores_tokens(source) for source in self.sources.values())
 
-    def models(self) -> list[RewardModel]:
-        """Return all reward models among the rewards, including each member of an ensemble."""
-        return [model for one in self.sources.values() for model in _models_of(one)]
+    def models(self, *, weighted: bool = False) -> list[RewardModel]:
+        """Return all reward models among the rewards, including each member of an ensemble.
+
+        If `weighted`, leave out those of rewards with weight 0.
+        """
+        named = zip(self.sources.values(), self.weights, strict=True)
+        return [
+            model for one, weight in named if weight or not weighted for model in _models_of(one)
+        ]
 
     def modules(self) -> list[nn.Module]:
         """Return the rewards that are a script's own modules."""

@@ -381,7 +381,7 @@ def _make_critic(
         return Critic.on_policy(policy, value_head)
     if adapted is not None and CRITIC_ADAPTER in adapted.peft_config:
         return Critic.on_adapter(adapted)
-    for reward_model in given.rewards.weighted().models():
+    for reward_model in given.rewards.models(weighted=True):
         has_its_own_base = isinstance(reward_model.model, PreTrainedModel)
         reads_along = reward_model.lm_head is not None and has_its_own_base
         if reads_along and reward_model.reads_tokens_of(tokenizer):

@@ -43,7 +43,7 @@ class ControlledRate:
     """Win rate that a regression predicts for answers of equal length, or also of equal style."""
 
     rate: float | None
-    """The predicted rate; None if it would be an extrapolation."""
+    """The rate; None if it would be an extrapolation."""
 
     equal: int
     """Number of valid pairs that are about equal."""
@@ -68,9 +68,9 @@ def length_controlled_rate(comparison: Comparison) -> ControlledRate:
     half a win and half a loss.
 
     If all pairs have the same d or the same outcome, length and quality cannot be separated, and
-    the raw rate is returned. In any case, the rate is None if no pair has about equal lengths,
-    which means a ratio in the range `EQUAL`. With few such pairs the rate is nearly an
-    extrapolation, so read `rate_by_length_ratio` as well.
+    the raw rate is returned. In any case, the rate is None if no pair has a length ratio in the
+    range `EQUAL`. With few such pairs the rate is nearly an extrapolation, so read
+    `rate_by_length_ratio` as well.
 
     Raises:
         DataError: no pair has a verdict.

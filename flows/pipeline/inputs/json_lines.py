@@ -29,8 +29,9 @@ def read_records(path: Path, kind: type[Record]) -> list[Record]:
     Raises:
         DataError: the file is missing or damaged.
     """
+    rows = read_jsonl(path)
     try:
-        return [read_record(row, kind) for row in read_jsonl(path)]
+        return [read_record(row, kind) for row in rows]
     except ValueError as error:
         raise DataError(f"'{path}' is damaged: {error}.") from error
 

@@ -35,8 +35,8 @@ from ppo_core.io.folder_cache import digest_of, digest_of_code
 
 ROWS_FILE = "rows.parquet"
 """File with the columns `data_set`, `digest` and `is_row`. A run stores the file, and so does the
-version that the run registers. `is_row` is
-true for the digest of a whole row. The digests of each data set are in ascending order."""
+version that the run registers. `is_row` is true for the digest of a whole row. The digests of each
+data set are in ascending order."""
 
 DIGEST = pyarrow.binary(16)
 
@@ -74,9 +74,9 @@ def digests_of_raw(row: RawRow, name: str, renamed: Mapping[str, str]) -> set[by
     """Return the digests of a row, read as each kind of row with its columns, as text and as chat.
 
     A ranked list has the digest of each of its pairs. A row with a response never has the digest of
-    its prompt alone, which would also match other rows. A response that
-    begins with the prompt is read in two ways, with and without this beginning: one row does not
-    show whether the responses of the data set repeat the prompts (see `repeat_their_prompt`).
+    its prompt alone, which would also match other rows. A response that begins with the prompt is
+    read in two ways, with and without this beginning: one row does not show whether the responses
+    of the data set repeat the prompts (see `repeat_their_prompt`).
 
     Raises:
         DataError: the row has no known columns, or a value is of a wrong type; the message

@@ -111,13 +111,11 @@ def join_by_weight(parts: Sequence[tuple[Rows, float]]) -> Rows:
         return parts[0][0]
     weighted = [_with_weight(*part) for part in parts]
     return replace(
-        weighted[0],
+        weighted[0].without_left_out(),
         source=" and ".join(f"{rows.source} (weight {weight:g})" for rows, weight in parts),
         table=concatenate_datasets([rows.table for rows in weighted]),
         digest=digest_of([rows.digest for rows in weighted]),
         key=digest_of([rows.key for rows in weighted]),
-        left_out={},
-        left_out_files=(),
     )
 
 

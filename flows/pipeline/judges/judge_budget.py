@@ -146,6 +146,6 @@ class Budget:
         if limit is not None and spent >= limit:
             raise BudgetError(
                 f"The budget is spent: {spent} used, and judging.{setting}={limit}{self._note}. "
-                f"{left} questions are left to ask. All replies are stored. Raise "
+                f"Questions left: {left}. All replies are stored. Raise "
                 f"judging.{setting} and run again to ask only the remaining questions."
             )

@@ -90,8 +90,8 @@ def answer_as_ppo(
 def inputs_of_samples(settings: Settings, digest: str) -> dict[str, Any]:
     """Return what decides the samples of a policy with this digest, apart from the prompts."""
     job = job_of_ppo(settings, digest, [])
-    # The address of a vLLM server decides nothing.
-    return asdict(replace(job, server=None)) | {"vllm": job.server is not None}
+    # The address of a vLLM server decides nothing, and the batch size changes samples by rounding.
+    return asdict(replace(job, server=None, batch_size=0)) | {"vllm": job.server is not None}
 
 
 def job_of_ppo(

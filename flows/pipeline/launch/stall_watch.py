@@ -123,7 +123,7 @@ class _StepWatch:
         while not self._over.wait(LOOK_SECONDS):
             if self._step_minutes and self.seconds() > 60 * self._step_minutes:
                 self._end(
-                    f"{self._step} was not over after step_minutes={self._step_minutes:g}. Raise "
+                    f"{self._step}: not over after step_minutes={self._step_minutes:g}. Raise "
                     "step_minutes"
                 )
             for phase, watch in list(self._phases.items()):

@@ -100,8 +100,8 @@ def split_pair(
 
     If `prompt` is None or empty, the prompt is the common part of the conversations in `chosen` and
     `rejected`. Texts that are not of HH have no such part: they are returned unchanged with an
-    empty prompt, or refused if `is_chat`. A given text prompt is removed from the responses only
-    with `repeats_prompt`, see `repeat_their_prompt`.
+    empty prompt, or refused if `is_chat`. A given text prompt is removed from the responses if
+    `repeats_prompt`, see `repeat_their_prompt`, or if the prompt is a conversation of HH.
 
     Raises:
         RowError: the responses do not answer the same prompt, a chat has no prompt, or a value has
@@ -117,7 +117,7 @@ def split_pair(
     if prompt is None or prompt == "":
         prompt, repeats_prompt = _common_turns(chosen, rejected), True
     if isinstance(prompt, str):
-        if repeats_prompt and begin_with(prompt, chosen, rejected):
+        if (repeats_prompt or is_hh(prompt)) and begin_with(prompt, chosen, rejected):
             chosen, rejected = chosen.removeprefix(prompt), rejected.removeprefix(prompt)
         if is_chat and is_hh(prompt):
             chosen, rejected = chosen.strip(), rejected.strip()
@@ -132,8 +132,8 @@ def split_pair(
 
 
 def begin_with(prompt: str, *texts: str) -> bool:
-    """Return whether all texts begin with the prompt."""
-    return all(text.startswith(prompt) for text in texts)
+    """Return whether all texts begin with the prompt, and the prompt is not empty."""
+    return bool(prompt) and all(text.startswith(prompt) for text in texts)
 
 
 def _joined(prompt: Any, before: Turns) -> Any:

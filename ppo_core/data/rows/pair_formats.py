@@ -102,9 +102,9 @@ def repeat_their_prompt(rows: Sequence[RawRow], columns: Collection[str]) -> boo
         return False
 
     def repeats(row: RawRow) -> bool:
-        prompt = attempt(found[1], row)
-        texts = [prompt, row.get("chosen"), row.get("rejected")]
-        return all(text and isinstance(text, str) for text in texts) and begin_with(*texts)
+        prompt, chosen, rejected = attempt(found[1], row), row.get("chosen"), row.get("rejected")
+        are_texts = isinstance(chosen, str) and isinstance(rejected, str)
+        return are_texts and isinstance(prompt, str) and begin_with(prompt, chosen, rejected)
 
     return 2 * sum(map(repeats, rows)) > len(rows)
 

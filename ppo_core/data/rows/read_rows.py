@@ -38,7 +38,8 @@ ROW = "row"
 """Column with the number of a row in its data set, counted from 0."""
 
 _ROWS_FOR_COLUMNS = 100
-"""Number of rows, at the start of a data set, from which its columns are taken."""
+"""Number of rows, at the start of a data set, that show its columns, and whether its responses
+repeat their prompts."""
 
 _AS_JSON = json.JSONEncoder(sort_keys=True).encode
 
@@ -101,8 +102,8 @@ class Rows:
     """JSON-lines files of the rows that were left out, each row with its number and the reason."""
 
     used: Fraction = Fraction(1)
-    """Fraction of the rows that no conversion left out. It cannot be computed from the counts,
-    because a conversion may make several rows of one."""
+    """Product, over all conversions, of the share of rows that the conversion did not leave out. It
+    cannot be computed from the counts, because a conversion may make several rows of one."""
 
     max_left_out: float = MAX_LEFT_OUT
     """Maximum fraction of the rows that may be left out, in all conversions together."""
@@ -127,17 +128,18 @@ class Rows:
         return self.table.with_format("arrow")[name].null_count == 0
 
     def part(self, begin: int, end: int, name: str) -> "Rows":
-        """Return the rows `begin` to `end - 1`, with the counts of left-out rows set to zero."""
+        """Return the rows `begin` to `end - 1`, without what is known about left-out rows."""
         return replace(
-            self,
+            self.without_left_out(),
             source=f"{self.source} ({name})",
             table=self.table.select(range(begin, end)),
             digest=digest_of([self.digest, begin, end]),
             key=digest_of([self.key, begin, end]),
-            left_out={},
-            left_out_files=(),
-            used=Fraction(1),
         )
+
+    def without_left_out(self) -> "Rows":
+        """Return the same rows, without what is known about left-out rows."""
+        return replace(self, left_out={}, left_out_files=(), used=Fraction(1))
 
 
 def read_rows(
@@ -395,7 +397,7 @@ def _used(facts: Mapping[str, Any]) -> Fraction:
 def _check_left_out(made: Cached, source: str, limit: float, rows: Rows | None = None) -> None:
     """Raise if more than a fraction `limit` of the rows is left out.
 
-    `rows` are the converted rows, some of whose source rows may have been left out before.
+    `rows` are the rows that this conversion read; None for the rows of a file.
 
     Raises:
         TooManyLeftOutError: too many rows are left out; the message names the limit that would
@@ -403,11 +405,17 @@ def _check_left_out(made: Cached, source: str, limit: float, rows: Rows | None =
     """
     total, counts, first = (made.values[key] for key in ("total", "left_out", "first_left_out"))
     left_out = sum(counts.values())
-    fraction = float(1 - _used(made.values) * (rows.used if rows else 1))
+    used_before = Fraction(1) if rows is None else rows.used
+    fraction = float(1 - used_before * _used(made.values))
     if not left_out or fraction <= limit:
         return
-    earlier = sum(rows.left_out.values()) if rows else 0
-    before = f" Rows left out before: {earlier}." if earlier else ""
+    before = ""
+    if rows is not None and rows.left_out:
+        before = (
+            f" Rows left out before: {sum(rows.left_out.values())} "
+            f"({100 * float(1 - used_before):.3g}%). Of the data set, {100 * fraction:.3g}% are "
+            "left out."
+        )
     without_them = f", or set max_left_out={_passing(fraction)} to go on without these rows"
     raise TooManyLeftOutError(
         f"{left_out} of the {total} rows of '{source}' cannot be used: "
@@ -415,7 +423,7 @@ def _check_left_out(made: Cached, source: str, limit: float, rows: Rows | None =
         f"{first['values']}.{before} At most {100 * limit:g}% of the rows may be left out "
         f"(max_left_out={limit:g}). {first['move'].removesuffix('.')}"
         f"{without_them if fraction < 1 else ''}.",
-        (*(rows.left_out_files if rows else ()), made.path / _LEFT_OUT),
+        (*(() if rows is None else rows.left_out_files), made.path / _LEFT_OUT),
     )
 
 

@@ -217,11 +217,10 @@ def _chosen_or_none(row: RawRow, prompt: Any, is_chat: bool, repeats_prompt: boo
     """Return the preferred response of a pair as text, or None if the pair cannot be read."""
     try:
         chosen, rejected = value_of(row, "chosen"), value_of(row, "rejected")
-        return split_pair(prompt, chosen, rejected, is_chat=is_chat, repeats_prompt=repeats_prompt)[
-            1
-        ]
+        pair = split_pair(prompt, chosen, rejected, is_chat=is_chat, repeats_prompt=repeats_prompt)
     except RowError:
         return None
+    return pair[1]
 
 
 def _conversation(row: RawRow, column: str, is_chat: bool) -> Row:

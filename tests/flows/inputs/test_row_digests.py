@@ -23,6 +23,7 @@ PAIR = {"prompt": "w40 w41", "chosen": "w42", "rejected": "w43"}
 RANKED = {"prompt": "w40", "responses": ["w41", "w42", "w43"], "ranks": [1, 2, 3]}
 USER = {"role": "user", "content": "w40"}
 TALK = [USER, {"role": "assistant", "content": "w41"}]
+REPEATED = {"prompt": "w40 ", "chosen": "w40 w42", "rejected": "w40 w43"}
 
 
 def is_seen(raw: dict[str, Any], row: dict[str, Any]) -> bool:
@@ -46,6 +47,9 @@ def is_seen(raw: dict[str, Any], row: dict[str, Any]) -> bool:
         ({"messages": TALK}, {"messages": TALK}),
         ({"messages": TALK}, {"prompt": [USER], "reference": "w41"}),
         ({"text": "w40 w41"}, {"text": "w40 w41"}),
+        # As in a data set whose responses repeat their prompts, and in one whose do not.
+        (REPEATED, {"prompt": "w40 ", "chosen": "w42", "rejected": "w43"}),
+        (REPEATED, REPEATED),
         (
             {"prompt": "w40 w41", "first": "w43", "second": "w42", "label": "tie"},
             {"prompt": "w40 w41", "first": "w43", "second": "w42", "label": "first"},

@@ -91,7 +91,7 @@ def test_a_suspension_of_the_process_is_no_stall(monkeypatch):
 
 def test_a_suspension_of_the_process_is_no_time_of_the_step(monkeypatch, tmp_path: Path):
     clock = Clock(monkeypatch)
-    watch = _StepWatch("evaluate", tmp_path, 30, 60, lambda: None)
+    watch = _StepWatch("evaluate", tmp_path, 30, 60, lambda problem: None)
     for _ in range(1000):
         clock.now += 1
         assert watch.seconds() == clock.now - 1000
@@ -106,7 +106,7 @@ def test_a_phase_may_end_in_another_thread_while_it_moves(tmp_path: Path):
         def __contains__(self, phase: object) -> bool:
             return self.pop(phase, None) is not None
 
-    watch = _StepWatch("evaluate", tmp_path, 30, 60, lambda: None)
+    watch = _StepWatch("evaluate", tmp_path, 30, 60, lambda problem: None)
     watch._phases = EndsAfterTheFirstLook()
     watch.moved("judging")
     watch.moved("judging")
@@ -139,7 +139,7 @@ def test_a_bar_that_stops_ends_the_step_with_the_stacks(tmp_path):
     assert "in hang" in file.read_text()
     # A scheduler keeps the log but not the file, and nothing else would release the lease.
     assert "in hang" in ended.stderr
-    assert ended.stdout.startswith("released: evaluate")
+    assert ended.stdout.startswith("released: evaluate: 'judging' made no progress")
 
 
 def test_a_step_without_a_bar_may_take_its_time(tmp_path):
@@ -157,4 +157,4 @@ def test_a_bar_that_moves_may_take_its_time(tmp_path):
 def test_a_step_ends_after_its_time(tmp_path):
     ended = run_step(tmp_path, "hang()", stall=9, step=0.02)
     assert ended.returncode == 1
-    assert "evaluate was not over after step_minutes=0.02." in ended.stderr
+    assert "evaluate: not over after step_minutes=0.02." in ended.stderr

@@ -397,7 +397,7 @@ def test_the_page_is_written_while_ppo_trains_at_most_every_ten_seconds(
     write_jsonl(kept, [row])
     monkeypatch.setattr(live_view, "FIRST_SECONDS", 0.5)
     monkeypatch.setattr(live_view, "LOOK_SECONDS", 0.02)
-    monkeypatch.delenv(PROGRESS, raising=False)
+    monkeypatch.setenv(PROGRESS, "")
     view = live_view.LiveView(run, facts.settings, tracker, LiveCard(None))
     with view.watching():
         with progress(64, f"ppo {HOSTILE}", "episode") as bar:

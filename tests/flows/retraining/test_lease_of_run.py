@@ -65,9 +65,10 @@ def test_the_lease_is_released_if_the_run_ends_with_the_step(
 def test_a_step_that_hangs_releases_the_lease_without_leaving_its_contexts(
     settings: Settings, lease: Lease
 ):
-    step = kept(settings, ends_run=True)
+    hangs = ProcessError("evaluate_win_rate hangs.")
+    step = KeptLease(OWNER, lambda: settings, RUN, lambda error: error is hangs)
     step.__enter__()
-    step.end_hung_step(ProcessError("evaluate_win_rate hangs."))
+    step.end_hung_step(hangs)
     assert replace(lease, owner="Retrain/2").take() is None
 
 

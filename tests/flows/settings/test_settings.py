@@ -1,5 +1,4 @@
 import sys
-from dataclasses import asdict
 from math import inf
 from typing import Any
 
@@ -8,7 +7,7 @@ from peft import LoraConfig
 
 from pipeline.launch.job import ppo_config
 from pipeline.settings.make_settings import make_settings, read_preset
-from pipeline.settings.settings import INPUTS, Settings
+from pipeline.settings.settings import Settings
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.errors import ConfigError
 from ppo_core.models.adapters import add_adapter, lora_config
@@ -72,12 +71,6 @@ def test_a_reward_model_and_pairs_to_validate_it_need_no_pairs_to_train_on():
     given = {**OWN, "reward_model": "r", "preferences_test": "t.jsonl"}
     del given["preferences"]
     assert make_settings(given, {}).preferences == ""
-
-
-def test_the_plain_dict_holds_every_setting():
-    plain = asdict(settings({}))
-    assert set(INPUTS) < set(plain)
-    assert plain["ppo"]["kl_coef"] == 0.05
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_a_folder_of_reward_models_scores_with_their_mean_and_logs_how_far_they_
     # The disagreement is not a reward, and the critic begins as the first member.
     parts = {"mean": torch.ones(2), "length": torch.ones(2), "disagreement": torch.full((2,), 9.0)}
     assert rewards.total(parts).tolist() == [2.0, 2.0]
-    assert rewards.weighted().models()[0] is ensemble.members[0]
+    assert rewards.models(weighted=True)[0] is ensemble.members[0]
 
     two = {"a": ensemble, "b": ensemble}
     metrics = make_trainer(config, reward_model=two).train()[-1]

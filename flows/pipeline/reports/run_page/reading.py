@@ -95,7 +95,7 @@ def pairs_section(evaluated: EvaluatedPolicy, contest: str) -> Section:
     Raises:
         DataError: the file of verdicts is missing or damaged.
     """
-    rows = read_rows(evaluated.judgements, JudgedPair)
+    rows = read_evaluation_rows(evaluated.judgements, JudgedPair)
     valid = [row for row in rows if row.contest == contest and row.outcome in OUTCOMES]
     if not valid:
         return Section(title=PAIRS, text=("The judge gave no valid verdict.",))
@@ -115,7 +115,7 @@ def prompts_section(evaluated: EvaluatedPolicy) -> Section:
     Raises:
         DataError: the file of answers is missing or damaged.
     """
-    rows = read_rows(evaluated.samples, AnsweredPrompt)
+    rows = read_evaluation_rows(evaluated.samples, AnsweredPrompt)
     chosen = [rows[number] for number in _evenly(len(rows), NUM_PROMPTS)]
     text = (
         f"{len(chosen)} of {len(rows)} prompts, taken at equal distances. Words that only SFT "
@@ -195,7 +195,7 @@ def shortened_text(text: str) -> str:
     return text if more <= 0 else f"{text[:MOST_CHARACTERS]} [cut: {more:,} more characters]"
 
 
-def read_rows(path: Path, kind: type[Row]) -> list[Row]:
+def read_evaluation_rows(path: Path, kind: type[Row]) -> list[Row]:
     """Return the rows of a file of an evaluation.
 
     Raises:

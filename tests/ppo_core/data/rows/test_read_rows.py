@@ -1,6 +1,7 @@
 """Rows are read once, kept on disk, and counted where they are left out."""
 
 import json
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -16,8 +17,15 @@ from ppo_core.data.rows.describe import describe_reading
 from ppo_core.data.rows.handed_over import read_written_rows
 from ppo_core.data.rows.handed_over import write_rows as write_handed_over
 from ppo_core.data.rows.overlong import fit_pairs, fit_prompts
-from ppo_core.data.rows.read_rows import TooManyLeftOutError, derive, each, read_rows
+from ppo_core.data.rows.read_rows import (
+    TooManyLeftOutError,
+    derive,
+    each,
+    read_rows,
+    read_source,
+)
 from ppo_core.data.rows.row_error import RowError, list_reasons
+from ppo_core.data.sources.source import source_of_rows
 from ppo_core.errors import ConfigError, DataError, TrainingError
 from ppo_core.supervised.supervised_cli import SupervisedArguments
 from tests.helpers.inputs.pipeline_inputs import write_rows
@@ -204,7 +212,7 @@ def test_a_conversion_counts_with_the_limit_of_its_rows(tmp_path):
     # 2 of 9 rows are 22.23 %. Another process converts the rows further.
     write_handed_over(found, tmp_path / "job")
     handed = read_written_rows(tmp_path / "job")
-    assert (len(handed), handed.max_left_out) == (7, 0.223)
+    assert (len(handed), handed.max_left_out, handed.used) == (7, 0.223, found.used)
     (tmp_path / "failed" / "rows.arrow").mkdir(parents=True)
     with pytest.raises(TrainingError, match="cannot be written"):
         write_handed_over(found, tmp_path / "failed")
@@ -213,11 +221,15 @@ def test_a_conversion_counts_with_the_limit_of_its_rows(tmp_path):
 
 def test_a_list_with_many_pairs_counts_as_one_row():
     list_of_three = {"prompt": "q", "responses": ["a", "b", "c"], "ranks": [1, 2, 3]}
-    rows = rows_of("pairs", [list_of_three] * 19 + [{**list_of_three, "ranks": None}])
+    lists = source_of_rows([list_of_three] * 19 + [{**list_of_three, "ranks": None}])
+    options = ReadOptions(max_left_out=0.2)
+    rows = read_source(lists, "pairs", is_chat=False, options=options)
     assert (len(rows), rows.used) == (57, Fraction(19, 20))
-    # One of 20 lists, and then one of 57 pairs.
-    found = derive(rows, "but one", {}, each(leave_out_first))
-    assert found.used == Fraction(19, 20) * Fraction(56, 57)
+    # One of 20 lists, and then the three pairs of another list.
+    found = derive(rows, "but one list", {}, each(leave_out_first))
+    assert found.used == Fraction(19, 20) * Fraction(54, 57)
+    with pytest.raises(TooManyLeftOutError, match=r"before: 1 \(5%\)\. .* 10% are left"):
+        derive(replace(rows, max_left_out=0.099), "but one", {}, each(leave_out_first))
 
 
 def test_no_limit_is_named_if_no_row_is_left(tmp_path):

@@ -183,6 +183,9 @@ def test_answers_that_begin_like_their_prompt_by_chance_stay_whole(kind):
         return [row[field] for row in rows_of(kind, rows)]
 
     assert read(greeting, other) == ["Hello! How are you?", "4"]
+    # A conversation of HH is never repeated by chance.
+    hh = {"question": HH, "chosen": HH + " a", "rejected": HH + " b"}
+    assert read(other, other, hh) == ["4", "4", " a"]
     assert read(greeting, repeated, repeated) == [" How are you?", "4", "4"]
     asked = [{"asked" if name == "question" else name: text for name, text in repeated.items()}]
     renamed = ReadOptions({"prompt": "asked"})
