@@ -97,11 +97,7 @@ def train_sft(
     """
     refuse_other_settings("demonstrations", config)
     output, saved = _make_folders(output_dir, model_dir)
-    refuse_adapter(model)
-    tokenizer = load_tokenizer(model, prompt_format)
-    rows = _rows(examples, "demonstrations", tokenizer)
-    limit = max_tokens(model, config)
-    encoded = encode_rows("demonstrations", rows, tokenizer, config, limit=limit, overlong=overlong)
+    tokenizer, data = _read_data(model, examples, "demonstrations", config, prompt_format, overlong)
     seed_global_generators(config.seed)
     policy = _load_start(model)
     if config.learning_rate is None:
@@ -109,9 +105,6 @@ def train_sft(
         config = replace(config, learning_rate=sized.sft_learning_rate)
     _checkpoint_activations(policy, config)
     adapted = None if peft_config is None else add_task_adapter(policy, peft_config, "CAUSAL_LM")
-    data = TrainingData(
-        rows=encoded.table, digest=encoded.digest, collate=collate_examples, texts_per_row=1
-    )
     engine = connect_processes(config, model)
     module = NextTokenLoss(adapted or policy)
     loop = TrainingLoop(
@@ -171,16 +164,9 @@ def train_reward_model(
     """
     refuse_other_settings("pairs", config)
     output, saved = _make_folders(output_dir, model_dir)
-    refuse_adapter(model)
-    tokenizer = load_tokenizer(model, prompt_format)
-    rows = _rows(pairs, "pairs", tokenizer)
-    limit = max_tokens(model, config)
-    encoded = encode_rows("pairs", rows, tokenizer, config, limit=limit, overlong=overlong)
+    tokenizer, data = _read_data(model, pairs, "pairs", config, prompt_format, overlong)
     make = partial(_make_ranker, model, tokenizer.pad_token_id, config, peft_config)
     engine = connect_processes(config, model)
-    data = TrainingData(
-        rows=encoded.table, digest=encoded.digest, collate=collate_pairs, texts_per_row=2
-    )
     tried: dict[str, float] = {}
     if config.learning_rate in (None, "auto"):
         sized = sized_defaults(count_parameters(model, scores=True), lora=peft_config is not None)
@@ -215,6 +201,33 @@ def _make_folders(output_dir: str | Path, model_dir: str | Path | None) -> tuple
     require_writable(output, "output_dir")
     require_writable(saved, "model_dir" if model_dir else "output_dir")
     return output, saved
+
+
+def _read_data(
+    model: str | Path,
+    given: Rows | Sequence[Mapping[str, Any]],
+    kind: TrainingKind,
+    config: SupervisedConfig,
+    prompt_format: PromptFormat,
+    overlong: Overlong,
+) -> tuple[PreTrainedTokenizerBase, TrainingData]:
+    """Return the tokenizer of a model, and the encoded rows of its training."""
+    refuse_adapter(model)
+    tokenizer = load_tokenizer(model, prompt_format)
+    rows = given
+    if not isinstance(rows, Rows):
+        is_chat = tokenizer.chat_template is not None
+        rows = read_source(source_of_rows(rows), kind, is_chat=is_chat)
+    limit = max_tokens(model, config)
+    encoded = encode_rows(kind, rows, tokenizer, config, limit=limit, overlong=overlong)
+    is_pair = kind == "pairs"
+    data = TrainingData(
+        rows=encoded.table,
+        digest=encoded.digest,
+        collate=collate_pairs if is_pair else collate_examples,
+        texts_per_row=2 if is_pair else 1,
+    )
+    return tokenizer, data
 
 
 def _start_and_adapter(model: str | Path, peft_config: "PeftConfig | None") -> dict[str, str]:
@@ -326,16 +339,6 @@ def refuse_other_settings(kind: TrainingKind, config: SupervisedConfig) -> None:
             "completion_only_loss=False is for SFT, because a reward model is trained on the "
             "scores of full texts. Remove completion_only_loss."
         )
-
-
-def _rows(
-    given: Rows | Sequence[Mapping[str, Any]],
-    kind: TrainingKind,
-    tokenizer: PreTrainedTokenizerBase,
-) -> Rows:
-    if isinstance(given, Rows):
-        return given
-    return read_source(source_of_rows(given), kind, is_chat=tokenizer.chat_template is not None)
 
 
 def _load_start(path: str | Path) -> PreTrainedModel:

@@ -135,21 +135,19 @@ def validate_reward_model(
         )
         print(write_run_page(facts, tracker.parent), flush=True)
         tracker.refuse("The reward model is not fit to train against.", validation.reasons)
-    if not (validation.fit or validation.is_used):
-        reasons = _listed(validation)
-        print(
-            "Warning: PPO does not learn from the reward model. The model is not fit, for these "
-            f"reasons:\n{reasons}",
-            flush=True,
-        )
-    elif validation.accepted_by_hand:
-        reasons = _listed(validation)
-        print(
-            "Warning: A person accepted the reward model. It was refused for these reasons:\n"
-            f"{reasons}",
-            flush=True,
-        )
+    _warn(validation)
     return validation
+
+
+def _warn(validation: ValidatedReward) -> None:
+    """Print the reasons against a model that is not used, or that a person accepted."""
+    if not (validation.fit or validation.is_used):
+        words = "PPO does not learn from the reward model. The model is not fit, for these reasons:"
+    elif validation.accepted_by_hand:
+        words = "A person accepted the reward model. It was refused for these reasons:"
+    else:
+        return
+    print(f"Warning: {words}\n{_listed(validation)}", flush=True)
 
 
 def _require_recorded(model: PreparedModel) -> None:
