@@ -53,8 +53,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _collect(given: argparse.Namespace) -> None:
     from human_feedback.collect_feedback import collect, describe_feedback, write_feedback
+    from human_feedback.read_opinions import read_votes
     from human_feedback.read_traces import FoundOpinions, Scale, read_traces
-    from human_feedback.read_votes import read_votes
     from pipeline.tracking.mlflow_client import check_model_name
 
     check_model_name(given.name)
@@ -111,7 +111,7 @@ def _refuse_options_of_traces(given: argparse.Namespace) -> None:
 def _label(given: argparse.Namespace) -> None:
     from human_feedback.label_server import label_server
     from human_feedback.labeling import Labeling
-    from human_feedback.read_votes import read_pairs
+    from human_feedback.read_opinions import read_pairs
     from pipeline.inputs.votes_to_pairs import votes_of
 
     rows = read_pairs(given.pairs)
@@ -180,7 +180,7 @@ def _say_what_is_next(output: Path, pairs: int, wanted: int, how: str, why: str)
 
 def _to_label_studio(given: argparse.Namespace) -> None:
     from human_feedback.label_studio import INTERFACE, write_tasks
-    from human_feedback.read_votes import read_pairs
+    from human_feedback.read_opinions import read_pairs
     from pipeline.inputs.votes_to_pairs import votes_of
 
     output = _output(given.output, Path(given.pairs).with_name("label-studio.json"))

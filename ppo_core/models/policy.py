@@ -19,7 +19,7 @@ from ppo_core.models.files.model_types import UNTRAINABLE
 from ppo_core.models.kernels.fused_linear_loss import FusedLinearLoss, TokenLoss
 from ppo_core.models.kernels.matmul_backend import large_matmuls, may_round
 from ppo_core.models.kernels.packed_linear import packed
-from ppo_core.models.token_logprobs import ChunkedLMHead
+from ppo_core.models.lm_head import ChunkedLMHead
 
 MAX_HEAD_DIFFERENCE = 1e-4
 """Largest allowed relative difference, in fp32, between the logits of `LanguageModel` and the

@@ -10,11 +10,11 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from pipeline.inputs.contamination import without_copies
+from pipeline.inputs.feedback_to_pairs import pairs_of_feedback
 from pipeline.inputs.labeled_pairs import LabeledPair, decided_pairs
 from pipeline.inputs.row_digests import read_digests, without_erased
 from pipeline.inputs.training_pairs import (
     join_by_weight,
-    pairs_of_feedback,
     split_off_judge_pairs,
     training_pairs_of,
 )

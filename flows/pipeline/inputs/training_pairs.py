@@ -1,6 +1,5 @@
 """Choose and weight the pairs that train a reward model or a judge."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,9 +15,11 @@ from ppo_core.io.folder_cache import digest_of, digest_of_code
 JUDGE_PART = 3
 """If no judge is named, one of every `JUDGE_PART` different pairs trains the judge."""
 
-_TRAINED = ("prompt", "chosen", "rejected")
+PAIR_FIELDS = ("prompt", "chosen", "rejected")
+"""Fields of a pair that trains a model."""
 
-_MARGIN = "margin"
+MARGIN = "margin"
+"""Optional field: number that the loss subtracts from the difference of the scores."""
 
 
 def training_pairs_of(rows: Rows, others: Rows) -> Rows:
@@ -36,11 +37,11 @@ def training_pairs_of(rows: Rows, others: Rows) -> Rows:
         is_tie = row.get("tie") or row["chosen"] == row["rejected"]
         if is_tie or pair_key(row) in taken:
             return None
-        return {name: row[name] for name in _TRAINED}
+        return {name: row[name] for name in PAIR_FIELDS}
 
     taken = {pair_key(row) for row in others}
     types = rows.table.features.arrow_schema
-    schema = pyarrow.schema([types.field(name) for name in _TRAINED])
+    schema = pyarrow.schema([types.field(name) for name in PAIR_FIELDS])
     inputs = {"others": others.digest, "code": _code()}
     kept = derive(rows, "training-pairs", inputs, each(convert), schema)
     if not len(kept):
@@ -71,37 +72,6 @@ def split_off_judge_pairs(rows: Rows) -> tuple[Rows, Rows]:
     return parts[0], parts[1]
 
 
-def pairs_of_feedback(feedback: Rows, others: Sequence[Rows]) -> Rows:
-    """Return feedback as training pairs; if only one response was judged, the other one is None.
-
-    Pairs that are in `others` are left out.
-
-    A missing response has a score of 0. So the loss of a judgment is the binary cross-entropy of
-    sigmoid(score + c), where c is the log odds of a positive judgment among the weighted rows. Then
-    an answer with score 0 has the average probability of a positive judgment. c is 0 if all
-    judgments are equal.
-    """
-    liked = disliked = 0.0
-    for row in feedback:
-        liked += row[WEIGHT] * (row["rejected"] is None)
-        disliked += row[WEIGHT] * (row["chosen"] is None)
-    log_odds = math.log(liked / disliked) if liked and disliked else 0.0
-
-    taken = {pair_key(row) for rows in others for row in rows}
-
-    def convert(row: Row) -> Row | None:
-        if pair_key(row) in taken:
-            return None
-        margin = log_odds * ((row["chosen"] is None) - (row["rejected"] is None))
-        return {name: row[name] for name in (*_TRAINED, WEIGHT)} | {_MARGIN: margin}
-
-    types = feedback.table.features.arrow_schema
-    fields = [types.field(name) for name in (*_TRAINED, WEIGHT)]
-    schema = pyarrow.schema([*fields, pyarrow.field(_MARGIN, pyarrow.float64())])
-    inputs = {"others": [rows.digest for rows in others], "code": _code()}
-    return derive(feedback, "pairs-of-feedback", inputs, each(convert), schema)
-
-
 def join_by_weight(parts: Sequence[tuple[Rows, float]]) -> Rows:
     """Return the pairs of several data sets; each pair has the weight of its data set.
 
@@ -124,12 +94,12 @@ def _with_weight(rows: Rows, weight: float) -> Rows:
     is_weighted = WEIGHT in rows.table.column_names
 
     def convert(row: Row) -> Row:
-        margin, factor = (row[_MARGIN], row[WEIGHT]) if is_weighted else (0.0, 1.0)
-        return {name: row[name] for name in _TRAINED} | {_MARGIN: margin, WEIGHT: weight * factor}
+        margin, factor = (row[MARGIN], row[WEIGHT]) if is_weighted else (0.0, 1.0)
+        return {name: row[name] for name in PAIR_FIELDS} | {MARGIN: margin, WEIGHT: weight * factor}
 
     types = rows.table.features.arrow_schema
-    numbers = [pyarrow.field(name, pyarrow.float64()) for name in (_MARGIN, WEIGHT)]
-    schema = pyarrow.schema([*(types.field(name) for name in _TRAINED), *numbers])
+    numbers = [pyarrow.field(name, pyarrow.float64()) for name in (MARGIN, WEIGHT)]
+    schema = pyarrow.schema([*(types.field(name) for name in PAIR_FIELDS), *numbers])
     inputs = {"weight": weight, "code": _code()}
     return derive(rows, "weighted-pairs", inputs, each(convert), schema)
 
@@ -140,7 +110,9 @@ def _part(rows: Rows, name: str) -> Rows:
     def convert(row: Row) -> Row | None:
         number = numbers.setdefault(pair_key(row), len(numbers))
         is_judges = number % JUDGE_PART == JUDGE_PART - 1
-        return {field: row[field] for field in _TRAINED} if is_judges == (name == "judge") else None
+        if is_judges != (name == "judge"):
+            return None
+        return {field: row[field] for field in PAIR_FIELDS}
 
     inputs = {"part": name, "code": _code()}
     kept = derive(rows, "pairs-of-one-model", inputs, each(convert))

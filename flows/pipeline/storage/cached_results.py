@@ -1,4 +1,4 @@
-"""Train a model once for equal inputs; later runs reuse it, also on other machines."""
+"""Make a result, such as a model, once for equal inputs; later runs on any machine reuse it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass

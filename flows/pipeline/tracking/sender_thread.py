@@ -102,7 +102,7 @@ class Sender:
 
     def _send_some(self, client: Any) -> bool:
         """Send the next entries; return False if no entries are left or the thread is stopped."""
-        from pipeline.tracking.send_journal import deliver, in_calls
+        from pipeline.tracking.send_to_mlflow import deliver, in_calls
 
         waiting = self._journal.unsent(ENTRIES_AT_A_TIME)
         for call in in_calls(waiting):

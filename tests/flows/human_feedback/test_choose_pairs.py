@@ -13,7 +13,7 @@ import tomli_w
 import feedback
 from human_feedback.label_studio import ANYONE
 from human_feedback.labeling import sides_of
-from human_feedback.read_votes import read_pairs
+from human_feedback.read_opinions import read_pairs
 from pipeline.demo.task import find_demo_task
 from pipeline.inputs.votes_to_pairs import votes_of
 from ppo_core.models.loading import load_reward_model

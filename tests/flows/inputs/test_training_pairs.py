@@ -2,9 +2,9 @@ from math import log
 
 import pytest
 
+from pipeline.inputs.feedback_to_pairs import pairs_of_feedback
 from pipeline.inputs.training_pairs import (
     join_by_weight,
-    pairs_of_feedback,
     split_off_judge_pairs,
     training_pairs_of,
 )

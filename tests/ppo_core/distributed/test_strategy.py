@@ -21,7 +21,7 @@ from ppo_core.distributed.engine import Engine
 from ppo_core.distributed.fsdp_engine import FSDPEngine
 from ppo_core.distributed.strategy import choose_sharding
 from ppo_core.errors import ConfigError, RunInterruptedError
-from ppo_core.models import token_logprobs
+from ppo_core.models import lm_head
 from ppo_core.models.critic import ActorCritic, Critic
 from ppo_core.models.policy import LanguageModel
 from ppo_core.ppo.scoring import critic_values, response_logprobs
@@ -148,7 +148,7 @@ class Run:
 def run_in_a_process(folder: str, settings: dict[str, Any], expected: str | None = None) -> None:
     """Run one process of a job; the main process saves its results in the folder."""
     torch.set_num_threads(1)
-    token_logprobs.LOGITS_PER_CHUNK = 3 * VOCABULARY  # several chunks, more in the first process
+    lm_head.LOGITS_PER_CHUNK = 3 * VOCABULARY  # several chunks, more in the first process
     engine = choose_engine(**settings)
     assert engine.sharding == (expected or settings["sharding"])
     kinds = {"fsdp2": FSDPEngine, "ddp": Engine, "none": Engine}
@@ -245,11 +245,11 @@ MODULE = "tests.ppo_core.distributed.test_strategy"
 @pytest.fixture(scope="module")
 def one(request):
     """The results of one process."""
-    kept = token_logprobs.LOGITS_PER_CHUNK
-    token_logprobs.LOGITS_PER_CHUNK = 3 * VOCABULARY
+    kept = lm_head.LOGITS_PER_CHUNK
+    lm_head.LOGITS_PER_CHUNK = 3 * VOCABULARY
     run = Run(choose_engine())
     found = run, run.learn(), run.states(), run.say()
-    token_logprobs.LOGITS_PER_CHUNK = kept
+    lm_head.LOGITS_PER_CHUNK = kept
     return found
 
 

@@ -8,7 +8,7 @@ from torch.testing import assert_close
 from transformers import Gemma2Config, Gemma2ForCausalLM, T5Config, T5ForConditionalGeneration
 
 from ppo_core.errors import ModelError
-from ppo_core.models import token_logprobs
+from ppo_core.models import lm_head
 from ppo_core.models.adapters import add_adapter, plain_model
 from ppo_core.models.kernels import decoder_families
 from ppo_core.models.policy import LanguageModel
@@ -21,7 +21,7 @@ from tests.helpers.models.tiny import CONFIGS, VOCABULARY, make_policy
 def test_log_probabilities_entropies_and_gradients_are_those_of_the_plain_forward(
     family, monkeypatch
 ):
-    monkeypatch.setattr(token_logprobs, "LOGITS_PER_CHUNK", 3 * VOCABULARY)  # several chunks
+    monkeypatch.setattr(lm_head, "LOGITS_PER_CHUNK", 3 * VOCABULARY)  # several chunks
     policy, rollout = make_policy(family).double(), make_rollout()
     logprobs, entropies = LanguageModel(policy)(rollout.token_rows(torch.arange(3)), TEMPERATURE)
     logprobs.sum().backward()
@@ -64,7 +64,7 @@ def gradients_of(policy: torch.nn.Module, loss: Tensor) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("case", [*CONFIGS, "capped", "adapter"])
 def test_a_loss_of_each_token_has_the_gradient_of_its_log_probabilities(case, monkeypatch):
-    monkeypatch.setattr(token_logprobs, "LOGITS_PER_CHUNK", 3 * VOCABULARY)  # several chunks
+    monkeypatch.setattr(lm_head, "LOGITS_PER_CHUNK", 3 * VOCABULARY)  # several chunks
     if case == "capped":
         torch.manual_seed(0)
         policy = Gemma2ForCausalLM(CAPPED).eval()
@@ -93,7 +93,7 @@ def test_a_loss_of_each_token_has_the_gradient_of_its_log_probabilities(case, mo
 
 
 def test_logits_of_one_chunk_are_all_that_exists(monkeypatch):
-    monkeypatch.setattr(token_logprobs, "LOGITS_PER_CHUNK", 4 * VOCABULARY)
+    monkeypatch.setattr(lm_head, "LOGITS_PER_CHUNK", 4 * VOCABULARY)
     policy = LanguageModel(make_policy())
     widths = []
     policy.head.register_forward_hook(lambda _, __, product: widths.append(len(product)))

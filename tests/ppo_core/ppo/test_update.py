@@ -14,7 +14,7 @@ from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.data.types import Experience
 from ppo_core.distributed.engine import Engine
 from ppo_core.errors import RunInterruptedError
-from ppo_core.models import token_logprobs
+from ppo_core.models import lm_head
 from ppo_core.models.critic import ActorCritic, Critic
 from ppo_core.models.kernels import matmul_backend
 from ppo_core.models.kernels.matmul_backend import uses_onednn
@@ -633,7 +633,7 @@ def test_a_good_step_ends_the_row_of_bad_ones():
 
 def half_precision_gradients(monkeypatch, of_ours: bool, **head) -> dict[str, Tensor]:
     """Gradients of the summed log-probabilities, by our head or by the plain logits."""
-    monkeypatch.setattr(token_logprobs, "LOGITS_PER_CHUNK", 5 * VOCABULARY)  # several chunks
+    monkeypatch.setattr(lm_head, "LOGITS_PER_CHUNK", 5 * VOCABULARY)  # several chunks
     policy, reference = LanguageModel(make_policy()), LanguageModel(make_policy(seed=7))
     rows = make_experience().rollout.token_rows(torch.arange(8))
     with torch.autocast("cpu", torch.bfloat16):

@@ -11,7 +11,7 @@ from math import isqrt
 from ppo_core.config.run_config import Sharding
 from ppo_core.distributed.strategy import SHARD_WEIGHTS
 from ppo_core.models.kernels.attention import BLOCK, MAX_SCORES
-from ppo_core.models.token_logprobs import LOGITS_PER_CHUNK
+from ppo_core.models.lm_head import LOGITS_PER_CHUNK
 
 FP32, BF16 = 4, 2
 """Bytes of a number in fp32 and in bfloat16."""
