@@ -39,7 +39,7 @@ from pipeline.settings.judge_config import JudgingConfig
 from pipeline.settings.make_settings import make_settings, settings_text
 from pipeline.settings.settings import Settings
 from pipeline.tracking.journal import Journal
-from pipeline.tracking.send_journal import in_calls
+from pipeline.tracking.send_to_mlflow import in_calls
 from ppo_core.checkpointing.folders import MANIFEST as CHECKPOINT_MANIFEST
 from ppo_core.checkpointing.folders import STATE
 from ppo_core.checkpointing.lease import LEASE, Lease

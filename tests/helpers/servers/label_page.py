@@ -7,7 +7,7 @@ from pathlib import Path
 
 from human_feedback.label_server import label_server
 from human_feedback.labeling import Labeling
-from human_feedback.read_votes import read_pairs
+from human_feedback.read_opinions import read_pairs
 from pipeline.inputs.votes_to_pairs import votes_of
 
 
