@@ -76,7 +76,9 @@ def phase(step_name: str, flow: Any, inputs: Any = None, attributes: Any = None)
         report_end(error)
         if not isinstance(error, PPOError):
             raise
-        message = str(error) if step_name == "start" else with_next_move(error)
+        message = str(error)
+        if step_name != "start":
+            message = with_next_move(error, of_retrain=bool(earlier.lease))
         if is_permanent(error) and most_attempts(this_step) > 1:
             print(f"{RunStoppedError.headline}:\n{message}", file=sys.stderr, flush=True)
             sys.exit(METAFLOW_EXIT_DISALLOW_RETRY)
@@ -84,9 +86,10 @@ def phase(step_name: str, flow: Any, inputs: Any = None, attributes: Any = None)
     flow.seconds = {**getattr(flow, "seconds", {}), step_name: time.perf_counter() - started}
 
 
-def with_next_move(error: PPOError) -> str:
+def with_next_move(error: PPOError, *, of_retrain: bool) -> str:
     """Append to an error's message the command that continues the run after a correction.
 
+    A run that Retrain started (`of_retrain`) cannot be resumed, because it has released its lease.
     A message that already names a command, such as the message about a refused reward model, is
     returned unchanged.
     """
@@ -94,6 +97,8 @@ def with_next_move(error: PPOError) -> str:
         return str(error)
     if runs_remotely():
         move = "After a correction, continue with `python flows/deploy.py DEPLOYMENT.toml --start`."
+    elif of_retrain:
+        move = "After a correction, start `python flows/retrain.py` again with the same settings."
     else:
         move = (
             "If you corrected something other than the settings, continue with `python "

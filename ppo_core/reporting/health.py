@@ -182,7 +182,7 @@ GUARDS = {
         words="The reward pays for repetition, so the policy will learn to repeat itself. "
         "Read the responses with the highest scores. Correct the reward, or stop the run; a "
         "higher kl_coef only delays the repetition.",
-        source="docs/trusting-a-result.md, on reward models that prefer repeated text",
+        source="docs/reward-model.md, on reward models that prefer repeated text",
     ),
     "falling reward": Guard(
         metric=DROP,

@@ -4,7 +4,7 @@ At the end of a run, a critic predicts the returns of the trained policy under t
 run. The next run starts again from the reference, with other rewards. So a run that saves its
 critic also keeps its first rollouts, sampled while the policy was near the reference. The next run
 scores them with its own rewards, and trains the critic on the returns. The figures are in
-docs/retraining.md.
+tests/benchmarks/RETRAINING.md.
 """
 
 import sys

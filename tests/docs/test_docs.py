@@ -67,7 +67,9 @@ from win_rate import WinRateArguments
 DATA = ROOT.parent / "shared" / "data"
 README = ROOT / "README.md"
 MIGRATING = ROOT / "docs" / "migrating-from-trl.md"
-TRUSTING = ROOT / "docs" / "trusting-a-result.md"
+REWARD_MODEL = ROOT / "docs" / "reward-model.md"
+WIN_RATE = ROOT / "docs" / "judge-and-win-rate.md"
+PROMOTION = ROOT / "docs" / "promotion.md"
 PRODUCTION = ROOT / "docs" / "to-production.md"
 DEPLOYING = ROOT / "docs" / "deploying.md"
 SUPPLY = ROOT / "docs" / "supply-chain.md"
@@ -130,7 +132,7 @@ def answer(policy: Path, prompt: str, length: int) -> str:
     return text
 
 
-@pytest.mark.parametrize("page", [TRUSTING, TUTORIALS / "rewards-and-critic.md"])
+@pytest.mark.parametrize("page", [REWARD_MODEL, TUTORIALS / "rewards-and-critic.md"])
 def test_the_published_reward_function_reads_a_column(page):
     (function,) = (block for block in blocks(page, "python") if "brevity" in block)
     asked = asked_columns("brevity", run_block(function)["brevity"])
@@ -140,7 +142,7 @@ def test_the_published_reward_function_reads_a_column(page):
 
 
 def test_the_published_judge_reads_prompts_as_the_page_says(tmp_path):
-    (function,) = (block for block in blocks(TRUSTING, "python") if "def judge" in block)
+    (function,) = (block for block in blocks(WIN_RATE, "python") if "def judge" in block)
     (tmp_path / "short.py").write_text(function)
     turns = [{"role": "system", "content": "Be brief."}]
     turns.append({"role": "user", "content": "Is music old?"})
@@ -148,7 +150,7 @@ def test_the_published_judge_reads_prompts_as_the_page_says(tmp_path):
     verdicts = load_function_judge(f"{tmp_path / 'short.py'}:judge")(prompts, pairs)
     assert [verdict.winner for verdict in verdicts] == ["first", "second", "tie"]
     read = [shown_prompt(prompt) for prompt in prompts]
-    assert read[1] == "Is music old?" and f"`{read[0]!r}`" in TRUSTING.read_text()
+    assert read[1] == "Is music old?" and f"`{read[0]!r}`" in WIN_RATE.read_text()
 
 
 def test_the_published_classic_loop_runs(tmp_path, monkeypatch):
@@ -329,7 +331,7 @@ def test_the_win_rate_on_the_pages_is_printed_so():
         **{"ties": 0, "invalid": 0, "flip_rate": 0.0, "conclusive": True, "reasons": []},
         judge="openai:my-judge, prompt 3fa91c02",
     )
-    for page in (OWN_DATA, TRUSTING):
+    for page in (OWN_DATA, WIN_RATE):
         assert f"Model win rate: {describe(rate)}" in page.read_text()
 
 
@@ -387,7 +389,8 @@ def test_the_flags_that_a_page_names_exist(page):
 
 def test_the_settings_in_the_examples_exist(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    pages = (OWN_DATA, TRUSTING, SUPPLY, COST, *TUTORIALS.glob("*.md"))
+    ours = (OWN_DATA, REWARD_MODEL, WIN_RATE, PROMOTION, SUPPLY, COST)
+    pages = (*ours, *TUTORIALS.glob("*.md"))
     for block in chain(*(blocks(page, "toml") for page in pages)):
         make_settings({**write_inputs(tmp_path), **tomllib.loads(block)}, {})
     for page in PAGES:
@@ -428,7 +431,7 @@ def test_the_published_deployment_is_one():
 
 
 def test_the_limits_of_the_gates_are_printed_as_they_are():
-    gate = tomllib.loads(blocks(TRUSTING, "toml")[0])["reward_gate"]
+    gate = tomllib.loads(blocks(REWARD_MODEL, "toml")[0])["reward_gate"]
     assert RewardGateConfig(**gate) == RewardGateConfig()
     limits = tomllib.loads(blocks(PRODUCTION, "toml")[0])["promotion"]
     assert PromotionConfig(**limits) == PromotionConfig()

@@ -218,8 +218,8 @@ class Samples(SampleScores):
 
 
 GOOD_BEST_OF_4 = 0.6
-"""Minimum of `best_of["4"]` of a good reward model. docs/trusting-a-result.md describes the
-experiments from which this number comes."""
+"""Minimum of `best_of["4"]` of a good reward model. tests/benchmarks/EXPERIMENTS.md
+describes the experiments from which this number comes."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -130,7 +130,7 @@ class Settings:
     max_overlap: Share = 0.5
     """A prompt of the evaluation is left out if more than this fraction of its 3-grams of words is
     in one training text, or if it equals a training text apart from case and punctuation. N-grams
-    of templates do not count. Short prompts are kept; docs/trusting-a-result.md says how short. 1
+    of templates do not count. Short prompts are kept; docs/judge-and-win-rate.md says how short. 1
     leaves no prompt out."""
 
     erase: str = ""
