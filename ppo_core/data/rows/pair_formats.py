@@ -103,8 +103,9 @@ def repeat_their_prompt(rows: Sequence[RawRow], columns: Collection[str]) -> boo
 
     def repeats(row: RawRow) -> bool:
         prompt, chosen, rejected = attempt(found[1], row), row.get("chosen"), row.get("rejected")
-        are_texts = isinstance(chosen, str) and isinstance(rejected, str)
-        return are_texts and isinstance(prompt, str) and begin_with(prompt, chosen, rejected)
+        if not (isinstance(prompt, str) and isinstance(chosen, str) and isinstance(rejected, str)):
+            return False
+        return begin_with(prompt, chosen, rejected)
 
     return 2 * sum(map(repeats, rows)) > len(rows)
 
