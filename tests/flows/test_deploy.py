@@ -96,6 +96,7 @@ def test_a_secret_in_either_file_is_refused_with_its_place(tmp_path: Path, capsy
     assert CANARY not in output + messages
 
 
+@pytest.mark.slow
 def test_several_machines_on_step_functions_are_refused(tmp_path: Path, capsys):
     files = write_deployment(tmp_path, "step-functions", settings={"num_nodes": 2})
     code, _, messages = deploy(files.path, "--check", capsys)

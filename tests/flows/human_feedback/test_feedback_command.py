@@ -93,17 +93,17 @@ def test_what_cannot_be_used_is_left_out_by_name(name: str, tmp_path: Path, caps
 
 
 def test_a_second_collection_writes_the_same_bytes(name: str, tmp_path: Path):
-    ids = serve_answers(name, "1", {f"prompt {n}": f"answer {n}" for n in range(120)})
+    ids = serve_answers(name, "1", {f"prompt {n}": f"answer {n}" for n in range(30)})
     for number, answer in enumerate(ids.values()):
         record_opinion(
             name, answer, user=f"user {number % 5}", liked=number % 3 > 0, correction=None
         )
     assert collect(tmp_path, name) == 0
     first = (tmp_path / "feedback.jsonl").read_bytes()
-    assert first.count(b"\n") == 120
+    assert first.count(b"\n") == 30
     # Killed while it reads or writes, it leaves the whole file.
     command = [sys.executable, "flows/feedback.py", "collect", name, "--output-dir", str(tmp_path)]
-    for wait in (2.0, 4.0):
+    for wait in (2.0, 3.0):
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, env=os.environ)
         time.sleep(wait)
         process.send_signal(signal.SIGKILL)

@@ -371,6 +371,7 @@ def serving(folder: Path, scratch: Path) -> Iterator[str]:
         process.wait()
 
 
+@pytest.mark.slow
 def test_a_served_policy_answers_prompts(policy: Path, artifact: Path, tmp_path: Path):
     expected = words(judged(policy, PROMPTS))
     with serving(artifact, tmp_path) as url:

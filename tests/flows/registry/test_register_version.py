@@ -305,6 +305,7 @@ def test_a_registry_that_commits_and_loses_its_replies_has_one_version(
     assert {"POST model-versions/create", "POST logged-models"} <= twice
 
 
+@pytest.mark.slow
 def test_a_step_killed_behind_any_of_its_requests_and_tried_again_has_one_version(
     server: MlflowServer, client: MlflowClient, name: str, policy: Path
 ):

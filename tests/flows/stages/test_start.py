@@ -17,8 +17,8 @@ from tests.helpers.servers.servers import shared_server
 def test_a_full_disk_leaves_no_cut_settings_file(tmp_path: Path):
     settings = make_settings(tiny_table(tmp_path), {})
     with tracking_to(shared_server().url):
-        first = start_run(settings, settings, "RLHF", "1", [])
+        first = start_run(settings, settings, "RLHF", "disk-1", [])
         size = (first.folder / SETTINGS_FILE).stat().st_size
         with full_disk(size - 1), pytest.raises(TrainingError, match=rf"{SETTINGS_FILE}' cannot"):
-            start_run(settings, settings, "RLHF", "2", [])
-    assert not (first.folder.with_name("2") / SETTINGS_FILE).exists()
+            start_run(settings, settings, "RLHF", "disk-2", [])
+    assert not (first.folder.with_name("disk-2") / SETTINGS_FILE).exists()

@@ -71,7 +71,7 @@ def test_other_bytes_in_a_folder_of_version_0_1_are_refused(faults: S3Faults, tm
     write_object(published.below(key), b"[]")
     with pytest.raises(StorageError, match=r"small.json' do not match its digest"):
         fetch(published, LocalCache(tmp_path / "cache"))
-    with pytest.raises(DataError, match=r"has no file 'small.json' with the content"):
+    with pytest.raises(DataError, match=r"has no file 'small.json' whose content"):
         read_file(published, "small.json")
 
 

@@ -118,7 +118,8 @@ def comparable(template: Any) -> str:
     return re.sub(r"\b(\w\w)/\1[0-9a-f]{38}|\b[0-9a-f]{40}\b", "PACKAGE", text)
 
 
-@pytest.mark.parametrize("nodes", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [1, 4])
 def test_what_is_deployed_is_what_is_printed(
     nodes: int, cluster: Cluster, variables: dict[str, str], tmp_path: Path
 ):

@@ -72,6 +72,7 @@ def test_a_check_prints_the_sizes_and_leaves_no_run(tmp_path: Path):
     assert not client.search_registered_models()
 
 
+@pytest.mark.slow
 def test_a_misspelt_judge_is_reported_before_anything_is_read(tmp_path: Path):
     table = {"policy": "gone", "preferences": "gone", "prompts": "gone", "eval_prompts": "gone"}
     (tmp_path / "tiny.toml").write_text(tomli_w.dumps(table))

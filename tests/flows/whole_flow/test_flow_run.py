@@ -398,6 +398,7 @@ print("continued")
 """
 
 
+@pytest.mark.slow
 def test_the_registered_version_continues_a_prompt_in_a_fresh_process(journey: Journey):
     assert journey.resumed.code == 0
     environment = {

@@ -72,6 +72,7 @@ def test_a_name_after_run_is_no_scheduler(tmp_path: Path):
     assert "seed=-1 must be at least 0" in ended.stderr
 
 
+@pytest.mark.slow
 def test_one_machine_compiles_for_step_functions(tmp_path: Path):
     """The code package is stored, and the state machine is printed in the place of deployed."""
     with state_machines() as machines:

@@ -299,7 +299,7 @@ def test_a_full_memory_ends_the_run_with_the_settings_to_change():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     trainer.policy.model.model.layers[0].register_forward_hook(is_full)
-    expected = r"out of memory \(peak [\d.]+ GiB .*\): CUDA .* per_device_train_batch_size .* zero3"
+    expected = r"out of memory \(peak [\d.]+ GiB .*\): CUDA .* per_device_train_batch_size.* zero3"
     with pytest.raises(TrainingError, match=expected):
         trainer.train()
 
