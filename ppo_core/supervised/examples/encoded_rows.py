@@ -28,6 +28,16 @@ from ppo_core.supervised.supervised_config import SupervisedConfig
 TrainingKind: TypeAlias = Literal["demonstrations", "pairs"]
 """Kind of the rows of a training: demonstrations for SFT, or pairs for a reward model."""
 
+_CODE = (
+    "ppo_core.data.chat_template",
+    "ppo_core.data.encode_prompts",
+    "ppo_core.data.prompts",
+    "ppo_core.data.segments",
+    added_pairs.__module__,
+    __name__,
+)
+"""Modules whose code determines the token ids of a row, besides the module of its encoding."""
+
 _MOVE = "Raise max_length up to the model's context, or shorten or remove these rows."
 
 
@@ -92,15 +102,7 @@ def encode_rows(
         "completion_only_loss": config.completion_only_loss,
         "repeated_text_pairs": config.repeated_text_pairs,
         "other_prompt_pairs": config.other_prompt_pairs,
-        "code": digest_of_code(
-            "ppo_core.data.chat_template",
-            "ppo_core.data.encode_prompts",
-            "ppo_core.data.prompts",
-            "ppo_core.data.segments",
-            __name__,
-            added_pairs.__module__,
-            training.encoding.__module__,
-        ),
+        "code": digest_of_code(*_CODE, training.encoding.__module__),
     }
     schema = training.schema
     if WEIGHT in rows.table.column_names:
