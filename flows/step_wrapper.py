@@ -89,16 +89,20 @@ def phase(step_name: str, flow: Any, inputs: Any = None, attributes: Any = None)
 def with_next_move(error: PPOError, *, of_retrain: bool) -> str:
     """Append to an error's message the command that continues the run after a correction.
 
-    A run that Retrain started (`of_retrain`) cannot be resumed, because it has released its lease.
-    A message that already names a command, such as the message about a refused reward model, is
-    returned unchanged.
+    A run that Retrain started (`of_retrain`) cannot be resumed, because a resumed run has another
+    id, and the lease is of one run. Otherwise a message that already names a command, such as the
+    message about a refused reward model, is returned unchanged.
     """
+    if of_retrain and not runs_remotely():
+        return (
+            f"{error}\nRetrain started this run, so `resume` cannot continue it. After a "
+            "correction, start `python flows/retrain.py` again. Models that are already trained "
+            "are reused."
+        )
     if "resume" in str(error) or "python flows/rlhf.py" in str(error):
         return str(error)
     if runs_remotely():
         move = "After a correction, continue with `python flows/deploy.py DEPLOYMENT.toml --start`."
-    elif of_retrain:
-        move = "After a correction, start `python flows/retrain.py` again with the same settings."
     else:
         move = (
             "If you corrected something other than the settings, continue with `python "

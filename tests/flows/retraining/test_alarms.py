@@ -22,7 +22,7 @@ from pipeline.storage.workspace import Workspace
 from pipeline.tracking.mlflow_client import connect
 from ppo_core.errors import ConfigError
 from retraining import alarms
-from step_wrapper import RECORDS, phase
+from step_wrapper import RECORDS, phase, with_next_move
 from tests.helpers.runs.candidates import FIT
 from tests.helpers.runs.deployments import example
 
@@ -225,3 +225,16 @@ def test_without_a_topic_nothing_is_sent_and_nothing_is_asked(settings: Settings
     alarms.alarm_refused_policies("", settings, RUN)
     alarms.alarm_refused_reward_model("", settings, RUN, refused("It guesses."))
     alarms.alarm_budget("", 2.0, settings, used(tmp_path, 3.0))
+
+
+@pytest.mark.parametrize(
+    ("says", "of_retrain", "move"),
+    [
+        ("The disk is full.", False, "continue with `python flows/rlhf.py resume`"),
+        ("MLflow is away. Then `python flows/rlhf.py resume`.", False, "rlhf.py resume`."),
+        # The lease is of one run, and a resumed run has another id.
+        ("MLflow is away. Then `python flows/rlhf.py resume`.", True, "flows/retrain.py` again."),
+    ],
+)
+def test_an_error_ends_with_what_continues_the_run(says: str, of_retrain: bool, move: str):
+    assert move in with_next_move(ConfigError(says), of_retrain=of_retrain)
