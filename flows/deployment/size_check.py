@@ -114,12 +114,11 @@ def _read_with_models(path: Path, folder: Path) -> Settings:
         raise ModelError("the settings name no policy.")
     for name in MODELS:
         table[name] = _fetch(name, str(table.get(name) or ""), workspace)
-    rewards = read_rewards(table.get("rewards") or [])
     table["rewards"] = [
         one.moved(_fetch("rewards", one.source, workspace))
         if one.kind in MODEL_JUDGES
         else one.spec
-        for one in rewards
+        for one in read_rewards(table.get("rewards") or [])
     ]
     return make_settings(table, {}, parameters=count_parameters(table["policy"]))
 

@@ -79,7 +79,7 @@ def record_opinion(
             raise DataError(f"There is no answer {answer} yet. Try again in a minute.") from error
         raise ModelError(
             f"The feedback was not recorded, or only a part of it, because MLflow fails: {error}. "
-            "Send the feedback again: a repeated opinion trains once."
+            "Send the feedback again: `feedback.py collect` counts a repeated opinion once."
         ) from error
 
 

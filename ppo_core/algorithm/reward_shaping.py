@@ -26,7 +26,7 @@ def overlong_penalty(
         penalty * clip((lengths - (response_length - buffer)) / buffer, 0, 1)
 
     This is arXiv:2503.14476, eq. 13, negated. The penalty rises from 0 at response_length - buffer
-    tokens to `penalty` at response_length tokens.
+    tokens to `penalty` at response_length tokens. `buffer` must be at least 1.
     """
     return penalty * ((lengths - (response_length - buffer)) / buffer).clamp(0, 1)
 

@@ -362,7 +362,7 @@ def answer_as_evaluated(
     The divergence is None if `reference` is None, or if the decoding settings allow no estimate.
     `changes` override fields of the `AnswerJob` that otherwise come from the settings.
     """
-    job = replace(_job(settings, path, prompts), reference=reference, **changes)
+    job = replace(_job_of_evaluation(settings, path, prompts), reference=reference, **changes)
     return answer_in_run(job, settings, folder)
 
 
@@ -375,7 +375,7 @@ def _answer_as_champion(
     if server and not is_same_architecture(champion.model, settings.policy):
         server = None
     job = replace(
-        _job(settings, champion.model, prompts),
+        _job_of_evaluation(settings, champion.model, prompts),
         tokenizer=champion.tokenizer,
         prompt_format="auto",
         # If the champion has no stop token, its answers have full length, as when it is served.
@@ -386,7 +386,9 @@ def _answer_as_champion(
     return answer_in_run(job, settings, folder)
 
 
-def _job(settings: Settings, policy: str, prompts: Sequence[JudgedPrompt]) -> AnswerJob:
+def _job_of_evaluation(
+    settings: Settings, policy: str, prompts: Sequence[JudgedPrompt]
+) -> AnswerJob:
     """Return the job that answers prompts as PPO does, but with the decoding of the evaluation."""
     decoding = settings.evaluation
     return replace(

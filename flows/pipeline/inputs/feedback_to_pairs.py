@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 import pyarrow
 
-from pipeline.inputs import training_pairs
 from pipeline.inputs.labeled_pairs import pair_key
 from pipeline.inputs.training_pairs import MARGIN, PAIR_FIELDS
 from ppo_core.data.rows.read_rows import Rows, derive, each
@@ -40,6 +39,8 @@ def pairs_of_feedback(feedback: Rows, others: Sequence[Rows]) -> Rows:
     types = feedback.table.features.arrow_schema
     fields = [types.field(name) for name in (*PAIR_FIELDS, WEIGHT)]
     schema = pyarrow.schema([*fields, pyarrow.field(MARGIN, pyarrow.float64())])
-    code = digest_of_code(__name__, pair_key.__module__, training_pairs.__name__)
+    code = digest_of_code(
+        __name__, "pipeline.inputs.labeled_pairs", "pipeline.inputs.training_pairs"
+    )
     inputs = {"others": [rows.digest for rows in others], "code": code}
     return derive(feedback, "pairs-of-feedback", inputs, each(convert), schema)

@@ -157,12 +157,12 @@ class References:
     prompts; equal scores count as half."""
 
     low: float
-    """Lower end of the 95 % interval of `above_samples` (bootstrap by prompt); 0 if there
-    is only one prompt."""
+    """Lower end of the 95 % interval of `above_samples` (bootstrap by prompt); 0 if there is
+    only one prompt."""
 
     high: float
-    """Upper end of the 95 % interval of `above_samples` (bootstrap by prompt); 1 if there
-    is only one prompt."""
+    """Upper end of the 95 % interval of `above_samples` (bootstrap by prompt); 1 if there is
+    only one prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,8 +218,8 @@ class Samples(SampleScores):
 
 
 GOOD_BEST_OF_4 = 0.6
-"""Minimum of `best_of["4"]` of a good reward model. tests/benchmarks/EXPERIMENTS.md
-describes the experiments from which this number comes."""
+"""Minimum of `best_of["4"]` of a good reward model. tests/benchmarks/EXPERIMENTS.md describes the
+experiments from which this number comes."""
 
 
 @dataclass(frozen=True, kw_only=True)
