@@ -17,6 +17,7 @@ from pipeline.registry import change_champion
 from pipeline.registry.change_champion import record_decision
 from pipeline.registry.set_aliases import sync_aliases
 from pipeline.tracking.mlflow_client import connect
+from serving.manifest import MANIFEST_TAG
 from tests.helpers.paths import ROOT
 from tests.helpers.servers.mlflow_store import tracking_to, write_database
 
@@ -41,7 +42,8 @@ def make_model() -> str:
     client.log_metric(run, "win_rate/ppo_vs_sft/rate", 0.617)
     client.log_metric(run, "win_rate/ppo_vs_sft/low", 0.55)
     for version in (1, 2, 3):
-        client.create_model_version(name, "s3://bucket/policy", run_id=run)
+        tags = {MANIFEST_TAG: "0" * 64}
+        client.create_model_version(name, "s3://bucket/policy", run_id=run, tags=tags)
         change_champion.challenge(name, version)
         record_decision(
             name,

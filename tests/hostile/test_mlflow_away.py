@@ -422,7 +422,8 @@ def test_the_runs_of_a_killed_run_are_ended_by_the_next_run(runs: Runs, capsys):
     number = runs.folder.name
     assert capsys.readouterr().out == (
         f"RLHF/{number} was killed. Its MLflow runs are ended. To continue it: "
-        f"`python flows/rlhf.py resume --origin-run-id {number}`.\n"
+        f"`python flows/rlhf.py resume --origin-run-id {number}`; if Retrain started it, "
+        "start Retrain again.\n"
     )
     assert not (runs.folder / RECORD).exists()
     runs.finish(*STEPS[1:], PARENT)

@@ -19,6 +19,7 @@ from pipeline.registry.ledger import find_ledger, open_ledger
 from pipeline.registry.set_aliases import apply_decisions, sync_aliases
 from pipeline.tracking.mlflow_client import connect, explained
 from ppo_core.errors import ModelError
+from serving.manifest import MANIFEST_TAG
 
 
 @explained()
@@ -101,8 +102,9 @@ def promote_by_hand(name: str, version: int, *, reason: str, by: str) -> Decisio
     """Promote a version because a person decided so, regardless of its results and its number.
 
     Raises:
-        ModelError: the version does not exist, or is already the champion.
+        ModelError: the version does not exist, has no manifest, or is already the champion.
     """
+    _require_manifest(name, version)
     key = uuid4().hex
     while True:
         now = sync_aliases(name)
@@ -187,6 +189,17 @@ def _require_version(client: MlflowClient, name: str, version: int) -> None:
         raise ModelError(
             f"The registered model '{name}' has no version {version}, or this version was deleted. "
             "Choose a version that MLflow lists."
+        )
+
+
+def _require_manifest(name: str, version: int) -> None:
+    client = connect()
+    _require_version(client, name, version)
+    if MANIFEST_TAG not in client.get_model_version(name, str(version)).tags:
+        raise ModelError(
+            f"Version {version} of '{name}' has no tag '{MANIFEST_TAG}', because this flow did not "
+            "register it. Services and the next run would refuse it as champion, because its files "
+            "cannot be verified. To serve these weights, name them as `policy` of a run."
         )
 
 

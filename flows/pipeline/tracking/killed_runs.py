@@ -72,7 +72,8 @@ def _end(folder: Path, flow_run: str) -> None:
     if _send(journal) and not has_ended:
         print(
             f"{flow_run} was killed. Its MLflow runs are ended. To continue it: "
-            f"`python flows/rlhf.py resume --origin-run-id {folder.name}`.",
+            f"`python flows/rlhf.py resume --origin-run-id {folder.name}`; if Retrain started it, "
+            "start Retrain again.",
             flush=True,
         )
 

@@ -27,6 +27,7 @@ from pipeline.tracking.mlflow_client import connect
 from ppo_core.errors import ModelError
 from retraining.retrain import watch_feedback
 from serving.answer_traces import record_opinion
+from serving.manifest import MANIFEST_TAG
 from tests.flows.human_feedback.test_collect_feedback import START, judgment
 from tests.helpers.runs.served_answers import serve_answers
 from tests.helpers.servers.servers import MlflowServer
@@ -76,7 +77,7 @@ def name(server: MlflowServer) -> str:
     client = connect()
     client.create_registered_model(made)
     for version in (1, 2):
-        client.create_model_version(made, "s3://bucket/policy")
+        client.create_model_version(made, "s3://bucket/policy", tags={MANIFEST_TAG: "0" * 64})
         key = f"RLHF/{version}"
         after = sync_aliases(made)
         record_decision(

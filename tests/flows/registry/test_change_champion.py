@@ -25,6 +25,7 @@ from pipeline.registry.ledger import find_ledger
 from pipeline.registry.set_aliases import sync_aliases
 from pipeline.tracking.mlflow_client import connect
 from ppo_core.errors import ModelError
+from serving.manifest import MANIFEST_TAG
 from tests.helpers.servers.fault_proxy import (
     Fault,
     FaultProxy,
@@ -80,7 +81,7 @@ def make_versions(count: int, name: str = "") -> str:
     client, name = connect(), name or f"policy {uuid4().hex[:8]}"
     client.create_registered_model(name)
     for _ in range(count):
-        client.create_model_version(name, "s3://bucket/policy")
+        client.create_model_version(name, "s3://bucket/policy", tags={MANIFEST_TAG: "0" * 64})
     return name
 
 
@@ -525,6 +526,14 @@ def test_promotions_by_hand_of_nothing_and_of_the_champion_are_refused(model: st
         promote_by_hand(model, 1, reason="Why not.", by="person ada")
     with pytest.raises(ModelError, match="has no version 9, or"):
         judge(model, 9)
+    assert told(model) == [("promoted", 1, 1)]
+
+
+def test_a_version_without_a_manifest_is_not_promoted_by_hand(model: str):
+    judge(model, 1)
+    connect().delete_model_version_tag(model, "2", MANIFEST_TAG)
+    with pytest.raises(ModelError, match=r"Version 2 of .* has no tag 'manifest'.*would refuse it"):
+        promote_by_hand(model, 2, reason="Why not.", by="person ada")
     assert told(model) == [("promoted", 1, 1)]
 
 

@@ -263,7 +263,8 @@ def _commands(facts: RunFacts) -> Section:
         # In a resumed run, `facts.run.id` is the id of the original run.
         number = current.run_id or facts.run.id.rpartition("/")[2]
         resume = f"python flows/rlhf.py resume --origin-run-id {number}"
-        commands.append(("Continue this run after a correction", resume))
+        label = "Continue this run after a correction (if Retrain started it, start Retrain again)"
+        commands.append((label, resume))
     if facts.is_reward_model_refused:
         accept = f"{repeat} --accept-reward-model"
         commands.append(("Train against this reward model all the same", accept))
