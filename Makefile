@@ -52,8 +52,8 @@ phases: $(VENV)/installed-dev ## Every phase with several processes, on another 
 
 remote: $(VENV)/installed-dev ## The flow on machines that share nothing: S3, Step Functions, Argo, lost machines.
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "slow or not slow" -n 2 --dist loadfile --no-loadscope-reorder \
-		tests/flows/whole_flow/test_remote.py tests/flows/storage tests/flows/launch/test_mirror.py \
-		tests/flows/launch/test_spot_notice.py tests/flows/stages/test_models.py \
+		tests/flows/whole_flow/test_remote.py tests/flows/storage tests/flows/launch/test_checkpoint_mirror.py \
+		tests/flows/launch/test_spot_notice.py tests/flows/stages/test_sft_and_reward_models.py \
 		tests/flows/whole_flow/test_state_machine.py tests/flows/whole_flow/test_graph.py \
 		tests/flows/whole_flow/test_argo.py \
 		tests/flows/whole_flow/test_code_package.py tests/flows/whole_flow/test_images.py

@@ -112,7 +112,7 @@ def _label(given: argparse.Namespace) -> None:
     from human_feedback.label_server import label_server
     from human_feedback.labeling import Labeling
     from human_feedback.read_opinions import read_pairs
-    from pipeline.inputs.votes_to_pairs import votes_of
+    from pipeline.inputs.human_labels_to_pairs import votes_of
 
     rows = read_pairs(given.pairs)
     file = Path(given.output or Path(given.pairs).with_name("labeled.jsonl"))
@@ -181,7 +181,7 @@ def _say_what_is_next(output: Path, pairs: int, wanted: int, how: str, why: str)
 def _to_label_studio(given: argparse.Namespace) -> None:
     from human_feedback.label_studio import INTERFACE, write_tasks
     from human_feedback.read_opinions import read_pairs
-    from pipeline.inputs.votes_to_pairs import votes_of
+    from pipeline.inputs.human_labels_to_pairs import votes_of
 
     output = _output(given.output, Path(given.pairs).with_name("label-studio.json"))
     pairs = votes_of(read_pairs(given.pairs))

@@ -46,8 +46,8 @@ class Retrain(FlowSpec):
     def start(self) -> None:
         """Withdraw the champion if users prefer the previous one; fetch and compare the inputs."""
         with explained_errors():
-            from retraining.new_inputs import find_new_inputs
             from retraining.retrain import watch_feedback
+            from retraining.retraining_trigger import find_new_inputs
 
             watch_feedback(self.file_settings, run_id())
             self.found = find_new_inputs(self.file_settings, run_id())

@@ -142,7 +142,7 @@ class RLHF(FlowSpec):
     @step
     def load_policy(self) -> None:
         """Load the policy, or fine-tune it first."""
-        self.sft, self.fresh = stages.models.load_policy(self.settings, self.tracked)
+        self.sft, self.fresh = stages.sft_and_reward_models.load_policy(self.settings, self.tracked)
         self.next(self.load_reward_model)
 
     @retry(times=3, minutes_between_retries=0)
@@ -151,8 +151,10 @@ class RLHF(FlowSpec):
     @step
     def load_reward_model(self) -> None:
         """Load or train the reward model, and the judge if none is named; label pairs if asked."""
-        self.rewarder, self.judge_model, self.fresh = stages.models.load_reward_models(
-            self.settings, self.sft, self.tracked, fresh=self.fresh
+        self.rewarder, self.judge_model, self.fresh = (
+            stages.sft_and_reward_models.load_reward_models(
+                self.settings, self.sft, self.tracked, fresh=self.fresh
+            )
         )
         self.next(self.validate_reward_model)
 
@@ -171,7 +173,7 @@ class RLHF(FlowSpec):
     @step
     def train_policy(self) -> None:
         """Train the policy with PPO; resume from the last checkpoint if there is one."""
-        self.trained = stages.training.train_policy(
+        self.trained = stages.ppo_training.train_policy(
             self.settings,
             self.sft,
             self.rewarder,
@@ -350,7 +352,7 @@ class SeveralMachines:
     @step
     def load_policy(self: Any) -> None:
         """Load the policy or fine-tune it; label pairs of its samples if the settings say so."""
-        here, models = machines_of_step(), stages.models
+        here, models = machines_of_step(), stages.sft_and_reward_models
         load = models.load_policy_as_worker if here.index else models.load_policy
         self.own_result = load(self.settings, self.tracked, here)
         self.next(self.join_policy)
@@ -375,7 +377,7 @@ class SeveralMachines:
     @step
     def load_reward_model(self: Any) -> None:
         """Load the reward model, or train it on preferences; train a judge if none is named."""
-        here, models = machines_of_step(), stages.models
+        here, models = machines_of_step(), stages.sft_and_reward_models
         load = models.load_reward_models_as_worker if here.index else models.load_reward_models
         self.own_result = load(self.settings, self.sft, self.tracked, here, fresh=self.fresh)
         self.next(self.join_reward_model)
@@ -403,7 +405,7 @@ class SeveralMachines:
     @step
     def train_policy(self: Any) -> None:
         """Train the policy with PPO; resume from the last checkpoint if there is one."""
-        here, training = machines_of_step(), stages.training
+        here, training = machines_of_step(), stages.ppo_training
         train = training.train_policy_as_worker if here.index else training.train_policy
         self.own_result = train(
             self.settings, self.sft, self.rewarder, self.validation, self.tracked, here
@@ -420,7 +422,8 @@ class SeveralMachines:
 
 def machines_of_step() -> Any:
     """Return the machines of this step, with an attempt id that is equal on all machines."""
-    return stages.training.this_machine(current.parallel, f"{current.run_id}.{current.retry_count}")
+    attempt = f"{current.run_id}.{current.retry_count}"
+    return stages.ppo_training.this_machine(current.parallel, attempt)
 
 
 def result_of_first_machine(flow: Any, inputs: Any) -> Any:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, NoReturn
 from ppo_core.config.argument_parser import parse_arguments
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.config.script_arguments import ModelArguments, ScriptArguments
+from ppo_core.distributed.choose_sharding import SHARD_WEIGHTS
 from ppo_core.distributed.interruption import EXIT_CODE
 from ppo_core.distributed.process import large_imports, prepare_command, reported_errors
-from ppo_core.distributed.strategy import SHARD_WEIGHTS
 from ppo_core.errors import PPOError, RunInterruptedError
 from ppo_core.io.atomic_files import explained_full_disk
 from ppo_core.models.kernels.cpu_memory import prepare_cpu_process

@@ -11,7 +11,7 @@ from deployment.deploy_flow import (
     delete_flow,
     start_flow,
 )
-from deployment.deployed import DEPLOYED, tags_of
+from deployment.deployed_flow import DEPLOYED, tags_of
 from deployment.deployment import JUDGING_STEP, TRAINING_STEP, Deployment
 from deployment.overview import render_deployment, render_status
 from pipeline.judges.judge_names import read_judges

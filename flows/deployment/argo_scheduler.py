@@ -10,7 +10,7 @@ from metaflow.plugins.argo.argo_client import ArgoClient
 from metaflow.plugins.argo.argo_workflows_cli import sanitize_for_argo
 from metaflow.plugins.kubernetes.kubernetes_client import KubernetesClient
 
-from deployment.deployed import DeployedFlow
+from deployment.deployed_flow import DeployedFlow
 from deployment.deployment import Deployment, deployed_name
 from ppo_core.errors import StorageError, library_errors
 

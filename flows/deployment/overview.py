@@ -9,7 +9,7 @@ from zoneinfo import ZoneInfo
 from rich.console import Console
 from rich.table import Table
 
-from deployment.deployed import CHANGES, COMMIT, DEPLOYMENT, SETTINGS, DeployedFlow
+from deployment.deployed_flow import CHANGES, COMMIT, DEPLOYMENT, SETTINGS, DeployedFlow
 from deployment.deployment import Deployment, Schedule
 from deployment.deployment_file import STEPS, STEPS_OF_SEVERAL_MACHINES
 from deployment.step_settings import StepResources

@@ -7,7 +7,7 @@ from metaflow.metaflow_config import SFN_STATE_MACHINE_PREFIX
 from metaflow.plugins.aws.aws_client import get_aws_client
 from metaflow.plugins.aws.step_functions.event_bridge_client import EventBridgeClient
 
-from deployment.deployed import DEPLOYED, DeployedFlow
+from deployment.deployed_flow import DEPLOYED, DeployedFlow
 from deployment.deployment import Deployment, deployed_name
 from ppo_core.errors import StorageError, library_errors
 

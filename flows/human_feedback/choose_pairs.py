@@ -11,14 +11,14 @@ import numpy as np
 
 from human_feedback.uncertain_pairs import Pair, first_unlike, random_pairs, uncertain_pairs
 from pipeline.evaluation.pair_accuracy import Array
+from pipeline.inputs.human_labels_to_pairs import unlabeled_rows
 from pipeline.inputs.json_lines import read_jsonl, write_jsonl
 from pipeline.inputs.run_data import RunData
 from pipeline.inputs.training_prompts import prompt_key
-from pipeline.inputs.votes_to_pairs import unlabeled_rows
 from pipeline.launch.answers import answer_as_ppo
 from pipeline.promotion.fetch_champion import CHAMPIONS
 from pipeline.registry.fetch_policy import find_policy
-from pipeline.reports.run_page.reading import JudgedPair, read_evaluation_rows
+from pipeline.reports.run_page.answer_sections import JudgedPair, read_evaluation_rows
 from pipeline.results.step_records import JUDGEMENTS, SAMPLES
 from pipeline.reward_validation.scores import require_finite
 from pipeline.settings.settings import Settings

@@ -7,9 +7,9 @@ from datetime import datetime
 from pathlib import Path
 from shlex import quote
 
+from human_feedback.implausible_users import ImplausibleUser, find_implausible
 from human_feedback.opinions import LeftOut, Opinion
 from human_feedback.same_answers import count_contradictions, without_repetitions
-from human_feedback.users import ImplausibleUser, find_implausible
 from pipeline.inputs.json_lines import write_jsonl
 from ppo_core.io.atomic_files import require_writable
 from ppo_core.reporting.escaping import one_line

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from human_feedback.labeling import label_row, sides_of
-from pipeline.inputs.votes_to_pairs import Vote
+from pipeline.inputs.human_labels_to_pairs import Vote
 from ppo_core.data.chat_template import Messages
 from ppo_core.data.rows.dialogues import shown_prompt
 from ppo_core.errors import DataError

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from filelock import FileLock
 
-from pipeline.inputs.votes_to_pairs import Vote
+from pipeline.inputs.human_labels_to_pairs import Vote
 from ppo_core.data.rows.dialogues import shown_prompt
 from ppo_core.data.sources.json_rows import read_json_rows
 from ppo_core.errors import DataError

@@ -3,7 +3,7 @@
 from datetime import UTC, datetime
 
 from human_feedback.opinions import LeftOut, Opinion, size_fault, time_of
-from pipeline.inputs.votes_to_pairs import Vote
+from pipeline.inputs.human_labels_to_pairs import Vote
 from ppo_core.config.row_settings import VOTE_FIELDS
 from ppo_core.data.chat_template import is_messages
 from ppo_core.data.rows.messages import plain_messages

@@ -14,7 +14,7 @@ from pipeline.evaluation.sequential.confidence_sequence import log_capitals
 from pipeline.registry.aliases import CHAMPION, read_aliases
 from pipeline.registry.change_champion import read_champions, roll_back
 from pipeline.registry.decisions import Decision
-from pipeline.registry.set_aliases import sync_aliases
+from pipeline.registry.sync_aliases import sync_aliases
 
 ALPHA = 0.01
 """Maximum probability of withdrawing a champion that users like as much as the previous one."""

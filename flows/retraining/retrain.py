@@ -14,7 +14,7 @@ from pipeline.stages.given_settings import read_settings
 from pipeline.tracking.decided_runs import find_decided_run, record_retrain
 from ppo_core.errors import DataError, ModelError, PPOError, reason_of
 from retraining.lease_of_run import lease_of
-from retraining.new_inputs import NewInputs
+from retraining.retraining_trigger import NewInputs
 from retraining.start_training import start_training
 
 

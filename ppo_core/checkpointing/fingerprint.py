@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ppo_core.config.spelling import OLD_NAMES
-from ppo_core.distributed.accelerator import launched_precision
+from ppo_core.distributed.init_distributed import launched_precision
 from ppo_core.models.adapters import is_peft
 
 SAMPLED = 4096

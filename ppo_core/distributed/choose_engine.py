@@ -3,10 +3,10 @@
 from typing import Any
 
 from ppo_core.config.run_config import Sharding
+from ppo_core.distributed.choose_sharding import choose_sharding, uses_deepspeed
 from ppo_core.distributed.deepspeed_engine import DeepSpeedEngine
 from ppo_core.distributed.engine import Engine
 from ppo_core.distributed.fsdp_engine import FSDPEngine
-from ppo_core.distributed.strategy import choose_sharding, uses_deepspeed
 
 
 def choose_engine(

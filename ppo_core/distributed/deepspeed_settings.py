@@ -8,7 +8,7 @@ from typing import Any
 from accelerate.utils import DeepSpeedPlugin
 
 from ppo_core.config.run_config import Sharding
-from ppo_core.distributed.strategy import KINDS, launched_by_accelerate, launched_processes
+from ppo_core.distributed.choose_sharding import KINDS, launched_by_accelerate, launched_processes
 from ppo_core.errors import ConfigError
 
 Settings = dict[str, Any]

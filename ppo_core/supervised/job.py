@@ -90,7 +90,7 @@ def run_job(file: Path, prepare: Callable[..., None]) -> dict[str, float]:
     prepare(job.config.get("sharding"), trains_adapter=job.lora is not None)
     # Imported here: reading the file needs no torch.
     with large_imports():
-        from ppo_core.data.rows.handed_over import read_written_rows
+        from ppo_core.data.rows.rows_on_disk import read_written_rows
         from ppo_core.models.adapters import lora_config
         from ppo_core.supervised.training import train_reward_model, train_sft
 

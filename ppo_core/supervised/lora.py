@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from ppo_core.distributed.choose_sharding import SHARD_WEIGHTS
 from ppo_core.distributed.engine import Engine
-from ppo_core.distributed.strategy import SHARD_WEIGHTS
 from ppo_core.errors import ConfigError, ModelError
 from ppo_core.models.adapters import add_adapter, plain_model
 from ppo_core.models.files.model_folder import adapter_refusal

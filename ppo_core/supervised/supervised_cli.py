@@ -19,9 +19,9 @@ from ppo_core.config.row_settings import (
 )
 from ppo_core.config.script_arguments import LoraArguments
 from ppo_core.config.trl_names import SUPERVISED_ALIASES, supervised_instead
+from ppo_core.distributed.choose_sharding import SHARD_WEIGHTS
 from ppo_core.distributed.interruption import EXIT_CODE
 from ppo_core.distributed.process import is_main_process, large_imports, reported_errors
-from ppo_core.distributed.strategy import SHARD_WEIGHTS
 from ppo_core.errors import ConfigError, PPOError, RunInterruptedError
 from ppo_core.io.atomic_files import explained_full_disk
 from ppo_core.io.validation import ShareBelow1

@@ -19,7 +19,7 @@ from ppo_core.errors.out_of_memory import BatchSize
 from ppo_core.io.progress_bar import BAR_DELAY, progress
 from ppo_core.models.policy import LanguageModel
 from ppo_core.ppo.model_bundle import ModelBundle, reward_holders
-from ppo_core.ppo.sampling import FAR_SERVER
+from ppo_core.ppo.policy_sampler import FAR_SERVER
 from ppo_core.ppo.scoring import response_logprobs
 from ppo_core.ppo.update import TrainState
 from ppo_core.reporting.metrics import sampler_metrics

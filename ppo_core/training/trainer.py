@@ -30,10 +30,10 @@ from ppo_core.ppo.ema import WeightAverage
 from ppo_core.ppo.experience import describe_broken, divergence, make_experience, shaped_scores
 from ppo_core.ppo.model_bundle import ModelBundle
 from ppo_core.ppo.optimizer import make_train_state
+from ppo_core.ppo.policy_sampler import PolicySampler, PromptBatch, draw_prompts
 from ppo_core.ppo.ptx import PretrainingTexts
 from ppo_core.ppo.random_state import global_rng_state, restore_global_rng_state
 from ppo_core.ppo.run_state import PendingUpdate, RunContext, RunState
-from ppo_core.ppo.sampling import PolicySampler, PromptBatch, draw_prompts
 from ppo_core.ppo.schedule import make_schedule
 from ppo_core.ppo.scoring import score
 from ppo_core.ppo.update import UpdateProgress, update_policy

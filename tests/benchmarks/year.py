@@ -29,7 +29,7 @@ import tomli_w
 import feedback
 import registry
 from human_feedback.labeling import label_row
-from pipeline.inputs.votes_to_pairs import Vote
+from pipeline.inputs.human_labels_to_pairs import Vote
 from pipeline.registry.aliases import read_aliases
 from ppo_core.training.answer_job import AnswerJob, run_answer_job
 from serving.answer_traces import record_opinion

@@ -15,7 +15,7 @@ import tomli_w
 from hera.workflows.models import CronWorkflow
 
 from deploy import main
-from deployment.deployed import SETTINGS
+from deployment.deployed_flow import SETTINGS
 from tests.helpers.aws.batch_jobs import Job
 from tests.helpers.aws.state_machine import StateMachines
 from tests.helpers.kubernetes.argo_templates import as_argo_reads_it, without_nulls

@@ -15,7 +15,7 @@ import pytest
 import registry
 from pipeline.registry import change_champion
 from pipeline.registry.change_champion import record_decision
-from pipeline.registry.set_aliases import sync_aliases
+from pipeline.registry.sync_aliases import sync_aliases
 from pipeline.tracking.mlflow_client import connect
 from serving.manifest import MANIFEST_TAG
 from tests.helpers.paths import ROOT
@@ -30,7 +30,7 @@ def database(tmp_path_factory) -> str:
 @pytest.fixture
 def model(database: str, monkeypatch) -> Iterator[str]:
     """Version 2 is champion before version 1, and version 3 was refused."""
-    monkeypatch.setattr("pipeline.registry.set_aliases.TIMEOUT", 0.1)
+    monkeypatch.setattr("pipeline.registry.sync_aliases.TIMEOUT", 0.1)
     with tracking_to(database):
         yield make_model()
 

@@ -158,7 +158,7 @@ QUICK = ("model", "version")
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patched, tracking_to(shared_server().url):
-        patched.setattr("pipeline.registry.set_aliases.TIMEOUT", 0.3)
+        patched.setattr("pipeline.registry.sync_aliases.TIMEOUT", 0.3)
         yield shared_server().url
 
 

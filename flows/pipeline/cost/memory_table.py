@@ -15,7 +15,7 @@ from pipeline.cost.memory.ppo_memory import PPOSize, peak_memory
 from pipeline.cost.memory.sizes import BF16, FP32, Memory
 from pipeline.cost.memory.supervised_memory import SupervisedSize, peak_supervised_memory
 from ppo_core.config.run_config import Sharding
-from ppo_core.distributed.strategy import SHARD_WEIGHTS
+from ppo_core.distributed.choose_sharding import SHARD_WEIGHTS
 
 TrainingSize = PPOSize | SupervisedSize
 

@@ -21,7 +21,7 @@ from pipeline.cost.memory.ppo_memory import PPOSize
 from pipeline.cost.memory.sizes import BF16, FP32, ModelSize
 from pipeline.cost.memory.supervised_memory import SupervisedSize
 from ppo_core.config.run_config import Sharding
-from ppo_core.distributed.strategy import SHARD_WEIGHTS
+from ppo_core.distributed.choose_sharding import SHARD_WEIGHTS
 from ppo_core.ppo.schedule import Schedule
 
 PEAK_SHARE = 0.4

@@ -13,7 +13,7 @@ from statsmodels.stats.inter_rater import aggregate_raters, fleiss_kappa
 
 from pipeline.evaluation.compare_in_both_orders import POINTS, Comparison, compare
 from pipeline.evaluation.pair_accuracy import Array
-from pipeline.inputs.votes_to_pairs import Vote
+from pipeline.inputs.human_labels_to_pairs import Vote
 from pipeline.judges.verdict import Judge
 from pipeline.results.evaluation import (
     AnnotatorTest,

@@ -23,7 +23,7 @@ from pipeline.evaluation.sequential.sequential_test import (
     compare_until_decided,
 )
 from pipeline.evaluation.win_rate import compare_policies, doubts_of, measure_win_rate
-from pipeline.inputs.votes_to_pairs import Vote
+from pipeline.inputs.human_labels_to_pairs import Vote
 from pipeline.judges.verdict import Judge, JudgedPrompt, Verdict
 from pipeline.results.evaluation import (
     ContestResult,

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pipeline.evaluation.compare_in_both_orders import contests_between
 from pipeline.evaluation.notes import doubts_about_trained_judge, note_on_copies, notes_on
 from pipeline.inputs.contamination import COPIED
+from pipeline.inputs.human_labels_to_pairs import votes_of
 from pipeline.inputs.json_lines import read_jsonl, write_jsonl
 from pipeline.inputs.run_data import RunData, references_of
-from pipeline.inputs.votes_to_pairs import votes_of
 from pipeline.judges.judge_budget import Budget, Spent
 from pipeline.judges.make_judge import make_judge_of_run
 from pipeline.judges.verdict import JudgedPrompt

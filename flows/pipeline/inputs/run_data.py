@@ -10,7 +10,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from pipeline.inputs.contamination import without_copies
-from pipeline.inputs.feedback_to_pairs import pairs_of_feedback
+from pipeline.inputs.human_labels_to_pairs import pairs_of_votes
 from pipeline.inputs.labeled_pairs import LabeledPair, decided_pairs
 from pipeline.inputs.row_digests import read_digests, without_erased
 from pipeline.inputs.training_pairs import (
@@ -19,7 +19,7 @@ from pipeline.inputs.training_pairs import (
     training_pairs_of,
 )
 from pipeline.inputs.training_prompts import prompt_key, prompts_without
-from pipeline.inputs.votes_to_pairs import pairs_of_votes
+from pipeline.inputs.user_feedback_to_pairs import pairs_of_feedback
 from pipeline.settings.evaluation_config import EvaluationConfig
 from pipeline.settings.settings import Settings
 from ppo_core.config.row_settings import PromptFormat, ReadOptions

@@ -26,7 +26,7 @@ ASKED_BY = ("sampling", "max_reply_tokens", "attempts")
 READ_BY = (
     "pipeline.judges.judge_prompt",
     "pipeline.judges.verdict",
-    "pipeline.judges.rubric.score_question",
+    "pipeline.judges.llm_reward.score_question",
 )
 """Modules that write the questions to a language model, and read its replies."""
 

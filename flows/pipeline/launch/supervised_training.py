@@ -7,8 +7,8 @@ from pipeline.launch.commands import ONE_MACHINE, Machines
 from pipeline.launch.launcher import OnMetrics, train
 from pipeline.settings.settings import Settings
 from pipeline.settings.training_sections import SupervisedSection
-from ppo_core.data.rows.handed_over import write_rows
 from ppo_core.data.rows.read_rows import Rows
+from ppo_core.data.rows.rows_on_disk import write_rows
 from ppo_core.supervised.job import SupervisedJob, write_job
 
 PROGRAM = ("ppo_core.supervised",)

@@ -34,7 +34,7 @@ from ppo_core.data.rows.read_rows import Rows, TooManyLeftOutError
 from ppo_core.data.rows.row_columns import Row
 from ppo_core.data.sources.raw_row import ROWS_AT_ONCE
 from ppo_core.data.sources.source import named_data
-from ppo_core.distributed.strategy import choose_sharding
+from ppo_core.distributed.choose_sharding import choose_sharding
 from ppo_core.errors import ConfigError, DataError, PPOError
 from ppo_core.io.atomic_files import is_written_in_place, require_writable
 from ppo_core.models.loading import load_config, load_tokenizer

@@ -7,7 +7,7 @@ from pipeline.inputs.labeled_pairs import LabeledPair, example_pair
 from pipeline.inputs.run_data import RunData
 from pipeline.inputs.run_rewards import RunRewards
 from pipeline.judges.judge_names import JudgePart, has_access_to_rewards
-from pipeline.judges.rubric.job import LanguageModels, job_of_run
+from pipeline.judges.llm_reward.job import LanguageModels, job_of_run
 from pipeline.judges.transformers_model import check_chat_model
 from pipeline.preflight.check_models import check_model_files
 from pipeline.preflight.judge_trial import watched_trial, why_too_large

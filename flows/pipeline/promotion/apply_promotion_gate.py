@@ -13,7 +13,7 @@ from pipeline.registry import change_champion
 from pipeline.registry.alpha_spending import limits_now
 from pipeline.registry.champion_history import Champions
 from pipeline.registry.decisions import Decision
-from pipeline.registry.set_aliases import sync_aliases
+from pipeline.registry.sync_aliases import sync_aliases
 from pipeline.results.evaluation import TrainedJudge
 from pipeline.results.report_files import as_json
 from pipeline.results.step_records import EvaluatedPolicy, ValidatedReward

@@ -5,7 +5,7 @@ from pathlib import Path
 from pipeline.inputs.run_data import RunData
 from pipeline.registry.aliases import CHAMPION, read_aliases
 from pipeline.registry.fetch_policy import policy_folders
-from pipeline.registry.set_aliases import sync_aliases
+from pipeline.registry.sync_aliases import sync_aliases
 from pipeline.results.step_records import FetchedChampion
 from pipeline.settings.settings import Settings
 from ppo_core.data.encode_prompts import encode_prompt

@@ -16,7 +16,7 @@ from pipeline.registry.aliases import (
 from pipeline.registry.champion_history import Champions
 from pipeline.registry.decisions import Action, Decision, plain, timestamp
 from pipeline.registry.ledger import find_ledger, open_ledger
-from pipeline.registry.set_aliases import apply_decisions, sync_aliases
+from pipeline.registry.sync_aliases import apply_decisions, sync_aliases
 from pipeline.tracking.mlflow_client import connect, explained
 from ppo_core.errors import ModelError
 from serving.manifest import MANIFEST_TAG

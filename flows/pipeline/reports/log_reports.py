@@ -7,7 +7,7 @@ from pipeline.reports.evaluation_report import evaluation_document
 from pipeline.reports.headline_metrics import evaluation_numbers, reward_model_numbers
 from pipeline.reports.html_page import document_page
 from pipeline.reports.reward_model_report import reward_document
-from pipeline.reports.run_page.reading import JudgedPair
+from pipeline.reports.run_page.answer_sections import JudgedPair
 from pipeline.reports.terminal import reward_verdict
 from pipeline.results.report_files import as_json
 from pipeline.results.reward_report import RewardReport

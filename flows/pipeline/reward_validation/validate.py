@@ -12,7 +12,6 @@ from pipeline.inputs.labeled_pairs import LabeledPair, label_pairs
 from pipeline.results.reward_report import Contract, OnPolicy, Rate, RewardReport, Samples
 from pipeline.reward_validation.accuracy import measure_accuracy
 from pipeline.reward_validation.calibration import calibrate
-from pipeline.reward_validation.contract import check_contract
 from pipeline.reward_validation.lengths import measure_lengths
 from pipeline.reward_validation.on_policy import ScoredSamples
 from pipeline.reward_validation.probes import run_probes
@@ -22,6 +21,7 @@ from pipeline.reward_validation.reward_gate import (
     undecided_people,
 )
 from pipeline.reward_validation.samples import duplicates, measure_samples
+from pipeline.reward_validation.score_invariance import check_contract
 from pipeline.reward_validation.scores import TextScorer, require_finite, score_pairs
 from pipeline.settings.gate_configs import RewardGateConfig
 from pipeline.storage.workspace import original_names

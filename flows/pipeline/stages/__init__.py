@@ -18,11 +18,11 @@ if TYPE_CHECKING:
         evaluation,
         given_settings,
         model_win_rate,
-        models,
+        ppo_training,
         registration,
+        sft_and_reward_models,
         start,
         summary,
-        training,
         validation,
     )
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.evaluation.evaluate_policies import evaluate_policies, judge_of_run
-from pipeline.evaluation.selection import choose_policy, divergence_limit
+from pipeline.evaluation.policy_selection import choose_policy, divergence_limit
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.inputs.model_digests import require_unchanged
 from pipeline.inputs.run_data import RunData
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pipeline.evaluation.baselines import Score
     from pipeline.evaluation.pair_accuracy import Array
 
-CODE_OF_CHOICE = "pipeline.evaluation.selection"
+CODE_OF_CHOICE = "pipeline.evaluation.policy_selection"
 """Module whose code, with the code of its imports, determines the choice of the policy."""
 
 SELECTED = "selected-policy"
@@ -128,7 +128,7 @@ def _with_limits_now(settings: Settings) -> Settings:
         return settings
     # Imported here, because the import loads MLflow, which a short step does not need.
     with large_imports():
-        from pipeline.registry.set_aliases import sync_aliases
+        from pipeline.registry.sync_aliases import sync_aliases
     decisions = sync_aliases(settings.registered_model).decisions
     return replace(settings, promotion=limits_now(settings.promotion, decisions))
 

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple, NoReturn
 
 from pipeline.evaluation.compare_in_both_orders import compare
 from pipeline.inputs.flow_run import FlowRun
+from pipeline.inputs.human_labels_to_pairs import pairs_of_votes, unlabeled_rows
 from pipeline.inputs.json_lines import write_jsonl
 from pipeline.inputs.labeled_pairs import label_pairs
 from pipeline.inputs.run_data import PAIRS_FILE, RunData
-from pipeline.inputs.votes_to_pairs import pairs_of_votes, unlabeled_rows
 from pipeline.judges.judge_budget import Budget, Payment, spent_by
 from pipeline.judges.make_judge import make_judge_of_run
 from pipeline.judges.verdict import Judge, JudgedPrompt
@@ -94,7 +94,7 @@ def label_samples(tracker: Tracker, data: RunData, sft: PreparedModel, run: Flow
     votes = data.fresh_labels()
     if votes is not None:
         code = digest_of_code(
-            __name__, "pipeline.inputs.votes_to_pairs", "pipeline.inputs.labeled_pairs"
+            __name__, "pipeline.inputs.human_labels_to_pairs", "pipeline.inputs.labeled_pairs"
         )
         inputs: dict[str, Any] = {"labels": votes.digest, "code": code}
         made = make_or_reuse(

@@ -13,8 +13,8 @@ from pipeline.evaluation.contests import Contestants, Contests, evaluate, judgem
 from pipeline.evaluation.sequential.sequential_test import WEEKS, StoppingRule, promoted_share
 from pipeline.evaluation.win_rate import describe, values_of_prompts
 from pipeline.inputs import run_data
+from pipeline.inputs.human_labels_to_pairs import votes_of
 from pipeline.inputs.json_lines import write_jsonl
-from pipeline.inputs.votes_to_pairs import votes_of
 from pipeline.judges.make_judge import check_judge, make_judge
 from pipeline.launch.answers import answer, answer_processes
 from pipeline.launch.stall_watch import STALL_MINUTES

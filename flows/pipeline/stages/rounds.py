@@ -15,7 +15,7 @@ from pipeline.launch.job import Pause
 from pipeline.results.step_records import FreshPairs, PreparedModel, RewardRound
 from pipeline.reward_validation.scores import TextScorer, score_pairs
 from pipeline.stages.fresh_pairs import label_round
-from pipeline.stages.models import CODE, better_reward_model, train_fresh_model
+from pipeline.stages.sft_and_reward_models import CODE, better_reward_model, train_fresh_model
 from pipeline.tracking.tracker import Tracker
 from ppo_core.checkpointing.folders import finished_checkpoints
 from ppo_core.config.placement import placement_for_reading

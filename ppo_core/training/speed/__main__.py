@@ -3,13 +3,13 @@
 import sys
 from pathlib import Path
 
+from ppo_core.distributed.choose_sharding import SHARD_WEIGHTS
 from ppo_core.distributed.process import (
     is_main_process,
     large_imports,
     prepare_command,
     reported_errors,
 )
-from ppo_core.distributed.strategy import SHARD_WEIGHTS
 from ppo_core.errors import PPOError
 from ppo_core.models.kernels.cpu_memory import prepare_cpu_process
 from ppo_core.reporting.metrics_file import MetricsFile

@@ -9,7 +9,7 @@ import pytest
 
 from deployment import step_functions_scheduler
 from deployment.argo_scheduler import ArgoScheduler
-from deployment.deployed import CHANGES, COMMIT, DEPLOYED, DEPLOYMENT, SETTINGS
+from deployment.deployed_flow import CHANGES, COMMIT, DEPLOYED, DEPLOYMENT, SETTINGS
 from deployment.deployment_file import read_deployment
 from deployment.overview import next_run, render_deployment, render_status
 from deployment.step_functions_scheduler import StepFunctionsScheduler

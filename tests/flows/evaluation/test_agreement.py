@@ -13,7 +13,7 @@ from pipeline.evaluation.agreement import (
 )
 from pipeline.evaluation.compare_in_both_orders import compare
 from pipeline.evaluation.contests import Contestants, evaluate
-from pipeline.inputs.votes_to_pairs import Vote
+from pipeline.inputs.human_labels_to_pairs import Vote
 from pipeline.judges.verdict import Verdict
 from pipeline.results.evaluation import JudgedContests
 from pipeline.settings.evaluation_config import EvaluationConfig

@@ -15,7 +15,7 @@ from human_feedback.label_studio import ANYONE
 from human_feedback.labeling import sides_of
 from human_feedback.read_opinions import read_pairs
 from pipeline.demo.task import find_demo_task
-from pipeline.inputs.votes_to_pairs import votes_of
+from pipeline.inputs.human_labels_to_pairs import votes_of
 from ppo_core.models.loading import load_reward_model
 from tests.flows.stages.test_fetch_inputs import upload
 from tests.helpers.inputs.pipeline_inputs import tiny_table, write_rows

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from human_feedback.collect_feedback import collect, weights_of
+from human_feedback.implausible_users import find_implausible
 from human_feedback.opinions import Opinion
-from human_feedback.users import find_implausible
 from pipeline.inputs.json_lines import json_line
 
 START = datetime(2026, 11, 1, tzinfo=UTC)

@@ -12,7 +12,7 @@ import feedback
 from human_feedback.label_server import label_server
 from human_feedback.labeling import Labeling
 from human_feedback.read_opinions import read_pairs
-from pipeline.inputs.votes_to_pairs import votes_of
+from pipeline.inputs.human_labels_to_pairs import votes_of
 from ppo_core.data.rows.read_rows import read_rows
 from tests.helpers.inputs.pipeline_inputs import write_rows
 from tests.helpers.servers.browser import CHROMEDRIVER, CHROMIUM, Browser, chromium

@@ -22,7 +22,7 @@ from pipeline.registry.change_champion import (
     roll_back,
 )
 from pipeline.registry.decisions import Decision
-from pipeline.registry.set_aliases import sync_aliases
+from pipeline.registry.sync_aliases import sync_aliases
 from pipeline.tracking.mlflow_client import connect
 from ppo_core.errors import ModelError
 from retraining.retrain import watch_feedback

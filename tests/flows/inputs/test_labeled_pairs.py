@@ -2,8 +2,8 @@ from itertools import permutations
 
 import pytest
 
+from pipeline.inputs.human_labels_to_pairs import pairs_of_votes
 from pipeline.inputs.labeled_pairs import LabeledPair, label_pairs
-from pipeline.inputs.votes_to_pairs import pairs_of_votes
 from tests.helpers.inputs.rows import rows_of
 
 

@@ -2,12 +2,12 @@ from math import log
 
 import pytest
 
-from pipeline.inputs.feedback_to_pairs import pairs_of_feedback
 from pipeline.inputs.training_pairs import (
     join_by_weight,
     split_off_judge_pairs,
     training_pairs_of,
 )
+from pipeline.inputs.user_feedback_to_pairs import pairs_of_feedback
 from ppo_core.errors import DataError
 from tests.helpers.inputs.rows import plain, rows_of
 

@@ -15,17 +15,22 @@ from pipeline.inputs.run_data import RunData
 from pipeline.inputs.run_rewards import RunRewards
 from pipeline.judges.chat_model import Question, Reply
 from pipeline.judges.judge_budget import Spent
+from pipeline.judges.llm_reward.job import LanguageModels, job_of_run, read_spent
+from pipeline.judges.llm_reward.rubric_reward import RubricReward
+from pipeline.judges.llm_reward.score_question import (
+    REMINDER,
+    pose_score,
+    read_score,
+    score_wording,
+)
 from pipeline.judges.reply_cache import ReplyCache
-from pipeline.judges.rubric.job import LanguageModels, job_of_run, read_spent
-from pipeline.judges.rubric.rubric_reward import RubricReward
-from pipeline.judges.rubric.score_question import REMINDER, pose_score, read_score, score_wording
-from pipeline.launch.mirror import SPENT_FILE
+from pipeline.launch.checkpoint_mirror import SPENT_FILE
 from pipeline.preflight.reward_trial import try_rewards
 from pipeline.results.step_records import PreparedModel, ValidatedReward
 from pipeline.settings.make_settings import make_settings
 from pipeline.settings.settings import Settings
+from pipeline.stages.ppo_training import train_policy
 from pipeline.stages.start import start_run
-from pipeline.stages.training import train_policy
 from ppo_core.checkpointing.folders import finished_checkpoints
 from ppo_core.config.reward_names import read_rewards
 from ppo_core.errors import JudgeError

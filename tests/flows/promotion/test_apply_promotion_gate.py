@@ -57,7 +57,7 @@ def world(tmp_path_factory) -> World:
 
 @pytest.fixture(autouse=True)
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[MlflowServer]:
-    monkeypatch.setattr("pipeline.registry.set_aliases.TIMEOUT", 0.3)
+    monkeypatch.setattr("pipeline.registry.sync_aliases.TIMEOUT", 0.3)
     with tracking_to(shared_server().url):
         yield shared_server()
 

@@ -55,7 +55,7 @@ def world(tmp_path_factory) -> World:
 @pytest.fixture(scope="module", autouse=True)
 def server() -> Iterator[MlflowServer]:
     with pytest.MonkeyPatch.context() as patch, tracking_to(shared_server().url):
-        patch.setattr("pipeline.registry.set_aliases.TIMEOUT", 0.3)
+        patch.setattr("pipeline.registry.sync_aliases.TIMEOUT", 0.3)
         yield shared_server()
 
 

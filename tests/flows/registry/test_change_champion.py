@@ -22,7 +22,7 @@ from pipeline.registry.champion_history import Champions, stack_of
 from pipeline.registry.change_champion import challenge, promote_by_hand, record_decision, roll_back
 from pipeline.registry.decisions import Action, Decision
 from pipeline.registry.ledger import find_ledger
-from pipeline.registry.set_aliases import sync_aliases
+from pipeline.registry.sync_aliases import sync_aliases
 from pipeline.tracking.mlflow_client import connect
 from ppo_core.errors import ModelError
 from serving.manifest import MANIFEST_TAG
@@ -48,7 +48,7 @@ def database(tmp_path_factory) -> str:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """One at a time is at work, the others are stopped or dead: nobody is worth waiting for."""
-    monkeypatch.setattr("pipeline.registry.set_aliases.TIMEOUT", 0.1)
+    monkeypatch.setattr("pipeline.registry.sync_aliases.TIMEOUT", 0.1)
 
 
 @pytest.fixture
@@ -248,7 +248,7 @@ def assert_nothing_was_lost(model: str, versions: Sequence[int]) -> None:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that is busy stops a process for seconds, and it is no less at work."""
-    monkeypatch.setattr("pipeline.registry.set_aliases.TIMEOUT", 60.0)
+    monkeypatch.setattr("pipeline.registry.sync_aliases.TIMEOUT", 60.0)
 
 
 def test_concurrent_promotions_all_count(server, patient):

@@ -25,15 +25,15 @@ from pipeline.reports.live import live_view
 from pipeline.reports.live.live_card import LiveCard
 from pipeline.reports.live.live_panel import LivePanel
 from pipeline.reports.run_page import differences
-from pipeline.reports.run_page.facts import RunFacts, curves_of
-from pipeline.reports.run_page.reading import (
+from pipeline.reports.run_page.answer_sections import (
     MOST_CHARACTERS,
     JudgedPair,
     choose_pairs,
     differing_words,
     watched_section,
 )
-from pipeline.reports.run_page.run_document import run_document
+from pipeline.reports.run_page.facts import RunFacts, curves_of
+from pipeline.reports.run_page.run_report import run_document
 from pipeline.reports.run_page.training import ppo_section
 from pipeline.reports.run_page.write_page import PAGE_FILE, write_failure, write_run_page
 from pipeline.results.step_records import RegisteredPolicy, WatchedPrompt

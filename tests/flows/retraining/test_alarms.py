@@ -13,7 +13,7 @@ from metaflow import current
 
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.registry import change_champion
-from pipeline.registry.set_aliases import sync_aliases
+from pipeline.registry.sync_aliases import sync_aliases
 from pipeline.results.step_records import ValidatedReward
 from pipeline.settings.make_settings import make_settings
 from pipeline.settings.overrides import merge_tables

@@ -9,7 +9,7 @@ from mlflow import MlflowClient
 import registry
 from pipeline.inputs.lineage import FLOW_RUN
 from pipeline.registry.change_champion import record_decision
-from pipeline.registry.set_aliases import sync_aliases
+from pipeline.registry.sync_aliases import sync_aliases
 from pipeline.tracking.decided_runs import record_retrain
 from pipeline.tracking.mlflow_runs import start_runs
 

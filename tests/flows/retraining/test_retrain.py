@@ -19,10 +19,10 @@ from pipeline.settings.settings import Settings
 from pipeline.storage.model_lease import Lease
 from pipeline.tracking.decided_runs import outcome_of, runs_of_model
 from ppo_core.errors import ConfigError, ModelError, ProcessError
-from retraining.new_inputs import NewInputs
 from retraining.retrain import retrain
+from retraining.retraining_trigger import NewInputs
 from retraining.start_training import start_training, training_name
-from tests.flows.retraining.test_new_inputs import decide
+from tests.flows.retraining.test_retraining_trigger import decide
 
 NAME = "rlhf-policy"
 

@@ -13,7 +13,7 @@ from pipeline.results.step_records import PreparedModel
 from pipeline.reward_validation.accuracy import measure_model
 from pipeline.settings.make_settings import make_settings
 from pipeline.settings.settings import Settings
-from pipeline.stages.models import load_reward_models
+from pipeline.stages.sft_and_reward_models import load_reward_models
 from pipeline.stages.start import prepare_inputs, start_run
 from ppo_core.errors import ConfigError, DataError
 from tests.helpers.inputs.pipeline_inputs import tiny_table, write_rows

@@ -22,7 +22,7 @@ from pipeline.settings.make_settings import make_settings
 from pipeline.settings.settings import Settings
 from pipeline.stages import validation
 from pipeline.stages.given_settings import read_settings
-from pipeline.stages.models import FRESH, load_policy, load_reward_models
+from pipeline.stages.sft_and_reward_models import FRESH, load_policy, load_reward_models
 from pipeline.stages.start import prepare_inputs, start_run
 from pipeline.stages.validation import validate_reward_model
 from pipeline.storage.workspace import Workspace

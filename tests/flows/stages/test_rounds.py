@@ -16,9 +16,9 @@ from pipeline.results.step_records import FreshPairs, PreparedModel, TrainedPoli
 from pipeline.settings.make_settings import make_settings
 from pipeline.settings.settings import Settings
 from pipeline.stages import rounds
+from pipeline.stages.ppo_training import _decides_the_result, train_policy
 from pipeline.stages.rounds import Rounds, ScaledReward, rescaled
 from pipeline.stages.start import prepare_inputs, start_run
-from pipeline.stages.training import _decides_the_result, train_policy
 from pipeline.storage.workspace import Workspace
 from pipeline.tracking.tracker import Tracker
 from ppo_core.errors import ConfigError, DataError

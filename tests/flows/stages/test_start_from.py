@@ -22,11 +22,11 @@ from pipeline.results.step_records import (
 )
 from pipeline.settings.make_settings import make_settings
 from pipeline.settings.settings import Settings
-from pipeline.stages import training
+from pipeline.stages import ppo_training
 from pipeline.stages.check import check_run
-from pipeline.stages.models import load_reward_models
+from pipeline.stages.ppo_training import _decides_the_result, train_policy
+from pipeline.stages.sft_and_reward_models import load_reward_models
 from pipeline.stages.start import start_run
-from pipeline.stages.training import _decides_the_result, train_policy
 from pipeline.tracking.mlflow_client import connect
 from pipeline.tracking.mlflow_runs import find_runs
 from pipeline.tracking.run_record import ENDED_EARLY, RECORD
@@ -74,7 +74,7 @@ def jobs_from_now(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         jobs.append(json.loads(job.read_text()))
         train(job, **options)
 
-    monkeypatch.setattr(training, "train", noted)
+    monkeypatch.setattr(ppo_training, "train", noted)
     return jobs
 
 

@@ -37,10 +37,10 @@ def test_ppo_makes_stories_happier(tmp_path: Path, monkeypatch):
         },
     )
     run = stages.start.start_run(settings, settings, "RLHF", "stories", STEPS)
-    policy, _ = stages.models.load_policy(settings, run)
-    reward_model, judge, _ = stages.models.load_reward_models(settings, policy, run)
+    policy, _ = stages.sft_and_reward_models.load_policy(settings, run)
+    reward_model, judge, _ = stages.sft_and_reward_models.load_reward_models(settings, policy, run)
     validation = stages.validation.validate_reward_model(settings, policy, reward_model, judge, run)
-    trained = stages.training.train_policy(settings, policy, reward_model, validation, run)
+    trained = stages.ppo_training.train_policy(settings, policy, reward_model, validation, run)
     champion = stages.start.find_champion(settings)
     _, evaluation = stages.evaluation.evaluate_win_rate(
         settings, policy, trained, champion, None, run

@@ -75,10 +75,10 @@ def with_spread(values: Sequence[float]) -> str:
 def train(settings: Settings) -> Trained:
     """Train all models of the run."""
     run = stages.start.start_run(settings, settings, "RLHF", "over", STEPS)
-    sft, _ = stages.models.load_policy(settings, run)
-    reward_model, _, _ = stages.models.load_reward_models(settings, sft, run)
+    sft, _ = stages.sft_and_reward_models.load_policy(settings, run)
+    reward_model, _, _ = stages.sft_and_reward_models.load_reward_models(settings, sft, run)
     validation = stages.validation.validate_reward_model(settings, sft, reward_model, None, run)
-    trained = stages.training.train_policy(settings, sft, reward_model, validation, run)
+    trained = stages.ppo_training.train_policy(settings, sft, reward_model, validation, run)
     return Trained(run, sft, trained)
 
 

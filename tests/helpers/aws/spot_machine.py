@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from pipeline.launch import launcher, supervised_training
-from pipeline.launch.mirror import mirrored
+from pipeline.launch.checkpoint_mirror import mirrored
 from pipeline.settings.make_settings import make_settings
 from pipeline.settings.training_sections import SupervisedSection
 from pipeline.storage.workspace import Workspace

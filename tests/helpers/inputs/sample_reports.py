@@ -11,8 +11,8 @@ from pipeline.evaluation.compare_in_both_orders import contests_between
 from pipeline.evaluation.contests import Contestants, evaluate
 from pipeline.evaluation.notes import notes_on
 from pipeline.evaluation.sequential.sequential_test import StoppingRule
+from pipeline.inputs.human_labels_to_pairs import Vote
 from pipeline.inputs.labeled_pairs import LabeledPair
-from pipeline.inputs.votes_to_pairs import Vote
 from pipeline.judges.function_judge import FunctionJudge
 from pipeline.judges.judge_budget import Spent
 from pipeline.registry.decisions import Decision

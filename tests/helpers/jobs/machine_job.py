@@ -9,9 +9,9 @@ import json
 import sys
 from pathlib import Path
 
+from pipeline.launch.checkpoint_mirror import mirrored
 from pipeline.launch.commands import Machines
 from pipeline.launch.launcher import train
-from pipeline.launch.mirror import mirrored
 from pipeline.storage.workspace import Workspace
 from tests.helpers.servers.servers import BUCKET
 

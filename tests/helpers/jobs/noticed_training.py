@@ -17,7 +17,7 @@ from ppo_core.checkpointing import write_checkpoint
 from ppo_core.distributed.deepspeed_engine import DeepSpeedEngine
 from ppo_core.distributed.engine import Engine
 from ppo_core.distributed.interruption import Interruption
-from ppo_core.ppo.sampling import PolicySampler
+from ppo_core.ppo.policy_sampler import PolicySampler
 
 CALLS = {"rollout": 6, "update": 10, "save": 7, "SFT": 5}
 """Number of the call of each phase's function that the notice comes in.

@@ -8,7 +8,7 @@ from pathlib import Path
 from human_feedback.label_server import label_server
 from human_feedback.labeling import Labeling
 from human_feedback.read_opinions import read_pairs
-from pipeline.inputs.votes_to_pairs import votes_of
+from pipeline.inputs.human_labels_to_pairs import votes_of
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from ppo_core.distributed.deepspeed_settings import fill_settings
 from ppo_core.distributed.engine import Engine
 from ppo_core.errors import ConfigError, TrainingError
 from tests.helpers.models.tiny import make_policy
-from tests.ppo_core.distributed.test_strategy import Run
+from tests.ppo_core.distributed.test_choose_sharding import Run
 
 
 def test_one_process_gets_the_same_objects_back():

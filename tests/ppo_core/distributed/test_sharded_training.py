@@ -23,7 +23,7 @@ from ppo_core.trl.ppo_trainer import PPOTrainer
 from tests.helpers.jobs.recovery_job import weights_and_moments
 from tests.helpers.models.rollouts import make_rollout
 from tests.helpers.models.tiny import make_classifier, make_policy, make_tokenizer
-from tests.ppo_core.distributed.test_strategy import run_call
+from tests.ppo_core.distributed.test_choose_sharding import run_call
 from tests.ppo_core.models.test_adapters import save_classifier
 from tests.ppo_core.training.test_export import without_clocks
 from tests.ppo_core.training.test_trainer import CONFIG, PROMPTS, make_trainer

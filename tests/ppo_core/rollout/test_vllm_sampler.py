@@ -28,7 +28,7 @@ from tests.helpers.models.tiny import make_policy, make_prompts
 from tests.helpers.servers.full_disk import full_disk
 from tests.helpers.servers.slow_servers import say_nothing, slow_server
 from tests.helpers.servers.vllm_server import VLLMServerOfTests, vllm_server
-from tests.ppo_core.distributed.test_strategy import run_call
+from tests.ppo_core.distributed.test_choose_sharding import run_call
 from tests.ppo_core.ppo.test_update import make_config, make_experience, weights_after
 from tests.ppo_core.training.test_trainer import CONFIG, make_trainer, weights
 

@@ -115,7 +115,7 @@ COVERED = {
         "test_gradient_checkpointing_computes_twice_in_the_update_and_samples_with_a_cache",
     ),
     38: (
-        "tests/ppo_core/distributed/test_strategy.py",
+        "tests/ppo_core/distributed/test_choose_sharding.py",
         "test_two_processes_get_the_results_of_one",
     ),
     39: ("tests/ppo_core/training/test_trainer.py", "test_saving_writes_what_transformers_loads"),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import isqrt
 
 from ppo_core.config.run_config import Sharding
-from ppo_core.distributed.strategy import SHARD_WEIGHTS
+from ppo_core.distributed.choose_sharding import SHARD_WEIGHTS
 from ppo_core.models.kernels.attention import BLOCK, MAX_SCORES
 from ppo_core.models.lm_head import LOGITS_PER_CHUNK
 

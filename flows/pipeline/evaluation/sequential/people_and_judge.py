@@ -12,7 +12,7 @@ import numpy as np
 from pipeline.evaluation.compare_in_both_orders import POINTS, Comparison
 from pipeline.evaluation.pair_accuracy import Array
 from pipeline.evaluation.sequential.confidence_sequence import Values, mean_interval
-from pipeline.inputs.votes_to_pairs import Vote
+from pipeline.inputs.human_labels_to_pairs import Vote
 from pipeline.judges.verdict import JudgedPrompt
 from pipeline.results.evaluation import PeopleAndJudge
 from ppo_core.data.rows.dialogues import shown_prompt

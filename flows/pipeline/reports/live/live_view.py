@@ -18,7 +18,7 @@ from pipeline.reports.live.followed_phase import (
 from pipeline.reports.live.live_card import LiveCard
 from pipeline.reports.run_page.facts import RunFacts, curves_of
 from pipeline.reports.run_page.ppo_so_far import with_ppo_so_far
-from pipeline.reports.run_page.run_document import REFRESH_SECONDS, run_document
+from pipeline.reports.run_page.run_report import REFRESH_SECONDS, run_document
 from pipeline.reports.run_page.write_page import PAGE_FILE, write_page_file
 from pipeline.settings.settings import Settings
 from pipeline.tracking.tracker import Tracker

@@ -8,7 +8,7 @@ from pipeline.reports.document import Document
 from pipeline.reports.html_page import document_page
 from pipeline.reports.run_page.facts import RunFacts, curves_of
 from pipeline.reports.run_page.ppo_so_far import with_ppo_so_far
-from pipeline.reports.run_page.run_document import run_document
+from pipeline.reports.run_page.run_report import run_document
 from pipeline.settings.settings import Settings
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.run_log import RunLog

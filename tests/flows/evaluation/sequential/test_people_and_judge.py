@@ -20,7 +20,7 @@ from pipeline.evaluation.sequential.sequential_test import (
     StoppingRule,
     compare_until_decided,
 )
-from pipeline.inputs.votes_to_pairs import Vote
+from pipeline.inputs.human_labels_to_pairs import Vote
 from pipeline.judges.verdict import Verdict
 
 NAN = np.nan

@@ -14,8 +14,6 @@ from ppo_core.config.row_settings import ReadOptions
 from ppo_core.config.script_arguments import ScriptArguments
 from ppo_core.data.rows import read_rows as reader
 from ppo_core.data.rows.describe import describe_reading
-from ppo_core.data.rows.handed_over import read_written_rows
-from ppo_core.data.rows.handed_over import write_rows as write_handed_over
 from ppo_core.data.rows.overlong import fit_pairs, fit_prompts
 from ppo_core.data.rows.read_rows import (
     TooManyLeftOutError,
@@ -25,6 +23,8 @@ from ppo_core.data.rows.read_rows import (
     read_source,
 )
 from ppo_core.data.rows.row_error import RowError, list_reasons
+from ppo_core.data.rows.rows_on_disk import read_written_rows
+from ppo_core.data.rows.rows_on_disk import write_rows as write_handed_over
 from ppo_core.data.sources.source import source_of_rows
 from ppo_core.errors import ConfigError, DataError, TrainingError
 from ppo_core.supervised.supervised_cli import SupervisedArguments

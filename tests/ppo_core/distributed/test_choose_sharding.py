@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 
 from ppo_core.distributed.choose_engine import choose_engine
+from ppo_core.distributed.choose_sharding import choose_sharding
 from ppo_core.distributed.deepspeed_engine import DeepSpeedEngine
 from ppo_core.distributed.engine import Engine
 from ppo_core.distributed.fsdp_engine import FSDPEngine
-from ppo_core.distributed.strategy import choose_sharding
 from ppo_core.errors import ConfigError, RunInterruptedError
 from ppo_core.models import lm_head
 from ppo_core.models.critic import ActorCritic, Critic
@@ -239,7 +239,7 @@ def write_script(folder: Path, call: str) -> Path:
     return script
 
 
-MODULE = "tests.ppo_core.distributed.test_strategy"
+MODULE = "tests.ppo_core.distributed.test_choose_sharding"
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 
 from pipeline.judges.chat_model import ChatModel, Question
+from pipeline.judges.llm_reward.score_question import Score, pose_score, read_score, score_wording
 from pipeline.judges.reply_cache import Case, ReplyCache, ask_until_read
-from pipeline.judges.rubric.score_question import Score, pose_score, read_score, score_wording
 from ppo_core.config.reward_names import NamedReward
 from ppo_core.errors import JudgeError
 

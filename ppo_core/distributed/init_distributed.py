@@ -14,7 +14,7 @@ from accelerate.utils import (
 
 from ppo_core.config.run_config import Sharding
 from ppo_core.distributed import deepspeed_settings
-from ppo_core.distributed.strategy import (
+from ppo_core.distributed.choose_sharding import (
     launched_by_accelerate,
     launched_processes,
     uses_deepspeed,

@@ -15,9 +15,9 @@ from pipeline.inputs.replayed_pairs import new_and_replayed, read_start_rows, tr
 from pipeline.inputs.run_data import RunData
 from pipeline.judges.judge_budget import Spent
 from pipeline.judges.judge_names import can_ask
+from pipeline.launch.checkpoint_mirror import mirrored
 from pipeline.launch.commands import ONE_MACHINE, Machines
 from pipeline.launch.launcher import OnMetrics
-from pipeline.launch.mirror import mirrored
 from pipeline.launch.supervised_training import Training, supervised_job, train_supervised
 from pipeline.results.step_records import FreshPairs, PreparedModel
 from pipeline.settings.settings import Settings

@@ -16,8 +16,8 @@ import boto3
 import psutil
 import pytest
 
+from pipeline.launch.checkpoint_mirror import mirrored
 from pipeline.launch.commands import Machines
-from pipeline.launch.mirror import mirrored
 from pipeline.storage.s3_client import s3_client
 from pipeline.storage.workspace import Workspace
 from ppo_core.errors import ConfigError

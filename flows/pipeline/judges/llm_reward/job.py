@@ -7,10 +7,10 @@ from pathlib import Path
 
 from pipeline.inputs.run_rewards import RunRewards
 from pipeline.judges.judge_budget import Budget, Spent, sum_spent
+from pipeline.judges.llm_reward.rubric_reward import RubricReward
 from pipeline.judges.make_judge import make_chat_model, places_of_replies
 from pipeline.judges.reply_cache import ReplyCache
-from pipeline.judges.rubric.rubric_reward import RubricReward
-from pipeline.launch.mirror import SPENT_FILE
+from pipeline.launch.checkpoint_mirror import SPENT_FILE
 from pipeline.settings.judge_config import JudgingConfig
 from pipeline.storage.addresses import S3Address
 from ppo_core.config.placement import Precision
@@ -24,7 +24,7 @@ from ppo_core.io.validation import read_record
 RUBRIC_FILE = "rubric.json"
 """Name of the file with the `RubricJob` in the folder of a training."""
 
-PROGRAM = ("pipeline.judges.rubric",)
+PROGRAM = ("pipeline.judges.llm_reward",)
 """Words of the command that runs PPO with language models as rewards."""
 
 

@@ -21,8 +21,7 @@ from pipeline.reports.reward_model_report import (
     reward_reasons,
     reward_sections,
 )
-from pipeline.reports.run_page.facts import RunFacts
-from pipeline.reports.run_page.reading import (
+from pipeline.reports.run_page.answer_sections import (
     NEWEST_SAMPLES,
     PAIRS,
     PROMPTS,
@@ -31,6 +30,7 @@ from pipeline.reports.run_page.reading import (
     prompts_section,
     watched_section,
 )
+from pipeline.reports.run_page.facts import RunFacts
 from pipeline.reports.run_page.training import ppo_section, supervised_section
 from pipeline.reports.terminal import cost_in_words
 from pipeline.results.evaluation import Evaluation

@@ -11,9 +11,9 @@ from transformers import AutoModelForSequenceClassification, BertConfig, BloomCo
 
 from pipeline.inputs.labeled_pairs import LabeledPair
 from pipeline.results.reward_report import Contract
-from pipeline.reward_validation.contract import check_contract
 from pipeline.reward_validation.odd_texts import LONGEST, odd_rows
 from pipeline.reward_validation.padding import score_left_padded
+from pipeline.reward_validation.score_invariance import check_contract
 from pipeline.reward_validation.scores import TextScorer
 from ppo_core.models.reward_model import RewardModel
 from tests.helpers.models.tiny import (

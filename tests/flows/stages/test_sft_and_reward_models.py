@@ -17,9 +17,9 @@ from pipeline.results.step_records import PreparedModel
 from pipeline.reward_validation.accuracy import measure_model
 from pipeline.settings.make_settings import make_settings
 from pipeline.settings.settings import Settings
-from pipeline.stages.models import load_policy, load_reward_models
+from pipeline.stages.ppo_training import train_policy
+from pipeline.stages.sft_and_reward_models import load_policy, load_reward_models
 from pipeline.stages.start import start_run
-from pipeline.stages.training import train_policy
 from pipeline.stages.validation import validate_reward_model
 from pipeline.storage.addresses import is_in_s3
 from pipeline.storage.workspace import Workspace

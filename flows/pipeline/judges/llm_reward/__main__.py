@@ -1,4 +1,4 @@
-"""`python -m pipeline.judges.rubric JOB`: PPO whose rewards include language models."""
+"""`python -m pipeline.judges.llm_reward JOB`: PPO whose rewards include language models."""
 
 import sys
 from functools import cache
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ppo_core.__main__ import run_process
 
 if TYPE_CHECKING:
-    from pipeline.judges.rubric.job import LanguageModels
+    from pipeline.judges.llm_reward.job import LanguageModels
     from ppo_core.training.load_rewards import LoadLanguageModel
 
 
@@ -18,7 +18,7 @@ def loader() -> "LoadLanguageModel":
     @cache
     def models() -> "LanguageModels":
         # Imported here, because `job` imports torch, and a wrong flag should be reported at once.
-        from pipeline.judges.rubric.job import load_job
+        from pipeline.judges.llm_reward.job import load_job
 
         return load_job(Path(sys.argv[1]).parent)
 

@@ -12,8 +12,9 @@ from pipeline.inputs.flow_run import CRITIC, PPO, ChampionStart, FlowRun
 from pipeline.inputs.run_data import RunData
 from pipeline.inputs.run_rewards import RunRewards
 from pipeline.judges.judge_budget import Spent, sum_spent
-from pipeline.judges.rubric.job import PROGRAM as RUBRIC_PROGRAM
-from pipeline.judges.rubric.job import job_of_run, read_spent, write_rubric_job
+from pipeline.judges.llm_reward.job import PROGRAM as RUBRIC_PROGRAM
+from pipeline.judges.llm_reward.job import job_of_run, read_spent, write_rubric_job
+from pipeline.launch.checkpoint_mirror import mirrored
 from pipeline.launch.commands import ONE_MACHINE, Machines, gpus
 from pipeline.launch.commands import PPO as PPO_PROGRAM
 from pipeline.launch.forked_processes import used_by_children
@@ -25,7 +26,6 @@ from pipeline.launch.job import (
     write_job,
 )
 from pipeline.launch.launcher import OnMetrics, train
-from pipeline.launch.mirror import mirrored
 from pipeline.reports.live.live_view import LiveView
 from pipeline.results.step_records import (
     Change,

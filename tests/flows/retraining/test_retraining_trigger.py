@@ -15,7 +15,7 @@ from pipeline.inputs.lineage import FLOW_RUN
 from pipeline.storage import workspace
 from pipeline.tracking.mlflow_runs import start_runs
 from ppo_core.errors import ConfigError, DataError
-from retraining.new_inputs import NewInputs, find_new_inputs
+from retraining.retraining_trigger import NewInputs, find_new_inputs
 from tests.flows.retraining.conftest import Bucket
 from tests.helpers.inputs.pipeline_inputs import write_model
 from tests.helpers.slow_cases import slow

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.evaluation.selection import BELOW_LIMIT, FURTHEST, NEAR, nearest_within
+from pipeline.evaluation.policy_selection import BELOW_LIMIT, FURTHEST, NEAR, nearest_within
 from pipeline.inputs.run_data import RunData
 from pipeline.results.step_records import EarlierPolicies, EvaluatedPolicy, TrainedPolicy
 from pipeline.settings.evaluation_config import MOST_TRIES, SelectionConfig

@@ -15,9 +15,9 @@ from pipeline.settings.evaluation_config import SelectionConfig
 from pipeline.settings.make_settings import make_settings
 from pipeline.settings.settings import Settings
 from pipeline.settings.training_sections import LoraConfig
-from pipeline.stages import training
+from pipeline.stages import ppo_training
+from pipeline.stages.ppo_training import _decides_the_result, train_policy
 from pipeline.stages.start import start_run
-from pipeline.stages.training import _decides_the_result, train_policy
 from ppo_core.checkpointing.folders import saved_policies
 from ppo_core.io.folder_cache import digest_of, digest_of_folder
 from tests.helpers.inputs.pipeline_inputs import tiny_table, write_model
@@ -131,7 +131,7 @@ def trainings(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         jobs.append(job)
         train(job, **options)
 
-    monkeypatch.setattr(training, "train", noted)
+    monkeypatch.setattr(ppo_training, "train", noted)
     return jobs
 
 
@@ -189,7 +189,7 @@ def test_a_run_that_is_killed_after_its_ppo_has_all_earlier_policies(
         raise KilledError
 
     with monkeypatch.context() as patch:
-        patch.setattr(training.shutil, "copytree", killed)
+        patch.setattr(ppo_training.shutil, "copytree", killed)
         with pytest.raises(KilledError):
             train_policy(keeping, *models, VALIDATION, run)
     trained = train_policy(keeping, *models, VALIDATION, run)
