@@ -16,9 +16,9 @@ from ppo_core.data.reward_columns import Columns
 from ppo_core.data.types import Rollout
 from ppo_core.distributed.engine import Engine
 from ppo_core.io.progress_bar import tell_moved
+from ppo_core.ppo.logprobs_and_values import response_logprobs
 from ppo_core.ppo.model_bundle import ModelBundle
 from ppo_core.ppo.run_state import RunState
-from ppo_core.ppo.scoring import response_logprobs
 from ppo_core.reporting.metrics import Metrics, PhaseTimer, sampler_metrics
 from ppo_core.rollout.sample_responses import SamplingCallbacks, sample_responses
 from ppo_core.rollout.token_sampling import SamplingSettings, server_of

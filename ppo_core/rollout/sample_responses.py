@@ -13,9 +13,10 @@ from ppo_core.data.types import Rollout
 from ppo_core.errors import ModelError
 from ppo_core.models.backbones import DecoderBackbone
 from ppo_core.models.policy import LanguageModel
-from ppo_core.rollout.continuous_batching import ActiveSequences, PromptQueue, ResponseBuffer
+from ppo_core.rollout.continuous_batching import ActiveSequences, PromptQueue
 from ppo_core.rollout.decoder import can_add_prompts, new_decoder
 from ppo_core.rollout.decoding_check import OwnForward, choose_backend
+from ppo_core.rollout.response_buffer import ResponseBuffer
 from ppo_core.rollout.token_sampling import SamplingSettings, sample_tokens
 
 MAX_KEPT_SHARE = 0.75

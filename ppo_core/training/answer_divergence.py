@@ -14,7 +14,7 @@ from ppo_core.errors import ModelError
 from ppo_core.errors.out_of_memory import BatchSize
 from ppo_core.io.progress_bar import each_pass
 from ppo_core.models.policy import LanguageModel
-from ppo_core.ppo.scoring import response_logprobs
+from ppo_core.ppo.logprobs_and_values import response_logprobs
 
 LoadReference = Callable[[], PreTrainedModel]
 """Function that returns the reference. It is called after the last pass through the policy's

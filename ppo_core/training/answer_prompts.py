@@ -18,9 +18,9 @@ from ppo_core.errors import ConfigError, DataError, TrainingError
 from ppo_core.errors.out_of_memory import BatchSize
 from ppo_core.io.progress_bar import BAR_DELAY, progress
 from ppo_core.models.policy import LanguageModel
+from ppo_core.ppo.logprobs_and_values import response_logprobs
 from ppo_core.ppo.model_bundle import ModelBundle, reward_holders
 from ppo_core.ppo.policy_sampler import FAR_SERVER
-from ppo_core.ppo.scoring import response_logprobs
 from ppo_core.ppo.update import TrainState
 from ppo_core.reporting.metrics import sampler_metrics
 from ppo_core.reporting.sample_table import Completions

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.data.types import Rollout
 from ppo_core.errors import ModelError
-from ppo_core.ppo.scoring import response_logprobs
+from ppo_core.ppo.logprobs_and_values import response_logprobs
 from ppo_core.rollout.sample_responses import sample_responses
 from ppo_core.rollout.token_sampling import SamplingSettings
 from ppo_core.trl.ppo_trainer import PPOTrainer

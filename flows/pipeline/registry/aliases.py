@@ -90,7 +90,7 @@ def set_tags(client: MlflowClient, name: str, version: int, tags: Mapping[str, s
             client.set_model_version_tag(name, str(version), key, text)
 
 
-def point(client: MlflowClient, name: str, alias: str, version: int | None) -> None:
+def set_alias(client: MlflowClient, name: str, alias: str, version: int | None) -> None:
     """Point an alias at a version; None deletes the alias."""
     with unless_deleted():
         if version is None:

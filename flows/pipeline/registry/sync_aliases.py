@@ -22,8 +22,8 @@ from pipeline.registry.aliases import (
     CHAMPION,
     PREVIOUS,
     exists,
-    point,
     read_aliases,
+    set_alias,
     set_tags,
 )
 from pipeline.registry.champion_history import Champions
@@ -82,11 +82,11 @@ def apply_decisions(client: MlflowClient, name: str, ledger: Ledger) -> None:
         champions = Champions(decisions)
         previous = champions.previous
         kept = previous is not None and exists(client, name, previous)
-        point(client, name, PREVIOUS, previous if kept else None)
+        set_alias(client, name, PREVIOUS, previous if kept else None)
         # Set the alias `champion` last and between two reads of the ledger, so that it is rarely
         # outdated.
         if ledger.read().decisions == decisions:
-            point(client, name, CHAMPION, champions.champion)
+            set_alias(client, name, CHAMPION, champions.champion)
         history = ledger.read()
         if history.decisions == decisions:
             ledger.mark_applied(len(decisions))

@@ -23,7 +23,7 @@ from ppo_core.distributed.engine import Engine
 from ppo_core.models.critic import ActorCritic, Critic
 from ppo_core.models.loading import load_config, reading, text_class
 from ppo_core.models.policy import LanguageModel
-from ppo_core.ppo.scoring import response_logprobs
+from ppo_core.ppo.logprobs_and_values import response_logprobs
 from ppo_core.rollout.sample_responses import sample_responses
 from ppo_core.rollout.token_sampling import NO_STOP_TOKEN, SamplingSettings
 from ppo_core.training.speed.job import FoundSpeed, PassSeconds, SpeedJob

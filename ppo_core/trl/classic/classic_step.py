@@ -14,12 +14,13 @@ from ppo_core.distributed.engine import Engine
 from ppo_core.errors import DataError
 from ppo_core.models.critic import ActorCritic
 from ppo_core.ppo.experience import divergence, make_experience, shaped_scores
+from ppo_core.ppo.logprobs_and_values import response_logprobs, truncated_logprobs
 from ppo_core.ppo.model_bundle import ModelBundle
 from ppo_core.ppo.optimizer import make_train_state
 from ppo_core.ppo.rewards import RewardMix
 from ppo_core.ppo.run_state import RunState
 from ppo_core.ppo.schedule import make_schedule
-from ppo_core.ppo.scoring import response_logprobs, score, truncated_logprobs
+from ppo_core.ppo.scoring import score
 from ppo_core.ppo.update import TrainState, UpdateProgress, update_policy
 from ppo_core.reporting.metrics import Metrics, PhaseTimer, update_metrics
 from ppo_core.rollout.token_sampling import NO_STOP_TOKEN, SamplingSettings

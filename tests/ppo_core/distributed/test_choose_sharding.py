@@ -24,7 +24,7 @@ from ppo_core.errors import ConfigError, RunInterruptedError
 from ppo_core.models import lm_head
 from ppo_core.models.critic import ActorCritic, Critic
 from ppo_core.models.policy import LanguageModel
-from ppo_core.ppo.scoring import critic_values, response_logprobs
+from ppo_core.ppo.logprobs_and_values import critic_values, response_logprobs
 from ppo_core.rollout.sample_responses import SamplingCallbacks, sample_responses
 from ppo_core.rollout.token_sampling import SamplingSettings
 from tests.helpers.models.rollouts import make_rollout

@@ -17,8 +17,9 @@ from ppo_core.models.critic import Critic
 from ppo_core.models.policy import LanguageModel
 from ppo_core.models.reward_adapter import load_reward_adapter
 from ppo_core.models.reward_model import RewardModel
+from ppo_core.ppo.logprobs_and_values import critic_values, response_logprobs
 from ppo_core.ppo.rewards import score_tokens
-from ppo_core.ppo.scoring import critic_values, response_logprobs, score
+from ppo_core.ppo.scoring import score
 from ppo_core.trl.ppo_trainer import PPOTrainer
 from tests.helpers.jobs.recovery_job import weights_and_moments
 from tests.helpers.models.rollouts import make_rollout

@@ -10,8 +10,8 @@ from ppo_core.data.encode_prompts import response_texts
 from ppo_core.models.critic import Critic
 from ppo_core.models.policy import LanguageModel
 from ppo_core.models.reward_model import RewardModel
+from ppo_core.ppo.logprobs_and_values import critic_values, exact_kl, response_logprobs
 from ppo_core.ppo.rewards import ModelReward, score_tokens
-from ppo_core.ppo.scoring import critic_values, exact_kl, response_logprobs
 from tests.helpers.models.rollouts import make_rollout, row_of
 from tests.helpers.models.tiny import EOS, make_classifier, make_policy, make_tokenizer
 

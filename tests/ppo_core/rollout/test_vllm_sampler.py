@@ -18,7 +18,7 @@ from ppo_core.distributed.engine import Engine
 from ppo_core.errors import ConfigError, ModelError, PPOError, TrainingError
 from ppo_core.models.adapters import add_adapter, lora_config
 from ppo_core.models.policy import LanguageModel
-from ppo_core.ppo.scoring import response_logprobs
+from ppo_core.ppo.logprobs_and_values import response_logprobs
 from ppo_core.reporting.metrics import sampler_metrics
 from ppo_core.rollout.sample_responses import sample_responses
 from ppo_core.rollout.token_sampling import SamplingSettings, server_of

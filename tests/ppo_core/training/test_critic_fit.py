@@ -20,8 +20,8 @@ from ppo_core.errors import RunInterruptedError
 from ppo_core.models.files.critic_files import load_critic
 from ppo_core.models.files.rollout_files import KeptRollout, read_rollouts
 from ppo_core.models.reward_model import RewardModel
+from ppo_core.ppo.logprobs_and_values import critic_values
 from ppo_core.ppo.rewards import RewardMix, score_tokens
-from ppo_core.ppo.scoring import critic_values
 from ppo_core.training.critic_fit import NUM_EPOCHS, NUM_KEPT, CriticFit
 from ppo_core.training.model_setup import join_processes, set_up_models
 from ppo_core.training.trainer import Trainer

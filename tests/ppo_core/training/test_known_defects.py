@@ -32,8 +32,8 @@ from ppo_core.errors import ConfigError, JudgeError, TrainingError
 from ppo_core.models.critic import Critic
 from ppo_core.models.policy import LanguageModel
 from ppo_core.models.reward_model import RewardModel
+from ppo_core.ppo.logprobs_and_values import critic_values
 from ppo_core.ppo.schedule import make_schedule
-from ppo_core.ppo.scoring import critic_values
 from ppo_core.reporting.health import HealthMonitor
 from ppo_core.reporting.metrics import objective_metrics, update_metrics
 from ppo_core.supervised.examples.reward_pairs import pair_encoding
