@@ -26,7 +26,7 @@ from ppo_core.config.field_checks import refuse_secrets
 from ppo_core.errors import PPOError
 
 if TYPE_CHECKING:
-    from deployment.deployment import Deployment
+    from deployment.deployment import Alarms, Deployment
 
 
 class RunStoppedError(MetaflowException):
@@ -47,6 +47,16 @@ def explained_errors() -> Iterator[None]:
 def run_id() -> str:
     """Return the id FLOW/NUMBER of the current run."""
     return f"{current.flow_name}/{current.run_id}"
+
+
+def alarms_of(flow: Any) -> "Alarms":
+    """Return the alarm settings of the deployment file: the topic and the budget.
+
+    Without a deployment, the topic is empty, and no alarm is sent.
+    """
+    from deployment.deployment_file import read_deployment
+
+    return read_deployment(flow.file_deployment or {}).alarms
 
 
 def parse_toml(text: str) -> dict[str, Any]:

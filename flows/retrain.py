@@ -9,6 +9,7 @@ only if an input has changed. `python flows/deploy.py` deploys both flows.
 from metaflow import Config, FlowSpec, Parameter, step
 
 from flow_parts import (
+    alarms_of,
     deployment_of_file,
     explained_errors,
     more_files,
@@ -49,7 +50,7 @@ class Retrain(FlowSpec):
             from retraining.retrain import watch_feedback
             from retraining.retraining_trigger import find_new_inputs
 
-            watch_feedback(self.file_settings, run_id())
+            watch_feedback(self.file_settings, run_id(), alarms_of(self).topic)
             self.found = find_new_inputs(self.file_settings, run_id())
         self.next(self.end)
 

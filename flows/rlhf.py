@@ -18,6 +18,7 @@ from typing import Any
 from metaflow import Config, FlowMutator, FlowSpec, Parameter, card, current, parallel, retry, step
 
 from flow_parts import (
+    alarms_of,
     deployment_of_file,
     explained_errors,
     more_files,
@@ -31,9 +32,17 @@ from pipeline import stages
 from ppo_core.errors import ConfigError
 from ppo_core.io.atomic_files import explained_full_disk
 from retraining import alarms, lease_of_run
-from step_wrapper import RECORDS, alarms_of, is_last_attempt, phase
+from step_wrapper import RECORDS, is_last_attempt, phase
 
-STAGES = "start models validation training evaluation registration cards".split()
+STAGES = (
+    "start",
+    "sft_and_reward_models",
+    "validation",
+    "ppo_training",
+    "evaluation",
+    "registration",
+    "cards",
+)
 IMPORTED = [
     *(f"pipeline.stages.{stage}" for stage in STAGES),
     "step_wrapper",

@@ -12,7 +12,7 @@ from typing import Any
 from metaflow import current, user_step_decorator
 from metaflow.exception import METAFLOW_EXIT_DISALLOW_RETRY
 
-from flow_parts import RunStoppedError, run_id
+from flow_parts import RunStoppedError, alarms_of, run_id
 from pipeline import stages
 from pipeline.settings.environment import runs_remotely
 from ppo_core.errors import PPOError, ProcessError, RunInterruptedError, StorageError
@@ -109,16 +109,6 @@ def with_next_move(error: PPOError, *, of_retrain: bool) -> str:
             "flows/rlhf.py resume`. After a change of the settings, start a new run."
         )
     return f"{error}\n{move} Models that are already trained are reused."
-
-
-def alarms_of(flow: Any) -> Any:
-    """Return the alarm settings of the deployment file: the topic and the budget.
-
-    Without a deployment, the topic is empty, and no alarm is sent.
-    """
-    from deployment.deployment_file import read_deployment
-
-    return read_deployment(flow.file_deployment or {}).alarms
 
 
 def is_permanent(error: BaseException) -> bool:

@@ -13,19 +13,18 @@ from human_feedback.withdraw_champion import watch_champion
 from pipeline.stages.given_settings import read_settings
 from pipeline.tracking.decided_runs import find_decided_run, record_retrain
 from ppo_core.errors import DataError, ModelError, PPOError, reason_of
+from retraining.alarms import send_alarm
 from retraining.lease_of_run import lease_of
 from retraining.retraining_trigger import NewInputs
 from retraining.start_training import start_training
 
 
-def watch_feedback(from_file: Mapping[str, Any], run: str) -> None:
+def watch_feedback(from_file: Mapping[str, Any], run: str, topic: str) -> None:
     """Withdraw the champion if users like it less than the previous champion; print the result.
 
     Do nothing unless `promotion.withdraw_alpha` is set. If no served answers are recorded, print
-    that the two champions were not compared.
-
-    Raises:
-        ModelError: MLflow does not answer, or somebody else decided meanwhile.
+    that the two champions were not compared. If MLflow refuses the withdrawal, send an alarm to
+    `topic`. Neither prevents a training.
     """
     settings = read_settings(from_file, {}, ())
     alpha = settings.promotion.withdraw_alpha
@@ -38,6 +37,10 @@ def watch_feedback(from_file: Mapping[str, Any], run: str) -> None:
     except DataError as error:
         # A service that does not record its answers must not prevent the training.
         told = f"not compared: {error}"
+    except ModelError as error:
+        told = f"failed, so the champion stays: {error}"
+        name = settings.registered_model
+        send_alarm(topic, f"{name}: its champion was not compared or not withdrawn", [str(error)])
     print(f"feedback: {told}", flush=True)
 
 

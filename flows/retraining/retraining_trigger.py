@@ -21,6 +21,8 @@ SETTINGS = "settings_digest"
 MEANINGS = {
     "git_changes": "code",
     "git_commit": "code",
+    "judge/judge": "judge",
+    "judge/labeller": "labeler",
     "model/base": "policy",
     "model/reward_model": "reward model",
     SETTINGS: "settings",

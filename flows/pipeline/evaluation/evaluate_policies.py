@@ -50,6 +50,7 @@ def evaluate_policies(
     judge: TrainedJudge | None = None,
     selection: Selection | None = None,
     score: "Score | None" = None,
+    calls: Path | None = None,
 ) -> EvaluatedPolicy:
     """Judge the answers of the trained policy against SFT, the champion, and any references.
 
@@ -62,6 +63,7 @@ def evaluate_policies(
         judge: the judge that the run trained; None for the judge of the settings.
         selection: how the policy was chosen; None if `selection.method` is `last`.
         score: function that returns the rewards of answers; None to skip the baselines.
+        calls: file of the judge's calls, see `Budget`; None to count only this attempt.
     """
     # Imported here because scipy and statsmodels are slow to import, see `_judge`.
     from pipeline.evaluation.baselines import JudgedBaselines, measure_baselines
@@ -88,7 +90,8 @@ def evaluate_policies(
     policies = {"sft": PolicyFiles(sft, sft), "ppo": PolicyFiles(policy, policy)}
     answered = _Answered(prompts, references_of(rows), answers, policies)
     spent = selection.spent if selection else {}
-    return _judge(data, answered, champion, folder, judge, selection, spent, without_ppo)
+    budget = Budget.of(settings.judging, calls)
+    return _judge(data, answered, champion, folder, judge, selection, spent, budget, without_ppo)
 
 
 def evaluate_again(
@@ -99,6 +102,7 @@ def evaluate_again(
     *,
     judge: TrainedJudge | None,
     spent: Mapping[str, Spent],
+    calls: Path | None = None,
 ) -> EvaluatedPolicy:
     """Judge the answers of an earlier evaluation against another champion, or with another alpha.
 
@@ -113,6 +117,7 @@ def evaluate_again(
         folder: see `evaluate_policies`.
         judge: see `evaluate_policies`.
         spent: what the judge has spent on all earlier evaluations.
+        calls: see `evaluate_policies`; each evaluation has its own file.
     """
     from pipeline.evaluation.baselines import JudgedBaselines, baseline_contest
     from pipeline.evaluation.guards.tasks import TaskScore
@@ -148,6 +153,7 @@ def evaluate_again(
         judge,
         evaluation.selection,
         spent,
+        Budget.of(settings.judging, calls),
         lambda against_sft, budget: baselines,
     )
 
@@ -194,6 +200,7 @@ def _judge(
     trained_judge: TrainedJudge | None,
     selection: Selection | None,
     spent_before: Mapping[str, Spent],
+    budget: Budget,
     without_ppo: "Callable[[Comparison, Budget], JudgedBaselines]",
 ) -> EvaluatedPolicy:
     # Imported here because scipy and statsmodels are slow to import and most importers of this
@@ -211,7 +218,7 @@ def _judge(
     # Apply the guards before asking the judge: a user's guard may fail, and a judge may cost money.
     guards, not_applied = _compare_by_guards(settings.promotion.guards, answered, evaluated)
     guards |= _compare_on_tasks(settings, answered, evaluated)
-    texts, budget = answered.texts, Budget.of(settings.judging)
+    texts = answered.texts
     contests = _contests(data, answered, trained_judge, budget)
     baselines = without_ppo(contests.comparisons["ppo_vs_sft"], budget)
     reasons = [*contests.result.reasons, *doubts_about_trained_judge(trained_judge)]

@@ -23,8 +23,19 @@ if TYPE_CHECKING:
 FLOW_RUN = "flow_run"
 """MLflow tag, of runs and of registered versions, with the id of the flow's run."""
 
-ORIGIN = ("data/", "git_", "model/base", "model/reward_model", "reward/", "settings_digest", "seed")
-"""Prefixes of the tags that describe the inputs of a run: code, settings, data and given models."""
+ORIGIN = (
+    "data/",
+    "git_",
+    "guard/",
+    "judge/",
+    "model/base",
+    "model/reward_model",
+    "reward/",
+    "settings_digest",
+    "seed",
+)
+"""Prefixes of the tags that describe the inputs of a run: code, settings, data, given models, and
+functions of the user."""
 
 UNKNOWN = "unknown"
 """Tag value if the code is outside of a git repository or git does not answer."""

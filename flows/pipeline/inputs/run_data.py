@@ -289,13 +289,12 @@ class RunData:
             "preferences-test": self.test_pairs(),
             "prompts": self.training_prompts(),
             "eval-prompts": self.evaluation_rows(),
+            **({"human-labels": labels} if (labels := self.labels()) else {}),
+            **({"fresh-pairs-labels": labels} if (labels := self.fresh_labels()) else {}),
         }
 
     def digested(self) -> dict[str, tuple[Rows, Rows]]:
-        """Return the given rows of each data set, and the rows that the run uses.
-
-        The result has the data sets of `by_use`, and the labeled pairs.
-        """
+        """Return the given rows of each data set of `by_use`, and the rows that the run uses."""
         settings = self.settings
         test = settings.preferences_test or settings.preferences
         given: dict[str, tuple[str, Kind]] = {
@@ -307,9 +306,10 @@ class RunData:
             "prompts": (settings.prompts, "prompts"),
             "eval-prompts": (settings.eval_prompts or settings.prompts, "prompts"),
         }
-        found = {name: (self._read(*given[name]), rows) for name, rows in self.by_use().items()}
-        labels = {"human-labels": self.labels(), "fresh-pairs-labels": self.fresh_labels()}
-        return found | {name: (rows, rows) for name, rows in labels.items() if rows is not None}
+        return {
+            name: (self._read(*given[name]) if name in given else rows, rows)
+            for name, rows in self.by_use().items()
+        }
 
     @cached_property
     def erased(self) -> list[set[bytes]]:

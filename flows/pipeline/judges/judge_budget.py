@@ -1,8 +1,10 @@
 """The limits on the cost of a paid judge."""
 
+import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppo_core.errors import JudgeError
@@ -52,6 +54,21 @@ def spent_by(run: str, payment: Payment | None) -> dict[str, Spent]:
     return payment.spent if payment is not None and payment.run == run else {}
 
 
+def read_spent(file: Path) -> dict[str, Spent]:
+    """Return the calls and tokens in the file of a `Budget`, by name; {} if there is no file."""
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    return sum_spent(*filter(None, map(_spent_in, lines)))
+
+
+def _spent_in(line: str) -> Mapping[str, Spent]:
+    """Return the calls and tokens in a line; none if a killed process left the line incomplete."""
+    try:
+        fields = json.loads(line)
+        return {fields["name"]: Spent(calls=fields["calls"], tokens=fields["tokens"])}
+    except (ValueError, KeyError, TypeError):
+        return {}
+
+
 class Budget:
     """Counts the calls and tokens of one evaluation, and raises when a limit is reached.
 
@@ -59,20 +76,34 @@ class Budget:
     reply, so concurrent calls can bring `tokens` above `max_tokens`. After that, no call starts.
     """
 
-    def __init__(self, max_calls: int | None, max_tokens: int | None, *, note: str = "") -> None:
-        """Set the limits; None means unlimited. Error messages show `note` after the limit."""
+    def __init__(
+        self,
+        max_calls: int | None,
+        max_tokens: int | None,
+        *,
+        note: str = "",
+        file: Path | None = None,
+    ) -> None:
+        """Set the limits; None means unlimited. Error messages show `note` after the limit.
+
+        Each call is appended to `file`. The calls that the file already has count as well, so that
+        the limits and `spent` cover all attempts of a step.
+        """
         self.max_calls = max_calls
         self.max_tokens = max_tokens
         self._note = note
+        self._file = file
         self._calls: Counter[str] = Counter()
         self._tokens: Counter[str] = Counter()
         self._unreported: set[str] = set()
         """Judges with a reply that did not report its tokens."""
+        for name, earlier in (read_spent(file) if file else {}).items():
+            self._count(name, earlier)
 
     @classmethod
-    def of(cls, config: "JudgingConfig") -> "Budget":
+    def of(cls, config: "JudgingConfig", file: Path | None = None) -> "Budget":
         """Return a budget with the limits of the settings."""
-        return cls(config.max_calls, config.max_tokens)
+        return cls(config.max_calls, config.max_tokens, file=file)
 
     @property
     def calls(self) -> int:
@@ -124,7 +155,7 @@ class Budget:
         """
         self._require_unspent("max_calls", self.calls, self.max_calls, left)
         self._require_unspent("max_tokens", self.tokens, self.max_tokens, left)
-        self._calls[judge] += 1
+        self._record(judge, Spent(calls=1, tokens=0))
 
     def add_tokens(self, judge: str, tokens: int | None) -> None:
         """Add the tokens of a judge's question and reply; None if the server does not report them.
@@ -137,10 +168,23 @@ class Budget:
                 f"judging.max_tokens={self.max_tokens} cannot be enforced, because the server's "
                 "replies do not report their tokens ('usage'). Set judging.max_calls instead."
             )
-        if tokens is None:
+        self._record(judge, Spent(calls=0, tokens=tokens))
+
+    def _record(self, judge: str, new: Spent) -> None:
+        self._count(judge, new)
+        if self._file is not None:
+            line = json.dumps({"name": judge, **asdict(new)})
+            # Threads and processes append to the file, each line by one write. A killed process may
+            # have left an incomplete line, so begin with a line break.
+            with self._file.open("a", encoding="utf-8") as file:
+                file.write(f"\n{line}\n")
+
+    def _count(self, judge: str, new: Spent) -> None:
+        self._calls[judge] += new.calls
+        if new.tokens is None:
             self._unreported.add(judge)
         else:
-            self._tokens[judge] += tokens
+            self._tokens[judge] += new.tokens
 
     def _require_unspent(self, setting: str, spent: int, limit: int | None, left: int) -> None:
         if limit is not None and spent >= limit:

@@ -153,6 +153,24 @@ def digest_of_judge(settings: Settings, spec: str) -> str:
     )
 
 
+def digest_of_own_files(spec: str) -> str:
+    """Return a digest of a judge's function or local model; empty if it has neither.
+
+    Of several judges, all functions and local models count.
+
+    Raises:
+        ConfigError: a function does not exist.
+        ModelError: a model does not exist.
+    """
+    found = []
+    for part in read_judges(spec):
+        if part.kind == "python":
+            found.append(load_function_judge(part.source).version)
+        elif part.kind in ("reward-model", "transformers"):
+            found.append(digest_of_model(part.source))
+    return digest_of(found) if found else ""
+
+
 def places_of_replies(settings: Settings) -> tuple[Path, S3Address | None]:
     """Return the folder of stored replies, and their address in S3 if the workspace has a store."""
     workspace = workspace_of(settings)

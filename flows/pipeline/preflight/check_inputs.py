@@ -80,9 +80,9 @@ def _check_everything(settings: Settings, quarantine: Path) -> None:
     check_integrations(settings.ppo.report_to)
     data = RunData(settings)
     check_models(data)
-    labels = [rows for rows in (data.labels(), data.fresh_labels()) if rows is not None]
     # The labels of people also test the reward model, so their texts must fit its context.
     data.voted_pairs()
+    data.fresh_labels()
     _check_fresh_pairs(data)
     # Training texts are checked first, because prompts of the evaluation are compared with them.
     _check_pairs(data, quarantine)
@@ -95,7 +95,7 @@ def _check_everything(settings: Settings, quarantine: Path) -> None:
     try_tasks(settings)
     if settings.columns:
         read = data.by_use().values()
-        require_columns_read(settings.columns, *read, *labels)
+        require_columns_read(settings.columns, *read)
     # Judges are checked last, because a request to a server may cost money.
     _check_judge(data, "judge", settings.judge, settings.reward_model)
     _check_judge(data, "fresh_pairs.labeller", settings.fresh_pairs.judge)

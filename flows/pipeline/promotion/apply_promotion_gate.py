@@ -19,6 +19,7 @@ from pipeline.results.report_files import as_json
 from pipeline.results.step_records import EvaluatedPolicy, ValidatedReward
 from pipeline.settings.settings import Settings
 from ppo_core.distributed.process import large_imports
+from ppo_core.errors import ModelError
 from ppo_core.io.folder_cache import make_once
 
 
@@ -107,12 +108,19 @@ def _evaluated(
     """
     report, alpha = first.report(), settings.promotion.alpha
     tests = [one.test for one in report.win_rate.values() if one.test]
+    # This step may run without the key of the judge.
+    has_judge = judge is not None or can_ask(settings.judge)
     if first.champion == champion and not (
-        any(one.may_reach(alpha) for one in tests)
-        # Without the key of the judge, this step cannot collect more evidence.
-        and (judge is not None or can_ask(settings.judge))
+        has_judge and any(one.may_reach(alpha) for one in tests)
     ):
         return first
+    if not has_judge:
+        raise ModelError(
+            f"The champion of '{settings.registered_model}' changed during the run, from "
+            f"{_shown(first.champion)} to {_shown(champion)}. The policy must be judged against "
+            "the new one, but this step has no key of the judge, so nothing is decided. Start a "
+            "new run: trained models are reused, and only the evaluation is repeated."
+        )
 
     def evaluate(unfinished: Path) -> None:
         # This import takes seconds, and only a further evaluation needs it.
@@ -120,7 +128,15 @@ def _evaluated(
             from pipeline.evaluation.evaluate_policies import evaluate_again
 
         fetched = None if champion is None else fetch_version(settings, champion)
-        evaluate_again(settings, first, fetched, unfinished, judge=judge, spent=spent)
+        evaluate_again(
+            settings,
+            first,
+            fetched,
+            unfinished,
+            judge=judge,
+            spent=spent,
+            calls=folder / f"{name}-calls.jsonl",
+        )
 
     name = f"against-{'sft' if champion is None else champion}"
     # The key contains the full first report, because the candidate's answers or the judge may
@@ -129,6 +145,10 @@ def _evaluated(
     key = {"first": as_json(report) | places, "alpha": alpha}
     again = make_once(folder, name, key, evaluate).path
     return replace(first, champion=champion, folder=str(again))
+
+
+def _shown(champion: int | None) -> str:
+    return "none" if champion is None else f"version {champion}"
 
 
 def _promotion_of(version: int, state: Champions) -> Decision:

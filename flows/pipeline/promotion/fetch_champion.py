@@ -5,7 +5,6 @@ from pathlib import Path
 from pipeline.inputs.run_data import RunData
 from pipeline.registry.aliases import CHAMPION, read_aliases
 from pipeline.registry.fetch_policy import policy_folders
-from pipeline.registry.sync_aliases import sync_aliases
 from pipeline.results.step_records import FetchedChampion
 from pipeline.settings.settings import Settings
 from ppo_core.data.encode_prompts import encode_prompt
@@ -20,18 +19,17 @@ CHAMPIONS = "champions"
 """Folder of downloaded versions, in the cache."""
 
 
-def find_champion(settings: Settings, *, sync: bool = True) -> FetchedChampion | None:
-    """Download and check the current champion; return None if there is no champion yet.
+def find_champion(settings: Settings) -> FetchedChampion | None:
+    """Download and check the version with the alias `champion`; None if there is no champion yet.
 
-    If `sync` is False, the champion is the version with the alias `champion`, and the registry is
-    not changed.
+    The registry is not changed, because the user of MLflow may be allowed only to read it.
 
     Raises:
         DataError: an evaluation prompt is too long for the champion.
         ModelError: the registry cannot be read, or the files differ from the registered files.
     """
     name = settings.registered_model
-    version = sync_aliases(name).champion if sync else read_aliases(name).get(CHAMPION)
+    version = read_aliases(name).get(CHAMPION)
     return None if version is None else fetch_version(settings, version)
 
 

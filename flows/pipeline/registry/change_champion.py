@@ -30,8 +30,18 @@ def read_champions(name: str) -> Champions:
         ModelError: there is no such registered model, or its ledger was deleted.
     """
     require_registered(name)
+    return Champions(read_decisions(name))
+
+
+@explained()
+def read_decisions(name: str) -> tuple[Decision, ...]:
+    """Return the decisions on a registered model; none before the first. Change nothing.
+
+    Raises:
+        ModelError: the ledger was deleted.
+    """
     ledger = find_ledger(connect(), name)
-    return Champions(ledger.read().decisions if ledger else ())
+    return ledger.read().decisions if ledger else ()
 
 
 @explained()
@@ -46,9 +56,7 @@ def challenge(name: str, version: int) -> None:
     """
     client = connect()
     _require_version(client, name, version)
-    ledger = find_ledger(client, name)
-    decisions = ledger.read().decisions if ledger else ()
-    decided = any(decision.version == version for decision in decisions)
+    decided = any(decision.version == version for decision in read_decisions(name))
     if not decided and read_aliases(name).get(CHALLENGER, 0) < version:
         client.set_registered_model_alias(name, CHALLENGER, str(version))
 

@@ -52,7 +52,7 @@ def check_run(given: Settings) -> Iterator[str]:
         ModelError: a model cannot be used, or MLflow does not answer.
     """
     settings = prepare_inputs(given)
-    champion = find_champion(settings, sync=False)
+    champion = find_champion(settings)
     if text := find_start(settings, None if champion is None else champion.version).text:
         yield text
     size = measure_run(settings, has_champion=champion is not None)

@@ -89,6 +89,7 @@ def evaluate_win_rate(
         judge=judge,
         selection=selection,
         score=None if reward_model is None else _score_by(settings, reward_model, policy, run),
+        calls=run.folder / "evaluation-calls.jsonl",
     )
     log_evaluation(tracker, evaluation)
     return with_judgment(chosen, evaluation.report()), evaluation
@@ -128,8 +129,8 @@ def _with_limits_now(settings: Settings) -> Settings:
         return settings
     # Imported here, because the import loads MLflow, which a short step does not need.
     with large_imports():
-        from pipeline.registry.sync_aliases import sync_aliases
-    decisions = sync_aliases(settings.registered_model).decisions
+        from pipeline.registry.change_champion import read_decisions
+    decisions = read_decisions(settings.registered_model)
     return replace(settings, promotion=limits_now(settings.promotion, decisions))
 
 
@@ -148,7 +149,7 @@ def _choose(
     if settings.selection.method == "last":
         return None, None
     data, judge, earlier = RunData(settings), None, trained.earlier
-    budget = Budget.of(settings.judging)
+    budget = Budget.of(settings.judging, run.folder / f"{SELECTED}-calls.jsonl")
     if settings.selection.method == "judge":
         judge = make_judge_of_run(settings, judge_of_run(settings, trained_judge), budget)
     ppo = settings.ppo

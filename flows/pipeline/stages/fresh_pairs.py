@@ -17,6 +17,7 @@ from pipeline.judges.verdict import Judge, JudgedPrompt
 from pipeline.launch.answers import answer_as_ppo, inputs_of_samples
 from pipeline.results.step_records import FreshPairs, PreparedModel
 from pipeline.settings.fresh_pairs_config import LEAST_PAIRS, PEOPLE
+from pipeline.settings.settings import Settings
 from pipeline.storage.cached_results import MadeModel, as_values, make_or_reuse
 from pipeline.storage.workspace import original_names
 from pipeline.tracking.tracker import Tracker
@@ -90,7 +91,7 @@ def label_samples(tracker: Tracker, data: RunData, sft: PreparedModel, run: Flow
         JudgeError: the labeler does not answer, or its budget is spent.
     """
     settings = data.settings
-    config, budget = settings.fresh_pairs, Budget.of(settings.judging)
+    config, budget = settings.fresh_pairs, _budget(settings, run)
     votes = data.fresh_labels()
     if votes is not None:
         code = digest_of_code(
@@ -144,7 +145,7 @@ def label_round(
     Raises:
         JudgeError: the labeler does not answer, or its budget is spent.
     """
-    settings, budget = data.settings, Budget.of(data.settings.judging)
+    settings, budget = data.settings, _budget(data.settings, run, number)
     inputs = {
         "policy": policy.digest,
         "first": Path(first.path).name,
@@ -161,6 +162,11 @@ def label_round(
     made = make_or_reuse(run.workspace, FRESH_PAIRS, inputs, make)
     labeled, counts = _log_labels(tracker, made, run, number)
     return labeled, counts.pairs >= LEAST_PAIRS
+
+
+def _budget(settings: Settings, run: FlowRun, number: int = 1) -> Budget:
+    """Return the budget of the labeler in a round; the limits are of each round."""
+    return Budget.of(settings.judging, run.folder / f"{FRESH_PAIRS}-{number}-calls.jsonl")
 
 
 def _paid(counts: LabelCounts, run: FlowRun, budget: Budget) -> dict[str, Any]:

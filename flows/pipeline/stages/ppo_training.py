@@ -11,10 +11,10 @@ from typing import Any
 from pipeline.inputs.flow_run import CRITIC, PPO, ChampionStart, FlowRun
 from pipeline.inputs.run_data import RunData
 from pipeline.inputs.run_rewards import RunRewards
-from pipeline.judges.judge_budget import Spent, sum_spent
+from pipeline.judges.judge_budget import Spent, read_spent, sum_spent
 from pipeline.judges.llm_reward.job import PROGRAM as RUBRIC_PROGRAM
-from pipeline.judges.llm_reward.job import job_of_run, read_spent, write_rubric_job
-from pipeline.launch.checkpoint_mirror import mirrored
+from pipeline.judges.llm_reward.job import job_of_run, write_rubric_job
+from pipeline.launch.checkpoint_mirror import SPENT_FILE, mirrored
 from pipeline.launch.commands import ONE_MACHINE, Machines, gpus
 from pipeline.launch.commands import PPO as PPO_PROGRAM
 from pipeline.launch.forked_processes import used_by_children
@@ -240,7 +240,7 @@ def _move_policy(
         run=run.id,
         rounds=rounds,
         spent=spent,
-        rewards_spent=read_spent(job) or None,
+        rewards_spent=read_spent(job / SPENT_FILE) or None,
     )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pipeline.cost.gpu_table import find_gpu, processes_on_a_machine
 from pipeline.demo.task import find_demo_task
+from pipeline.evaluation.guards.functions import load_guards
 from pipeline.inputs.flow_run import QUARANTINE, SETTINGS_FILE, ChampionStart, FlowRun
 from pipeline.inputs.lineage import Lineage, trace
 from pipeline.inputs.model_digests import digest_of_model
@@ -14,6 +15,7 @@ from pipeline.inputs.replayed_pairs import inherited_rows, read_start_rows
 from pipeline.inputs.row_digests import ROWS_FILE, write_digests
 from pipeline.inputs.run_data import RunData
 from pipeline.inputs.run_rewards import RunRewards
+from pipeline.judges.make_judge import digest_of_own_files
 from pipeline.preflight.check_inputs import check_inputs
 from pipeline.preflight.fetch_inputs import fetch_inputs, share_inputs
 from pipeline.preflight.remote_machine import refuse_proxied_artifacts
@@ -82,7 +84,7 @@ def find_inputs(given: Settings) -> Settings:
 
 
 def trace_run(name: str, given: Settings, settings: Settings) -> Lineage:
-    """Return the lineage of a run: its code, its settings, its data and the given models.
+    """Return the lineage of a run: code, settings, data, given models, judges and guards.
 
     The tags of `start_from` are left out. Otherwise each new champion would make the flow Retrain
     start a training.
@@ -98,7 +100,19 @@ def trace_run(name: str, given: Settings, settings: Settings) -> Lineage:
         lineage.tags["model/reward_model"] = digest_of_model(settings.reward_model)
     rewards = RunRewards(RunData(settings)).digests()
     lineage.tags.update({f"reward/{name}": digest for name, digest in rewards.items()})
+    lineage.tags.update(_digests_of_judges(settings))
     return lineage
+
+
+def _digests_of_judges(settings: Settings) -> dict[str, str]:
+    """Return the digests of judges and guards whose files can change under the same name."""
+    judges = {"judge/judge": settings.judge, "judge/labeller": settings.fresh_pairs.judge}
+    found = {tag: digest_of_own_files(spec) for tag, spec in judges.items() if spec}
+    guards = load_guards(settings.promotion.guards)
+    return {
+        **{tag: digest for tag, digest in found.items() if digest},
+        **{f"guard/{name}": guard.version for name, guard in guards.items()},
+    }
 
 
 def start_run(

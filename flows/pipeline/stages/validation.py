@@ -195,7 +195,8 @@ def _measure(
     So a run with other settings of PPO does not measure the reward model again. A report in which
     the judge has left pairs without a verdict is not reused, because its server may answer again.
     """
-    settings, budget = data.settings, Budget.of(data.settings.judging)
+    settings = data.settings
+    budget = Budget.of(settings.judging, run.folder / f"{MEASURED}-calls.jsonl")
     preferences = Preferences(
         data.test_pairs(), data.voted_pairs(None if fresh is None else fresh.path)
     )
@@ -293,7 +294,7 @@ def measure_given_model(
     def is_low(found: OnPolicy) -> bool:
         return found.accuracy is not None and found.accuracy.high < enough
 
-    budget = Budget.of(settings.judging)
+    budget = Budget.of(settings.judging, folder / "given-reward-model-calls.jsonl")
     scorer, draw = load_scorer(data, reward_model.path), _draw(settings, sft, folder)
     blocks = scored_samples(scorer, data.training_prompts(), draw, limits)
     found = measure_on_policy(

@@ -4,11 +4,15 @@ import math
 import time
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 from uuid import uuid4
 
 import mlflow
 import numpy as np
 import pytest
+from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import PERMISSION_DENIED
 
 import registry
 from human_feedback.opinions import Opinion
@@ -110,33 +114,51 @@ def test_a_champion_that_users_like_less_is_withdrawn_once(name: str, capsys):
     # The flow Retrain asks first of all, if the settings say so.
     plain = {"task": "tldr", "registered_model": name}
     settings = plain | {"promotion": {"withdraw_alpha": 0.01}}
-    watch_feedback(plain, "Retrain/1")
+    watch_feedback(plain, "Retrain/1", "")
     assert read_champions(name).champion == 2
-    watch_feedback(settings, "Retrain/1")
+    watch_feedback(settings, "Retrain/1", "")
     assert "Version 1 is champion again." in capsys.readouterr().out
     champions = read_champions(name)
     assert champions.champion == 1
     last = champions.decisions[-1]
     assert (last.by, last.action) == ("run Retrain/1", "rolled back")
     assert last.reasons[0].startswith("Users like it less: version 2: 12 users like 0%")
-    watch_feedback(settings, "Retrain/2")
+    watch_feedback(settings, "Retrain/2", "")
     assert "has no two champions to compare" in capsys.readouterr().out
     # A person's promotion is not undone by the judgments from before it.
     promote_by_hand(name, 2, reason="It was the prompts.", by="person ann")
-    watch_feedback(settings, "Retrain/3")
+    watch_feedback(settings, "Retrain/3", "")
     assert "version 2: 0 users" in capsys.readouterr().out
     assert read_champions(name).champion == 2
 
 
 def test_nothing_to_compare_stops_no_training(server: MlflowServer, name: str, capsys):
     settings = {"task": "tldr", "promotion": {"withdraw_alpha": 0.01}}
-    watch_feedback(settings | {"registered_model": "nobody-made-this"}, "Retrain/1")
+    watch_feedback(settings | {"registered_model": "nobody-made-this"}, "Retrain/1", "")
     assert "has no two champions to compare" in capsys.readouterr().out
     connect().rename_experiment(
         connect().get_experiment_by_name(f"{name}-served").experiment_id, f"{name}-away"
     )
-    watch_feedback(settings | {"registered_model": name}, "Retrain/1")
+    watch_feedback(settings | {"registered_model": name}, "Retrain/1", "")
     assert "not compared: MLflow has no experiment" in capsys.readouterr().out
+
+
+def test_a_withdrawal_that_mlflow_refuses_stops_no_training_but_is_an_alarm(
+    name: str, capsys, monkeypatch
+):
+    def refused(*given: Any) -> None:
+        raise MlflowException("Permission denied", error_code=PERMISSION_DENIED)
+
+    judge_answers(name, "2", liked=False)
+    alarms: list[tuple[str, ...]] = []
+    monkeypatch.setattr("retraining.retrain.send_alarm", lambda *given: alarms.append(given))
+    monkeypatch.setattr(MlflowClient, "log_param", refused)
+    settings = {"task": "tldr", "registered_model": name, "promotion": {"withdraw_alpha": 0.01}}
+    watch_feedback(settings, "Retrain/1", "arn:topic")
+    assert "feedback: failed, so the champion stays: " in capsys.readouterr().out
+    ((topic, subject, (sentence,)),) = alarms
+    assert topic == "arn:topic" and name in subject and "Permission denied" in sentence
+    assert read_champions(name).champion == 2
 
 
 def test_only_the_version_that_was_compared_is_withdrawn(name: str):
@@ -152,7 +174,7 @@ def test_a_champion_that_was_moved_by_hand_is_the_one_that_is_compared(name: str
     assert "by the alias, the champion is version 1; by the history, it is version 2" in told
     assert read_champions(name).champion == 2
     settings = {"task": "tldr", "registered_model": name, "promotion": {"withdraw_alpha": 0.01}}
-    watch_feedback(settings, "Retrain/1")
+    watch_feedback(settings, "Retrain/1", "")
     assert "version 1: 0 users like 0% of the answers; version 2: " in capsys.readouterr().out
     assert [one.action for one in read_champions(name).decisions[2:]] == ["found"]
 

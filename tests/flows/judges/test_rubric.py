@@ -14,8 +14,8 @@ from pipeline.inputs.model_digests import digest_of_model
 from pipeline.inputs.run_data import RunData
 from pipeline.inputs.run_rewards import RunRewards
 from pipeline.judges.chat_model import Question, Reply
-from pipeline.judges.judge_budget import Spent
-from pipeline.judges.llm_reward.job import LanguageModels, job_of_run, read_spent
+from pipeline.judges.judge_budget import Spent, read_spent
+from pipeline.judges.llm_reward.job import LanguageModels, job_of_run
 from pipeline.judges.llm_reward.rubric_reward import RubricReward
 from pipeline.judges.llm_reward.score_question import (
     REMINDER,
@@ -186,14 +186,14 @@ def test_processes_share_the_limits_and_count_what_all_of_them_spent(tmp_path: P
         job = job_of_run(RunRewards(RunData(settings)), processes=2)
         first, second = (LanguageModels(job, tmp_path).reward(SCORER) for _ in range(2))
         assert first(["p"] * 3, ["a", "b", "c"]) == [5, 5, 5]
-        with pytest.raises(JudgeError, match=r"max_calls=4 \(what was left, shared equally by 2"):
+        with pytest.raises(JudgeError, match=r"max_calls=4 \(shared equally by 2"):
             second(["p"] * 5, list("defgh"))
         with (tmp_path / SPENT_FILE).open("a") as file:
             file.write('{"name": "openai:sco')  # killed while it wrote
-        assert read_spent(tmp_path) == {"openai:scorer": Spent(calls=3, tokens=30)}
+        assert read_spent(tmp_path / SPENT_FILE) == {"openai:scorer": Spent(calls=3, tokens=30)}
         # After a restart with one process, 6 of 9 calls are left.
         resumed = LanguageModels(replace(job, processes=1), tmp_path)
-        assert resumed.budget.max_calls == 6
+        assert resumed.budget.calls_left == 6
         assert resumed.reward(SCORER)(["p"] * 4, ["a", "b", "c", "d"]) == [5] * 4
     assert len(server.requests) == 4
 

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pipeline.evaluation.evaluate_policies import evaluate_policies
 from pipeline.evaluation.notes import WITHOUT_REFERENCES
 from pipeline.inputs.json_lines import read_jsonl
+from pipeline.judges.judge_names import JUDGED_ELSEWHERE
 from pipeline.promotion.apply_promotion_gate import apply_promotion_gate
 from pipeline.promotion.fetch_champion import find_champion
 from pipeline.registry import change_champion
@@ -30,7 +31,7 @@ from pipeline.settings.gate_configs import ALPHA, GuardsConfig
 from pipeline.settings.judge_config import JudgingConfig
 from pipeline.stages.evaluation import fetch_again
 from pipeline.tracking.mlflow_client import connect
-from ppo_core.errors import DataError, ModelError
+from ppo_core.errors import DataError, JudgeError, ModelError
 from tests.flows.evaluation.test_baselines import more_w1
 from tests.helpers.inputs.pipeline_inputs import write_model, write_rows
 from tests.helpers.models.tiny import make_tokenizer
@@ -373,6 +374,41 @@ def test_the_cost_has_the_calls_of_every_evaluation(
         assert fault.happened.is_set()
         assert judged.champion == version + 1
         assert judged.report().spent["openai:j"].calls == len(asked.requests)
+
+
+def test_the_limit_of_calls_covers_all_attempts_of_an_evaluation(
+    world: World, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    policies = world.policies["sft"], world.policies["good"]
+    with fault_server(more_w1) as asked:
+        judging = JudgingConfig(base_url=asked.url, max_calls=20)
+        settings = world.named(name, judge="openai:limited", judging=judging)
+        for _ in range(3):
+            with pytest.raises(JudgeError, match="max_calls=20"):
+                evaluate_policies(settings, *policies, None, tmp_path, calls=tmp_path / "calls")
+        assert 0 < len(asked.requests) <= 20
+
+
+def test_a_step_without_the_key_of_the_judge_says_that_the_champion_changed(
+    world: World, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    evaluation = world.evaluate(world.named(name), "good", tmp_path)
+    newer = crown(world, name, "weak")
+    version = world.add_version(name, "good")
+    monkeypatch.setenv(JUDGED_ELSEWHERE, "1")
+    with pytest.raises(ModelError, match=r"from none to version 1\. .*no key of the judge"):
+        decide(world, name, version, evaluation, tmp_path, judge="openai:j")
+    assert told(name) == [("promoted", newer, newer)]
+
+
+def test_finding_the_champion_changes_nothing_in_the_registry(world: World, name: str):
+    crown(world, name, "weak")
+    moved = world.add_version(name, "good")
+    connect().set_registered_model_alias(name, "champion", str(moved))
+    before = told(name)
+    assert find_champion(world.named(name)).version == moved
+    assert told(name) == before
 
 
 def test_of_two_that_finish_together_the_second_is_judged_against_the_first(

@@ -34,6 +34,7 @@ from pipeline.results.step_records import (
 from pipeline.settings.gate_configs import ALPHA
 from pipeline.settings.make_settings import make_settings, settings_text
 from pipeline.settings.settings import Settings
+from pipeline.stages.registration import missing_verdicts
 from pipeline.storage.workspace import Workspace
 from pipeline.tracking.mlflow_client import connect
 from ppo_core.io.folder_cache import digest_of_folder
@@ -394,6 +395,18 @@ def test_the_alpha_of_a_decision_counts_a_promotion_after_the_evaluation(
     # The share of each of the first decisions is 1/104, and one promotion doubles it.
     assert test is not None and test.alpha == pytest.approx(0.5 / 104)
     assert registered.alpha == pytest.approx(2 * 0.5 / 104)
+
+
+def test_only_a_contest_with_too_many_missing_verdicts_lets_a_later_run_ask_again(
+    world: World, name: str, tmp_path: Path
+):
+    report = world.evaluate(world.named(name), "weak", tmp_path).report()
+    config = replace(world.settings.evaluation, max_invalid=0.1)
+    rate = report.win_rate["ppo_vs_sft"]
+    assert rate.n == 16
+    for invalid, found in ((0, ""), (1, ""), (2, "ppo_vs_sft")):
+        rates = {**report.win_rate, "ppo_vs_sft": replace(rate, invalid=invalid)}
+        assert missing_verdicts(replace(report, win_rate=rates), config) == found
 
 
 @pytest.mark.parametrize(

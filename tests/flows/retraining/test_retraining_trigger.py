@@ -13,6 +13,7 @@ from mlflow import MlflowClient
 
 from pipeline.inputs.lineage import FLOW_RUN
 from pipeline.storage import workspace
+from pipeline.tracking.decided_runs import MISSING_VERDICTS
 from pipeline.tracking.mlflow_runs import start_runs
 from ppo_core.errors import ConfigError, DataError
 from retraining.retraining_trigger import NewInputs, find_new_inputs
@@ -123,6 +124,30 @@ def test_a_changed_setting_is_new(
     assert set(look(table | change).new) == set(new)
 
 
+def test_labels_judges_and_guards_are_inputs_too(
+    table: dict[str, Any], mlflow_client: MlflowClient, tmp_path: Path
+):
+    code, labels = tmp_path / "own_judge.py", tmp_path / "labels.jsonl"
+    code.write_text(
+        "def judge(prompts, pairs):\n    return ['tie'] * len(pairs)\n\n"
+        "def guard(prompts, responses):\n    return [1.0] * len(prompts)\n"
+    )
+    vote = {"prompt": "w2 w3", "first": "w1", "second": "w4", "label": "tie"}
+    labels.write_text(json.dumps(vote) + "\n")
+    table |= {
+        "judge": f"python:{code}:judge",
+        "evaluation": {"human_labels": str(labels)},
+        "promotion": {"guards": {"functions": {"kind": f"python:{code}:guard"}}},
+    }
+    make_champion(mlflow_client, look(table), 7)
+    assert look(table).new == []
+    labels.write_text(json.dumps(vote | {"label": "first"}) + "\n")
+    assert look(table).new == ["data/human-labels changed"]
+    labels.write_text(json.dumps(vote) + "\n")
+    code.write_text(code.read_text().replace("tie", "first"))
+    assert set(look(table).new) == {"judge changed", "guard/kind changed"}
+
+
 def test_another_policy_is_new_and_so_is_a_changed_one(
     table: dict[str, Any], mlflow_client: MlflowClient, tmp_path: Path
 ):
@@ -164,8 +189,15 @@ def test_inputs_on_which_a_run_decided_are_not_tried_again(
     assert look(table).seen == words
 
 
-@pytest.mark.parametrize("tags", [{"outcome": "failed"}, *slow({}, {"outcome": "killed"})])
-def test_inputs_of_a_run_that_failed_are_tried_again(
+@pytest.mark.parametrize(
+    "tags",
+    [
+        {"outcome": "failed"},
+        {"promotion": "refused", "version": "3", MISSING_VERDICTS: "ppo_vs_sft"},
+        *slow({}, {"outcome": "killed"}),
+    ],
+)
+def test_inputs_on_which_no_run_could_decide_are_tried_again(
     table: dict[str, Any], mlflow_client: MlflowClient, tags: dict[str, str]
 ):
     decide(mlflow_client, look(table), 8, **tags)

@@ -1,12 +1,11 @@
 """Set up the language models of a PPO training in its processes; count their calls and tokens."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pipeline.inputs.run_rewards import RunRewards
-from pipeline.judges.judge_budget import Budget, Spent, sum_spent
+from pipeline.judges.judge_budget import Budget, read_spent
 from pipeline.judges.llm_reward.rubric_reward import RubricReward
 from pipeline.judges.make_judge import make_chat_model, places_of_replies
 from pipeline.judges.reply_cache import ReplyCache
@@ -86,8 +85,7 @@ class LanguageModels:
         """Record calls and tokens in the folder of the training; None records nothing."""
         self.job = job
         self.folder = folder
-        self.budget = _share_of_budget(job, read_spent(folder) if folder else {})
-        self._kept: dict[str, Spent] = {}
+        self.budget = _share_of_budget(job, folder / SPENT_FILE if folder else None)
 
     def load(self, one: NamedReward) -> LoadedFunction:
         """Return a language model as a function of prompts and responses.
@@ -108,25 +106,7 @@ class LanguageModels:
             job.rubric,
             attempts=job.judging.attempts,
             max_invalid=job.max_invalid,
-            on_asked=self._keep_spent,
         )
-
-    def _keep_spent(self) -> None:
-        """Append to the file of the training what was spent since the last call of this method."""
-        if self.folder is None:
-            return
-        now = self.budget.spent({})
-        lines = [
-            json.dumps({"name": name, **asdict(new)}) + "\n"
-            for name, one in now.items()
-            if (new := _since(self._kept.get(name), one)).calls or new.tokens
-        ]
-        self._kept.update(now)
-        if lines:
-            # All processes append to the file, each by one write.
-            with (self.folder / SPENT_FILE).open("a", encoding="utf-8") as file:
-                # A killed process may have left an incomplete line, so begin with a line break.
-                file.write("\n" + "".join(lines))
 
 
 def load_job(folder: Path) -> LanguageModels:
@@ -135,41 +115,13 @@ def load_job(folder: Path) -> LanguageModels:
     return LanguageModels(read_record(given, RubricJob), folder)
 
 
-def read_spent(folder: Path) -> dict[str, Spent]:
-    """Return the calls and tokens of a training's language models by name, over all attempts."""
-    file = folder / SPENT_FILE
-    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    return sum_spent(*filter(None, map(_spent_in, lines)))
-
-
-def _share_of_budget(job: RubricJob, spent: Mapping[str, Spent]) -> Budget:
+def _share_of_budget(job: RubricJob, file: Path | None) -> Budget:
     """Return the budget of one process: an equal part of what the training has not spent yet."""
-    used = (
-        sum(one.calls for one in spent.values()),
-        sum(one.tokens or 0 for one in spent.values()),
-    )
+    spent = read_spent(file).values() if file else ()
+    used = sum(one.calls for one in spent), sum(one.tokens or 0 for one in spent)
     calls, tokens = (
-        None if limit is None else max(0, limit - each) // job.processes
+        None if limit is None else each + max(0, limit - each) // job.processes
         for limit, each in zip((job.judging.max_calls, job.judging.max_tokens), used, strict=True)
     )
-    is_part = job.processes > 1 or any(used)
-    shared = f", shared equally by {job.processes} processes" if job.processes > 1 else ""
-    note = f" (what was left{shared})" if is_part else ""
-    return Budget(calls, tokens, note=note)
-
-
-def _spent_in(line: str) -> Mapping[str, Spent]:
-    """Return the calls and tokens in a line; none if a killed process left the line incomplete."""
-    try:
-        fields = json.loads(line)
-        return {fields["name"]: Spent(calls=fields["calls"], tokens=fields["tokens"])}
-    except (ValueError, KeyError, TypeError):
-        return {}
-
-
-def _since(before: Spent | None, now: Spent) -> Spent:
-    if before is None:
-        return now
-    unknown = before.tokens is None or now.tokens is None
-    tokens = None if unknown else (now.tokens or 0) - (before.tokens or 0)
-    return Spent(calls=now.calls - before.calls, tokens=tokens)
+    note = f" (shared equally by {job.processes} processes)" if job.processes > 1 else ""
+    return Budget(calls, tokens, note=note, file=file)

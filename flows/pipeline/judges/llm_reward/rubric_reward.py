@@ -1,7 +1,7 @@
 """A reward of PPO for which a language model scores each response by a rubric."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import fmean
 
 from pipeline.judges.chat_model import ChatModel, Question
@@ -34,16 +34,14 @@ class RubricReward:
         *,
         attempts: int,
         max_invalid: float,
-        on_asked: Callable[[], None] = lambda: None,
     ) -> None:
         """Take the entry of `rewards`, its chat model, and the rubric.
 
         `attempts` is the maximum number of times to ask a question whose reply has no score.
-        `max_invalid` is the largest fraction of invalid answers. `on_asked` is called at the end of
-        each call of `scores`.
+        `max_invalid` is the largest fraction of invalid answers.
         """
         self._reward, self._chat, self._cache, self._rubric = reward, chat, cache, rubric
-        self._attempts, self._max_invalid, self._on_asked = attempts, max_invalid, on_asked
+        self._attempts, self._max_invalid = attempts, max_invalid
         self._wording = score_wording(rubric)
         self._last: deque[float | None] = deque(maxlen=LAST_ANSWERS)
 
@@ -94,8 +92,6 @@ class RubricReward:
         except JudgeError as error:
             # Raise JudgeError itself, because the parent process does not know its subclasses.
             raise JudgeError(f"rewards={self._reward.spec!r}: {error}") from error
-        finally:
-            self._on_asked()
         return [found[case] for case in cases]
 
     def _pose(self, case: Case, attempt: int) -> Question:
