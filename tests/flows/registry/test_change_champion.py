@@ -140,6 +140,7 @@ def test_the_first_promotion_of_all_has_no_one_before_it(model: str):
     assert_aliases(model, 1)
     assert read_aliases(model) == {"champion": 1}
     assert tags(model, 1) == {
+        MANIFEST_TAG: "0" * 64,
         "promotion": "promoted",
         "promotion_reasons": "It won 51 %.",
         "promotion_at": made.at,
