@@ -28,7 +28,7 @@ from ppo_core.checkpointing.optimizer_options import (
 from ppo_core.checkpointing.read_checkpoint import Checkpoint
 from ppo_core.distributed.engine import Engine
 from ppo_core.errors import PPOError, TrainingError
-from ppo_core.ppo.random_state import global_rng_state, restore_global_rng_state
+from ppo_core.io.random_state import global_rng_state, restore_global_rng_state
 
 OPTIMIZER, PROCESS = "optimizer", "process"
 """Names of tensor groups in a checkpoint."""

@@ -15,9 +15,9 @@ from ppo_core.data.prompt_stream import PromptStream
 from ppo_core.data.types import Experience, Rollout, TokenSums
 from ppo_core.distributed.engine import Engine
 from ppo_core.errors import ConfigError
+from ppo_core.io.random_state import generator_tensors, restore_generators
 from ppo_core.ppo.ema import WeightAverage
 from ppo_core.ppo.model_bundle import ModelBundle
-from ppo_core.ppo.random_state import generator_tensors, restore_generators
 from ppo_core.ppo.schedule import Schedule
 from ppo_core.ppo.update import TrainState, UpdateProgress
 from ppo_core.reporting.callbacks import Reporter

@@ -24,6 +24,7 @@ from ppo_core.distributed.engine import Engine
 from ppo_core.distributed.gather_weights import gather_weights, save_plain
 from ppo_core.errors import ConfigError
 from ppo_core.io.atomic_files import require_writable
+from ppo_core.io.random_state import seed_global_generators
 from ppo_core.models.adapters import adapter_settings, recompute_activations
 from ppo_core.models.files.adapter_weights import save_adapter
 from ppo_core.models.files.model_folder import refuse_adapter
@@ -35,7 +36,6 @@ from ppo_core.models.loading import (
     load_policy,
     load_tokenizer,
 )
-from ppo_core.ppo.random_state import seed_global_generators
 from ppo_core.supervised.examples.encoded_rows import TrainingKind, encode_rows, max_tokens
 from ppo_core.supervised.examples.reward_pairs import collate_pairs
 from ppo_core.supervised.examples.sft_examples import collate_examples

@@ -25,10 +25,10 @@ from ppo_core.distributed.interruption import Interruption
 from ppo_core.errors import NotFiniteError, RunInterruptedError
 from ppo_core.errors.out_of_memory import explained_out_of_memory
 from ppo_core.io.progress_bar import progress
+from ppo_core.io.random_state import seed_global_generators
 from ppo_core.models.adapters import adapter_settings, train_adapters
 from ppo_core.models.backbones import DecoderBackbone
 from ppo_core.models.kernels.cpu_memory import release_freed_memory
-from ppo_core.ppo.random_state import seed_global_generators
 from ppo_core.reporting.metrics_file import MetricsFile
 from ppo_core.supervised.checkpoint import Progress, SupervisedContents
 from ppo_core.supervised.lora import keep_frozen_in_bf16

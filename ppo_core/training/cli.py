@@ -32,6 +32,7 @@ from ppo_core.distributed.process import is_main_process
 from ppo_core.errors import ConfigError
 from ppo_core.io.atomic_files import require_writable, write_atomically
 from ppo_core.io.progress_bar import ProgressFile, listening
+from ppo_core.io.random_state import seed_global_generators
 from ppo_core.models.adapters import get_peft_config
 from ppo_core.models.files.critic_files import load_critic, require_whole_critic
 from ppo_core.models.files.rollout_files import KeptRollout, read_rollouts
@@ -46,7 +47,6 @@ from ppo_core.models.loading import (
 )
 from ppo_core.models.quantization import get_quantization_config
 from ppo_core.models.reward_model import RewardModel
-from ppo_core.ppo.random_state import seed_global_generators
 from ppo_core.reporting.metrics_file import SELF_CHECK_FILE
 from ppo_core.supervised.pair_ranker import PairRanker, make_classifier
 from ppo_core.training.load_rewards import (

@@ -23,6 +23,7 @@ from ppo_core.distributed.interruption import Interruption
 from ppo_core.errors import ConfigError, RunInterruptedError
 from ppo_core.errors.out_of_memory import explained_out_of_memory
 from ppo_core.io.progress_bar import PhaseLines, listening, progress
+from ppo_core.io.random_state import global_rng_state, restore_global_rng_state
 from ppo_core.models.critic import ActorCritic
 from ppo_core.models.files.rollout_files import KeptRollout, kept_tensors
 from ppo_core.models.kernels.cpu_memory import release_freed_memory
@@ -32,7 +33,6 @@ from ppo_core.ppo.model_bundle import ModelBundle
 from ppo_core.ppo.optimizer import make_train_state
 from ppo_core.ppo.policy_sampler import PolicySampler, PromptBatch, draw_prompts
 from ppo_core.ppo.ptx import PretrainingTexts
-from ppo_core.ppo.random_state import global_rng_state, restore_global_rng_state
 from ppo_core.ppo.run_state import PendingUpdate, RunContext, RunState
 from ppo_core.ppo.schedule import make_schedule
 from ppo_core.ppo.scoring import score

@@ -16,9 +16,9 @@ from transformers import PreTrainedTokenizerBase
 from ppo_core.data.prompt_set import Collator
 from ppo_core.distributed.choose_engine import choose_engine
 from ppo_core.errors import ConfigError, ModelError
+from ppo_core.io.random_state import seed_global_generators
 from ppo_core.models.model_with_value_head import ModelWithValueHead
 from ppo_core.models.reference import create_reference_model
-from ppo_core.ppo.random_state import seed_global_generators
 from ppo_core.ppo.rewards import RewardMix
 from ppo_core.reporting.callbacks import Reporter
 from ppo_core.reporting.sample_table import log_table
