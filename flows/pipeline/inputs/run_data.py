@@ -14,6 +14,7 @@ from pipeline.inputs.human_labels_to_pairs import pairs_of_votes
 from pipeline.inputs.labeled_pairs import LabeledPair, decided_pairs
 from pipeline.inputs.row_digests import read_digests, without_erased
 from pipeline.inputs.training_pairs import (
+    held_out_pairs,
     join_by_weight,
     split_off_judge_pairs,
     training_pairs_of,
@@ -122,7 +123,7 @@ class RunData:
         """Read prompt, chosen and rejected of all preferences except validation pairs and ties."""
         rows = self._read(self.settings.preferences, "pairs")
         if not self.settings.preferences_test:
-            rows = held_out(rows, self.settings.held_out_share)[0]
+            rows = held_out_pairs(rows, self.settings.held_out_share)[0]
         # Compare pairs before long texts are shortened: shortened texts have other keys.
         return training_pairs_of(rows, self._validation_pairs())
 
@@ -179,9 +180,8 @@ class RunData:
     def _validation_pairs(self) -> Rows:
         if self.settings.preferences_test:
             return self._read(self.settings.preferences_test, "pairs")
-        return held_out(
-            self._read(self.settings.preferences, "pairs"), self.settings.held_out_share
-        )[1]
+        rows = self._read(self.settings.preferences, "pairs")
+        return held_out_pairs(rows, self.settings.held_out_share)[1]
 
     def training_prompts(self) -> Rows:
         """Read the prompts that PPO trains on, with the column `reference`.
@@ -361,7 +361,7 @@ class RunData:
 
     def fresh_pairs(self, folder: str) -> tuple[Rows, Rows]:
         """Read pairs of the policy's samples; return the training pairs and the held-out pairs."""
-        return held_out(self.all_fresh_pairs(folder), self.settings.held_out_share)
+        return held_out_pairs(self.all_fresh_pairs(folder), self.settings.held_out_share)
 
     def fitting_held_out_pairs(self, folder: str) -> Rows:
         """Read the held-out pairs of the policy's samples that fit into every reward model."""

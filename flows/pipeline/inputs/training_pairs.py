@@ -1,5 +1,6 @@
 """Choose and weight the pairs that train a reward model or a judge."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -7,8 +8,10 @@ import pyarrow
 from datasets import concatenate_datasets
 
 from pipeline.inputs.labeled_pairs import PairKey, pair_key
+from pipeline.inputs.training_prompts import prompt_key
 from ppo_core.data.rows.read_rows import Rows, derive, each
 from ppo_core.data.rows.row_columns import WEIGHT, Row
+from ppo_core.data.rows.split_rows import held_out, reports_left_out
 from ppo_core.errors import DataError
 from ppo_core.io.folder_cache import digest_of, digest_of_code
 
@@ -52,6 +55,38 @@ def training_pairs_of(rows: Rows, others: Rows) -> Rows:
     if gone := len(rows) - len(kept):
         return replace(kept, source=f"{rows.source}, less {gone} that are ties or held out")
     return kept
+
+
+def held_out_pairs(rows: Rows, share: float) -> tuple[Rows, Rows]:
+    """Split off about the last fraction `share` of the pairs, so that no prompt is in both parts.
+
+    If a prompt has pairs in both parts of `held_out`, prompts are split off in the order of their
+    last pairs, the last first; a prompt whose pairs do not all fit into the share is kept. A pair
+    without a prompt shares its prompt with no other pair. If all rows have the same prompt, the
+    result is that of `held_out`.
+
+    Raises:
+        DataError: see `held_out`.
+    """
+    first, last = held_out(rows, share)
+    texts = rows.column("prompt")
+    prompts = [prompt_key(text) if text else position for position, text in enumerate(texts)]
+    counts = Counter(prompts)
+    if len(counts) == 1 or not {*prompts[: len(first)]} & {*prompts[len(first) :]}:
+        return first, last
+    taken, number = set[str | int](), 0
+    for prompt in dict.fromkeys(reversed(prompts)):
+        if number + counts[prompt] <= share * len(rows):
+            taken.add(prompt)
+            number += counts[prompt]
+    taken = taken or {min(counts, key=lambda prompt: counts[prompt])}
+    parts: tuple[list[int], list[int]] = ([], [])
+    for position, prompt in enumerate(prompts):
+        parts[prompt in taken].append(position)
+    kept, split_off = (
+        rows.select(part, f"{len(part)} of {len(rows)}, no prompt in both parts") for part in parts
+    )
+    return reports_left_out(kept, rows), split_off
 
 
 def split_off_judge_pairs(rows: Rows) -> tuple[Rows, Rows]:

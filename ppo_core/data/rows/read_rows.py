@@ -137,6 +137,16 @@ class Rows:
             key=digest_of([self.key, begin, end]),
         )
 
+    def select(self, positions: Sequence[int], name: str) -> "Rows":
+        """Return the rows at `positions`, without what is known about left-out rows."""
+        return replace(
+            self.without_left_out(),
+            source=f"{self.source} ({name})",
+            table=self.table.select(positions),
+            digest=digest_of([self.digest, positions]),
+            key=digest_of([self.key, positions]),
+        )
+
     def without_left_out(self) -> "Rows":
         """Return the same rows, without what is known about left-out rows."""
         return replace(self, left_out={}, left_out_files=(), used=Fraction(1))

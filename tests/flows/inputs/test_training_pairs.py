@@ -3,11 +3,13 @@ from math import log
 import pytest
 
 from pipeline.inputs.training_pairs import (
+    held_out_pairs,
     join_by_weight,
     split_off_judge_pairs,
     training_pairs_of,
 )
 from pipeline.inputs.user_feedback_to_pairs import pairs_of_feedback
+from ppo_core.data.rows.split_rows import held_out
 from ppo_core.errors import DataError
 from tests.helpers.inputs.rows import plain, rows_of
 
@@ -39,6 +41,32 @@ def test_pairs_of_the_validation_set_are_not_trained_on_in_either_order():
     rows = rows_of("pairs", [vote("a", "b"), vote("c", "d")])
     trained = training_pairs_of(rows, rows_of("pairs", [vote("d", "c")]))
     assert plain(trained) == [vote("a", "b")]
+
+
+def test_no_prompt_has_both_held_out_and_training_pairs():
+    # The prompt a has 3 of 10 pairs, one of them the last: too many for a fifth.
+    prompts = list("abacdefgha")
+    pairs = [{"prompt": p, "chosen": f"{n}", "rejected": "x"} for n, p in enumerate(prompts)]
+    rows = rows_of("pairs", pairs)
+    kept, split_off = held_out_pairs(rows, 0.2)
+    assert split_off.column("prompt") == ["g", "h"]
+    assert kept.column("prompt") == list("abacdefa")
+    assert len({rows.digest, kept.digest, split_off.digest}) == 3
+    # With three tenths, the last prompt fits.
+    assert held_out_pairs(rows, 0.3)[1].column("prompt") == ["a", "a", "a"]
+    # Nothing fits: the smallest prompt is split off.
+    few = rows_of("pairs", [pairs[0], pairs[1], pairs[2], {**pairs[1], "chosen": "9"}, pairs[9]])
+    assert held_out_pairs(few, 0.2)[1].column("prompt") == ["b", "b"]
+
+
+def test_pairs_in_order_of_their_prompts_are_held_out_as_before():
+    pairs = [{"prompt": p, "chosen": "y", "rejected": "x"} for p in "aabbccddee"]
+    rows = rows_of("pairs", pairs)
+    assert [part.digest for part in held_out_pairs(rows, 0.2)] == [
+        part.digest for part in held_out(rows, 0.2)
+    ]
+    bare = rows_of("pairs", [{"prompt": "", "chosen": f"{n}", "rejected": "x"} for n in range(10)])
+    assert len(held_out_pairs(bare, 0.2)[1]) == 2
 
 
 def test_the_judge_gets_every_third_different_pair():
