@@ -218,7 +218,7 @@ def missing_end(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """
     if tokenizer.eos_token_id is None:
         raise DataError(
-            "The tokenizer has no end-of-sequence token, which must end a conversation. Set the "
+            "The tokenizer has no end-of-sequence token, which must end a response. Set the "
             "tokenizer's eos_token."
         )
     return [] if text.rstrip().endswith(str(tokenizer.eos_token)) else [tokenizer.eos_token_id]

@@ -6,7 +6,13 @@ from numbers import Integral
 
 from transformers import PreTrainedTokenizerBase
 
-from ppo_core.data.chat_template import Messages, chat_segments, is_messages, render_chat
+from ppo_core.data.chat_template import (
+    Messages,
+    chat_segments,
+    is_messages,
+    missing_end,
+    render_chat,
+)
 from ppo_core.data.prompts import Prompt, Tokens, plain_ids
 from ppo_core.data.segments import Segment, encode_sequence, encode_sequences, joined
 from ppo_core.data.sources.raw_row import ROWS_AT_ONCE
@@ -124,7 +130,7 @@ def _encode_batch(
 
 
 def response_segments(tokenizer: PreTrainedTokenizerBase, text: str, *, end: bool) -> list[Segment]:
-    """Return a response as segments; `end` appends the end-of-sequence token.
+    """Return a response as segments; `end` appends a missing end-of-sequence token.
 
     Supervised training, validation and scoring all encode prompt and response separately and then
     concatenate the ids, so that all of them use identical tokens (TRL #1702).
@@ -132,14 +138,7 @@ def response_segments(tokenizer: PreTrainedTokenizerBase, text: str, *, end: boo
     Raises:
         DataError: `end` is True and the tokenizer has no end-of-sequence token.
     """
-    if not end:
-        return [Segment(text)]
-    if tokenizer.eos_token_id is None:
-        raise DataError(
-            "The tokenizer has no end-of-sequence token, which must end a response. Set the "
-            "tokenizer's eos_token."
-        )
-    return [Segment(text), Segment([tokenizer.eos_token_id])]
+    return [Segment(text), Segment(missing_end(tokenizer, text))] if end else [Segment(text)]
 
 
 def dialogue_segments(

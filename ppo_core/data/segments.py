@@ -66,14 +66,19 @@ def joined(sequence: Iterable[EncodedSegment]) -> list[int]:
 def _encode_started(
     tokenizer: PreTrainedTokenizerBase, texts: Collection[str]
 ) -> dict[str, list[int]]:
-    """Encode texts with start tokens, but without an added end-of-sequence token."""
-    end = [tokenizer.eos_token_id]
+    """Encode texts with start tokens, but without an added end-of-sequence token.
+
+    A text that a chat template has rendered may already begin with the start token, which is then
+    not added again.
+    """
+    start, end = [tokenizer.bos_token_id], [tokenizer.eos_token_id]
     encoded = _encode(tokenizer, texts, with_start=True)
     ended = [text for text, ids in encoded.items() if ids[-1:] == end]
     for text, plain in _encode(tokenizer, ended, with_start=False).items():
         if plain[-1:] != end:
             encoded[text] = encoded[text][:-1]
-    return encoded
+    doubled = [text for text, ids in encoded.items() if ids[:2] == start * 2]
+    return encoded | _encode(tokenizer, doubled, with_start=False)
 
 
 def _encode(

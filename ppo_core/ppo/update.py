@@ -123,8 +123,8 @@ def update_policy(
     The update continues from `progress`, which is changed in place. All processes must call this
     function with the full batch. If the experience is None, all optimizer steps are skipped. With
     `critic_only`, the policy's loss is left out. The update ends early when the policy has moved
-    more than 1.5 x `target_kl` from the sampling policy, or after `max_skipped_steps` skipped steps
-    in a row.
+    more than 1.5 x `target_kl` from the sampling policy, after `max_skipped_steps` skipped steps in
+    a row, or if `ratio_threshold` would skip all remaining steps for the same reason.
 
     `before_step` is called before each optimizer step, when the state is consistent. If
     `before_step` raises, another call of `update_policy` with the same `progress` continues the
@@ -153,7 +153,7 @@ def update_policy(
             totals = _optimizer_step(state, sums, config)
             progress.add_step(totals)
             is_hopeless = state.skipped_in_a_row >= config.max_skipped_steps
-            if is_hopeless or _moved_too_far(totals, config):
+            if is_hopeless or _moved_too_far(totals, config) or _would_repeat(totals, config):
                 # Advance the schedule for the omitted steps too, so that it ends with the run.
                 for _ in range(progress.steps_done, len(minibatches)):
                     state.scheduler.step()
@@ -206,6 +206,15 @@ def _moved_too_far(sums: TokenSums, config: PPOConfig) -> bool:
     if config.target_kl is None:
         return False
     return sums.kl_from_old / sums.tokens > 1.5 * config.target_kl
+
+
+def _would_repeat(sums: TokenSums, config: PPOConfig) -> bool:
+    """Return whether `ratio_threshold` would skip the remaining steps as it skipped this one.
+
+    The weights are unchanged, so the next epoch has the same ratios if an epoch is one step. Each
+    repetition would count towards `max_skipped_steps`, so one large update would end the run.
+    """
+    return config.num_mini_batches == 1 and _ratio_is_too_large(sums, config)
 
 
 def _optimizer_step(state: TrainState, sums: Tensor, config: PPOConfig) -> TokenSums:

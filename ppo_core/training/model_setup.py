@@ -316,7 +316,12 @@ def _train_in_fp32(model: nn.Module, critic: Critic | None) -> None:
 
     Half precision would round most optimizer steps away. The base of an adapter keeps its
     precision.
+
+    Raises:
+        ConfigError: an adapter trains whole modules in half precision.
     """
+    if is_peft(model):
+        _refuse_half_precision(model)
     wholes = [] if is_peft(model) else [model]
     if critic is not None:
         own_backbone = not is_peft(model) or (critic.adapter is None and not _shares(model, critic))
@@ -325,6 +330,21 @@ def _train_in_fp32(model: nn.Module, critic: Critic | None) -> None:
         trained = [parameter for parameter in whole.parameters() if parameter.requires_grad]
         if any(parameter.itemsize < 4 for parameter in trained):
             whole.float()
+
+
+def _refuse_half_precision(adapted: nn.Module) -> None:
+    """Raise if a module in `lora_modules_to_save` is trained in half precision.
+
+    PEFT creates the matrices of LoRA in fp32, but copies these modules in the precision of the base
+    model.
+    """
+    for name, parameter in adapted.named_parameters():
+        if parameter.requires_grad and parameter.itemsize < 4:
+            raise ConfigError(
+                f"The adapter trains {name} in {parameter.dtype}, which would round most optimizer "
+                "steps away. Load the policy in fp32 (dtype='float32'), or leave the module out of "
+                "lora_modules_to_save."
+            )
 
 
 def _shares(model: nn.Module, other: nn.Module) -> bool:

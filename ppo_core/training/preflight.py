@@ -1,5 +1,6 @@
 """Check before training that models, prompts and settings work together."""
 
+import heapq
 from typing import Any
 
 from torch import nn
@@ -7,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ppo_core.config.ppo_config import PPOConfig
 from ppo_core.data.chat_template import is_messages
+from ppo_core.data.encode_prompts import prompt_text
 from ppo_core.data.prompt_set import PromptSet
 from ppo_core.data.prompts import context_length
 from ppo_core.data.text_config import text_config
@@ -14,6 +16,9 @@ from ppo_core.errors import DataError, ModelError
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.ppo.model_bundle import ModelBundle
 from ppo_core.rollout.sample_responses import decoder_of
+
+TRIED_PROMPTS = 100
+"""Number of the longest prompts that a reward model which reads texts is tried on."""
 
 
 def check_models(
@@ -26,17 +31,22 @@ def check_models(
             vocabulary, another model lacks embeddings for the policy's tokens, or the exact
             divergence needs a reference with as many tokens as the policy.
         DataError: a prompt with its response is too long for a model, or prompts are chats and a
-            reward model has no chat template.
+            reward model has no chat template, or its template rejects a prompt.
     """
     _check_policy(models)
     require_stop_token(_config(models.policy.model), config.stop_token_id)
     # A pad token that was added to the tokenizer has no embedding, and is never sampled.
     known = min(len(tokenizer), _vocabulary(models.policy.model))
     longest = max(map(len, prompts.tokens)) + config.response_length
+    has_chats = any(map(is_messages, prompts.prompts))
     for scorer in models.rewards.models():
-        if scorer.reads_tokens_of(tokenizer):
+        reads_tokens = scorer.reads_tokens_of(tokenizer)
+        if reads_tokens:
             _check_reader("reward model", scorer.model, known, longest + scorer.end_of_text)
-        _check_template(scorer, prompts)
+        if has_chats:
+            _check_template(scorer)
+        if has_chats or not reads_tokens:
+            _try_as_texts(scorer, prompts, tokenizer, config.response_length)
     _check_reader("reference", models.reference.model, known, longest)
     sizes = [_vocabulary(one.model) for one in (models.policy, models.reference)]
     if config.kl_estimator == "full" and sizes[0] != sizes[1]:
@@ -94,12 +104,44 @@ def _check_reader(name: str, model: nn.Module, known: int, longest: int) -> None
         )
 
 
-def _check_template(scorer: RewardModel, prompts: PromptSet) -> None:
-    if scorer.tokenizer.chat_template is None and any(map(is_messages, prompts.prompts)):
+def _check_template(scorer: RewardModel) -> None:
+    if scorer.tokenizer.chat_template is None:
         raise DataError(
             "Prompts are chat messages, but the reward model's tokenizer has no chat template. "
             "Set the tokenizer's chat_template, or pass the prompts as text."
         )
+
+
+def _try_as_texts(
+    scorer: RewardModel,
+    prompts: PromptSet,
+    tokenizer: PreTrainedTokenizerBase,
+    response_length: int,
+) -> None:
+    """Encode prompts as the reward model will read them: as texts, or by its own chat template.
+
+    The longest prompts are tried, and one prompt for each order of roles.
+    """
+    lengths = list(map(len, prompts.tokens))
+    tried = dict.fromkeys(heapq.nlargest(TRIED_PROMPTS, range(len(lengths)), lengths.__getitem__))
+    orders: dict[tuple[str, ...], int] = {}
+    for row, prompt in enumerate(prompts.prompts):
+        if is_messages(prompt):
+            orders.setdefault(tuple(message["role"] for message in prompt), row)
+    context = context_length(_config(scorer.model))
+    for row in tried | dict.fromkeys(orders.values()):
+        prompt = prompts.prompts[row]
+        readable = prompt if is_messages(prompt) else prompt_text(tokenizer, prompt)
+        try:
+            length = len(scorer.encode(readable, "")) + response_length
+        except DataError as error:
+            raise DataError(f"The reward model cannot read the prompt {row}: {error}") from error
+        if context is not None and length > context:
+            raise DataError(
+                f"The prompt {row} with a response of {response_length} tokens has {length} tokens "
+                f"for the reward model, whose context length is {context}. Shorten or remove the "
+                "prompt, or lower response_length."
+            )
 
 
 def _config(model: nn.Module) -> Any:

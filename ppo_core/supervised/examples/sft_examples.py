@@ -90,7 +90,7 @@ def _segments(
     end = config.end_of_text
     if "text" in row:
         text = prompt_segment(tokenizer, row["text"])
-        return [text, *response_segments(tokenizer, "", end=end)]
+        return [text, *([Segment(missing_end(tokenizer, row["text"]))] if end else [])]
     if "messages" in row:
         return _chat_segments(tokenizer, row["messages"], 0, end=end)
     prompt, completion = row["prompt"], row["completion"]

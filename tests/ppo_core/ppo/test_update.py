@@ -550,12 +550,18 @@ def test_too_many_steps_in_a_row_that_are_not_finite_end_the_update_there():
     assert (train_state.skipped_steps, train_state.skipped_in_a_row) == (3, 3)
 
 
-def test_too_many_steps_in_a_row_of_too_large_a_ratio_end_the_update_there():
+@pytest.mark.parametrize(("mini_batches", "skipped"), [(1, 1), (2, 3)])
+def test_steps_of_too_large_a_ratio_end_the_update_and_one_batch_counts_once(
+    mini_batches: int, skipped: int
+):
+    # With one step per epoch, the steps of the next epochs would be skipped for the same reason.
     train_state = make_train_state()
-    config = make_config(num_ppo_epochs=5, max_skipped_steps=3, ratio_threshold=1e-3)
+    config = make_config(
+        num_ppo_epochs=5, num_mini_batches=mini_batches, max_skipped_steps=3, ratio_threshold=1e-3
+    )
     weights_after(config, make_experience(), train_state)
-    assert (train_state.skipped_steps, train_state.skipped_in_a_row) == (3, 3)
-    assert train_state.scheduler.last_epoch == 5
+    assert (train_state.skipped_steps, train_state.skipped_in_a_row) == (skipped, skipped)
+    assert train_state.scheduler.last_epoch == 5 * mini_batches
 
 
 class CountingEngine(Engine):

@@ -1,8 +1,10 @@
 """What would fail late is refused when the trainer is made; what would learn nothing, too."""
 
+import contextlib
 import copy
 import dataclasses
 
+import peft
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -10,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from ppo_core import PPOConfig
 from ppo_core.errors import ConfigError, DataError, ModelError
 from ppo_core.models.reward_model import RewardModel
+from tests.helpers.models.chat import ENDED, make_chat_tokenizer, say
 from tests.helpers.models.tiny import CONFIGS, make_classifier, make_policy, make_tokenizer
 from tests.ppo_core.training.test_export import LONG, StopAfter, without_clocks
 from tests.ppo_core.training.test_trainer import CONFIG, PROMPTS, make_trainer, weights
@@ -61,6 +64,41 @@ def test_a_reward_model_without_room_for_the_longest_answer_and_its_end_is_refus
         make_trainer(reward_model=RewardModel(short, make_tokenizer()))
     room = smaller(AutoModelForSequenceClassification, max_position_embeddings=12)
     make_trainer(reward_model=RewardModel(room, make_tokenizer()))
+
+
+def test_a_reward_model_that_reads_texts_is_tried_on_the_prompts_before_training():
+    # The longest prompt has 3 words, a response 8 tokens, and the end of the text one.
+    own_words = make_tokenizer(words=40)
+    for room in (11, 12):
+        classifier = smaller(AutoModelForSequenceClassification, max_position_embeddings=room)
+        reward = RewardModel(classifier, own_words)
+        refused = r"The prompt \d with a response of 8 tokens has 12 .* context length is 11"
+        with contextlib.nullcontext() if room == 12 else pytest.raises(DataError, match=refused):
+            make_trainer(reward_model=reward)
+
+
+def test_a_chat_template_of_a_reward_model_is_tried_on_each_order_of_roles():
+    prompts = [say("w1"), say("w1", "w2", "w3")]
+    tokenizer = make_chat_tokenizer()
+    two_turns = "{% if messages|length > 2 %}{{ raise_exception('too long') }}{% endif %}" + ENDED
+    make_trainer(
+        prompts=prompts,
+        processing_class=tokenizer,
+        reward_model=RewardModel(make_classifier(), make_chat_tokenizer(ENDED)),
+    )
+    with pytest.raises(DataError, match=r"cannot read the prompt 1: .*too long"):
+        make_trainer(
+            prompts=prompts,
+            processing_class=tokenizer,
+            reward_model=RewardModel(make_classifier(), make_chat_tokenizer(two_turns)),
+        )
+
+
+def test_modules_that_an_adapter_trains_in_half_precision_are_refused():
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    adapted = peft.get_peft_model(make_policy("qwen2").bfloat16(), config)
+    with pytest.raises(ConfigError, match=r"trains .*lm_head.* in torch.bfloat16"):
+        make_trainer(model=adapted, ref_model=None)
 
 
 def test_a_stop_token_that_does_not_exist_is_refused():

@@ -6,12 +6,13 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from ppo_core.data.encode_prompts import encode_prompt, encode_prompts
+from ppo_core.data.encode_prompts import encode_prompt, encode_prompts, response_segments
 from ppo_core.data.rows import read_rows as reader
 from ppo_core.data.rows.describe import describe_reading
 from ppo_core.data.rows.encoding import encode_batch, encode_row
 from ppo_core.data.rows.overlong import fit_prompts
 from ppo_core.data.rows.row_error import RowError, attempt
+from ppo_core.data.segments import encode_sequence
 from ppo_core.errors import ConfigError, DataError
 from ppo_core.supervised.examples.encoded_rows import encode_rows
 from ppo_core.supervised.examples.reward_pairs import pair_encoding
@@ -149,3 +150,19 @@ def test_the_first_prompt_that_cannot_be_encoded_is_named():
     prompts = ["a"] * 1200 + [[10**9], [10**8]]
     with pytest.raises(DataError, match="Row 1200: A prompt has the token id 1000000000"):
         encode_prompts(make_tokenizer("text"), prompts)
+
+
+def test_start_and_end_tokens_that_a_text_already_has_are_not_added_again():
+    tokenizer = make_tokenizer("text")
+    start = end = tokenizer.bos_token = tokenizer.eos_token
+    assert encode_prompt(tokenizer, f"{start}p") == encode_prompt(tokenizer, "p")
+    given, added = (
+        encode_sequence(tokenizer, response_segments(tokenizer, text, end=True))
+        for text in (f"a{end}", "a")
+    )
+    assert given == added and added[-1] == tokenizer.eos_token_id
+    config = SupervisedConfig()
+    texts = [{"text": f"{start}p{end}"}, {"text": "p"}]
+    encoding = example_encoding(tokenizer, config)
+    rendered, plain = (encode_row(tokenizer, encoding, row) for row in texts)
+    assert rendered == plain
