@@ -1,5 +1,6 @@
 """Write a model and its tokenizer; replace old files only after all new files are written."""
 
+import json
 import shutil
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -106,13 +107,17 @@ def safetensors_as_os_errors() -> Iterator[None]:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a tokenizer in transformers' format.
+    """Write a tokenizer in transformers' format, and let the model in the folder stop at its end.
+
+    The end-of-sequence token may be the end of a chat turn, see `set_prompt_format`. `generate`
+    reads its stop tokens from the model's generation_config, which has the base model's token.
 
     Raises:
         OSError: a file cannot be written, for example because the disk is full.
     """
     try:
         tokenizer.save_pretrained(folder)
+        _add_stop_token(folder / "generation_config.json", tokenizer.eos_token_id)
     except OSError as error:
         raise OSError(error.errno, error.strerror or str(error), str(folder)) from error
     except Exception as error:
@@ -120,3 +125,13 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         if type(error) is not Exception:
             raise
         raise OSError(f"The tokenizer was not written to '{folder}': {error}") from error
+
+
+def _add_stop_token(file: Path, token: int | None) -> None:
+    """Add a token to the stop tokens of a generation_config that has others."""
+    fields = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    stops = fields.get("eos_token_id")
+    known = stops if isinstance(stops, list) else [stops]
+    if token is not None and stops is not None and token not in known:
+        fields["eos_token_id"] = [token, *known]
+        file.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -7,12 +7,13 @@ import shutil
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, GenerationConfig, TrainerCallback
 
-from ppo_core.data.model_files import replaced_together
+from ppo_core.data.model_files import replaced_together, save_tokenizer
 from ppo_core.errors import ConfigError, TrainingError
 from ppo_core.models.loading import load_policy
 from ppo_core.ppo.schedule import Schedule
+from tests.helpers.models.chat import make_chat_tokenizer
 from tests.helpers.models.tiny import make_policy, make_tokenizer
 from tests.helpers.slow_cases import slow
 from tests.ppo_core.training.test_trainer import CLOCKS, CONFIG, make_trainer, weights
@@ -113,6 +114,16 @@ def test_a_policy_in_half_precision_is_saved_in_it(tmp_path, family):
     assert {tensor.dtype for tensor in trained.values()} == {torch.float32}
     for name, tensor in loaded.state_dict().items():
         assert torch.equal(tensor, trained[name].bfloat16())
+
+
+def test_a_saved_policy_stops_at_the_end_of_a_turn_and_at_its_own_token(tmp_path):
+    model, tokenizer = make_policy(), make_chat_tokenizer()
+    model.generation_config.eos_token_id = 5
+    model.save_pretrained(tmp_path)
+    for _ in range(2):
+        save_tokenizer(tokenizer, tmp_path)
+        stops = GenerationConfig.from_pretrained(tmp_path).eos_token_id
+        assert stops == [tokenizer.eos_token_id, 5]
 
 
 @pytest.mark.parametrize("eval_strategy", ["no", "steps"])
