@@ -10,7 +10,7 @@ import numpy as np
 
 from human_feedback.opinions import Opinion
 from human_feedback.read_traces import Scale, read_traces
-from pipeline.evaluation.sequential.confidence_sequence import log_capitals
+from pipeline.evaluation.confidence_interval import log_capitals
 from pipeline.registry.aliases import CHAMPION, read_aliases
 from pipeline.registry.change_champion import read_champions, roll_back
 from pipeline.registry.decisions import Decision

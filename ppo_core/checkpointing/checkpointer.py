@@ -17,7 +17,7 @@ from ppo_core.checkpointing.read_checkpoint import (
     read_newest,
 )
 from ppo_core.checkpointing.write_checkpoint import Part, save_checkpoint
-from ppo_core.distributed.process_group import ProcessGroup
+from ppo_core.distributed.exchange_objects import ProcessGroup
 from ppo_core.errors import ConfigError, reason_of
 from ppo_core.io.atomic_files import require_creatable, unwritable
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from socket import gethostname
 from uuid import uuid4
 
-from ppo_core.distributed.process_group import ProcessGroup
+from ppo_core.distributed.exchange_objects import ProcessGroup
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ppo_core.checkpointing.disks import find_mount
 from ppo_core.checkpointing.folders import FOLDER_NAME, MANIFEST, STATE, finished_checkpoints
-from ppo_core.distributed.process_group import ProcessGroup
+from ppo_core.distributed.exchange_objects import ProcessGroup
 from ppo_core.errors import TrainingError
 from ppo_core.io.text_files import parse_json
 from ppo_core.io.validation import read_record

@@ -20,7 +20,7 @@ from ppo_core.checkpointing.remove_old_checkpoints import (
     step_of,
 )
 from ppo_core.data.model_files import safetensors_as_os_errors
-from ppo_core.distributed.process_group import ProcessGroup
+from ppo_core.distributed.exchange_objects import ProcessGroup
 from ppo_core.errors import TrainingError
 from ppo_core.io.atomic_files import sync_to_disk
 

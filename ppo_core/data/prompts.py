@@ -1,4 +1,4 @@
-"""Read prompts from data sets, and check their lengths."""
+"""Take prompts from the rows of data sets, and check their lengths."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias

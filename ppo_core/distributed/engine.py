@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from ppo_core.config.run_config import Sharding
 from ppo_core.data.types import Record, map_tensors
 from ppo_core.distributed.choose_sharding import SHARD_WEIGHTS, fsdp_offloads
+from ppo_core.distributed.exchange_objects import ProcessGroup
 from ppo_core.distributed.init_distributed import launched_precision, make_accelerator
 from ppo_core.distributed.optimizer_shards import (
     check_shape,
@@ -28,7 +29,6 @@ from ppo_core.distributed.optimizer_shards import (
     write_state,
 )
 from ppo_core.distributed.process import let_gloo_finish_at_exit
-from ppo_core.distributed.process_group import ProcessGroup
 from ppo_core.errors import ConfigError
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeline.evaluation.compare_in_both_orders import POINTS, Comparison
-from pipeline.evaluation.sequential.confidence_sequence import log_capitals
+from pipeline.evaluation.confidence_interval import log_capitals
 from pipeline.evaluation.sequential.people_and_judge import corrected_values
 from pipeline.evaluation.sequential.sequential_test import PAIRS_AT_ONCE, StoppingRule
 from pipeline.evaluation.win_rate import values_of_prompts

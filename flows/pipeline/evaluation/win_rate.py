@@ -5,8 +5,8 @@ from collections.abc import Iterable
 import numpy as np
 
 from pipeline.evaluation.compare_in_both_orders import POINTS, Comparison, valid_pairs
+from pipeline.evaluation.confidence_interval import mean_interval
 from pipeline.evaluation.pair_accuracy import Array
-from pipeline.evaluation.sequential.confidence_sequence import mean_interval
 from pipeline.results.evaluation import PairedDifference, PeopleAndJudge, SequentialTest, WinRate
 from ppo_core.errors import DataError
 

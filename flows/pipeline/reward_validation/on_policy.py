@@ -9,8 +9,8 @@ from scipy.special import comb
 from scipy.stats import rankdata
 
 from pipeline.evaluation.compare_in_both_orders import POINTS, PROMPTS_AT_ONCE, compare
+from pipeline.evaluation.confidence_interval import mean_interval
 from pipeline.evaluation.pair_accuracy import Array, hits, measure_rate
-from pipeline.evaluation.sequential.confidence_sequence import mean_interval
 from pipeline.judges.judge_budget import Budget, BudgetError
 from pipeline.judges.verdict import Judge, JudgedPrompt
 from pipeline.results.reward_report import OnPolicy

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from pipeline.evaluation.compare_in_both_orders import Comparison, compare
-from pipeline.evaluation.sequential.confidence_sequence import mean_interval
+from pipeline.evaluation.confidence_interval import mean_interval
 from pipeline.evaluation.win_rate import compare_policies, describe, measure_win_rate
 from ppo_core.errors import DataError
 from tests.flows.evaluation.test_compare_in_both_orders import RuleJudge, judged, longer

@@ -18,7 +18,7 @@ import registry
 from human_feedback.opinions import Opinion
 from human_feedback.read_traces import Scale, read_traces
 from human_feedback.withdraw_champion import ALPHA, compare_feedback, evidence_of_loss, promoted_at
-from pipeline.evaluation.sequential.confidence_sequence import BETS
+from pipeline.evaluation.confidence_interval import BETS
 from pipeline.registry.change_champion import (
     promote_by_hand,
     read_champions,

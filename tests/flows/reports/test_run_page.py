@@ -33,7 +33,7 @@ from pipeline.reports.run_page.answer_sections import (
     watched_section,
 )
 from pipeline.reports.run_page.facts import RunFacts, curves_of
-from pipeline.reports.run_page.run_report import run_document
+from pipeline.reports.run_page.run_report import run_report
 from pipeline.reports.run_page.training import ppo_section
 from pipeline.reports.run_page.write_page import PAGE_FILE, write_failure, write_run_page
 from pipeline.results.step_records import RegisteredPolicy, WatchedPrompt
@@ -345,7 +345,7 @@ def test_a_missing_or_damaged_file_is_said_where_it_would_be_shown(tmp_path: Pat
     assert facts.registered
     facts.registered.evaluation.judgements.unlink()
     facts.registered.evaluation.samples.write_text(content)
-    texts = [one.text[0] for one in run_document(facts).sections if one.text]
+    texts = [one.text[0] for one in run_report(facts).sections if one.text]
     missing = [text for text in texts if text.startswith("Not shown: ")]
     assert len(missing) == 2
     assert "judgements.jsonl" in missing[0]
@@ -362,14 +362,14 @@ def test_a_run_does_not_fail_for_its_page(tmp_path: Path):
 def test_a_refused_reward_model_has_a_page_of_what_is_known(facts: RunFacts):
     report = replace(reward_report(), fit=False, reasons=["It prefers repeated words."])
     refused = replace(facts, reward_model=report, registered=None, evaluation=None, cost=None)
-    text = document_page(run_document(refused))
+    text = document_page(run_report(refused))
     assert "The reward model was refused" in text
     assert "Rule that failed: It prefers repeated words." in text
     assert "--accept-reward-model" in text
     # A resumed run would give a corrected model of the user the digest of the refused files.
     own = dict.fromkeys(("policy", "preferences", "prompts", "reward_model"), "path")
     given = replace(refused, settings=make_settings(own, {}))
-    assert "resume" not in document_page(run_document(given))
+    assert "resume" not in document_page(run_report(given))
     assert 'http-equiv="refresh"' not in text
 
 
@@ -378,7 +378,7 @@ def test_a_champion_that_replaced_no_other_has_no_rollback(champion: int | None,
     assert facts.registered is not None
     made = decision("promoted" if champion else "refused", champion=champion)
     first = replace(facts.registered, promotion=made, previous=None)
-    text = document_page(run_document(replace(facts, registered=first)))
+    text = document_page(run_report(replace(facts, registered=first)))
     assert "rollback" not in text
     assert ("delete_registered_model_alias" in text) is (champion is not None)
 

@@ -28,7 +28,7 @@ from ppo_core.checkpointing.optimizer_options import (
 )
 from ppo_core.checkpointing.read_checkpoint import read_checkpoint, read_newest
 from ppo_core.checkpointing.write_checkpoint import Part, save_checkpoint
-from ppo_core.distributed.process_group import ProcessGroup
+from ppo_core.distributed.exchange_objects import ProcessGroup
 from ppo_core.errors import TrainingError
 from ppo_core.io.random_state import (
     generator_tensors,

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from pipeline.evaluation.confidence_interval import mean_interval
 from pipeline.evaluation.guards.scores import Guard, guards_of
 from pipeline.evaluation.pair_accuracy import Array
-from pipeline.evaluation.sequential.confidence_sequence import mean_interval
 from pipeline.evaluation.win_rate import mean_by_prompt
 from pipeline.judges.verdict import JudgedPrompt
 from pipeline.results.evaluation import GuardResult

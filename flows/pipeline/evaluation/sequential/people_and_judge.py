@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeline.evaluation.compare_in_both_orders import POINTS, Comparison
+from pipeline.evaluation.confidence_interval import Values, mean_interval
 from pipeline.evaluation.pair_accuracy import Array
-from pipeline.evaluation.sequential.confidence_sequence import Values, mean_interval
 from pipeline.inputs.human_labels_to_pairs import Vote
 from pipeline.judges.verdict import JudgedPrompt
 from pipeline.results.evaluation import PeopleAndJudge

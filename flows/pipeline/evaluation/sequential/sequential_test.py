@@ -8,8 +8,8 @@ import numpy as np
 from scipy.special import logsumexp
 
 from pipeline.evaluation.compare_in_both_orders import Comparison, compare, joined
+from pipeline.evaluation.confidence_interval import BETS, Values, log_capitals
 from pipeline.evaluation.pair_accuracy import Array
-from pipeline.evaluation.sequential.confidence_sequence import BETS, Values, log_capitals
 from pipeline.evaluation.sequential.people_and_judge import Labels
 from pipeline.evaluation.win_rate import values_of_prompts
 from pipeline.judges.verdict import Judge, JudgedPrompt

@@ -18,7 +18,7 @@ from pipeline.reports.live.followed_phase import (
 from pipeline.reports.live.live_card import LiveCard
 from pipeline.reports.run_page.facts import RunFacts, curves_of
 from pipeline.reports.run_page.ppo_so_far import with_ppo_so_far
-from pipeline.reports.run_page.run_report import REFRESH_SECONDS, run_document
+from pipeline.reports.run_page.run_report import REFRESH_SECONDS, run_report
 from pipeline.reports.run_page.write_page import PAGE_FILE, write_page_file
 from pipeline.settings.settings import Settings
 from pipeline.tracking.tracker import Tracker
@@ -73,7 +73,7 @@ class LiveView:
         try:
             while not self._over.wait(LOOK_SECONDS):
                 self.update()
-            document = run_document(self._facts(None))
+            document = run_report(self._facts(None))
             self._card.keep(document)
             self._write_page(document)
             is_done = True
@@ -101,7 +101,7 @@ class LiveView:
         facts = self._facts(progress)
         if progress is None and not facts.curves:
             return
-        document = run_document(facts)
+        document = run_report(facts)
         self._write_page(document)
         try:
             self._card.show(document)

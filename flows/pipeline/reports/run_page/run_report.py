@@ -49,7 +49,7 @@ REFRESH_SECONDS = 10
 """Seconds after which the page reloads itself while the run has no outcome."""
 
 
-def run_document(facts: RunFacts) -> Document:
+def run_report(facts: RunFacts) -> Document:
     """Return the report on a run, with everything that the run has measured so far."""
     verdict, tone, reasons = _verdict(facts)
     sections = [

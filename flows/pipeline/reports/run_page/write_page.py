@@ -8,7 +8,7 @@ from pipeline.reports.document import Document
 from pipeline.reports.html_page import document_page
 from pipeline.reports.run_page.facts import RunFacts, curves_of
 from pipeline.reports.run_page.ppo_so_far import with_ppo_so_far
-from pipeline.reports.run_page.run_report import run_document
+from pipeline.reports.run_page.run_report import run_report
 from pipeline.settings.settings import Settings
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.run_log import RunLog
@@ -24,7 +24,7 @@ PAGE_FILE = "index.html"
 
 def write_run_page(facts: RunFacts, parent: RunLog) -> str:
     """Write the page of a run, log it, and return a sentence that says where it is."""
-    error = write_page_file(run_document(facts), facts.run.folder)
+    error = write_page_file(run_report(facts), facts.run.folder)
     if error is not None:
         return f"The page of the run was not written: {error}"
     parent.log_artifact(facts.run.folder / PAGE_FILE)
@@ -47,7 +47,7 @@ def write_failure(run: FlowRun, settings: Settings, failure: str) -> None:
         curves = curves_of(run, Journal(run.folder))
         facts = RunFacts(run=run, settings=settings, curves=curves, failure=failure)
         facts = with_ppo_so_far(facts, lambda problem: print(f"Warning: {problem}", flush=True))
-        if wrong := write_page_file(run_document(facts), run.folder):
+        if wrong := write_page_file(run_report(facts), run.folder):
             raise wrong
     except (PPOError, OSError, ValueError) as error:
         print(f"Warning: The page of the run does not show the failure: {error}", flush=True)

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from pipeline.evaluation.confidence_interval import BETS
 from pipeline.evaluation.guards.compare import compare_by_guards, compare_scores
-from pipeline.evaluation.sequential.confidence_sequence import BETS
 from pipeline.settings.gate_configs import GuardsConfig
 from ppo_core.training.answer_prompts import Answers
 

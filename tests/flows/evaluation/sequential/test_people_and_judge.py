@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pipeline.evaluation.compare_in_both_orders import Comparison
-from pipeline.evaluation.sequential.confidence_sequence import Values
+from pipeline.evaluation.confidence_interval import Values
 from pipeline.evaluation.sequential.people_and_judge import (
     LEAST_LABELS,
     Labels,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pipeline.evaluation.compare_in_both_orders import Comparison
-from pipeline.evaluation.sequential.confidence_sequence import BETS, Values
+from pipeline.evaluation.confidence_interval import BETS, Values
 from pipeline.evaluation.sequential.sequential_test import (
     PAIRS_AT_ONCE,
     StoppingRule,

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pipeline.evaluation.sequential.confidence_sequence import BETS, log_capital, mean_interval
+from pipeline.evaluation.confidence_interval import BETS, log_capital, mean_interval
 from tests.helpers.slow_cases import slow
 
 
