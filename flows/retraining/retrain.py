@@ -38,7 +38,7 @@ def watch_feedback(from_file: Mapping[str, Any], run: str, topic: str) -> None:
         # A service that does not record its answers must not prevent the training.
         told = f"not compared: {error}"
     except ModelError as error:
-        told = f"failed, so the champion stays: {error}"
+        told = f"failed: {error}"
         name = settings.registered_model
         send_alarm(topic, f"{name}: its champion was not compared or not withdrawn", [str(error)])
     print(f"feedback: {told}", flush=True)

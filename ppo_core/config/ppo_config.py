@@ -260,7 +260,8 @@ class PPOConfig(RunConfig):
     1.5 x this value, in nats per token over all processes; None: never."""
 
     ratio_threshold: Positive | None = None
-    """Skip optimizer steps whose mean probability ratio exceeds this value; None: never."""
+    """Skip optimizer steps whose mean probability ratio exceeds this value; None: never. With
+    num_mini_batches=1, the update of the batch then ends."""
 
     max_skipped_steps: Count = 3
     """Number of consecutive skipped optimizer steps after which the run fails. A step is skipped

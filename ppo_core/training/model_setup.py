@@ -339,7 +339,8 @@ def _refuse_half_precision(adapted: nn.Module) -> None:
     model.
     """
     for name, parameter in adapted.named_parameters():
-        if parameter.requires_grad and parameter.itemsize < 4:
+        is_whole = "modules_to_save" in name
+        if is_whole and parameter.requires_grad and parameter.itemsize < 4:
             raise ConfigError(
                 f"The adapter trains {name} in {parameter.dtype}, which would round most optimizer "
                 "steps away. Load the policy in fp32 (dtype='float32'), or leave the module out of "

@@ -1,6 +1,7 @@
 """Check before training that models, prompts and settings work together."""
 
 import heapq
+import logging
 from typing import Any
 
 from torch import nn
@@ -16,6 +17,8 @@ from ppo_core.errors import DataError, ModelError
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.ppo.model_bundle import ModelBundle
 from ppo_core.rollout.sample_responses import decoder_of
+
+logger = logging.getLogger(__name__)
 
 TRIED_PROMPTS = 100
 """Number of the longest prompts that a reward model which reads texts is tried on."""
@@ -128,20 +131,27 @@ def _try_as_texts(
     for row, prompt in enumerate(prompts.prompts):
         if is_messages(prompt):
             orders.setdefault(tuple(message["role"] for message in prompt), row)
-    context = context_length(_config(scorer.model))
+    context, longest = context_length(_config(scorer.model)), 0
     for row in tried | dict.fromkeys(orders.values()):
         prompt = prompts.prompts[row]
         readable = prompt if is_messages(prompt) else prompt_text(tokenizer, prompt)
         try:
-            length = len(scorer.encode(readable, "")) + response_length
+            length = len(scorer.encode(readable, ""))
         except DataError as error:
             raise DataError(f"The reward model cannot read the prompt {row}: {error}") from error
-        if context is not None and length > context:
+        if context is not None and length >= context:
             raise DataError(
-                f"The prompt {row} with a response of {response_length} tokens has {length} tokens "
-                f"for the reward model, whose context length is {context}. Shorten or remove the "
-                "prompt, or lower response_length."
+                f"The prompt {row} has {length} tokens for the reward model, whose context length "
+                f"of {context} leaves no room for a response. Shorten or remove the prompt."
             )
+        longest = max(longest, length)
+    # A response has another number of tokens for the reward model than for the policy.
+    if context is not None and longest + response_length > context:
+        logger.warning(
+            f"The longest prompt has {longest} tokens for the reward model. With a response of "
+            f"{response_length} tokens it may exceed the context length of {context}, which would "
+            "end the training. Shorten the prompts, or lower response_length."
+        )
 
 
 def _config(model: nn.Module) -> Any:

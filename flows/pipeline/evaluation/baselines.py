@@ -106,7 +106,7 @@ def measure_baselines(
         budget: counter of the judge's calls; the baselines use the calls that are left.
     """
     names = baseline_names(settings.evaluation)
-    each, left = 2 * calls_per_question(spec) * len(names), budget.calls_left
+    each, left = 2 * calls_per_question(spec) * len(names), budget.affordable
     count = min(settings.evaluation.baseline_prompts, len(ppo.prompts))
     if each and left is not None:
         count = min(count, left // each)

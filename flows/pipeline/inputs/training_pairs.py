@@ -61,9 +61,10 @@ def held_out_pairs(rows: Rows, share: float) -> tuple[Rows, Rows]:
     """Split off about the last fraction `share` of the pairs, so that no prompt is in both parts.
 
     If a prompt has pairs in both parts of `held_out`, prompts are split off in the order of their
-    last pairs, the last first; a prompt whose pairs do not all fit into the share is kept. A pair
-    without a prompt shares its prompt with no other pair. If all rows have the same prompt, the
-    result is that of `held_out`.
+    first pairs, the last first. So a prompt that trained a model stays in the first part if later
+    data sets add pairs to it. A prompt whose pairs do not all fit into the share stays there, too.
+    A pair without a prompt shares its prompt with no other pair. If all rows have the same prompt,
+    the result is that of `held_out`.
 
     Raises:
         DataError: see `held_out`.
@@ -75,7 +76,7 @@ def held_out_pairs(rows: Rows, share: float) -> tuple[Rows, Rows]:
     if len(counts) == 1 or not {*prompts[: len(first)]} & {*prompts[len(first) :]}:
         return first, last
     taken, number = set[str | int](), 0
-    for prompt in dict.fromkeys(reversed(prompts)):
+    for prompt in reversed(dict.fromkeys(prompts)):
         if number + counts[prompt] <= share * len(rows):
             taken.add(prompt)
             number += counts[prompt]

@@ -99,6 +99,7 @@ class Budget:
         """Judges with a reply that did not report its tokens."""
         for name, earlier in (read_spent(file) if file else {}).items():
             self._count(name, earlier)
+        self._calls_before = self.calls
 
     @classmethod
     def of(cls, config: "JudgingConfig", file: Path | None = None) -> "Budget":
@@ -130,9 +131,13 @@ class Budget:
         """Number of calls that are left; None if there is no limit."""
         return None if self.max_calls is None else self.max_calls - self.calls
 
-    def allows(self, questions: int) -> bool:
-        """Return whether enough calls are left for all questions."""
-        return self.calls_left is None or questions <= self.calls_left
+    @property
+    def affordable(self) -> int | None:
+        """Largest number of questions for which the calls may suffice; None if there is no limit.
+
+        The questions of earlier attempts cost nothing, because their replies are stored.
+        """
+        return None if self.calls_left is None else self.calls_left + self._calls_before
 
     def require_calls(self, questions: int) -> None:
         """Check, before any question is asked, that enough calls are left for all questions.
@@ -140,7 +145,7 @@ class Budget:
         Raises:
             BudgetError: there are more questions than calls left.
         """
-        if not self.allows(questions):
+        if self.calls_left is not None and questions > self.calls_left:
             raise BudgetError(
                 f"{questions} questions need at least {questions} calls, but only "
                 f"{self.calls_left} of judging.max_calls={self.max_calls}{self._note} are left. "

@@ -30,8 +30,7 @@ SECONDS_AFTER_FAILURE = 30.0
 """Seconds before the next attempt after a checkpoint could not be copied."""
 
 SPENT_FILE = "language-model-calls.jsonl"
-"""File with the calls and tokens of a language model that is used as a reward. The training writes
-one line for each batch of requests."""
+"""File with the calls and tokens of language models that are rewards, see `Budget`."""
 
 BESIDE_CHECKPOINT = (METRICS_FILE, SELF_CHECK_FILE, RATE_FILE, SPENT_FILE)
 """Files of a training that a resume needs in addition to a checkpoint."""

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from pipeline.judges.judge_budget import Spent
-from pipeline.judges.judge_names import can_ask
+from pipeline.judges.judge_names import can_ask, read_access
 from pipeline.promotion.fetch_champion import fetch_version
 from pipeline.promotion.promotion_gate import reasons_to_promote, reasons_to_refuse
 from pipeline.registry import change_champion
@@ -20,7 +20,7 @@ from pipeline.results.step_records import EvaluatedPolicy, ValidatedReward
 from pipeline.settings.settings import Settings
 from ppo_core.distributed.process import large_imports
 from ppo_core.errors import ModelError
-from ppo_core.io.folder_cache import make_once
+from ppo_core.io.folder_cache import folder_of, make_once
 
 
 def apply_promotion_gate(
@@ -114,12 +114,12 @@ def _evaluated(
         has_judge and any(one.may_reach(alpha) for one in tests)
     ):
         return first
-    if not has_judge:
+    if not has_judge and read_access(settings.judging.base_url).is_openai:
         raise ModelError(
             f"The champion of '{settings.registered_model}' changed during the run, from "
             f"{_shown(first.champion)} to {_shown(champion)}. The policy must be judged against "
-            "the new one, but this step has no key of the judge, so nothing is decided. Start a "
-            "new run: trained models are reused, and only the evaluation is repeated."
+            "the new one, but this step has no key of the judge, so nothing is decided. A new run "
+            "repeats only the evaluation."
         )
 
     def evaluate(unfinished: Path) -> None:
@@ -135,7 +135,7 @@ def _evaluated(
             unfinished,
             judge=judge,
             spent=spent,
-            calls=folder / f"{name}-calls.jsonl",
+            calls=folder / f"{folder_of(folder, name, key).name}-calls.jsonl",
         )
 
     name = f"against-{'sft' if champion is None else champion}"

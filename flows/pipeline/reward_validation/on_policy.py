@@ -86,7 +86,8 @@ def measure_on_policy(
     points: list[Array] = []
     found = None
     for part in _parts(blocks, np.random.default_rng(seed)):
-        if not budget.allows(part.texts.size * calls_per_question):
+        affordable = budget.affordable
+        if affordable is not None and part.texts.size * calls_per_question > affordable:
             break
         try:
             points.append(_ask(judge, part))

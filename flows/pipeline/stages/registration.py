@@ -2,6 +2,7 @@
 
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.promotion.register_and_decide import Candidate, register
+from pipeline.registry.decisions import Decision
 from pipeline.reports.log_reports import log_evaluation
 from pipeline.results.evaluation import Evaluation
 from pipeline.results.step_records import RegisteredPolicy
@@ -25,19 +26,28 @@ def _register(tracker: Tracker, candidate: Candidate, run: FlowRun) -> Registere
     registered = register(candidate)
     if registered.evaluation != candidate.evaluation:
         log_evaluation(tracker, registered.evaluation)
-    decision = registered.promotion
-    tags = {"version": str(decision.version), "promotion": decision.action}
-    missing = missing_verdicts(registered.evaluation.report(), candidate.settings.evaluation)
-    if missing and not decision.is_promoted:
-        tags[MISSING_VERDICTS] = missing
-    tracker.parent.set_tags(tags)
+    report, config = registered.evaluation.report(), candidate.settings.evaluation
+    tracker.parent.set_tags(decision_tags(registered.promotion, report, config))
     return registered
 
 
-def missing_verdicts(evaluation: Evaluation, config: EvaluationConfig) -> str:
-    """Return the contests that decide and have more than `max_invalid` pairs without a verdict."""
-    return ", ".join(
+def decision_tags(
+    made: Decision, evaluation: Evaluation, config: EvaluationConfig
+) -> dict[str, str]:
+    """Return the tags of a parent run with its decision, see MISSING_VERDICTS."""
+    missing = [
         name
         for name, one in evaluation.win_rate.items()
         if one.test and one.invalid > config.max_invalid * (one.n + one.invalid)
-    )
+    ]
+    # With missing verdicts, one of the reasons is that the evaluation is inconclusive.
+    is_only_reason = len(made.reasons) == 1 and len(evaluation.reasons) == len(missing)
+    return {
+        "version": str(made.version),
+        "promotion": made.action,
+        **(
+            {MISSING_VERDICTS: ", ".join(missing)}
+            if missing and is_only_reason and not made.is_promoted
+            else {}
+        ),
+    }

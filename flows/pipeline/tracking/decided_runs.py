@@ -19,8 +19,8 @@ REASON = "reason"
 """Tag of a run of the flow Retrain: why it started a training, or why it did not."""
 
 MISSING_VERDICTS = "missing_verdicts"
-"""Tag of a parent run whose policy was refused because too many verdicts of the judge are missing.
-A later run asks the judge again for the missing verdicts only."""
+"""Tag of a parent run whose policy was refused only because too many verdicts of the judge are
+missing. The next run asks the judge again; a second such run has decided."""
 
 MODEL = "registered_model"
 """Parameter of a parent run, and tag of a run of the flow Retrain: name of the registered model."""
@@ -34,7 +34,7 @@ def find_decided_run(lineage: Mapping[str, str]) -> str | None:
     """Return a sentence with the decision of a run with this lineage; None if no run has decided.
 
     A run has decided if its policy was promoted or refused, or its reward model was refused. A
-    failed run has not decided, and neither has a run with the tag MISSING_VERDICTS.
+    failed run has not decided, and neither has a single run with the tag MISSING_VERDICTS.
 
     Args:
         lineage: tags that the parent run must have.
@@ -42,11 +42,14 @@ def find_decided_run(lineage: Mapping[str, str]) -> str | None:
     Raises:
         ModelError: MLflow does not answer.
     """
+    undecided = 0
     for run in runs_of_step(PARENT):
         tags = run.data.tags
-        has_judged = "promotion" in tags and MISSING_VERDICTS not in tags
-        decided = has_judged or tags.get(OUTCOME) == "refused"
-        if decided and all(tags.get(name) == value for name, value in lineage.items()):
+        has_ended = "promotion" in tags or tags.get(OUTCOME) == "refused"
+        if not has_ended or any(tags.get(name) != value for name, value in lineage.items()):
+            continue
+        undecided += MISSING_VERDICTS in tags
+        if MISSING_VERDICTS not in tags or undecided > 1:
             return f"{tags[FLOW_RUN]} {outcome_of(run)} from equal inputs."
     return None
 

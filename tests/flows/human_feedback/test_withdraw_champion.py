@@ -155,7 +155,7 @@ def test_a_withdrawal_that_mlflow_refuses_stops_no_training_but_is_an_alarm(
     monkeypatch.setattr(MlflowClient, "log_param", refused)
     settings = {"task": "tldr", "registered_model": name, "promotion": {"withdraw_alpha": 0.01}}
     watch_feedback(settings, "Retrain/1", "arn:topic")
-    assert "feedback: failed, so the champion stays: " in capsys.readouterr().out
+    assert "feedback: failed: " in capsys.readouterr().out
     ((topic, subject, (sentence,)),) = alarms
     assert topic == "arn:topic" and name in subject and "Permission denied" in sentence
     assert read_champions(name).champion == 2

@@ -52,8 +52,11 @@ def test_no_prompt_has_both_held_out_and_training_pairs():
     assert split_off.column("prompt") == ["g", "h"]
     assert kept.column("prompt") == list("abacdefa")
     assert len({rows.digest, kept.digest, split_off.digest}) == 3
-    # With three tenths, the last prompt fits.
-    assert held_out_pairs(rows, 0.3)[1].column("prompt") == ["a", "a", "a"]
+    # More pairs of the first prompt hold no pair out that may have trained a model.
+    later = rows_of("pairs", [*pairs, *({**pairs[0], "chosen": f"later {n}"} for n in range(5))])
+    kept, split_off = held_out_pairs(later, 0.2)
+    assert split_off.column("prompt") == ["f", "g", "h"]
+    assert kept.column("prompt").count("a") == 8
     # Nothing fits: the smallest prompt is split off.
     few = rows_of("pairs", [pairs[0], pairs[1], pairs[2], {**pairs[1], "chosen": "9"}, pairs[9]])
     assert held_out_pairs(few, 0.2)[1].column("prompt") == ["b", "b"]

@@ -29,6 +29,7 @@ def test_limits_and_figures_cover_all_attempts_of_a_step(tmp_path: Path):
         lines.write('{"name": "openai:m", "tok')  # killed while it wrote
     again = Budget(3, 100, file=file)
     assert again.calls_left == 1
+    assert again.affordable == 3
     again.start_call("openai:m", 1)
     again.add_tokens("openai:m", 5)
     with pytest.raises(BudgetError, match=r"3 used, and judging\.max_calls=3"):

@@ -23,6 +23,7 @@ from pipeline.promotion.fetch_champion import find_champion
 from pipeline.registry import change_champion
 from pipeline.registry.aliases import read_version
 from pipeline.registry.alpha_spending import limits_now
+from pipeline.registry.decisions import Decision
 from pipeline.registry.start_models import fetch_start
 from pipeline.results.step_records import (
     EvaluatedPolicy,
@@ -34,8 +35,9 @@ from pipeline.results.step_records import (
 from pipeline.settings.gate_configs import ALPHA
 from pipeline.settings.make_settings import make_settings, settings_text
 from pipeline.settings.settings import Settings
-from pipeline.stages.registration import missing_verdicts
+from pipeline.stages.registration import decision_tags
 from pipeline.storage.workspace import Workspace
+from pipeline.tracking.decided_runs import MISSING_VERDICTS
 from pipeline.tracking.mlflow_client import connect
 from ppo_core.io.folder_cache import digest_of_folder
 from serving.champion import load_champion
@@ -397,16 +399,32 @@ def test_the_alpha_of_a_decision_counts_a_promotion_after_the_evaluation(
     assert registered.alpha == pytest.approx(2 * 0.5 / 104)
 
 
-def test_only_a_contest_with_too_many_missing_verdicts_lets_a_later_run_ask_again(
-    world: World, name: str, tmp_path: Path
-):
+def test_a_refusal_only_for_missing_verdicts_is_marked(world: World, name: str, tmp_path: Path):
     report = world.evaluate(world.named(name), "weak", tmp_path).report()
     config = replace(world.settings.evaluation, max_invalid=0.1)
     rate = report.win_rate["ppo_vs_sft"]
     assert rate.n == 16
-    for invalid, found in ((0, ""), (1, ""), (2, "ppo_vs_sft")):
+    refused = Decision(
+        number=1,
+        action="refused",
+        version=2,
+        champion=None,
+        reasons=("Inconclusive.",),
+        by="run RLHF/2",
+        at="2026-11-29T15:00:00+00:00",
+        key="run RLHF/2",
+    )
+
+    def mark(decision: Decision, invalid: int, *doubts: str) -> str | None:
         rates = {**report.win_rate, "ppo_vs_sft": replace(rate, invalid=invalid)}
-        assert missing_verdicts(replace(report, win_rate=rates), config) == found
+        evaluation = replace(report, win_rate=rates, reasons=list(doubts))
+        return decision_tags(decision, evaluation, config).get(MISSING_VERDICTS)
+
+    assert mark(refused, 2, "no verdict for 2 of 18 pairs") == "ppo_vs_sft"
+    assert mark(refused, 1, "a canary") is None
+    assert mark(refused, 2, "no verdict for 2 of 18 pairs", "a canary") is None
+    assert mark(replace(refused, reasons=("Inconclusive.", "KL.")), 2, "no verdict") is None
+    assert mark(replace(refused, action="promoted"), 2, "no verdict") is None
 
 
 @pytest.mark.parametrize(

@@ -204,6 +204,17 @@ def test_inputs_on_which_no_run_could_decide_are_tried_again(
     assert look(table).new == ["no champion"]
 
 
+def test_verdicts_that_are_missing_again_are_asked_for_only_once_more(
+    table: dict[str, Any], mlflow_client: MlflowClient
+):
+    found = look(table)
+    tags = {"promotion": "refused", "version": "3", MISSING_VERDICTS: "ppo_vs_sft"}
+    for number in (8, 9):
+        assert look(table).seen == ""
+        decide(mlflow_client, found, number, **tags)
+    assert look(table).seen == "RLHF/8 refused version 3 from equal inputs."
+
+
 def test_after_the_registry_is_restored_what_was_decided_since_is_tried_again(
     table: dict[str, Any], bucket: Bucket, mlflow_client: MlflowClient, tmp_path: Path
 ):

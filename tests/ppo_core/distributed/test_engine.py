@@ -1,4 +1,4 @@
-"""The engine in one process, and what it refuses; `test_strategy` tests several processes."""
+"""The engine in one process, and what it refuses; test_choose_sharding has several processes."""
 
 import pytest
 import torch

@@ -1,6 +1,5 @@
 """What would fail late is refused when the trainer is made; what would learn nothing, too."""
 
-import contextlib
 import copy
 import dataclasses
 
@@ -66,15 +65,23 @@ def test_a_reward_model_without_room_for_the_longest_answer_and_its_end_is_refus
     make_trainer(reward_model=RewardModel(room, make_tokenizer()))
 
 
-def test_a_reward_model_that_reads_texts_is_tried_on_the_prompts_before_training():
+def test_a_reward_model_that_reads_texts_is_tried_on_the_prompts_before_training(caplog):
     # The longest prompt has 3 words, a response 8 tokens, and the end of the text one.
     own_words = make_tokenizer(words=40)
-    for room in (11, 12):
+
+    def try_room(room: int) -> None:
         classifier = smaller(AutoModelForSequenceClassification, max_position_embeddings=room)
-        reward = RewardModel(classifier, own_words)
-        refused = r"The prompt \d with a response of 8 tokens has 12 .* context length is 11"
-        with contextlib.nullcontext() if room == 12 else pytest.raises(DataError, match=refused):
-            make_trainer(reward_model=reward)
+        make_trainer(reward_model=RewardModel(classifier, own_words))
+
+    with pytest.raises(
+        DataError, match=r"The prompt \d has 4 tokens .* length of 4 leaves no room"
+    ):
+        try_room(4)
+    try_room(11)
+    assert "has 4 tokens for the reward model. With a response of 8 tokens it may" in caplog.text
+    caplog.clear()
+    try_room(12)
+    assert "for the reward model" not in caplog.text
 
 
 def test_a_chat_template_of_a_reward_model_is_tried_on_each_order_of_roles():

@@ -123,5 +123,5 @@ def _share_of_budget(job: RubricJob, file: Path | None) -> Budget:
         None if limit is None else each + max(0, limit - each) // job.processes
         for limit, each in zip((job.judging.max_calls, job.judging.max_tokens), used, strict=True)
     )
-    note = f" (shared equally by {job.processes} processes)" if job.processes > 1 else ""
+    note = f" (the part of one of {job.processes} processes)" if job.processes > 1 else ""
     return Budget(calls, tokens, note=note, file=file)

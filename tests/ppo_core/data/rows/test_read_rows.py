@@ -24,7 +24,7 @@ from ppo_core.data.rows.read_rows import (
 )
 from ppo_core.data.rows.row_error import RowError, list_reasons
 from ppo_core.data.rows.rows_on_disk import read_written_rows
-from ppo_core.data.rows.rows_on_disk import write_rows as write_handed_over
+from ppo_core.data.rows.rows_on_disk import write_rows as write_rows_on_disk
 from ppo_core.data.sources.source import source_of_rows
 from ppo_core.errors import ConfigError, DataError, TrainingError
 from ppo_core.supervised.supervised_cli import SupervisedArguments
@@ -210,12 +210,12 @@ def test_a_conversion_counts_with_the_limit_of_its_rows(tmp_path):
     rows = read_rows(path, "prompts", options=ReadOptions(max_left_out=0.223))
     found = derive(rows, "one more", {}, each(leave_out_first))
     # 2 of 9 rows are 22.23 %. Another process converts the rows further.
-    write_handed_over(found, tmp_path / "job")
+    write_rows_on_disk(found, tmp_path / "job")
     handed = read_written_rows(tmp_path / "job")
     assert (len(handed), handed.max_left_out, handed.used) == (7, 0.223, found.used)
     (tmp_path / "failed" / "rows.arrow").mkdir(parents=True)
     with pytest.raises(TrainingError, match="cannot be written"):
-        write_handed_over(found, tmp_path / "failed")
+        write_rows_on_disk(found, tmp_path / "failed")
     assert [path.name for path in (tmp_path / "failed").iterdir()] == ["rows.arrow"]
 
 

@@ -186,7 +186,7 @@ def test_processes_share_the_limits_and_count_what_all_of_them_spent(tmp_path: P
         job = job_of_run(RunRewards(RunData(settings)), processes=2)
         first, second = (LanguageModels(job, tmp_path).reward(SCORER) for _ in range(2))
         assert first(["p"] * 3, ["a", "b", "c"]) == [5, 5, 5]
-        with pytest.raises(JudgeError, match=r"max_calls=4 \(shared equally by 2"):
+        with pytest.raises(JudgeError, match=r"max_calls=4 \(the part of one of 2"):
             second(["p"] * 5, list("defgh"))
         with (tmp_path / SPENT_FILE).open("a") as file:
             file.write('{"name": "openai:sco')  # killed while it wrote
