@@ -73,9 +73,7 @@ def test_a_reward_model_that_reads_texts_is_tried_on_the_prompts_before_training
         classifier = smaller(AutoModelForSequenceClassification, max_position_embeddings=room)
         make_trainer(reward_model=RewardModel(classifier, own_words))
 
-    with pytest.raises(
-        DataError, match=r"The prompt \d has 4 tokens .* length of 4 leaves no room"
-    ):
+    with pytest.raises(DataError, match=r"prompt \d has 4 tokens .* length of 4 leaves no room"):
         try_room(4)
     try_room(11)
     assert "has 4 tokens for the reward model. With a response of 8 tokens it may" in caplog.text
