@@ -45,8 +45,8 @@ def find_decided_run(lineage: Mapping[str, str]) -> str | None:
     undecided = 0
     for run in runs_of_step(PARENT):
         tags = run.data.tags
-        has_ended = "promotion" in tags or tags.get(OUTCOME) == "refused"
-        if not has_ended or any(tags.get(name) != value for name, value in lineage.items()):
+        has_outcome = "promotion" in tags or tags.get(OUTCOME) == "refused"
+        if not has_outcome or any(tags.get(name) != value for name, value in lineage.items()):
             continue
         undecided += MISSING_VERDICTS in tags
         if MISSING_VERDICTS not in tags or undecided > 1:
