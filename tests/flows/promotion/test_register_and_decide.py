@@ -424,7 +424,8 @@ def test_a_refusal_only_for_missing_verdicts_is_marked(world: World, name: str, 
     assert mark(refused, 1, "a canary") is None
     assert mark(refused, 2, "no verdict for 2 of 18 pairs", "a canary") is None
     assert mark(replace(refused, reasons=("Inconclusive.", "KL.")), 2, "no verdict") is None
-    assert mark(replace(refused, action="promoted"), 2, "no verdict") is None
+    promoted = replace(refused, action="promoted", champion=2)
+    assert mark(promoted, 2, "no verdict") is None
 
 
 @pytest.mark.parametrize(
