@@ -159,7 +159,7 @@ def _answers(
         # Greedy samples would be equal.
         temperature=settings.ppo.temperature if config.is_greedy else config.temperature,
         top_k=0 if config.top_k == 1 else config.top_k,
-        # The ordinary samples use `seed`, and `selection` uses `seed + 1`.
+        # The ordinary samples use `seed`, and `policy_selection` uses `seed + 1`.
         seed=(settings.seed + 2) % 2**32,
     ).texts
     # Free the memory of the policy before the reward model is loaded.
