@@ -1,4 +1,7 @@
-"""Language models with a value head, for the PPO loop of `ppo_core.classic`."""
+"""Language models with a value head, for the PPO loop of `ppo_core.classic`.
+
+The critic that `PPOTrainer` trains is in `ppo_core.models.critic`.
+"""
 
 from pathlib import Path
 from typing import Any, ClassVar, Self

@@ -11,6 +11,7 @@ from pipeline.registry.aliases import (
     exists,
     read_aliases,
     require_registered,
+    set_alias,
     set_tags,
 )
 from pipeline.registry.champion_history import Champions
@@ -58,7 +59,7 @@ def challenge(name: str, version: int) -> None:
     _require_version(client, name, version)
     decided = any(decision.version == version for decision in read_decisions(name))
     if not decided and read_aliases(name).get(CHALLENGER, 0) < version:
-        client.set_registered_model_alias(name, CHALLENGER, str(version))
+        set_alias(client, name, CHALLENGER, version)
 
 
 @explained()
