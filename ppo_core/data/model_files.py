@@ -107,10 +107,10 @@ def safetensors_as_os_errors() -> Iterator[None]:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a tokenizer in transformers' format, and let the model in the folder stop at its end.
+    """Write a tokenizer in transformers' format, and add its stop token to the model in the folder.
 
-    The end-of-sequence token may be the end of a chat turn, see `set_prompt_format`. `generate`
-    reads its stop tokens from the model's generation_config, which has the base model's token.
+    The tokenizer's end-of-sequence token may be the end of a chat turn, see `set_prompt_format`.
+    `generate` stops at the tokens in the model's generation_config, which come from the base model.
 
     Raises:
         OSError: a file cannot be written, for example because the disk is full.

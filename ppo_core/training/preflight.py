@@ -21,7 +21,7 @@ from ppo_core.rollout.sample_responses import decoder_of
 logger = logging.getLogger(__name__)
 
 TRIED_PROMPTS = 100
-"""Number of the longest prompts that a reward model which reads texts is tried on."""
+"""A reward model that reads texts is tried on this number of prompts, the longest."""
 
 
 def check_models(

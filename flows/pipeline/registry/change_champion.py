@@ -207,8 +207,8 @@ def _require_manifest(name: str, version: int) -> None:
     if MANIFEST_TAG not in client.get_model_version(name, str(version)).tags:
         raise ModelError(
             f"Version {version} of '{name}' has no tag '{MANIFEST_TAG}', because this flow did not "
-            "register it. Services and the next run would refuse it as champion, because its files "
-            "cannot be verified. To serve these weights, name them as `policy` of a run."
+            "register it. Its files cannot be verified, so services and the next run would refuse "
+            "this champion. To serve these weights, name them as `policy` of a run."
         )
 
 

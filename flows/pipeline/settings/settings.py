@@ -110,7 +110,8 @@ class Settings:
 
     held_out_share: Annotated[float, Field(gt=0, lt=1, description="between 0 and 1")] = 0.1
     """Fraction of the rows to hold out, taken from the end: of `preferences` if `preferences_test`
-    is empty, and of `prompts` if `eval_prompts` is empty."""
+    is empty, and of `prompts` if `eval_prompts` is empty. All pairs of one prompt are held out, or
+    none."""
 
     start_from: Literal["", "champion"] = ""
     """Where the reward model and the critic start: with `champion`, from the reward model and the
