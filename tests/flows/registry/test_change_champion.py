@@ -533,7 +533,9 @@ def test_promotions_by_hand_of_nothing_and_of_the_champion_are_refused(model: st
 def test_a_version_without_a_manifest_is_not_promoted_by_hand(model: str):
     judge(model, 1)
     connect().delete_model_version_tag(model, "2", MANIFEST_TAG)
-    with pytest.raises(ModelError, match=r"Version 2 of .* has no tag 'manifest'.*would refuse this champion"):
+    with pytest.raises(
+        ModelError, match=r"Version 2 of .* has no tag 'manifest'.*would refuse this champion"
+    ):
         promote_by_hand(model, 2, reason="Why not.", by="person ada")
     assert told(model) == [("promoted", 1, 1)]
 
