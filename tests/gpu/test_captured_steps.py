@@ -5,6 +5,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from peft import LoraConfig
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
 
 from ppo_core.data.types import Rollout
@@ -92,3 +93,11 @@ def test_each_phase_reads_the_weights_of_its_own_time():
     assert not torch.equal(after.response_ids, before.response_ids)
     same = (after.response_ids == expected.response_ids).all(dim=1)
     assert same.float().mean() > 0.5
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_shared_keys_are_read_by_fast_kernels(bf16: bool):
+    """The other kernel stores all scores, and copies the keys in fp32."""
+    policy = LanguageModel(make_policy("qwen2").cuda())
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
+        assert sampled(policy, bf16=bf16).response_lengths.max() > 1

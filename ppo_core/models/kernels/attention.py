@@ -63,17 +63,47 @@ def attend(
         else:
             output = _attend(*inputs).output
     else:
-        added = None if mask is None else mask[:, None].to(queries.dtype)
-        output = torch.nn.functional.scaled_dot_product_attention(
-            queries,
-            keys,
-            values,
-            attn_mask=added,
-            is_causal=added is None,
-            scale=scale,
-            enable_gqa=heads != keys.shape[1],
-        )
+        output = _library_attention(queries, keys, values, mask, scale)
     return output.transpose(1, 2).reshape(batch, length, heads * size)
+
+
+def _library_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
+) -> Tensor:
+    """Return PyTorch's attention (B, H, T, E); without a mask it is causal.
+
+    On a GPU, PyTorch reads shared key-value heads (G < H) with a blockwise kernel only in half
+    precision and without a mask. Otherwise it stores all scores and copies the keys in fp32. The
+    queries or the keys are therefore rearranged, so that G = H.
+    """
+    batch, heads, length, size = queries.shape
+    added = None if mask is None else mask[:, None].to(queries.dtype)
+    shares_keys = heads != keys.shape[1]
+    if shares_keys and added is not None and length == 1:
+        # The single queries of the heads that read the same keys become queries of one head.
+        queries = queries[:, :, 0].unflatten(1, (keys.shape[1], -1))
+    elif shares_keys and (added is not None or _is_fp32_on_gpu(queries)):
+        keys, values = _repeated(keys, heads), _repeated(values, heads)
+    output = torch.nn.functional.scaled_dot_product_attention(
+        queries,
+        keys,
+        values,
+        attn_mask=added,
+        is_causal=added is None,
+        scale=scale,
+        enable_gqa=queries.shape[1] != keys.shape[1],
+    )
+    return output.reshape(batch, heads, length, size)
+
+
+def _is_fp32_on_gpu(states: Tensor) -> bool:
+    return states.device.type == "cuda" and states.dtype == torch.float32
+
+
+def _repeated(states: Tensor, heads: int) -> Tensor:
+    """Return states (B, G, S, E) as (B, H, S, E): each head once for each query head it serves."""
+    each = heads // states.shape[1]
+    return states[:, :, None].expand(-1, -1, each, -1, -1).flatten(1, 2)
 
 
 class _Block(NamedTuple):

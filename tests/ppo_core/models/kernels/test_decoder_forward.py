@@ -9,6 +9,7 @@ import peft
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.testing import assert_close
 from transformers import (
     AutoModel,
@@ -83,6 +84,23 @@ def make_backbone(config: PreTrainedConfig) -> PreTrainedModel:
     return backbone
 
 
+@pytest.fixture
+def fast_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refuse what no fast kernel of a GPU computes: a mask with fewer key heads than query heads.
+
+    PyTorch would store all scores, and a copy of the keys in fp32.
+    """
+    attend = functional.scaled_dot_product_attention
+
+    def checked(
+        queries: Tensor, keys: Tensor, values: Tensor, attn_mask: Tensor | None, **options: Any
+    ) -> Tensor:
+        assert attn_mask is None or queries.shape[1] == keys.shape[1]
+        return attend(queries, keys, values, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", checked)
+
+
 def with_gradients(model: nn.Module, states: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     model.zero_grad()
     weights = torch.arange(states.numel(), dtype=states.dtype).view_as(states)
@@ -121,7 +139,9 @@ def test_states_and_gradients_are_those_of_transformers(family, max_scores, bloc
 
 
 @pytest.mark.parametrize("family", PLAIN)
-def test_last_states_by_the_attention_of_pytorch_are_those_of_transformers(family, monkeypatch):
+def test_last_states_by_the_attention_of_pytorch_are_those_of_transformers(
+    family, fast_attention, monkeypatch
+):
     monkeypatch.setattr(attention, "MAX_SCORES", 0)
     backbone = make_backbone(PLAIN[family])
     ids, lengths = pad_rows(make_prompts(LENGTHS))
@@ -153,9 +173,13 @@ class FixedBackend(FastBackend):
 BACKENDS = pytest.mark.parametrize("make_backend", [FastBackend, FixedBackend])
 
 
-@BACKENDS
 @pytest.mark.parametrize("family", PLAIN)
-def test_decoding_makes_the_states_of_the_full_sequences(family, make_backend):
+@pytest.mark.parametrize("max_scores", [attention.MAX_SCORES, 0], ids=["own", "of PyTorch"])
+@BACKENDS
+def test_decoding_makes_the_states_of_the_full_sequences(
+    family, make_backend, max_scores, fast_attention, monkeypatch
+):
+    monkeypatch.setattr(attention, "MAX_SCORES", max_scores)
     backbone = make_backbone(PLAIN[family])
     prompts, answers = make_prompts(LENGTHS), make_prompts([4, 4, 4], seed=1)
     parts = fast_path(backbone)
