@@ -1,16 +1,18 @@
 """Score texts alone, in a batch, and with padding on either side."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from pipeline.evaluation.pair_accuracy import Array
 from pipeline.results.reward_report import Difference
 from pipeline.reward_validation.odd_texts import longest_row
 from ppo_core.algorithm.temperature import at_least_fp32
 from ppo_core.data.batching import pad_rows
+from ppo_core.errors.out_of_memory import BatchSize
 from ppo_core.models.reward_model import RewardModel
 
 
@@ -48,9 +50,10 @@ def score_right_padded(model: RewardModel, rows: Sequence[list[int]]) -> Array:
     ids, lengths = pad_rows(rows)
     capacity = max(longest_row(model) - ids.shape[1], 0)
     padding = torch.zeros(len(ids), min(ids.shape[1], capacity), dtype=torch.long)
-    device = model.model.device
-    scores = model.score_rows(torch.cat([ids, padding], dim=1).to(device), lengths.to(device))
-    return scores.cpu().double().numpy()
+    ids, device = torch.cat([ids, padding], dim=1), model.model.device
+    return _in_batches(
+        lambda batch: model.score_rows(ids[batch].to(device), lengths[batch].to(device)), len(rows)
+    )
 
 
 @torch.no_grad()
@@ -71,7 +74,25 @@ def score_left_padded(model: RewardModel, rows: Sequence[list[int]]) -> Array | 
         "attention_mask": mask.long(),
         "position_ids": (mask.long().cumsum(dim=1) - 1).clamp(min=0),
     }
-    on_device = {name: tensor.to(model.model.device) for name, tensor in inputs.items()}
-    hidden = inner(**on_device, use_cache=False).last_hidden_state
-    scores = (at_least_fp32(head(hidden[:, -1])[:, 0]) - model.bias) * model.gain
-    return scores.cpu().double().numpy()
+    device = model.model.device
+
+    def score(batch: slice) -> Tensor:
+        of_batch = {name: tensor[batch].to(device) for name, tensor in inputs.items()}
+        hidden = inner(**of_batch, use_cache=False).last_hidden_state
+        return (at_least_fp32(head(hidden[:, -1])[:, 0]) - model.bias) * model.gain
+
+    return _in_batches(score, len(rows))
+
+
+def _in_batches(score: Callable[[slice], Tensor], num_rows: int) -> Array:
+    """Return the scores (N,) of padded rows: of all at once, or of fewer if the memory is full.
+
+    `score` takes the rows of a batch.
+    """
+
+    def scored(size: int) -> Tensor:
+        starts = range(0, num_rows, size)
+        return torch.cat([score(slice(start, start + size)).cpu() for start in starts])
+
+    scores: Array = BatchSize(num_rows, "scoring").run(scored).double().numpy()
+    return scores

@@ -3,7 +3,9 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
@@ -12,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, BertConfig, BloomCo
 from pipeline.inputs.labeled_pairs import LabeledPair
 from pipeline.results.reward_report import Contract
 from pipeline.reward_validation.odd_texts import LONGEST, odd_rows
-from pipeline.reward_validation.padding import score_left_padded
+from pipeline.reward_validation.padding import score_left_padded, score_right_padded
 from pipeline.reward_validation.score_invariance import check_contract
 from pipeline.reward_validation.scores import TextScorer
 from ppo_core.models.reward_model import RewardModel
@@ -62,6 +64,22 @@ def test_a_decoder_scores_a_text_the_same_in_every_batch(family: str):
     assert contract.deviation > 0.1
     for difference in (contract.batch, contract.right_filler, contract.left_filler):
         assert difference.share == difference.largest / contract.deviation < 1e-4
+
+
+@pytest.mark.parametrize("score_padded", [score_right_padded, score_left_padded])
+def test_padded_rows_that_fill_the_memory_are_scored_a_few_at_a_time(score_padded: Any):
+    model = tiny_reward()
+    rows = [model.encode(each.prompt, each.chosen) for each in PAIRS]
+    expected, sizes = score_padded(model, rows), []
+
+    def full(module: object, args: object, inputs: dict[str, Any]) -> None:
+        sizes.append(len(inputs["input_ids"]))
+        if sizes[-1] > 8:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
+
+    model.model.base_model.register_forward_pre_hook(full, with_kwargs=True)
+    assert np.allclose(score_padded(model, rows), expected, rtol=0, atol=1e-5)
+    assert sizes == [20, 10, 5, 5, 5, 5]
 
 
 def test_the_deviation_is_that_of_the_scores_of_real_texts():
