@@ -6,32 +6,35 @@ and addresses are fixed. A graph therefore decodes a rounded number of sequences
 and a decoder captures one graph for each pair of rounded numbers that occurs.
 """
 
+import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ppo_core.errors.out_of_memory import free_unused
 from ppo_core.models.kernels.attention import Masking
 from ppo_core.models.kernels.decoder_families import DecoderLayers
 from ppo_core.models.kernels.decoder_forward import forward
 from ppo_core.models.kernels.rotary import Angles, by_head
 from ppo_core.rollout.kv_cache import KVCache
 
+_LOG = logging.getLogger(__name__)
+
 COLUMNS = 128
 """A graph has a multiple of this number of columns, or all columns of the cache."""
 
 
-class _Place:
-    """The stream and the memory in which all steps of a decoder are captured.
+@cache
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of all captures on a GPU.
 
-    The steps can share the memory, because the states of a step are read before the next step.
+    PyTorch reserves cuBLAS memory for each stream that was ever used, and never frees it.
     """
-
-    def __init__(self) -> None:
-        self.stream = torch.cuda.Stream()
-        self.pool = torch.cuda.graph_pool_handle()
+    return torch.cuda.Stream(device)
 
 
 class CapturedSteps:
@@ -49,8 +52,8 @@ class CapturedSteps:
         self._within = within
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._device = cache.lengths.device
-        with torch.cuda.device(self._device):
-            self._place = _Place()
+        # The steps can share memory, because the states of a step are read before the next step.
+        self._pool = torch.cuda.graph_pool_handle()
 
     def decode(self, tokens: Tensor) -> Tensor:
         """Read each sequence's next token (B,); return the tokens' last hidden states (B, D).
@@ -60,7 +63,7 @@ class CapturedSteps:
         shape = rounded(len(tokens), self._cache.max_sequences), self._columns()
         if shape not in self._graphs:
             step = FixedStep(self._layers, self._cache, *shape)
-            self._graphs[shape] = _Graph(step, self._within, self._place)
+            self._graphs[shape] = _Graph(step, self._within, self._device, self._pool)
         with torch.cuda.device(self._device):
             return self._graphs[shape].run(tokens)[: len(tokens)]
 
@@ -85,6 +88,7 @@ class FixedStep:
     def __init__(self, layers: DecoderLayers, cache: KVCache, rows: int, columns: int) -> None:
         """Reserve the inputs of a step."""
         device = cache.lengths.device
+        self.rows = rows
         self._layers = layers
         self._cache = cache
         self._columns = columns
@@ -138,12 +142,20 @@ class _Graph:
     """A step that is computed once, then captured, then replayed."""
 
     def __init__(
-        self, step: FixedStep, within: Callable[[], AbstractContextManager[Any]], place: _Place
+        self,
+        step: FixedStep,
+        within: Callable[[], AbstractContextManager[Any]],
+        device: torch.device,
+        pool: torch.cuda._POOL_HANDLE,
     ) -> None:
         self._step = step
         self._within = within
-        self._place = place
+        self._device = device
+        self._pool = pool
         self._is_warm = False
+        self._fits = True
+        """False once the memory was too full to capture the step."""
+
         self._graph: torch.cuda.CUDAGraph | None = None
         self._states: Tensor
         """Memory to which the captured step writes its states (R, D)."""
@@ -155,10 +167,29 @@ class _Graph:
             # The first pass is not captured: in this pass, libraries prepare for the new shape.
             self._is_warm = True
             return self._computed()
+        if self._graph is None and self._fits:
+            self._capture()
         if self._graph is None:
-            self._graph = self._captured()
+            return self._computed()
         self._graph.replay()
         return self._states
+
+    def _capture(self) -> None:
+        """Capture the step; if the memory is full, free cached memory and try once more."""
+        with suppress(torch.OutOfMemoryError):
+            self._graph = self._captured()
+            return
+        # A capture cannot use memory that PyTorch caches for other work.
+        free_unused()
+        try:
+            self._graph = self._captured()
+        except torch.OutOfMemoryError:
+            self._fits = False
+            _LOG.warning(
+                "The memory of the GPU is too full to capture decoding steps of %d sequences, so "
+                "sampling is slower. Lower local_rollout_forward_batch_size.",
+                self._step.rows,
+            )
 
     def _computed(self) -> Tensor:
         # Autocast's cache is disabled: a capture only records the casts, without computing them, so
@@ -169,18 +200,21 @@ class _Graph:
             return self._step.compute()
 
     def _captured(self) -> torch.cuda.CUDAGraph:
-        graph, stream = torch.cuda.CUDAGraph(), self._place.stream
+        graph, stream = torch.cuda.CUDAGraph(), _stream_of(self._device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             # `torch.cuda.graph` is not used, because it would free all cached memory. The mode
             # "thread_local" lets other threads use the GPU during a capture: NCCL's thread queries
             # it for finished work.
-            graph.capture_begin(pool=self._place.pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 self._states = self._computed()
-            finally:
-                # End the capture even after an error, such as full memory: an open capture would
-                # block all other work on the GPU.
-                graph.capture_end()
+            except BaseException:
+                # An open capture would block all other work on the GPU. The first error, such as
+                # full memory, says more than an error of the end.
+                with suppress(RuntimeError):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         return graph

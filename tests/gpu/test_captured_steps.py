@@ -101,3 +101,28 @@ def test_shared_keys_are_read_by_fast_kernels(bf16: bool):
     policy = LanguageModel(make_policy("qwen2").cuda())
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
         assert sampled(policy, bf16=bf16).response_lengths.max() > 1
+
+
+def test_a_capture_that_finds_the_memory_full_changes_no_response():
+    policy = LanguageModel(make_policy().cuda())
+    expected = launched(policy, bf16=False)
+    torch.cuda.empty_cache()
+    filled = 256 * 2**20
+    most = torch.cuda.memory_reserved() + filled
+    torch.cuda.set_per_process_memory_fraction(most / torch.cuda.mem_get_info()[1])
+    try:
+        torch.empty(filled, dtype=torch.uint8, device="cuda")  # from now on, PyTorch caches it
+        captured = sampled(policy, bf16=False)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert torch.equal(captured.response_ids, expected.response_ids)
+
+
+def test_captures_of_one_rollout_after_the_other_keep_no_memory():
+    policy = LanguageModel(make_policy().cuda())
+    reserved = []
+    for _ in range(6):
+        sampled(policy, bf16=False)
+        torch.cuda.empty_cache()
+        reserved.append(torch.cuda.memory_reserved())
+    assert reserved[-1] == reserved[1]

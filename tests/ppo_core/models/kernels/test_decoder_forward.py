@@ -28,7 +28,7 @@ from ppo_core.models.kernels import attention, matmul_backend
 from ppo_core.models.kernels.decoder_families import fast_path
 from ppo_core.models.kernels.decoder_forward import BranchedPairs, states_at
 from ppo_core.models.kernels.matmul_backend import uses_onednn
-from ppo_core.rollout.captured_steps import FixedStep, rounded
+from ppo_core.rollout.captured_steps import FixedStep, _Graph, rounded
 from ppo_core.rollout.decoder import Decoder
 from ppo_core.rollout.fast_decoder import FastBackend
 from ppo_core.rollout.kv_cache import KVCache
@@ -313,6 +313,33 @@ def test_large_layers_are_multiplied_by_onednn_where_attention_is_not(
 )
 def test_captured_rows_are_the_batch_or_a_half_of_it_again_and_again(sequences, most, expected):
     assert rounded(sequences, most) == expected
+
+
+class FullGraph(_Graph):
+    """A step whose capture finds the memory of the GPU full."""
+
+    tries = 0
+
+    def _captured(self) -> torch.cuda.CUDAGraph:
+        self.tries += 1
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+
+def test_a_step_that_cannot_be_captured_is_computed(caplog):
+    parts, cache = fast_path(make_policy().model), KVCache(2, 9, 4, SEQUENCE.device)
+    assert parts is not None
+    with torch.no_grad():
+        decoder = Decoder(FastBackend(parts, cache, nullcontext), make_prompts([3, 9]))
+        step = FixedStep(parts, cache, 2, cache.width)
+        graph = FullGraph(step, nullcontext, SEQUENCE.device, (0, 0))
+        states = [graph.run(torch.tensor([5, 6])).clone() for _ in range(4)]
+        decoder.step(torch.tensor([5, 6]))
+    for found in states:
+        assert_close(found, decoder.states)
+    assert graph.tries == 2
+    assert [record.message.partition(",")[0] for record in caplog.records] == [
+        "The memory of the GPU is too full to capture decoding steps of 2 sequences"
+    ]
 
 
 # --- Pairs with a common start, computed once ---
