@@ -201,7 +201,7 @@ def load_policy(
         placement: device and precision of a model that is not trained; replaces `dtype`. If None,
             the model stays on the CPU, and the trainer moves it.
         revision: branch, tag or commit of a hub id without `@REVISION`; None means main.
-        options: `attn_implementation` and `quantization_config` of transformers.
+        options: `attn_implementation`, `quantization_config` and `device_map` of transformers.
 
     Raises:
         ConfigError: both `path` and `revision` name a revision.

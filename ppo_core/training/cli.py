@@ -45,7 +45,7 @@ from ppo_core.models.loading import (
     load_tokenizer,
     member_folders,
 )
-from ppo_core.models.quantization import get_quantization_config
+from ppo_core.models.quantization import get_kbit_device_map, get_quantization_config
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.reporting.metrics_file import SELF_CHECK_FILE
 from ppo_core.supervised.pair_ranker import PairRanker, make_classifier
@@ -343,15 +343,27 @@ def load_start(path: str, model: ModelArguments) -> PreTrainedModel:
         ModelError: the folder or hub id has no causal language model, or a package for
             quantization is missing.
     """
-    named = model.dtype != "auto"
+    return load_policy(path, **loading_options(model))
+
+
+def loading_options(model: ModelArguments) -> dict[str, Any]:
+    """Return the arguments of `load_policy` for the policy to start from.
+
+    Raises:
+        ConfigError, ModelError: see `load_start`.
+    """
+    named, quantization = model.dtype != "auto", get_quantization_config(model)
     options: dict[str, Any] = {
         "attn_implementation": model.attn_implementation,
         # With "auto", the trainer learns the precision of the files, in which it saves the policy.
         # The trainer itself casts the trained weights.
         "dtype": getattr(torch, model.dtype) if model.use_peft and named else "auto",
-        "quantization_config": get_quantization_config(model),
+        "quantization_config": quantization,
     }
-    return load_policy(path, **options)
+    if quantization is not None:
+        # Without a map, transformers would put the bases of all processes on the first GPU.
+        options["device_map"] = get_kbit_device_map()
+    return options
 
 
 def load_reward(

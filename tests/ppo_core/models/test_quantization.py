@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from ppo_core.config.script_arguments import ModelArguments
 from ppo_core.errors import ConfigError, ModelError
 from ppo_core.models.adapters import add_adapter
 from ppo_core.models.quantization import bitsandbytes_config, check_quantized_trainable
+from ppo_core.training.cli import loading_options
 from tests.helpers.models.tiny import make_policy
 
 peft = pytest.importorskip("peft")
@@ -55,6 +57,14 @@ def test_4_bits_with_nested_constants_compute_in_what_the_gpu_has(gpu, monkeypat
     config = bitsandbytes_config(load_in_4bit=True, load_in_8bit=False)
     assert config.bnb_4bit_compute_dtype == torch.bfloat16
     assert not config.bnb_4bit_use_double_quant
+
+
+def test_each_process_loads_its_quantized_base_onto_its_own_gpu(gpu, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert loading_options(ModelArguments(use_peft=True, load_in_8bit=True))["device_map"] == {
+        "": 1
+    }
+    assert "device_map" not in loading_options(ModelArguments())
 
 
 def test_8_bits_are_asked_for_as_such(gpu, monkeypatch):
