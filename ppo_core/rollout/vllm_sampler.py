@@ -146,7 +146,8 @@ class VLLMSampler:
                 self._check(choice, settings, max_new_tokens)
 
         self._peers.together(request)
-        return _as_rollout(prompts, choices, max_new_tokens, settings, self._policy.device)
+        # Not the device of the weights: offloaded shards are in the machine's memory.
+        return _as_rollout(prompts, choices, max_new_tokens, settings, self._engine.device)
 
     def _check(self, choice: Choice, settings: SamplingSettings, max_new_tokens: int) -> None:
         ids, stop = choice.token_ids, settings.stop_token_id

@@ -126,6 +126,17 @@ def test_a_prompt_that_is_asked_again_is_not_answered_from_what_old_weights_left
     assert not torch.equal(first.response_ids[:, 0], own.response_ids[:, 0])
 
 
+class EngineOnMeta(Engine):
+    device = torch.device("meta")
+
+
+def test_a_rollout_is_on_the_device_of_the_run_even_if_the_weights_are_offloaded(server, tmp_path):
+    sampler = make_sampler(server, tmp_path, LanguageModel(make_policy()))
+    sampler._engine = EngineOnMeta(use_cpu=True)
+    rollout = sampler.sample(PROMPTS, uniforms(), GREEDY, "weights-none")
+    assert rollout.response_ids.device.type == rollout.logprobs.device.type == "meta"
+
+
 def test_an_adapter_is_sent_merged(server, tmp_path):
     adapted = add_adapter(make_policy(), lora_config(r=4, target_modules=["q_proj", "up_proj"]))
     with torch.no_grad():
