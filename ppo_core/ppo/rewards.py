@@ -303,6 +303,12 @@ class RewardMix:
             model for one, weight in named if weight or not weighted for model in _models_of(one)
         ]
 
+    def move_adapter_heads(self, device: torch.device) -> None:
+        """Move the heads of reward models that are adapters on the policy's base to a device."""
+        for scorer in self.models():
+            if isinstance(scorer.model, AdapterClassifier):
+                scorer.model.eval().to(device)
+
     def modules(self) -> list[nn.Module]:
         """Return the rewards that are a script's own modules."""
         kept = self.sources.values()

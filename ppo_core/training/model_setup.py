@@ -243,9 +243,8 @@ def _prepare_frozen(
 ) -> None:
     """Move reference and reward models to the device; shard them if the policy will be sharded."""
     frozen = [one for one in reward_holders(rewards, model) if one is not model]
-    for scorer in rewards.models():
-        if not isinstance(scorer.model, PreTrainedModel):
-            scorer.model.eval().to(engine.device)  # a head on the policy's base
+    # A base that will be sharded stays on the CPU until the engine prepares it.
+    rewards.move_adapter_heads(policy.device)
     for module in rewards.modules():
         module.eval().requires_grad_(False).to(engine.device)
     if reference.model is not policy.model:

@@ -15,7 +15,11 @@ from ppo_core.training.answer_job import AnswerJob, write_answer_job
 from tests.flows.whole_flow.test_flow_processes import start
 from tests.flows.whole_flow.test_placement import PLACES, require_equal, run_places
 from tests.helpers.inputs.pipeline_inputs import tiny_table, write_model, write_rows
+from tests.helpers.models.tiny import make_policy
 from tests.helpers.runs.forked_python import run_python
+from tests.ppo_core.distributed.test_choose_sharding import run_call
+from tests.ppo_core.distributed.test_sharded_training import call_of
+from tests.ppo_core.models.test_adapters import save_classifier
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
@@ -172,3 +176,13 @@ def test_a_whole_run_of_the_flow(tmp_path: Path):
     (tmp_path / "tiny.toml").write_text(tomli_w.dumps(table))
     run = start(tmp_path, "--config", "settings", "tiny.toml", "run")
     assert run.wait() == 0, run.log()
+
+
+@pytest.mark.parametrize("sharding", ["fsdp2", "zero3"])
+def test_a_reward_adapter_on_a_sharded_policy(sharding: str, tmp_path: Path):
+    """Its head is checked with the base on the CPU, and scores with the base on the GPU."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    save_classifier(make_policy("qwen2"), tmp_path)
+    run_call(folder, call_of("reward adapter", folder, {"sharding": sharding}), processes=1)
+    assert (folder / "said.json").exists()
