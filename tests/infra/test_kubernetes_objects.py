@@ -69,7 +69,8 @@ def test_the_container_of_argo_is_known_to_kubernetes():
 
 def test_argo_runs_deployed_templates_only_with_an_account_of_the_files():
     defaults = argo_defaults()
-    assert defaults["workflowRestrictions"] == {"templateReferencing": "Secure"}
+    # `Secure` would end a run whose template is deployed again or deleted during the run.
+    assert defaults["workflowRestrictions"] == {"templateReferencing": "Strict"}
     account = defaults["workflowDefaults"]["spec"]["serviceAccountName"]
     assert account in {each["metadata"]["name"] for each in objects("ServiceAccount")}
 
