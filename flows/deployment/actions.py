@@ -89,10 +89,19 @@ def delete_deployment(files: DeploymentFiles) -> None:
     """Delete both flows from the scheduler: first Retrain, because Retrain has the schedule.
 
     Raises:
+        ConfigError: a run of RLHF has not ended; Step Functions would end the run with its flow.
         ProcessError: the scheduler refuses the deletion.
         StorageError: the scheduler does not answer.
     """
     scheduler = _scheduler_of(files.deployment)
+    training = scheduler.find("RLHF")
+    if training and training.running:
+        raise ConfigError(
+            f"The run {training.running} of {training.name} has not ended, so nothing was deleted: "
+            "Step Functions ends a run whose flow is deleted. Wait for the end of the run, or stop "
+            "the run in the UI of the scheduler, and repeat --delete. To stop only the schedule, "
+            f"remove [schedule] from '{files.path}', and run --create: the run then continues."
+        )
     for flow in reversed(FILES):
         if scheduler.find(flow) is None:
             print(f"{scheduler.name_of(flow)} is not deployed.", flush=True)

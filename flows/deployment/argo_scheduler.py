@@ -16,6 +16,9 @@ from ppo_core.errors import StorageError, library_errors
 
 GROUP, VERSION = "argoproj.io", "v1alpha1"
 
+UNFINISHED = ("Pending", "Running")
+"""Phases of a Workflow that has not ended."""
+
 NEXT_MOVE = (
     "Check that kubectl reaches the cluster from here, that Argo Workflows is installed, and that "
     "you may read and change workflow templates, cron workflows and workflows of the namespace."
@@ -65,9 +68,10 @@ class ArgoScheduler:
             if template is None:
                 return None
             cron = (self._client.get_cronworkflow(name) or {}).get("spec", {})
-            last_run, result = self._last_run(name)
+            runs = self._runs(name)
         notes = template["metadata"]["annotations"]
         tags = json.loads(notes.get("metaflow/tags", "[]"))
+        running = [run["metadata"]["name"] for run in runs if _phase_of(run) in UNFINISHED]
         return DeployedFlow(
             name=f"{self.namespace}/{name}",
             deployed_at=notes.get("metaflow/deployment_timestamp", ""),
@@ -76,23 +80,19 @@ class ArgoScheduler:
             token=notes.get("metaflow/production_token", ""),
             cron="" if cron.get("suspend") else _times_of(cron),
             timezone=cron.get("timezone") or "",
-            last_run=last_run,
-            result=result,
+            last_run=runs[-1]["metadata"]["name"] if runs else "",
+            result=_result_of(runs[-1]) if runs else "",
+            running=running[-1] if running else "",
         )
 
-    def _last_run(self, template: str) -> tuple[str, str]:
-        """Return the name and result of a template's newest run, or two empty strings."""
+    def _runs(self, template: str) -> list[Any]:
+        """Return the runs of a template, in the order of their starts."""
         found = self._objects.list_namespaced_custom_object(
             GROUP, VERSION, self.namespace, "workflows"
         )
         # No label selects the runs, because Argo labels only runs that its own CLI or UI started.
         runs = [run for run in found["items"] if _template_of(run) == template]
-        if not runs:
-            return "", ""
-        last = max(runs, key=lambda run: run["metadata"]["creationTimestamp"])
-        status = last.get("status", {})
-        at = status.get("finishedAt") or last["metadata"]["creationTimestamp"]
-        return last["metadata"]["name"], f"{status.get('phase') or 'Pending'}, {at}"
+        return sorted(runs, key=lambda run: str(run["metadata"]["creationTimestamp"]))
 
     def _replace(self, plural: str, changed: dict[str, Any]) -> None:
         """Replace an object; Kubernetes refuses if the object was changed after it was read."""
@@ -112,6 +112,17 @@ class ArgoScheduler:
 def _times_of(cron: Mapping[str, Any]) -> str:
     """Return the start times of a cron workflow, in the form of Argo 4 or of earlier versions."""
     return "; ".join(cron.get("schedules") or []) or cron.get("schedule") or ""
+
+
+def _phase_of(run: Any) -> str:
+    """Return the phase of a run; Argo has not written it yet if the run was just created."""
+    return str(run.get("status", {}).get("phase") or "Pending")
+
+
+def _result_of(run: Any) -> str:
+    """Return the phase of a run with its end time, or with its start time while it runs."""
+    ended = run.get("status", {}).get("finishedAt")
+    return f"{_phase_of(run)}, {ended or run['metadata']['creationTimestamp']}"
 
 
 def _template_of(run: Any) -> str:

@@ -44,6 +44,9 @@ class DeployedFlow:
     result: str = ""
     """Status of the last run, with its end time, or with its start time while it runs."""
 
+    running: str = ""
+    """Name of a run that has not ended; empty if there is none."""
+
 
 def tags_of(files: DeploymentFiles) -> dict[str, str]:
     """Return the tags of a deployed flow and its runs.

@@ -59,9 +59,9 @@ class StepFunctionsScheduler:
             if name not in arns:
                 return None
             machine = client.describe_state_machine(stateMachineArn=arns[name])
-            runs = client.list_executions(stateMachineArn=arns[name], maxResults=1)["executions"]
+            last = _newest_run(client, arns[name])
+            running = _newest_run(client, arns[name], statusFilter="RUNNING")
             cron = _cron_of(name)
-        last = runs[0] if runs else None
         tags = dict(TAG.findall(machine["definition"]))
         return DeployedFlow(
             name=name,
@@ -73,7 +73,14 @@ class StepFunctionsScheduler:
             cron=cron,
             last_run=last["name"] if last else "",
             result=f"{last['status']}, {last.get('stopDate') or last['startDate']}" if last else "",
+            running=running["name"] if running else "",
         )
+
+
+def _newest_run(client: Any, arn: str, **chosen: str) -> Any | None:
+    """Return the newest execution of a state machine; None if there is none."""
+    runs = client.list_executions(stateMachineArn=arn, maxResults=1, **chosen)["executions"]
+    return runs[0] if runs else None
 
 
 def _cron_of(state_machine: str) -> str:

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,26 @@ def refuse_somebody_else(path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert main([str(path), "--create", "--authorize", token[0]]) == 0
 
 
+def refuse_deletion(path: Path, run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Check that nothing is deleted while a run of RLHF has not ended."""
+    code, output, messages = deploy(path, "--delete", capsys)
+    assert (code, output) == (1, "")
+    assert f"deploy: The run {run} of " in messages
+    assert "has not ended, so nothing was deleted" in messages
+
+
+def stop_schedule(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Deploy a file without its schedule, and check that the flows stay and nothing starts."""
+    tables = tomllib.loads(path.read_text())
+    del tables["schedule"]
+    path.write_text(tomli_w.dumps(tables))
+    code, _, messages = deploy(path, "--create", capsys)
+    assert code == 0, messages
+    output = deploy(path, "--status", capsys)[1]
+    assert "not deployed" not in output
+    assert re.search(r"next start +\S* *none +\S* *none", output), output
+
+
 def test_authorize_has_no_effect_on_the_status(tmp_path: Path, capsys):
     with pytest.raises(SystemExit):
         main([str(tmp_path / "argo.toml"), "--status", "--authorize", "x"])
@@ -177,6 +198,8 @@ def test_the_life_of_a_deployment_to_argo(
         check_objects_of_argo(cluster)
     assert CANARY not in json.dumps(cluster.objects) + output + messages
 
+    refuse_somebody_else(path, capsys)
+
     template = variable_of_argo(cluster, "ARGO_WORKFLOW_TEMPLATE")
     # The namespace of a pod is a field of it.
     variables = {"ARGO_WORKFLOW_TEMPLATE": template, "METAFLOW_KUBERNETES_NAMESPACE": "rlhf"}
@@ -185,8 +208,7 @@ def test_the_life_of_a_deployment_to_argo(
     assert run["spec"]["workflowTemplateRef"] == {"name": "rlhf.prod.rlhf"}
     lease = {"name": "lease", "value": '"Retrain/7"'}
     assert run["spec"]["arguments"]["parameters"] == [lease]
-
-    refuse_somebody_else(path, capsys)
+    refuse_deletion(path, "rlhf.prod.rlhf-1", capsys)
 
     # Argo writes the state of a run.
     run["status"] = {"phase": "Failed", "finishedAt": "2026-11-30T04:00:00Z"}
@@ -246,6 +268,7 @@ def test_the_life_of_a_deployment_to_step_functions(
     started = start_training({"SFN_STATE_MACHINE": "rlhf.prod.Retrain"})
     (execution,) = states.list_executions(stateMachineArn=arns["rlhf.prod.RLHF"])["executions"]
     assert started == f"RLHF/sfn-{execution['name']}"
+    refuse_deletion(path, execution["name"], capsys)
     job = wait_for_end(states, machines, execution)
     assert "MLFLOW_REGISTRY_URI='sqlite:///of-the-secret.db' would give each step" in job.log
 
@@ -253,6 +276,8 @@ def test_the_life_of_a_deployment_to_step_functions(
     assert code == 0, messages
     for shown in (execution["name"], "FAILED, ", " 02:00 UTC"):
         assert shown in output
+    stop_schedule(path, capsys)
+    assert [each["State"] for each in events.list_rules()["Rules"]] == ["DISABLED"]
     assert deploy(path, "--delete", capsys)[:2] == (
         0,
         "Deleted rlhf.prod.Retrain.\nDeleted rlhf.prod.RLHF.\n",
