@@ -114,6 +114,15 @@ def test_every_output_that_a_command_reads_exists():
     assert read <= set(template("root")["Outputs"])
 
 
+def test_the_table_of_what_grows_names_folders_of_the_flow_only():
+    """`inputs/` at the top of the bucket has the originals of the users."""
+    table = README.read_text().partition("## What grows")[2].partition("\n## ")[0]
+    first = [line.split("|")[1] for line in table.splitlines() if line.startswith("| ")]
+    folders = re.findall(r"`([\w/]+/)`", "\n".join(first))
+    assert len(folders) > 5
+    assert [name for name in folders if not name.startswith(("metaflow/", "mlflow/"))] == []
+
+
 def test_files_of_commands_exist_from_the_root():
     blocks = "\n".join(re.findall(r"^```\n(.*?)^```", README.read_text(), re.M | re.S))
     named = set(re.findall(r"(?:file://)?\b((?:infra|flows|docs)/[\w./-]+)", blocks))
