@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pipeline.storage.workspace import Workspace
 from tests.helpers.aws.stacks import (
     FOLDER,
     TEMPLATES,
@@ -118,11 +119,15 @@ def test_the_bucket_refuses_requests_without_tls():
 
 def test_the_bucket_forgets_old_versions_unfinished_uploads_and_runs():
     rules = one("AWS::S3::Bucket")["LifecycleConfiguration"]["Rules"]
-    assert [rule["Status"] for rule in rules] == ["Enabled"] * 4
-    old, unfinished, runs, unread = rules
+    assert [rule["Status"] for rule in rules] == ["Enabled"] * 5
+    old, unfinished, runs, old_of_runs, unread = rules
     assert old["NoncurrentVersionExpiration"]["NoncurrentDays"] == 90
     assert unfinished["AbortIncompleteMultipartUpload"]["DaysAfterInitiation"] == 7
-    assert runs["Prefix"] == "metaflow/rlhf/runs/"
+    # Where the copies of checkpoints are, which a run removes; of two rules, S3 uses the shorter.
+    own = Workspace("outputs", "s3://bucket/metaflow/rlhf")
+    assert own.address(own.folder_of_run("7") / "ppo").key.startswith(runs["Prefix"])
+    assert runs["Prefix"] == old_of_runs["Prefix"] == "metaflow/rlhf/runs/"
+    assert old_of_runs["NoncurrentVersionExpiration"]["NoncurrentDays"] == 1
     # Whatever is not below runs/ stays: inputs, caches, and the artifacts of MLflow.
     assert [rule["Id"] for rule in rules if "ExpirationInDays" in rule] == [runs["Id"]]
     # It moves objects of the whole bucket, and they stay readable at once.
