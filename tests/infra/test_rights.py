@@ -127,7 +127,7 @@ def cases(deployed: Cloud) -> dict[str, tuple[Request, set[str]]]:
         "delete the schedule": (rule("DeleteRule", retrain), {"deploy"}),
         "change another schedule": (rule("PutTargets", "other"), nobody),
         "list state machines": (Request("states:ListStateMachines", "*"), {"retrain", "deploy"}),
-        "publish alarms": (Request("sns:Publish", outputs["AlarmTopic"]), STEPS),
+        "publish alarms": (Request("sns:Publish", outputs["AlarmTopic"]), FLOWS),
         "submit jobs": (Request("batch:SubmitJob", outputs["L4SpotQueue"]), {"machines"}),
         "look at jobs": (Request("batch:DescribeJobs", "*"), {"machines", "deploy"}),
         "look at queues": (Request("batch:DescribeJobQueues", "*"), {"deploy"}),
@@ -220,7 +220,7 @@ def test_not_even_an_administrator_writes_the_files_of_a_version(
         ("s3", {"retrain", "train", "judge", "register", "consumer", "deploy"}),
         # The policy that reads lets who deploys decrypt secrets, but read none.
         ("secretsmanager", {"retrain", "train", "judge", "register", "consumer", "deploy"}),
-        ("sns", {"train", "judge", "register"}),
+        ("sns", {"retrain", "train", "judge", "register"}),
         ("rds", set()),
     ],
 )
