@@ -5,18 +5,21 @@ The scheduler is Argo Workflows or Step Functions.
     python flows/deploy.py DEPLOYMENT.toml --check
     python flows/deploy.py DEPLOYMENT.toml --create
     python flows/deploy.py DEPLOYMENT.toml --start
+    python flows/deploy.py DEPLOYMENT.toml --start --take-over
     python flows/deploy.py DEPLOYMENT.toml --status
     python flows/deploy.py DEPLOYMENT.toml --delete
 
 `--check` compiles both flows and deploys nothing. `--status` changes nothing. `--start` starts
-Retrain now; after a failed run, the new run reuses the models that were already trained. `--delete`
-deletes no runs, models or data. To change a deployment that somebody else created, add
-`--authorize TOKEN`. infra/deployments has an example for each scheduler.
+Retrain now; after a failed run, the new run reuses the models that were already trained. If the
+failed run was killed, it still has the lease: add `--take-over`. `--delete` deletes no runs, models
+or data. To change a deployment that somebody else created, add `--authorize TOKEN`.
+infra/deployments has an example for each scheduler.
 """
 
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from deployment.actions import (
@@ -37,8 +40,13 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     if arguments.authorize and arguments.act in (show_deployment, start_deployment):
         parser.error("--authorize has no effect with --status and --start: remove it.")
+    act = arguments.act
+    if arguments.take_over:
+        if act is not start_deployment:
+            parser.error("--take-over has an effect only with --start: remove it.")
+        act = partial(start_deployment, take_over=True)
     try:
-        arguments.act(read_deployment_file(arguments.file, arguments.authorize))
+        act(read_deployment_file(arguments.file, arguments.authorize))
     except PPOError as error:
         print(f"deploy: {error}", file=sys.stderr)
         return 1
@@ -62,6 +70,11 @@ def _parser() -> argparse.ArgumentParser:
     action("--start", start_deployment, "start Retrain now; trained models are reused")
     action("--status", show_deployment, "print what is deployed, the next start and the last run")
     action("--delete", delete_deployment, "delete both flows from the scheduler, but keep all data")
+    parser.add_argument(
+        "--take-over",
+        action="store_true",
+        help="with --start: take the lease from a run that is dead",
+    )
     parser.add_argument(
         "--authorize",
         metavar="TOKEN",

@@ -67,10 +67,14 @@ def create_deployment(files: DeploymentFiles) -> None:
         print(f"Deployed {scheduler.name_of(flow)}.", flush=True)
 
 
-def start_deployment(files: DeploymentFiles) -> None:
+def start_deployment(files: DeploymentFiles, *, take_over: bool = False) -> None:
     """Start the deployed flow Retrain now; Retrain starts a training only if an input is new.
 
     After a failed run, the new run reuses all models that were trained from the same inputs.
+
+    Args:
+        files: the deployment and its files.
+        take_over: whether Retrain takes the lease from the run that holds it.
 
     Raises:
         ConfigError: the flow is not deployed.
@@ -81,7 +85,7 @@ def start_deployment(files: DeploymentFiles) -> None:
     name = scheduler.name_of("Retrain")
     if scheduler.find("Retrain") is None:
         raise ConfigError(f"{name} is not deployed. Deploy it first, with --create.")
-    start_flow(files, "Retrain")
+    start_flow(files, "Retrain", *(["--take-over"] if take_over else []))
     print(f"Started {name}. --status has its result.", flush=True)
 
 

@@ -83,13 +83,13 @@ def delete_flow(files: DeploymentFiles, flow: str) -> None:
     run_flow_command(files, flow, "delete", *_authorization(files))
 
 
-def start_flow(files: DeploymentFiles, flow: str) -> None:
-    """Start a deployed flow.
+def start_flow(files: DeploymentFiles, flow: str, *words: str) -> None:
+    """Start a deployed flow; `words` are its parameters, as flags of the command line.
 
     Raises:
         ProcessError: the scheduler refuses the start.
     """
-    run_flow_command(files, flow, "trigger")
+    run_flow_command(files, flow, "trigger", *words)
 
 
 def compile_flow(files: DeploymentFiles, flow: str) -> dict[str, Any]:

@@ -66,7 +66,8 @@ def retrain(found: NewInputs, from_file: Mapping[str, Any], run: str, *, take_ov
         return record(
             "busy",
             f"The lease belongs to {holder}. Nothing was started. If that run is dead, repeat with "
-            "--take-over.",
+            "--take-over; in a deployment, this is `python flows/deploy.py DEPLOYMENT.toml --start "
+            "--take-over`.",
         )
     try:
         # Another run may have made a decision after this run compared the inputs.

@@ -39,10 +39,12 @@ print(start_training({}, "Retrain/7"))
 """What the last step of the flow Retrain does."""
 
 
-def deploy(path: Path, action: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+def deploy(
+    path: Path, action: str, capsys: pytest.CaptureFixture[str], *words: str
+) -> tuple[int, str, str]:
     """Exit code, output and messages of the command."""
     capsys.readouterr()
-    code = main([str(path), action])
+    code = main([str(path), action, *words])
     return code, *capsys.readouterr()
 
 
@@ -183,6 +185,13 @@ def test_authorize_has_no_effect_on_the_status(tmp_path: Path, capsys):
     assert "--authorize has no effect with --status" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("action", ["--check", "--create", "--status", "--delete"])
+def test_only_a_start_takes_the_lease_over(action: str, tmp_path: Path, capsys):
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "argo.toml"), action, "--take-over"])
+    assert "--take-over has an effect only with --start: remove it." in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_the_life_of_a_deployment_to_argo(
     schedulers: tuple[StateMachines, Cluster], tmp_path: Path, capsys
@@ -219,8 +228,12 @@ def test_the_life_of_a_deployment_to_argo(
     for shown in ("rlhf.prod.rlhf-1", "Failed, 2026-11-30T04:00:00Z", "the file has", " 03:00 CE"):
         assert shown in output
 
-    started = deploy(path, "--start", capsys)
-    assert started[:2] == (0, "Started rlhf.prod.retrain. --status has its result.\n"), started[2]
+    # The API of the test gives each run the same name.
+    for words, value in ((), "false"), (("--take-over",), "true"):
+        started = deploy(path, "--start", capsys, *words)
+        assert started[:2] == (0, "Started rlhf.prod.retrain. --status has its result.\n"), started
+        run = cluster.objects.pop(f"{RUNS}/rlhf.prod.retrain-1")
+        assert run["spec"]["arguments"]["parameters"] == [{"name": "take-over", "value": value}]
     assert deploy(path, "--delete", capsys)[:2] == (
         0,
         "Deleted rlhf.prod.retrain.\nDeleted rlhf.prod.rlhf.\n",
@@ -228,7 +241,7 @@ def test_the_life_of_a_deployment_to_argo(
     runs = [
         cluster.objects[name]["spec"]["workflowTemplateRef"]["name"] for name in cluster.objects
     ]
-    assert runs == ["rlhf.prod.rlhf", "rlhf.prod.retrain"]
+    assert runs == ["rlhf.prod.rlhf"]
     code, _, messages = deploy(path, "--start", capsys)
     assert code == 1 and "rlhf.prod.retrain is not deployed. Deploy it first" in messages
     assert deploy(path, "--delete", capsys)[:2] == (
@@ -276,6 +289,10 @@ def test_the_life_of_a_deployment_to_step_functions(
     assert code == 0, messages
     for shown in (execution["name"], "FAILED, ", " 02:00 UTC"):
         assert shown in output
+    assert deploy(path, "--start", capsys, "--take-over")[0] == 0
+    (execution,) = states.list_executions(stateMachineArn=arns["rlhf.prod.Retrain"])["executions"]
+    given = states.describe_execution(executionArn=execution["executionArn"])["input"]
+    assert json.loads(json.loads(given)["Parameters"]) == {"take-over": True}
     stop_schedule(path, capsys)
     assert [each["State"] for each in events.list_rules()["Rules"]] == ["DISABLED"]
     assert deploy(path, "--delete", capsys)[:2] == (

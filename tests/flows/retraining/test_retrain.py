@@ -64,7 +64,8 @@ def test_a_second_run_ends_and_names_the_owner_of_the_lease(settings: Settings, 
     assert retrain(found(settings), {}, "Retrain/2", take_over=False) == "busy"
     told = capsys.readouterr().out
     assert "busy: The lease belongs to Retrain/1 for RLHF/7, since" in told
-    assert "If that run is dead, repeat with --take-over." in told
+    assert "If that run is dead, repeat with --take-over; in a deployment, this is" in told
+    assert "`python flows/deploy.py DEPLOYMENT.toml --start --take-over`." in told
     assert recorded() == ["busy"]
     first.renew("RLHF/7")
 
