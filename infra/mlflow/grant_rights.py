@@ -4,7 +4,7 @@
 |------------|-------------------------------------------------|--------------------------------|
 | `train`    | the flow Retrain; RLHF until `evaluate_win_rate` | read all; log runs of the flow |
 | `register` | `register` and `end`; who promotes by hand      | also versions, aliases, history |
-| `consumer` | services that load the champion                 | read all                       |
+| `consumer` | services that load the champion                 | read all; log served answers   |
 
 The administrator runs it once for each registered model, and again after a password has changed.
 It reads MLFLOW_TRACKING_URI, the administrator's MLFLOW_TRACKING_USERNAME and
@@ -22,6 +22,9 @@ from mlflow.server.auth.client import AuthServiceClient
 EXPERIMENT = "rlhf"
 """Name of the experiment of the flow, as in flows/pipeline/tracking/mlflow_client.py."""
 
+SERVED = "-served"
+"""End of the name of the experiment of served answers, as in flows/serving/answer_traces.py."""
+
 DESCRIPTION = (
     "Policies registered by flows/rlhf.py. The alias champion names the one in use; who became "
     "champion, when and why is in the experiment promotions of "
@@ -35,7 +38,7 @@ USERS = ("train", "register", "consumer")
 
 
 def grant_rights(model: str, passwords: dict[str, str]) -> None:
-    """Create the users, the experiment and the registered model, and grant the rights.
+    """Create the users, the experiments and the registered model, and grant the rights.
 
     What exists already is kept; passwords are replaced.
 
@@ -48,14 +51,13 @@ def grant_rights(model: str, passwords: dict[str, str]) -> None:
     """
     uri = os.environ["MLFLOW_TRACKING_URI"]
     server, client = AuthServiceClient(uri), MlflowClient(uri)
-    experiment = _find_experiment(client)
+    experiment = _find_experiment(client, EXPERIMENT)
+    served = _find_experiment(client, f"{model}{SERVED}")
     _create_model(client, model)
+    # A right of its own: without it, the right to an experiment includes its models.
+    reads_models = ("logged_model", "*", "READ")
     rights = {
-        "train": {
-            ("experiment", experiment, "EDIT"),
-            # A right of its own: without it, the right to the experiment includes its models.
-            ("logged_model", "*", "READ"),
-        },
+        "train": {("experiment", experiment, "EDIT"), reads_models},
         "register": {
             ("experiment", experiment, "MANAGE"),
             ("registered_model", model, "MANAGE"),
@@ -63,7 +65,7 @@ def grant_rights(model: str, passwords: dict[str, str]) -> None:
             ("workspace", "*", "USE"),
         },
         # All users may read.
-        "consumer": set(),
+        "consumer": {("experiment", served, "EDIT"), reads_models},
     }
     for user, password in passwords.items():
         _create_user(server, user, password)
@@ -92,10 +94,10 @@ def _grant(server: AuthServiceClient, user: str, rights: set[tuple[str, str, str
         server.assign_role(user, role.id)
 
 
-def _find_experiment(client: MlflowClient) -> str:
-    """Return the id of the experiment of the flow, which is created if needed."""
-    found = client.get_experiment_by_name(EXPERIMENT)
-    return found.experiment_id if found else client.create_experiment(EXPERIMENT)
+def _find_experiment(client: MlflowClient, name: str) -> str:
+    """Return the id of an experiment, which is created if needed."""
+    found = client.get_experiment_by_name(name)
+    return found.experiment_id if found else client.create_experiment(name)
 
 
 def _create_model(client: MlflowClient, name: str) -> None:

@@ -15,6 +15,7 @@ from mlflow.entities import LoggedModelStatus
 from mlflow.exceptions import MlflowException
 from mlflow.server.auth.client import AuthServiceClient
 
+from serving.answer_traces import served_experiment
 from tests.helpers.paths import ROOT
 from tests.helpers.servers.servers import free_port, wait_until_answering
 
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.slow
 
 FOLDER = ROOT / "infra" / "mlflow"
 MODEL = "rlhf-policy"
+NO_BUCKET = {"AWS_ENDPOINT_URL_S3": "http://127.0.0.1:9", "AWS_MAX_ATTEMPTS": "1"}
 PASSWORDS = {name: f"password-of-{name}" for name in ("admin", "train", "register", "consumer")}
 
 
@@ -198,10 +200,59 @@ def test_training_cannot_pass_off_files_as_those_of_a_version(registry: Registry
             registry.client.finalize_logged_model(made.model_id, LoggedModelStatus.READY)
 
 
-def test_a_consumer_logs_nothing(registry: Registry):
+RECORD = """
+import sys
+import mlflow
+from serving.answer_traces import begin_answer, record_opinion, record_to
+
+model = sys.argv[1]
+record_to(model)
+span = begin_answer(model, "1", {"prompt": "2 + 2 ="})
+span.end(outputs={"text": "4"})
+mlflow.flush_trace_async_logging()
+record_opinion(model, span.trace_id, user="someone", liked=True, correction="four")
+print(span.trace_id)
+"""
+"""What docs/champion_service.py --record does for an answer and an opinion."""
+
+
+def test_a_consumer_records_served_answers_and_opinions(registry: Registry):
+    with registry.as_user("consumer"):
+        ended = subprocess.run(
+            [sys.executable, "-c", RECORD, MODEL],
+            # The bucket of the server does not exist; MLflow keeps spans in its database.
+            env={**os.environ, "PYTHONPATH": str(ROOT / "flows"), **NO_BUCKET},
+            capture_output=True,
+            text=True,
+        )
+    assert ended.returncode == 0, ended.stderr
+    with registry.as_user("train"):
+        trace = registry.client.get_trace(ended.stdout.split()[-1], display=False)
+        served = registry.client.get_experiment_by_name(served_experiment(MODEL))
+    assert served is not None
+    assert trace.info.experiment_id == served.experiment_id
+    assert trace.data.spans[0].outputs == {"text": "4"}
+    given = {one.name: one.value for one in trace.info.assessments}
+    assert given == {"liked": True, "expected_response": "four"}
+    # infra/aws/roles.yaml lets clients upload the spans, which some replies of a server demand.
+    place = trace.info.tags["mlflow.artifactLocation"]
+    root = f"s3://bucket/mlflow/workspaces/default/{served.experiment_id}"
+    assert place == f"{root}/traces/{trace.info.trace_id}/artifacts"
+    assert trace.info.trace_id.startswith("tr-")
+
+
+def test_a_consumer_logs_nothing_else(registry: Registry):
     with registry.as_user("consumer"):
         assert refused(lambda on: on.client.create_run(on.experiment), registry)
         assert refused(lambda on: on.client.log_metric(on.run, "a", 1.0), registry)
+        served = registry.client.get_experiment_by_name(served_experiment(MODEL))
+        assert served is not None
+        assert refused(lambda on: on.client.delete_experiment(served.experiment_id), registry)
+        made = registry.client.create_logged_model(served.experiment_id, "policy")
+        assert refused(
+            lambda on: on.client.finalize_logged_model(made.model_id, LoggedModelStatus.READY),
+            registry,
+        )
 
 
 @pytest.mark.parametrize(("user", "password"), [("nobody", "x"), ("train", "wrong")])

@@ -32,7 +32,8 @@ READERS = FLOWS | {"deploy"}
 
 RUN = "mlflow/workspaces/default/1/0123456789abcdef0123456789abcdef/artifacts/samples.json"
 MODEL = "mlflow/workspaces/default/1/models/m-0123456789abcdef/artifacts/model/model.safetensors"
-"""Where MLflow keeps the artifacts of a run, and the files of a version."""
+SPANS = "mlflow/workspaces/default/2/traces/tr-0123456789abcdef/artifacts/traces.json"
+"""Where MLflow keeps the artifacts of a run, the files of a version, and the spans of a trace."""
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +91,7 @@ def cases(deployed: Cloud) -> dict[str, tuple[Request, set[str]]]:
         "read the files of a version": (s3("GetObject", MODEL), READERS | {"consumer"}),
         "write the files of a version": (s3("PutObject", MODEL), {"register"}),
         "delete the files of a version": (s3("DeleteObject", MODEL), nobody),
+        "write the spans of an answer": (s3("PutObject", SPANS), STEPS | {"consumer"}),
         "delete for ever": (s3("DeleteObjectVersion", "metaflow/rlhf/runs/x"), nobody),
         "list versions": (
             listing("mlflow/workspaces/default/1/models/m-1/"),
@@ -201,6 +203,20 @@ def test_each_request_that_anybody_makes_is_allowed_to_somebody(
     assert known == set(ROLES)
 
 
+@pytest.mark.parametrize(
+    ("service", "roles"),
+    [
+        ("s3", {"retrain", "train", "judge", "register", "consumer", "deploy"}),
+        ("sns", {"retrain", "train", "judge", "register"}),
+        ("secretsmanager", set()),
+    ],
+)
+def test_the_key_encrypts_only_through_a_service_that_the_duty_writes_to(
+    service: str, roles: set[str], deployed: Cloud, on_resources: dict[str, Any]
+):
+    assert allowed_through("kms:GenerateDataKey", service, deployed, on_resources) == roles
+
+
 def test_not_even_an_administrator_writes_the_files_of_a_version(
     deployed: Cloud, cases: dict[str, tuple[Request, set[str]]], on_resources: dict[str, Any]
 ):
@@ -227,12 +243,19 @@ def test_not_even_an_administrator_writes_the_files_of_a_version(
 def test_the_key_decrypts_only_through_a_service_that_the_duty_needs(
     service: str, roles: set[str], deployed: Cloud, on_resources: dict[str, Any]
 ):
+    assert allowed_through("kms:Decrypt", service, deployed, on_resources) == roles
+
+
+def allowed_through(
+    action: str, service: str, deployed: Cloud, on_resources: dict[str, Any]
+) -> set[str]:
+    """Return the roles that may use the key of the stacks through a service."""
     key = deployed.client("kms").list_keys()["Keys"][0]["KeyArn"]
-    through = Request("kms:Decrypt", key, {"kms:ViaService": f"{service}.{REGION}.amazonaws.com"})
+    through = Request(action, key, {"kms:ViaService": f"{service}.{REGION}.amazonaws.com"})
     outputs = deployed.outputs(STACK)
     actual = set()
     for role, output in ROLES.items():
         policies = policies_of(deployed, outputs[output].rpartition("/")[2])
         if decide(outputs[output], policies, [through], on_resources) == [True]:
             actual.add(role)
-    assert actual == roles
+    return actual
