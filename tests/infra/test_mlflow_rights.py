@@ -15,6 +15,8 @@ from mlflow.entities import LoggedModelStatus
 from mlflow.exceptions import MlflowException
 from mlflow.server.auth.client import AuthServiceClient
 
+from pipeline.inputs.lineage import FLOW_RUN
+from pipeline.tracking.mlflow_runs import STEP, find_runs
 from serving.answer_traces import served_experiment
 from tests.helpers.paths import ROOT
 from tests.helpers.servers.servers import free_port, wait_until_answering
@@ -190,6 +192,23 @@ def test_training_logs_its_runs(registry: Registry):
         client.set_tag(run, "outcome", "refused")
         client.set_terminated(run)
         assert client.get_run(run).data.metrics == {"ppo/kl": 0.5}
+
+
+def test_training_uses_the_older_of_two_runs_which_it_may_not_delete(registry: Registry):
+    """MLflow has two runs of a step if the reply to the creation of the first run was lost."""
+    tags = {FLOW_RUN: "RLHF/1", STEP: "train_policy"}
+    with registry.as_user("train"):
+        first, second = (
+            registry.client.create_run(registry.experiment, start_time=time, tags=tags)
+            for time in (1_000, 2_000)
+        )
+        assert refused(lambda on: on.client.delete_run(second.info.run_id), registry)
+        assert find_runs("RLHF/1") == {"train_policy": first.info.run_id}
+    with registry.as_user("register"):
+        assert find_runs("RLHF/1") == {"train_policy": first.info.run_id}
+        assert registry.client.get_run(second.info.run_id).info.lifecycle_stage == "deleted"
+    with registry.as_user("nobody"), pytest.raises(MlflowException):
+        find_runs("RLHF/1")
 
 
 def test_training_cannot_pass_off_files_as_those_of_a_version(registry: Registry):

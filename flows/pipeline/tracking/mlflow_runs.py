@@ -128,7 +128,7 @@ def find_runs(flow_run: str) -> dict[str, str]:
     """Return the ids of the MLflow runs of a run of the flow, as `start_runs` returned them.
 
     The result is empty if MLflow has no such run. If a step has several runs, the oldest run is
-    kept, and the others are deleted (see `_runs`).
+    returned, and the others are deleted (see `_runs`).
 
     Raises:
         MlflowException: MLflow does not answer.
@@ -245,7 +245,8 @@ def _runs(client: MlflowClient, experiment: str, flow_run: str) -> dict[str, str
     """Return the ids of the existing runs by step name.
 
     If the reply to a creation is lost, the repeated call creates a second run, which is deleted
-    here.
+    here. A user who may not delete runs, such as `train` of infra/mlflow, keeps the second run
+    unused.
     """
     first: dict[str, Run] = {}
     for run in client.search_runs(
@@ -254,8 +255,16 @@ def _runs(client: MlflowClient, experiment: str, flow_run: str) -> dict[str, str
         order_by=["attributes.start_time ASC", "attributes.run_id ASC"],
     ):
         if first.setdefault(run.data.tags[STEP], run) is not run:
-            client.delete_run(run.info.run_id)
+            _delete_if_allowed(client, run.info.run_id)
     return {step: run.info.run_id for step, run in first.items()}
+
+
+def _delete_if_allowed(client: MlflowClient, run_id: str) -> None:
+    try:
+        client.delete_run(run_id)
+    except MlflowException as error:
+        if error.error_code != "PERMISSION_DENIED":
+            raise
 
 
 def _log_settings(client: MlflowClient, run_id: str, settings: Mapping[str, Any]) -> None:
