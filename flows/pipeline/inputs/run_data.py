@@ -433,9 +433,9 @@ class RunData:
 
 
 def references_of(rows: Sequence[Row]) -> list[str] | None:
-    """Return the references of the rows of an evaluation; None if no reference has any text."""
+    """Return the references of the rows of an evaluation; None if no row has a reference."""
     references = [row["reference"] or "" for row in rows]
-    return references if any(text.strip() for text in references) else None
+    return references if any(references) else None
 
 
 def judged_rows(rows: Rows, config: EvaluationConfig, champion: int | None = None) -> list[Row]:

@@ -165,7 +165,7 @@ def _score_references(scorer: TextScorer, prompts: Rows, limit: int) -> Array | 
     """
     source, model = original_names(prompts.source), scorer.model
     if not prompts.has("reference"):
-        print(f"{source} has no column reference: the bias is 0.")
+        print(f"{source}: not every row has a reference, so the bias is 0.")
         return None
     texts, references = prompts.column("prompt", limit), prompts.column("reference", limit)
     rows = [model.encode(*each) for each in zip(texts, references, strict=True)]

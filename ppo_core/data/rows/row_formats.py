@@ -118,7 +118,7 @@ def _prompts(columns: Collection[str], is_chat: bool, *, repeats_prompt: bool) -
             reference = _chosen_or_none(row, given, is_chat, repeats_prompt)
         return {
             "prompt": as_prompt(prompt, is_chat=is_chat),
-            "reference": answer if reference is None else reference,
+            "reference": _none_if_blank(answer if reference is None else reference),
         }
 
     reading = {"prompt": described}
@@ -208,9 +208,14 @@ def _common_prompt(columns: Collection[str]) -> Field:
 def _text_or_none(row: RawRow, name: str) -> str | None:
     """Return a reference as text, or None if it cannot be read: training needs no reference."""
     try:
-        return as_response(value_of(row, name), "the reference")
+        return _none_if_blank(as_response(value_of(row, name), "the reference"))
     except RowError:
         return None
+
+
+def _none_if_blank(text: str | None) -> str | None:
+    """Return the text, or None if it is blank: a cell of a CSV file without a value is ""."""
+    return text if text and text.strip() else None
 
 
 def _chosen_or_none(row: RawRow, prompt: Any, is_chat: bool, repeats_prompt: bool) -> str | None:

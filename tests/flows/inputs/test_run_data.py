@@ -175,7 +175,9 @@ def test_pairs_longer_than_the_training_takes_are_refused(tmp_path: Path):
         )
 
 
-@pytest.mark.parametrize("reference", [{}, {"reference": None}, {"reference": " "}])
+@pytest.mark.parametrize(
+    "reference", [{}, {"reference": None}, {"reference": ""}, {"reference": " "}]
+)
 def test_evaluation_prompts_without_any_reference_are_judged_without(
     tmp_path: Path, reference: dict[str, Any], capsys
 ):
@@ -186,14 +188,27 @@ def test_evaluation_prompts_without_any_reference_are_judged_without(
     assert references_of(RunData(make_settings(table, {})).examples()) is None
 
 
+@pytest.mark.parametrize("missing", [None, "", " "])
 @pytest.mark.parametrize("name", ["eval_prompts", "prompts"])
-def test_references_of_only_some_evaluation_prompts_are_refused(tmp_path: Path, name: str):
+def test_references_of_only_some_evaluation_prompts_are_refused(
+    tmp_path: Path, name: str, missing: str | None
+):
     # The last 2 of 20 prompts are those of the evaluation if none are named.
-    rows = [{"prompt": f"w{i}", "reference": "w1" if i % 2 else None} for i in range(20)]
+    rows = [{"prompt": f"w{i}", "reference": "w1" if i % 2 else missing} for i in range(20)]
     changes = {"eval_prompts": "", name: write_rows(tmp_path / "e.jsonl", rows)}
     counts = {"eval_prompts": "10 of the 20", "prompts": "1 of the 2"}
     with pytest.raises(DataError, match=f"^'{name}': {counts[name]} rows of .* have no reference"):
         check(tmp_path, **changes)
+
+
+def test_an_empty_cell_of_a_csv_file_is_no_reference(tmp_path: Path):
+    file = tmp_path / "e.csv"
+    file.write_text("prompt,reference\nw1,w2\nw3,\n")
+    with pytest.raises(DataError, match=r"^'eval_prompts': 1 of the 2 rows of .* no reference"):
+        check(tmp_path, eval_prompts=str(file))
+    file.write_text("prompt,reference\nw1,\nw3,\n")
+    data = RunData(make_settings(tiny_table(tmp_path) | {"eval_prompts": str(file)}, {}))
+    assert references_of(data.examples()) is None
 
 
 # --- Without evaluation prompts of their own ------------------------------------------

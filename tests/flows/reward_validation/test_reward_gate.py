@@ -226,11 +226,14 @@ def test_a_reference_that_is_too_long_for_the_model_is_left_out_of_the_bias(plac
     assert report_on_words([prompts[place]]).bias == 0
 
 
-def test_prompts_without_references_leave_the_reward_as_it_is(capsys):
-    report = report_on_words([{"prompt": row["prompt"]} for row in WORDS])
+@pytest.mark.parametrize("missing", [None, "", " "])
+@pytest.mark.parametrize("number", [1, 20])
+def test_without_all_references_the_reward_stays_as_it_is(number: int, missing: str | None, capsys):
+    blank = [row | {"reference": missing} for row in WORDS[:number]]
+    report = report_on_words([*blank, *WORDS[number:]])
     assert report.bias == 0
     assert report.samples.references is None
-    assert "no column reference" in capsys.readouterr().out
+    assert "not every row has a reference" in capsys.readouterr().out
     # Probes change the chosen responses instead; those of two words are too short.
     assert report.probes.left_out == 40
 

@@ -214,6 +214,17 @@ def test_a_value_that_is_no_reference_is_none():
     assert read_row("prompts", row) == {"prompt": "2 + 2?", "reference": None}
 
 
+@pytest.mark.parametrize("blank", ["", " ", "\n\t"])
+def test_a_blank_text_is_no_reference(blank: str):
+    assert read_row("prompts", {"prompt": "q", "reference": blank})["reference"] is None
+    spare = {"prompt": "q", "reference": blank, "completion": "a"}
+    assert read_row("prompts", spare)["reference"] == "a"
+    pair = {"prompt": "q", "chosen": blank, "rejected": "a"}
+    assert read_row("prompts", pair)["reference"] is None
+    messages = {"messages": [user("q"), assistant(blank)]}
+    assert read_row("prompts", messages, is_chat=True)["reference"] is None
+
+
 def test_a_column_that_begins_late_is_read():
     form = find_row_format("demonstrations", ["instruction", "output"], is_chat=False)
     late = {"instruction": "q", "input": "i", "output": "a"}
