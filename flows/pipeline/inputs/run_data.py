@@ -19,7 +19,7 @@ from pipeline.inputs.training_pairs import (
     split_off_judge_pairs,
     training_pairs_of,
 )
-from pipeline.inputs.training_prompts import prompt_key, prompts_without
+from pipeline.inputs.training_prompts import one_row_per_prompt, prompt_key, prompts_without
 from pipeline.inputs.user_feedback_to_pairs import pairs_of_feedback
 from pipeline.settings.evaluation_config import EvaluationConfig
 from pipeline.settings.settings import Settings
@@ -232,17 +232,16 @@ class RunData:
         rows, judged_on = self._unseen_prompts()
         by_judge = rows is not None
         rows = self.training_prompts() if rows is None else rows
-        found = {prompt_key(prompt): prompt for prompt in rows.column("prompt")}
+        prompts = one_row_per_prompt(rows).column("prompt")
         if by_judge:
-            for prompt in judged_on.column("prompt"):
-                found.pop(prompt_key(prompt), None)
-            if len(found) < LEAST_TO_CHOOSE:
+            judged = {prompt_key(prompt) for prompt in judged_on.column("prompt")}
+            prompts = [prompt for prompt in prompts if prompt_key(prompt) not in judged]
+            if len(prompts) < LEAST_TO_CHOOSE:
                 raise DataError(
-                    f"{rows.source} has only {len(found)} different prompts that the evaluation "
+                    f"{rows.source} has only {len(prompts)} different prompts that the evaluation "
                     f"does not use; selection.method='judge' needs {LEAST_TO_CHOOSE}. Add prompts, "
                     "or set selection.method='kl'."
                 )
-        prompts = list(found.values())
         lots = np.random.default_rng(self.settings.seed).permutation(len(prompts))
         return [prompts[number] for number in lots[: self.settings.selection.num_prompts]]
 
@@ -342,7 +341,7 @@ class RunData:
         """
         count, rounds = self.settings.fresh_pairs.count, self.settings.fresh_pairs.rounds
         rows = self.training_prompts()
-        prompts = list({prompt_key(prompt): prompt for prompt in rows.column("prompt")}.values())
+        prompts = one_row_per_prompt(rows).column("prompt")
         each, more = divmod(count, len(prompts))
         if count > MOST_PAIRS_PER_PROMPT * len(prompts):
             raise DataError(

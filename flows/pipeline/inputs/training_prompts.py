@@ -1,4 +1,4 @@
-"""Remove the prompts of the evaluation from the prompts that PPO trains on."""
+"""Remove repeated prompts, and the prompts of the evaluation from those that PPO trains on."""
 
 import json
 from dataclasses import replace
@@ -13,6 +13,16 @@ from ppo_core.io.folder_cache import digest_of_code
 def prompt_key(prompt: str | Messages) -> str:
     """Return a text that is equal for equal prompts; a prompt is a text or messages."""
     return json.dumps(prompt)
+
+
+def one_row_per_prompt(rows: Rows) -> Rows:
+    """Return the first row of each different prompt; without repeats, return `rows` itself."""
+    first: dict[str, int] = {}
+    for position, prompt in enumerate(rows.column("prompt")):
+        first.setdefault(prompt_key(prompt), position)
+    if len(first) == len(rows):
+        return rows
+    return rows.select(list(first.values()), "one row per prompt")
 
 
 def prompts_without(rows: Rows, others: Rows) -> Rows:

@@ -9,6 +9,7 @@ import numpy as np
 
 from pipeline.evaluation.pair_accuracy import Array, hits, measure_rate
 from pipeline.inputs.labeled_pairs import LabeledPair, label_pairs
+from pipeline.inputs.training_prompts import one_row_per_prompt
 from pipeline.results.reward_report import Contract, OnPolicy, Rate, RewardReport, Samples
 from pipeline.reward_validation.accuracy import measure_accuracy
 from pipeline.reward_validation.calibration import calibrate
@@ -80,8 +81,9 @@ def validate(
     Args:
         scorer: scores texts with the reward model, without bias and gain.
         preferences: held-out preferences.
-        prompts: rows of PPO's prompts. The probes change the references of these rows; without
-            references, the probes change the chosen responses of the held-out pairs.
+        prompts: rows of PPO's prompts; only the first row of each prompt is used. The probes change
+            the references of these rows; without references, the probes change the chosen responses
+            of the held-out pairs.
         draw: function that samples the policy from which PPO starts.
         limits: limits of the gate.
         compare: lets the judge compare scored samples; None if the judge cannot be asked.
@@ -96,6 +98,8 @@ def validate(
     labeled = label_pairs(preferences.given)
     chosen, rejected = score_pairs(scorer, labeled)
     decided = np.array([not pair.tie for pair in labeled])
+    # The intervals assume that the rows are independent, which rows of one prompt are not.
+    prompts = one_row_per_prompt(prompts)
     blocks = scored_samples(scorer, prompts, draw, limits)
     first = next(blocks)
     references = _score_references(scorer, prompts, max(MAX_REFERENCES, limits.num_prompts))
@@ -195,7 +199,10 @@ def _good_answers(
 def scored_samples(
     scorer: TextScorer, prompts: Rows, draw: SampleResponses, limits: RewardGateConfig
 ) -> Iterator[ScoredSamples]:
-    """Sample answers and score them, for `num_prompts` prompts at a time."""
+    """Sample answers and score them, for `num_prompts` prompts at a time.
+
+    No prompt may occur in two rows, see `one_row_per_prompt`.
+    """
     asked = prompts.column("prompt", max(limits.num_prompts, limits.max_prompts))
     for start in range(0, len(asked), limits.num_prompts):
         block = asked[start : start + limits.num_prompts]

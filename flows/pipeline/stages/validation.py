@@ -15,6 +15,7 @@ from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun, shown_path
 from pipeline.inputs.labeled_pairs import label_pairs
 from pipeline.inputs.model_digests import digest_of_model
 from pipeline.inputs.run_data import RunData
+from pipeline.inputs.training_prompts import one_row_per_prompt
 from pipeline.judges.judge_budget import Budget, Payment, Spent, spent_by, sum_spent
 from pipeline.judges.judge_names import calls_per_question, can_ask
 from pipeline.judges.make_judge import digest_of_judge, make_judge_of_run
@@ -296,7 +297,8 @@ def measure_given_model(
 
     budget = Budget.of(settings.judging, folder / "given-reward-model-calls.jsonl")
     scorer, draw = load_scorer(data, reward_model.path), _draw(settings, sft, folder)
-    blocks = scored_samples(scorer, data.training_prompts(), draw, limits)
+    prompts = one_row_per_prompt(data.training_prompts())
+    blocks = scored_samples(scorer, prompts, draw, limits)
     found = measure_on_policy(
         make_judge_of_run(settings, settings.judge, budget),
         budget,

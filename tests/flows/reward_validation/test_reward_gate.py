@@ -218,7 +218,7 @@ def test_the_gain_is_one_unless_it_is_asked_for():
 def test_a_reference_that_is_too_long_for_the_model_is_left_out_of_the_bias(place: int, capsys):
     # The context has 64 tokens. The first 8 references are compared with samples.
     prompts = [*WORDS]
-    prompts.insert(place, {"prompt": "w1", "reference": "w2 " * 64})
+    prompts.insert(place, {"prompt": "w40", "reference": "w2 " * 64})
     report = report_on_words(prompts)
     assert report.bias == pytest.approx(report_on_words(WORDS).bias, abs=1e-6)
     assert (report.samples.references is None) == (place < 8)
@@ -238,12 +238,28 @@ def test_without_all_references_the_reward_stays_as_it_is(number: int, missing: 
     assert report.probes.left_out == 40
 
 
+def test_rows_of_one_prompt_count_once_in_samples_bias_and_probes():
+    asked = []
+
+    def compare(blocks):
+        asked.extend(prompt for block in blocks for prompt in block.prompts)
+
+    # The second and third row of a prompt have other references.
+    repeated = [
+        row if number == 0 else row | {"reference": "w2 w4 w6 w8"}
+        for row in WORDS
+        for number in range(3)
+    ]
+    assert report_on_words(repeated, compare=compare) == report_on_words(WORDS)
+    assert asked == [row["prompt"] for row in WORDS]
+
+
 def test_bias_and_samples_may_be_of_more_prompts_than_a_thousand():
-    prompts = [{"prompt": "w1", "reference": f"w{n % 58}"} for n in range(1010)]
+    prompts = [{"prompt": f"w{n // 58} w{n % 58}", "reference": f"w{n % 58}"} for n in range(1010)]
     report = report_on_words(prompts, num_prompts=1005, samples_per_prompt=5)
     assert report.samples.prompts == 1005
     scores = RewardModel(make_classifier(), make_tokenizer()).score_texts(
-        ["w1"] * 1005, [row["reference"] for row in prompts[:1005]]
+        [row["prompt"] for row in prompts[:1005]], [row["reference"] for row in prompts[:1005]]
     )
     assert report.bias == pytest.approx(scores.mean().item(), abs=1e-6)
 
@@ -252,7 +268,7 @@ def test_a_bias_is_never_taken_from_scores_that_are_not_finite():
     # Samples are drawn for 8 prompts; the broken reference is that of the last one.
     model = word_reward("sum", {"w50": float("nan"), "w1": 1.0})
     with pytest.raises(ModelError, match="1 of 20 references are not finite"):
-        report_on_words([*WORDS[:19], {"prompt": "w1", "reference": "w50"}], model=model)
+        report_on_words([*WORDS[:19], {"prompt": "w19", "reference": "w50"}], model=model)
 
 
 def test_ties_are_no_good_answers_to_make_worse():
