@@ -8,7 +8,7 @@ import pyarrow
 from datasets import concatenate_datasets
 
 from pipeline.inputs.labeled_pairs import PairKey, pair_key
-from pipeline.inputs.training_prompts import prompt_key
+from pipeline.inputs.training_prompts import prompt_groups
 from ppo_core.data.rows.read_rows import Rows, derive, each
 from ppo_core.data.rows.row_columns import WEIGHT, Row
 from ppo_core.data.rows.split_rows import held_out, reports_left_out
@@ -70,12 +70,11 @@ def held_out_pairs(rows: Rows, share: float) -> tuple[Rows, Rows]:
         DataError: see `held_out`.
     """
     first, last = held_out(rows, share)
-    texts = rows.column("prompt")
-    prompts = [prompt_key(text) if text else position for position, text in enumerate(texts)]
+    prompts = prompt_groups(rows.column("prompt"))
     counts = Counter(prompts)
     if len(counts) == 1 or not {*prompts[: len(first)]} & {*prompts[len(first) :]}:
         return first, last
-    taken, number = set[str | int](), 0
+    taken, number = set[int](), 0
     for prompt in reversed(dict.fromkeys(prompts)):
         if number + counts[prompt] <= share * len(rows):
             taken.add(prompt)

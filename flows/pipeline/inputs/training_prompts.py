@@ -1,6 +1,7 @@
-"""Remove repeated prompts, and the prompts of the evaluation from those that PPO trains on."""
+"""Find and remove repeated prompts, and remove the prompts of the evaluation from PPO's prompts."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ppo_core.data.chat_template import Messages
@@ -13,6 +14,13 @@ from ppo_core.io.folder_cache import digest_of_code
 def prompt_key(prompt: str | Messages) -> str:
     """Return a text that is equal for equal prompts; a prompt is a text or messages."""
     return json.dumps(prompt)
+
+
+def prompt_groups(prompts: Sequence[str | Messages]) -> list[int]:
+    """Return a number for each prompt: equal for equal prompts, and its own for an empty prompt."""
+    keys = [prompt_key(prompt) if prompt else place for place, prompt in enumerate(prompts)]
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    return [numbers[key] for key in keys]
 
 
 def one_row_per_prompt(rows: Rows) -> Rows:

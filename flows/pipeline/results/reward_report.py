@@ -14,10 +14,10 @@ class Rate:
     """Fraction of the pairs whose preferred response scores higher; equal scores count as half."""
 
     low: float
-    """Lower end of the 95 % interval (Wilson)."""
+    """Lower end of the 95 % interval, see `measure_rate`."""
 
     high: float
-    """Upper end of the 95 % interval (Wilson)."""
+    """Upper end of the 95 % interval."""
 
     n: int
     """Number of pairs."""

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.stats import binom
 from sklearn.metrics import roc_auc_score
 
-from pipeline.evaluation.pair_accuracy import Array, equal_parts, hits, measure_rate
+from pipeline.evaluation.pair_accuracy import Array, equal_parts, groups_of, hits, measure_rate
 from pipeline.inputs.labeled_pairs import LabeledPair
 from pipeline.results.reward_report import Accuracy, Agreement, Rate, Ties
 from pipeline.reward_validation.scores import TextScorer, score_pairs
@@ -48,14 +48,14 @@ def measure_accuracy(
     margins = np.asarray(chosen_scores, dtype=float) - np.asarray(rejected_scores, dtype=float)
     decided_pairs = [pair for pair in pairs if not pair.tie]
     longer_by = [len(pair.chosen) - len(pair.rejected) for pair in decided_pairs]
-    right = hits(margins[decided])
+    right, groups = hits(margins[decided]), groups_of(decided_pairs)
     margin_of, by_margin = _by_margin(margins[decided], decided_pairs)
     return Accuracy(
-        **asdict(measure_rate(right)),
+        **asdict(measure_rate(right, groups)),
         margin_of=margin_of,
         by_margin=by_margin,
         by_category=_by_category(right, decided_pairs),
-        longer=measure_rate(hits(longer_by)),
+        longer=measure_rate(hits(longer_by), groups),
         anchors=dict(ANCHORS),
         ties=_measure_ties(margins, decided, pairs),
         people=_measure_agreement(pairs),
@@ -65,15 +65,16 @@ def measure_accuracy(
 def _by_margin(margins: Array, pairs: Sequence[LabeledPair]) -> tuple[str, dict[str, Rate]]:
     """Return `margin_of` and `by_margin` of `Accuracy`."""
     rated = np.array([np.nan if pair.margin is None else pair.margin for pair in pairs])
-    right = hits(margins)
+    right, groups = hits(margins), groups_of(pairs)
     if thresholds := _thresholds(rated[~np.isnan(rated)]):
         return "people", {
-            f"> {least:g}": measure_rate(right[rated > least]) for least in thresholds
+            f"> {least:g}": measure_rate(right[rated > least], groups[rated > least])
+            for least in thresholds
         }
     sizes = np.abs(margins)
     return "model", {
         f"quarter {number} of the model's margins, up to {sizes[part].max():.3g}": measure_rate(
-            right[part]
+            right[part], groups[part]
         )
         for number, part in enumerate(equal_parts(sizes, 4), start=1)
     }
@@ -105,7 +106,11 @@ def _thresholds(margins: Array) -> list[float]:
 
 def _by_category(right: Array, pairs: Sequence[LabeledPair]) -> dict[str, Rate]:
     categories = np.array([pair.category or "" for pair in pairs])
-    rates = {str(name): measure_rate(right[categories == name]) for name in np.unique(categories)}
+    groups = groups_of(pairs)
+    rates = {
+        str(name): measure_rate(right[categories == name], groups[categories == name])
+        for name in np.unique(categories)
+    }
     rates.pop("", None)
     return dict(sorted(rates.items(), key=lambda item: -item[1].n))
 

@@ -1,7 +1,7 @@
 """Measure whether the confidence of a reward model matches its accuracy."""
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import minimize_scalar
 from scipy.special import expit, log_expit
 from sklearn.metrics import brier_score_loss
@@ -14,7 +14,7 @@ PAIRS_PER_BIN = 25
 """Minimum number of pairs per bin; fewer would make a bin's accuracy noisy."""
 
 
-def calibrate(margins: ArrayLike) -> Calibration:
+def calibrate(margins: ArrayLike, groups: NDArray[np.intp] | None = None) -> Calibration:
     """Compare the confidence of a reward model with its accuracy.
 
         confidence = sigmoid(|margin|)
@@ -31,12 +31,17 @@ def calibrate(margins: ArrayLike) -> Calibration:
 
     Args:
         margins: finite margins (N,) of pairs without ties, N >= 1.
+        groups: number of each pair's prompt (N,), for the intervals of the bins; None if no two
+            pairs have the same prompt.
     """
     margins = np.asarray(margins, dtype=float)
     confidence = expit(np.abs(margins))
     right = hits(margins)
     bins = min(MAX_BINS, max(1, margins.size // PAIRS_PER_BIN))
-    parts = [_bin(confidence[part], right[part]) for part in equal_parts(confidence, bins)]
+    groups = np.arange(margins.size) if groups is None else groups
+    parts = [
+        _bin(confidence[part], right[part], groups[part]) for part in equal_parts(confidence, bins)
+    ]
     chosen = np.ones(margins.size)
     return Calibration(
         error=sum(part.n * abs(part.accuracy - part.confidence) for part in parts) / margins.size,
@@ -48,8 +53,8 @@ def calibrate(margins: ArrayLike) -> Calibration:
     )
 
 
-def _bin(confidence: Array, right: Array) -> Bin:
-    return Bin(**vars(measure_rate(right)), confidence=float(confidence.mean()))
+def _bin(confidence: Array, right: Array, groups: NDArray[np.intp]) -> Bin:
+    return Bin(**vars(measure_rate(right, groups)), confidence=float(confidence.mean()))
 
 
 def _log_loss(margins: Array) -> float:

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.stats import spearmanr
 
-from pipeline.evaluation.pair_accuracy import hits, measure_rate
+from pipeline.evaluation.pair_accuracy import groups_of, hits, measure_rate
 from pipeline.inputs.labeled_pairs import LabeledPair
 from pipeline.results.reward_report import Lengths
 
@@ -31,7 +31,7 @@ def measure_lengths(
     chosen_lengths = np.array([len(pair.chosen) for pair in pairs])
     rejected_lengths = np.array([len(pair.rejected) for pair in pairs])
     decided = np.array([not pair.tie for pair in pairs])
-    right = hits(chosen - rejected)
+    right, groups = hits(chosen - rejected), groups_of(pairs)
     shorter = decided & (chosen_lengths < rejected_lengths)
     longer = decided & (chosen_lengths > rejected_lengths)
     within = [
@@ -46,8 +46,8 @@ def measure_lengths(
         ),
         within_prompts=float(np.mean(within)) if within else None,
         prompts=len(within),
-        shorter=measure_rate(right[shorter]) if shorter.any() else None,
-        longer=measure_rate(right[longer]) if longer.any() else None,
+        shorter=measure_rate(right[shorter], groups[shorter]) if shorter.any() else None,
+        longer=measure_rate(right[longer], groups[longer]) if longer.any() else None,
     )
 
 

@@ -164,7 +164,7 @@ def _measure(
         pairs=points.size,
         ties=int((points == POINTS["tie"]).sum()),
         invalid=int(np.isnan(points).sum()),
-        accuracy=measure_rate(right) if right.size else None,
+        accuracy=measure_rate(right, np.nonzero(decided)[0]) if right.size else None,
         best_of={str(k): float(values.mean()) for k, values in best_of.items()},
         low=low,
         high=high,

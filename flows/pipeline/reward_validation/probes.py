@@ -25,8 +25,10 @@ from itertools import cycle, islice
 from random import Random
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipeline.evaluation.pair_accuracy import Array, hits, measure_rate
+from pipeline.inputs.training_prompts import prompt_groups
 from pipeline.results.reward_report import Probe, Probes
 from pipeline.reward_validation.scores import TextScorer
 from ppo_core.data.chat_template import Messages
@@ -90,11 +92,12 @@ def run_probes(
         if len(_words(reference)[0]) > OPENING
     ]
     encoded = [
-        {name: model.encode(prompt, text) for name, text in versions.items()}
+        (prompt, {name: model.encode(prompt, text) for name, text in versions.items()})
         for prompt, versions in changed
     ]
-    usable = [rows for rows in encoded if all(map(model.can_read, rows.values()))]
-    probes = _compare(scorer, usable) if usable else {}
+    usable = [(prompt, rows) for prompt, rows in encoded if all(map(model.can_read, rows.values()))]
+    groups = np.array(prompt_groups([prompt for prompt, _ in usable]))
+    probes = _compare(scorer, [rows for _, rows in usable], groups) if usable else {}
     return Probes(
         probes=probes,
         left_out=len(references) - len(usable),
@@ -131,13 +134,15 @@ def _words(text: str) -> tuple[list[str], str]:
     return words, " "
 
 
-def _compare(scorer: TextScorer, encoded: Sequence[dict[str, list[int]]]) -> dict[str, Probe]:
+def _compare(
+    scorer: TextScorer, encoded: Sequence[dict[str, list[int]]], groups: NDArray[np.intp]
+) -> dict[str, Probe]:
     scores = {name: _scores(scorer, [rows[name] for rows in encoded], name) for name in encoded[0]}
     probes = {}
     for name, (versions, rivals) in CONTESTS.items():
         worst = np.min([scores[version] for version in versions], axis=0)
         gains = worst - np.max([scores[rival] for rival in rivals], axis=0)
-        rate = measure_rate(hits(gains))
+        rate = measure_rate(hits(gains), groups)
         probes[name] = Probe(
             preferred=rate.accuracy,
             low=rate.low,

@@ -7,7 +7,7 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from pipeline.evaluation.pair_accuracy import Array, hits, measure_rate
+from pipeline.evaluation.pair_accuracy import Array, groups_of, hits, measure_rate
 from pipeline.inputs.labeled_pairs import LabeledPair, label_pairs
 from pipeline.inputs.training_prompts import one_row_per_prompt
 from pipeline.results.reward_report import Contract, OnPolicy, Rate, RewardReport, Samples
@@ -119,7 +119,7 @@ def validate(
         people=_agreement_with_people(scorer, preferences.samples),
         training=dict(training),
         accuracy=measure_accuracy(chosen, rejected, labeled),
-        calibration=calibrate((chosen - rejected)[decided]),
+        calibration=calibrate((chosen - rejected)[decided], groups_of(labeled)[decided]),
         lengths=measure_lengths(chosen, rejected, labeled, first.scores, first.texts),
         samples=Samples(**vars(sampled), duplicates=duplicates(first.texts)),
         contract=contract,
@@ -141,7 +141,7 @@ def _agreement_with_people(scorer: TextScorer, pairs: Sequence[LabeledPair]) -> 
     if not pairs:
         return None
     chosen, rejected = score_pairs(scorer, pairs)
-    return measure_rate(hits(chosen - rejected))
+    return measure_rate(hits(chosen - rejected), groups_of(pairs))
 
 
 def _with_verdict(measured: RewardReport, limits: RewardGateConfig) -> RewardReport:

@@ -3,6 +3,7 @@ from dataclasses import asdict
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 import torch
 
@@ -84,11 +85,25 @@ def test_the_other_way_round_a_model_is_as_wrong_as_it_was_right():
     rng = Random(0)
     margins = [rng.choice([-1.0, 0.0, 1.0, 2.0]) for _ in range(50)]
     there, back = (
-        measure_rate(hits(margins)),
-        measure_rate(hits([-margin for margin in margins])),
+        measure_rate(hits(margins), np.arange(50)),
+        measure_rate(hits([-margin for margin in margins]), np.arange(50)),
     )
     assert there.accuracy == pytest.approx(1 - back.accuracy)
     assert there.low == pytest.approx(1 - back.high)
+
+
+def test_right_pairs_of_one_prompt_count_once_in_every_interval():
+    # 12 right pairs of 4 prompts, one of which is a category: Wilson's lower end for 4 of 4.
+    pairs = [
+        LabeledPair(
+            prompt=f"w{n % 4}", chosen="long", rejected="s", margin=float(n // 4), category="x"
+        )
+        for n in range(12)
+    ]
+    result = measure([1.0] * 12, pairs)
+    rates = [result, result.longer, result.by_category["x"], result.by_margin["> 0"]]
+    assert [rate.n for rate in rates] == [12, 12, 12, 8]
+    assert [rate.low for rate in rates] == pytest.approx([4 / (4 + 1.96**2)] * 4, abs=1e-4)
 
 
 def test_ties_are_no_part_of_any_accuracy():

@@ -83,6 +83,13 @@ def test_a_reward_model_with_the_judges_taste_chooses_as_well_as_can_be():
     assert found.low < 4 / 5 < found.high
 
 
+def test_pairs_of_one_prompt_are_not_independent():
+    # All 4 pairs of each prompt are right: Wilson's lower end for as many prompts as pairs.
+    found = measure(samples_of(0.0, 8))
+    assert (found.accuracy.accuracy, found.accuracy.n) == (1.0, 4 * found.prompts)
+    assert found.accuracy.low == pytest.approx(found.prompts / (found.prompts + 1.96**2), abs=1e-4)
+
+
 def test_what_the_reward_model_cannot_tell_apart_is_a_random_choice():
     flat = samples_of(0.0, 256)
     found = measure(ScoredSamples(flat.prompts, flat.texts, np.zeros((256, 8))))
