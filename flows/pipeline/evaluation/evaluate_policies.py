@@ -26,7 +26,7 @@ from pipeline.results.step_records import (
 )
 from pipeline.settings.gate_configs import GuardsConfig, PromotionConfig
 from pipeline.settings.settings import Settings
-from ppo_core.algorithm.repetition import repeated_ngrams
+from ppo_core.algorithm.repetition import repeated_ngrams, split_words
 from ppo_core.models.loading import is_same_architecture
 from ppo_core.rollout.token_sampling import server_of
 from ppo_core.training.answer_job import AnswerJob
@@ -409,10 +409,9 @@ def _job_of_evaluation(
 def mean_words(texts: Sequence[str]) -> float:
     """Return the mean number of words per text; `texts` must not be empty.
 
-    Spaces separate words, here and in `repeated_share`. A text in a script without spaces therefore
-    counts as one word.
+    In a script without spaces, each character is a word, here and in `repeated_share`.
     """
-    return fmean(len(text.split()) for text in texts)
+    return fmean(len(split_words(text)[0]) for text in texts)
 
 
 def repeated_share(texts: Sequence[str], n: int = 3) -> float:
@@ -420,4 +419,4 @@ def repeated_share(texts: Sequence[str], n: int = 3) -> float:
 
     Equal texts count once, so that a stock answer does not hide the repetition in other answers.
     """
-    return fmean(repeated_ngrams(text.split(), n) for text in dict.fromkeys(texts))
+    return fmean(repeated_ngrams(split_words(text)[0], n) for text in dict.fromkeys(texts))

@@ -30,6 +30,23 @@ def test_a_policy_that_says_one_word_over_and_over_is_all_repetition():
     assert repeated_share(["yes " * 100]) == pytest.approx(97 / 98)
 
 
+LOOPED = {"Chinese": "今天天气很好。", "Japanese": "とても楽しいです。", "Thai": "วันนี้อากาศดีมาก"}
+
+
+@pytest.mark.parametrize("unit", LOOPED.values(), ids=LOOPED)
+def test_a_script_without_spaces_has_a_word_for_each_character(unit: str):
+    assert mean_words([unit * 40, unit * 4]) == 22 * len(unit)
+    assert repeated_share([unit * 40]) > 0.9
+
+
+@given(
+    st.lists(st.text("ab.,\n ", max_size=12), min_size=1), st.sampled_from([" ", "\n\n", " " * 40])
+)
+def test_words_between_spaces_are_as_long_as_before(words: list[str], space: str):
+    text = space.join(words)
+    assert mean_words([text]) == len(text.split())
+
+
 @given(st.lists(st.lists(st.integers(0, 3), max_size=20), min_size=1, max_size=4, unique_by=tuple))
 def test_words_repeat_as_tokens_do(rows: list[list[int]]):
     ids, lengths = pad_rows(rows)

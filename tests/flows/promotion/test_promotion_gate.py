@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.evaluation.agreement import doubts_about_judge
+from pipeline.evaluation.evaluate_policies import mean_words, repeated_share
 from pipeline.promotion.promotion_gate import reasons_to_promote, reasons_to_refuse
 from pipeline.results.evaluation import Evaluation, GuardResult, HumanAgreement, SequentialTest
 from pipeline.settings.evaluation_config import EvaluationConfig
@@ -73,6 +74,15 @@ def judged(
         champion=result.champion,
         kl=kl,
     )
+
+
+def test_a_looped_or_long_chinese_answer_is_refused():
+    loop, short = ["今天天气很好。" * 40], ["今天天气很好。我们去公园散步吧。"]
+    assert judged(repetition=repeated_share(short)) == []
+    (reason,) = judged(repetition=repeated_share(loop))
+    assert "above max_repetition=0.3" in reason
+    (reason,) = judged(words=mean_words(loop), rival_words=mean_words(short))
+    assert "have 280.0 words on average" in reason and "max_length_ratio=2" in reason
 
 
 @pytest.mark.parametrize("champion", [None, 2])
