@@ -19,6 +19,7 @@ answered by the same model to its end.
 import argparse
 import asyncio
 import logging
+import math
 import os
 import sys
 import threading
@@ -47,6 +48,7 @@ log = logging.getLogger("champion_service")
 generations = ThreadPoolExecutor(max_workers=1)  # one generation at a time; other requests wait
 opinions = ThreadPoolExecutor(max_workers=4)  # requests to MLflow
 RETRY_SECONDS = 300  # before a refused version is tried again
+LEAST_TEMPERATURE = 0.01  # far below, logits divided by it overflow, and probabilities are NaN
 
 
 class Question(BaseModel):
@@ -56,7 +58,7 @@ class Question(BaseModel):
     messages: list[dict[str, str]] | None = None
     # In these two settings, None means the value with which the champion was evaluated.
     max_new_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0)  # 0: greedy decoding
+    temperature: float | None = None  # 0: greedy decoding
     stream: bool = False
 
 
@@ -106,6 +108,16 @@ def load_and_try(name: str, version: str) -> Champion:
     if not champion.model(ids).logits.isfinite().all():
         raise ModelError(f"Version {version} of '{name}' gives logits that are not finite.")
     return champion
+
+
+def check_temperature(temperature: float | None) -> None:
+    """Raise DataError for a temperature with which the model cannot sample."""
+    # Not checked by a Field: FastAPI repeats a refused value, and fails if JSON has none for it.
+    if temperature and not LEAST_TEMPERATURE <= temperature < math.inf:
+        raise DataError(
+            f"temperature={temperature:g} cannot be used. Give 0, which always takes the likeliest "
+            f"token, or a finite number of at least {LEAST_TEMPERATURE:g}."
+        )
 
 
 def encode(champion: Champion, question: Question) -> torch.Tensor:
@@ -188,6 +200,7 @@ def make_app(follower: Follower, recorder: Recorder) -> FastAPI:
         champion = follower.champion
         headers = {"X-Model-Version": champion.version}
         try:
+            check_temperature(question.temperature)
             ids = encode(champion, question)
         except DataError as error:
             raise HTTPException(422, str(error), headers) from error

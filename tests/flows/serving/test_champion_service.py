@@ -1,6 +1,7 @@
 """The example service, as a process: it follows the alias, and no request notices."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -208,13 +209,20 @@ def test_a_temperature_samples(serving_one):
             {"prompt": None, "messages": [{"role": "user"}]},
             "must have the text fields 'role' and 'content'",
         ),
-        ({"temperature": -1}, "greater than or equal to 0"),
+        *(
+            ({"temperature": value}, f"temperature={value:g} cannot be used. Give 0, which always")
+            for value in (-1, 1e-40, 0.009, math.inf, math.nan)
+        ),
     ],
 )
 def test_a_question_that_cannot_be_answered_says_why(question, reason, serving_one):
-    refused = serving_one.ask(**{"prompt": "w1 w2 w3", **question})
+    body = {"prompt": "w1 w2 w3", "max_new_tokens": 8, **question}
+    # Unlike `requests.post(json=...)`, `json.dumps` writes infinity.
+    url, headers = f"{serving_one.url}/generate", {"content-type": "application/json"}
+    refused = requests.post(url, data=json.dumps(body), headers=headers, timeout=120)
     assert refused.status_code == 422
     assert reason in refused.text
+    assert serving_one.ask("w1", temperature=0.01).ok
 
 
 @pytest.mark.slow
