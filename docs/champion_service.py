@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -36,11 +37,12 @@ from fastapi import FastAPI, HTTPException
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, Field
 from starlette.background import BackgroundTask
-from transformers import TextIteratorStreamer
+from transformers import PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
 
 from flows.champion import Champion, champion_version, load_champion
 from flows.serving.answer_traces import begin_answer, record_opinion, record_to
-from ppo_core.data.encode_prompts import encode_prompt
+from ppo_core.data.encode_prompts import encode_prompt, response_text
 from ppo_core.data.prompts import check_prompt_sizes
 from ppo_core.errors import DataError, ModelError
 
@@ -146,18 +148,58 @@ def generate(champion: Champion, ids: torch.Tensor, question: Question, **option
         options["max_new_tokens"] = question.max_new_tokens
     mask = torch.ones_like(ids)
     tokens = champion.model.generate(ids, attention_mask=mask, **options)
-    return champion.tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)
+    given = ids.shape[1]
+    return response_text(champion.tokenizer, tokens[0, :given].tolist(), tokens[0, given:].tolist())
+
+
+class Pieces(BaseStreamer):
+    """The text of an answer in pieces; joined, they are what `generate` returns."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_length: int) -> None:
+        """Take the number of tokens of the prompt, which are the first tokens of `put`."""
+        self.tokenizer, self.prompt_length = tokenizer, prompt_length
+        self.tokens: list[int] = []
+        self.sent = 0  # characters
+        self.queue: SimpleQueue[str | None] = SimpleQueue()
+
+    def put(self, value: torch.Tensor) -> None:
+        """Take the prompt or a new token."""
+        self.tokens += value.flatten().tolist()
+        # The last character may lack bytes that the next token adds.
+        self._send(self._text().rstrip("\ufffd"))
+
+    def end(self) -> None:
+        """Send the rest of a complete answer."""
+        self._send(self._text())
+
+    def close(self) -> None:
+        """End the iteration."""
+        self.queue.put(None)
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the pieces until `close`."""
+        return iter(self.queue.get, None)
+
+    def _text(self) -> str:
+        # Decoded from the first token: a tokenizer may strip the space before the first of its ids.
+        prompt, answer = self.tokens[: self.prompt_length], self.tokens[self.prompt_length :]
+        return response_text(self.tokenizer, prompt, answer)
+
+    def _send(self, text: str) -> None:
+        if piece := text[self.sent :]:
+            self.queue.put(piece)
+            self.sent = len(text)
 
 
 def stream(
     champion: Champion, ids: torch.Tensor, question: Question, gone: threading.Event
 ) -> Iterator[str]:
     """Yield the answer in pieces during generation; stop when the client has disconnected."""
-    pieces = TextIteratorStreamer(champion.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    pieces = Pieces(champion.tokenizer, ids.shape[1])
     stop = [lambda ids, *_, **__: torch.tensor([gone.is_set()], device=ids.device)]
     options = {"streamer": pieces, "stopping_criteria": stop}
     work = generations.submit(generate, champion, ids, question, **options)
-    work.add_done_callback(lambda _: pieces.end())  # ends the loop below, also after an error
+    work.add_done_callback(lambda _: pieces.close())  # ends the loop below, also after an error
     yield from pieces
     work.result()  # an error closes the connection: a partial answer never looks complete
 

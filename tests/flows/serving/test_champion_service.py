@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,18 @@ import pytest
 import requests
 import torch
 from mlflow import MlflowClient
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer, decoders, normalizers
+from tokenizers.models import WordLevel
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 import feedback
+from flows.champion import Champion
+from ppo_core.data.encode_prompts import response_text
 from serving.manifest import write_manifest
 from tests.flows.serving.test_champion import change_a_byte
 from tests.helpers.models.tiny import make_policy, make_tokenizer
@@ -33,6 +43,7 @@ from tests.helpers.servers.servers import (
 from tests.helpers.slow_cases import slow
 
 NAME = "rlhf-policy"
+SERVICE = ROOT / "docs" / "champion_service.py"
 PROMPTS = ("w1 w2 w3", "w7 w5")
 LONG = 2000
 """Tokens of an answer that takes long enough to see a swap while it is streamed."""
@@ -61,7 +72,7 @@ def direct_answer(folder: Path, prompt: str, max_new_tokens: int) -> str:
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     ids = make_tokenizer()(prompt, return_tensors="pt")["input_ids"]
     tokens = model.generate(ids, max_new_tokens=max_new_tokens, do_sample=False)[0, ids.shape[1] :]
-    return make_tokenizer().decode(tokens, skip_special_tokens=True)
+    return response_text(make_tokenizer(), ids[0].tolist(), tokens.tolist())
 
 
 @dataclass
@@ -152,7 +163,7 @@ def service(
 
 
 def command(name: str) -> list[str]:
-    return [sys.executable, str(ROOT / "docs" / "champion_service.py"), name]
+    return [sys.executable, str(SERVICE), name]
 
 
 def environment(registry: Registry, home: Path) -> dict[str, str]:
@@ -185,6 +196,58 @@ def test_greedy_answers_are_those_of_the_model_loaded_by_hand(serving_one, versi
         streamed = serving_one.ask(prompt, stream=True)
         assert (streamed.status_code, streamed.text) == (200, expected)
         assert plain.headers["X-Model-Version"] == streamed.headers["X-Model-Version"] == "1"
+
+
+PIECES = ["▁▁", "x", "<0x0A>", "▁▁▁", "y", "<0xC3>", "<0xA9>", "▁z", "<0xF0>", "<0x9F>"]
+"""Two lines, the second one indented; at the end, two of the four bytes of a character."""
+
+
+def champion_that_says(pieces: list[str]) -> Champion:
+    """A model that answers `hi` with these different pieces, with a tokenizer like Llama 2's."""
+    vocabulary = {piece: number for number, piece in enumerate(["<unk>", "</s>", "▁hi", *pieces])}
+    made = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    made.normalizer = normalizers.Prepend("▁")
+    space, strip = decoders.Replace("▁", " "), decoders.Strip(" ", 1, 0)
+    made.decoder = decoders.Sequence([space, decoders.ByteFallback(), decoders.Fuse(), strip])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=made, unk_token="<unk>", eos_token="</s>", pad_token="</s>"
+    )
+    size, last = 16, len(vocabulary) - 1
+    config = LlamaConfig(
+        vocab_size=size,
+        hidden_size=size,
+        intermediate_size=size,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=1,
+    )
+    model = LlamaForCausalLM(config).eval()
+    following = {2: 3, last: 1} | {number: number + 1 for number in range(3, last)}
+    with torch.no_grad():
+        # Without attention and MLP, the next token depends only on the last token.
+        for name, weight in model.named_parameters():
+            weight.fill_(1.0 if "norm" in name else 0.0)
+        model.get_input_embeddings().weight.copy_(torch.eye(size))
+        for token, next_token in following.items():
+            model.lm_head.weight[next_token, token] = 1.0
+    model.generation_config.max_new_tokens = 20
+    return Champion(name=NAME, version="1", model=model, tokenizer=tokenizer)
+
+
+def test_plain_and_streamed_answers_keep_every_space():
+    service = SourceFileLoader("champion_service", str(SERVICE)).load_module()
+    champion = champion_that_says(PIECES)
+    question = service.Question(prompt="hi")
+    ids = service.encode(champion, question)
+    assert ids.tolist() == [[2]]
+    plain = service.generate(champion, ids, question)
+    assert plain == "  x\n   yé z\ufffd\ufffd"
+    pieces = [*service.stream(champion, ids, question, threading.Event())]
+    assert "".join(pieces) == plain
+    assert pieces == ["  ", "x", "\n", "   ", "y", "é", " z", "\ufffd\ufffd"]
 
 
 def test_messages_are_rendered_by_the_chat_template(serving_one, versions):
