@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 FLOW_RUN = "flow_run"
 """MLflow tag, of runs and of registered versions, with the id of the flow's run."""
 
+EVALUATION_ROWS = "evaluation_rows"
+"""MLflow tag, of runs and of registered versions, with the digest of the evaluation rows before
+copies of training texts are left out. The digest `data/eval-prompts` of the remaining rows changes
+if the training data contain one more copy."""
+
 ORIGIN = (
     "data/",
     "git_",

@@ -33,6 +33,7 @@ from ppo_core.data.rows.row_formats import Kind
 from ppo_core.data.rows.split_rows import held_out, reports_left_out
 from ppo_core.data.sources.source import named_data
 from ppo_core.errors import DataError
+from ppo_core.io.folder_cache import digest_of
 from ppo_core.models.loading import load_config, load_tokenizer
 from ppo_core.supervised.examples.encoded_rows import TrainingKind, encode_rows, max_tokens
 from ppo_core.supervised.supervised_config import SupervisedConfig
@@ -208,6 +209,14 @@ class RunData:
     def _evaluation_rows(self) -> Rows:
         rows = self._unseen_prompts()[1]
         return without_copies(rows, self._training_rows(), self.settings.max_overlap)
+
+    def digest_of_evaluation(self) -> str:
+        """Return the digest of the evaluation's rows before copies of training texts are left out.
+
+        Prompts on which the judge chooses the policy are not among these rows.
+        """
+        rows = self._unseen_prompts()[1]
+        return digest_of([[row["prompt"], row["reference"]] for row in rows])
 
     def _training_rows(self) -> list[Rows]:
         """Read the texts of the data sets that train a model of the run."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from pipeline.cost.measured_cost import cost_of_run
 from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun
 from pipeline.inputs.json_lines import read_jsonl
+from pipeline.inputs.lineage import EVALUATION_ROWS
 from pipeline.inputs.model_digests import require_unchanged
 from pipeline.inputs.row_digests import ROWS_FILE
 from pipeline.judges.judge_budget import sum_spent
@@ -41,7 +42,7 @@ from pipeline.tracking.mlflow_runs import started_at
 from ppo_core.config.reward_names import read_rewards
 
 EVALUATION_DATA = "data/eval-prompts"
-"""Tag of a version with the digest of the evaluation prompts."""
+"""Tag of a version with the digest of the evaluation prompts that are no copies."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +165,7 @@ def register(candidate: Candidate) -> RegisteredPolicy:
         kl=candidate.kl,
         alpha=limits_now(settings.promotion, before).alpha,
         earlier_decisions=decided_on(
-            settings.registered_model, before, EVALUATION_DATA, run.origin[EVALUATION_DATA]
+            settings.registered_model, before, _evaluation_tags(candidate)
         ),
         previous=Champions(decisions).previous,
     )
@@ -216,6 +217,12 @@ def _decoding(settings: Settings) -> Decoding:
     )
 
 
+def _evaluation_tags(candidate: Candidate) -> dict[str, str]:
+    """Return the digests of the evaluation prompts; runs of older code have only the second one."""
+    origin = candidate.run.origin
+    return {tag: origin[tag] for tag in (EVALUATION_ROWS, EVALUATION_DATA) if tag in origin}
+
+
 def _tags(candidate: Candidate, judge: JudgeIdentity) -> dict[str, str]:
     """Return the tags of the version; `parent_champion` is the champion of the first evaluation.
 
@@ -224,7 +231,7 @@ def _tags(candidate: Candidate, judge: JudgeIdentity) -> dict[str, str]:
     """
     champion = candidate.evaluation.champion
     return {
-        EVALUATION_DATA: candidate.run.origin[EVALUATION_DATA],
+        **_evaluation_tags(candidate),
         "model/policy": candidate.trained.digest,
         "judge": judge.name,
         "parent_champion": "none" if champion is None else str(champion),

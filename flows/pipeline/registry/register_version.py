@@ -89,11 +89,19 @@ def register_version(
 
 
 @explained()
-def decided_on(name: str, decisions: Sequence[Decision], tag: str, value: str) -> int:
-    """Count the versions whose tag has this value and that a run has promoted or refused."""
+def decided_on(name: str, decisions: Sequence[Decision], tags: Mapping[str, str]) -> int:
+    """Count the versions with the same data that a run has promoted or refused.
+
+    The first of the `tags` that a version has must have the same value.
+    """
+
+    def is_equal(version: ModelVersion) -> bool:
+        tag = next((tag for tag in tags if tag in version.tags), None)
+        return tag is not None and version.tags[tag] == tags[tag]
+
     found = connect().search_model_versions(f"name = '{name}'")
-    tagged = {int(one.version) for one in found if one.tags.get(tag) == value}
-    return len(tagged & {one.version for one in decisions if one.is_of_run})
+    equal = {int(one.version) for one in found if is_equal(one)}
+    return len(equal & {one.version for one in decisions if one.is_of_run})
 
 
 @explained()

@@ -9,7 +9,7 @@ from pipeline.cost.gpu_table import find_gpu, processes_on_a_machine
 from pipeline.demo.task import find_demo_task
 from pipeline.evaluation.guards.functions import load_guards
 from pipeline.inputs.flow_run import QUARANTINE, SETTINGS_FILE, ChampionStart, FlowRun
-from pipeline.inputs.lineage import Lineage, trace
+from pipeline.inputs.lineage import EVALUATION_ROWS, Lineage, trace
 from pipeline.inputs.model_digests import digest_of_model
 from pipeline.inputs.replayed_pairs import inherited_rows, read_start_rows
 from pipeline.inputs.row_digests import ROWS_FILE, write_digests
@@ -94,11 +94,13 @@ def trace_run(name: str, given: Settings, settings: Settings) -> Lineage:
         given: settings before `find_inputs`.
         settings: settings whose inputs are on this machine.
     """
-    lineage = trace(flow_run=name, settings=asdict(given), data=RunData(settings).by_use())
+    data = RunData(settings)
+    lineage = trace(flow_run=name, settings=asdict(given), data=data.by_use())
+    lineage.tags[EVALUATION_ROWS] = data.digest_of_evaluation()
     lineage.tags["model/base"] = digest_of_model(settings.policy)
     if settings.reward_model:
         lineage.tags["model/reward_model"] = digest_of_model(settings.reward_model)
-    rewards = RunRewards(RunData(settings)).digests()
+    rewards = RunRewards(data).digests()
     lineage.tags.update({f"reward/{name}": digest for name, digest in rewards.items()})
     lineage.tags.update(_digests_of_judges(settings))
     return lineage

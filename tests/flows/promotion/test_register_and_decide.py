@@ -15,7 +15,7 @@ import pytest
 from pipeline import stages
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.inputs.json_lines import read_jsonl
-from pipeline.inputs.lineage import is_input
+from pipeline.inputs.lineage import EVALUATION_ROWS, is_input
 from pipeline.inputs.row_digests import ROWS_FILE, write_digests
 from pipeline.inputs.run_data import RunData
 from pipeline.promotion import register_and_decide as register_module
@@ -41,6 +41,7 @@ from pipeline.tracking.decided_runs import MISSING_VERDICTS
 from pipeline.tracking.mlflow_client import connect
 from ppo_core.io.folder_cache import digest_of_folder
 from serving.champion import load_champion
+from tests.helpers.inputs.pipeline_inputs import write_rows
 from tests.helpers.runs.candidates import FIT, World, artifact_root, make_world
 from tests.helpers.runs.start_models import write_start
 from tests.helpers.servers.fault_proxy import Fault, fault_proxy, start_process
@@ -171,6 +172,32 @@ def test_the_first_run_is_registered_and_promoted(story: Story):
 def test_earlier_decisions_of_runs_on_equal_evaluation_data_are_counted(story: Story):
     runs = (story.first, story.second, story.refused)
     assert [ran.registered.earlier_decisions for ran in runs] == [0, 1, 2]
+
+
+def test_decisions_on_one_evaluation_file_count_with_any_copies_in_the_training_data(
+    world: World, tmp_path: Path
+):
+    copied = " ".join(f"w{number}" for number in range(8))
+    trained, asked = (
+        [json.loads(line) for line in Path(file).read_text().splitlines()]
+        for file in (world.settings.prompts, world.settings.eval_prompts)
+    )
+    evaluation = write_rows(tmp_path / "e.jsonl", [*asked, asked[0] | {"prompt": copied}])
+    found, kept = [], []
+    for number, more in (("71", []), ("72", [{"prompt": copied}]), ("73", [{"prompt": copied}])):
+        if number == "73":
+            # Versions of older code have only the digest of the prompts that are no copies.
+            for version in ("1", "2"):
+                connect().delete_model_version_tag("copies", version, EVALUATION_ROWS)
+        prompts = write_rows(tmp_path / f"{number}.jsonl", [*trained, *more])
+        settings = world.named("copies", eval_prompts=evaluation, prompts=prompts)
+        run = stages.start.start_run(settings, settings, "RLHF", number, ["register"])
+        kept.append(run.origin[register_module.EVALUATION_DATA])
+        champion = stages.start.find_champion(settings)
+        judged = world.evaluate(settings, "weak", run.folder, champion)
+        found.append(ran(world, settings, run, "weak", judged).registered.earlier_decisions)
+    assert kept[0] != kept[1] == kept[2]
+    assert found == [0, 1, 1]
 
 
 def test_a_candidate_whose_champion_changed_is_on_record_against_the_new_one(story: Story):

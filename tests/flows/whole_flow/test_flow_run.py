@@ -148,7 +148,7 @@ def test_a_policy_that_won_nothing_is_registered_and_refused(
     assert version.tags["promotion"] == "refused"
     parent = client_of(journey.folder).get_run(version.run_id)
     assert json.loads(parent.data.tags["self_check"])["policy_padded"] < 1e-3
-    assert len(version.tags) == 10
+    assert len(version.tags) == 11
     assert "min_win_rate" in version.tags["promotion_reasons"]
     assert "reward model failed validation" in version.tags["promotion_reasons"]
     assert "**Refused** by run RLHF/" in version.description
