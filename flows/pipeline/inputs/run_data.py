@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from pipeline.inputs.contamination import without_copies
+from pipeline.inputs.contamination import find_copies, text_of, without_copies
 from pipeline.inputs.human_labels_to_pairs import pairs_of_votes
 from pipeline.inputs.labeled_pairs import LabeledPair, decided_pairs
 from pipeline.inputs.row_digests import read_digests, without_erased
@@ -233,7 +233,7 @@ class RunData:
         """Return random prompts on which the policy is chosen, see `SelectionConfig`.
 
         With the method `kl`, these are training prompts of PPO. With the method `judge`, these are
-        prompts that neither PPO nor the evaluation uses.
+        prompts that neither PPO nor the evaluation uses, and no copies of the evaluation's prompts.
 
         Raises:
             DataError: there are too few prompts for the judge.
@@ -243,8 +243,7 @@ class RunData:
         rows = self.training_prompts() if rows is None else rows
         prompts = one_row_per_prompt(rows).column("prompt")
         if by_judge:
-            judged = {prompt_key(prompt) for prompt in judged_on.column("prompt")}
-            prompts = [prompt for prompt in prompts if prompt_key(prompt) not in judged]
+            prompts = self._without_judged(prompts, judged_on.column("prompt"))
             if len(prompts) < LEAST_TO_CHOOSE:
                 raise DataError(
                     f"{rows.source} has only {len(prompts)} different prompts that the evaluation "
@@ -253,6 +252,20 @@ class RunData:
                 )
         lots = np.random.default_rng(self.settings.seed).permutation(len(prompts))
         return [prompts[number] for number in lots[: self.settings.selection.num_prompts]]
+
+    def _without_judged(
+        self, prompts: list[str | Messages], judged_on: list[str | Messages]
+    ) -> list[str | Messages]:
+        """Return the prompts that are neither equal to nor copies of prompts of the evaluation.
+
+        The copies are removed here, because the evaluation needs more prompts than the selection.
+        """
+        left_out = {prompt_key(prompt) for prompt in judged_on}
+        if self.settings.max_overlap < 1:
+            texts = [[text_of(prompt) for prompt in judged_on]]
+            copies = find_copies(prompts, texts, self.settings.max_overlap)
+            left_out |= {prompt_key(prompts[place]) for place in copies}
+        return [prompt for prompt in prompts if prompt_key(prompt) not in left_out]
 
     def _unseen_prompts(self) -> tuple[Rows | None, Rows]:
         """Read the prompts that PPO does not train on.

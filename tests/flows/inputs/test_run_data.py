@@ -260,6 +260,35 @@ def test_a_part_of_the_judged_prompts_is_drawn_for_each_champion(tmp_path: Path)
     assert len({tuple(own) for own in drawn}) == 4
 
 
+def test_prompts_with_another_system_message_are_copies_of_prompts_of_the_evaluation(
+    tmp_path: Path,
+):
+    table = tiny_table(tmp_path) | {"selection": {"method": "judge"}}
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for turn in messages %}{{ turn['content'] }} {% endfor %}"
+    tokenizer.save_pretrained(table["policy"])
+
+    def asked(system: str, number: int) -> dict[str, Any]:
+        user = " ".join(f"w{number + word}" for word in range(8))
+        talk = (("system", system), ("user", user))
+        return {"prompt": [{"role": role, "content": text} for role, text in talk]}
+
+    # The judge chooses on the first 30 rows; the last 10 repeat the user turns of the first 10.
+    rows = [asked("w1", n) for n in range(50)] + [asked("w2", n) for n in range(10)]
+    table["eval_prompts"] = write_rows(tmp_path / "chats.jsonl", rows)
+
+    def user_turns(**changes: Any) -> tuple[set[str], set[str]]:
+        data = RunData(make_settings(table | changes, {}))
+        parts = (data.selection_prompts(), data.evaluation_rows().column("prompt"))
+        chosen, judged = ({prompt[-1]["content"] for prompt in part} for part in parts)
+        return chosen, judged
+
+    chosen, judged = user_turns()
+    assert (len(chosen), len(judged), chosen & judged) == (20, 30, set())
+    chosen, judged = user_turns(max_overlap=1.0)
+    assert (len(chosen), len(judged), len(chosen & judged)) == (30, 30, 10)
+
+
 def test_a_rotation_without_further_rows_is_refused(tmp_path: Path):
     prompts = [f"w{i}" for i in range(41)]
 
