@@ -134,8 +134,9 @@ def test_files_of_commands_exist_from_the_root():
 
 def test_files_with_keys_get_neither_into_git_nor_into_an_image():
     texts = "".join(path.read_text() for path in TEXTS)
-    named = set(re.findall(r"(?:file://|--from-env-file )([\w.-]+)(?![\w./-])", texts))
-    assert named == {"judge.json", "judge.env"}
+    read = r"(?:file://|--from-env-file |&& \. \./)([\w.-]+)(?![\w./-])"
+    named = set(re.findall(read, texts))
+    assert named == {"judge.json", "judge.env", "mlflow.json", "rights.env"}
     assert named == set(re.findall(r"\(umask 077 && cat > ([\w.-]+)\)", texts))
     assert named == set(re.findall(r"^rm ([\w.-]+)$", texts, re.M))
     for file in (".gitignore", ".dockerignore"):
