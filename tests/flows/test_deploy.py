@@ -193,6 +193,7 @@ def test_only_a_start_takes_the_lease_over(action: str, tmp_path: Path, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_life_of_a_deployment_to_argo(
     schedulers: tuple[StateMachines, Cluster], tmp_path: Path, capsys
 ):
@@ -251,6 +252,7 @@ def test_the_life_of_a_deployment_to_argo(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_life_of_a_deployment_to_step_functions(
     schedulers: tuple[StateMachines, Cluster], tmp_path: Path, capsys
 ):
