@@ -150,10 +150,16 @@ def test_what_cannot_work_is_refused_without_a_traceback(flags: list[str], messa
     assert message in capsys.readouterr().err
 
 
-def test_references_that_are_all_empty_are_refused(tmp_path: Path, capsys):
-    write_rows(tmp_path / "bare.jsonl", [{"prompt": "w1", "reference": " "}])
-    assert run("--eval-prompts", "bare.jsonl") == 1
-    assert "None of the 1 prompts has a reference" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("references", "flags"), [([" "], ()), (["w2", " "], ()), (["w2", " "], ("--against-itself",))]
+)
+def test_blank_references_are_refused(
+    references: list[str], flags: tuple[str, ...], tmp_path: Path, capsys
+):
+    rows = [{"prompt": "w1", "reference": text} for text in references]
+    write_rows(tmp_path / "bare.jsonl", rows)
+    assert run("--eval-prompts", "bare.jsonl", *flags) == 1
+    assert f"1 of the {len(rows)} rows of bare.jsonl have no ref" in capsys.readouterr().err
 
 
 def test_the_command_itself_runs_and_documents_its_flags(tmp_path: Path):

@@ -203,7 +203,7 @@ class RunData:
             DataError: some rows have no reference, or all prompts are copies of training texts.
         """
         rows = self._evaluation_rows
-        return rows if _missing_references(rows) == len(rows) else require_reference(rows)
+        return require_all_or_no_references(rows)
 
     @cached_property
     def _evaluation_rows(self) -> Rows:
@@ -483,6 +483,15 @@ def judged_rows(rows: Rows, config: EvaluationConfig, champion: int | None = Non
         )
     drawn = np.random.default_rng(champion or 0).permutation(others)[:rotated]
     return list(rows.table.select([*range(fixed), *sorted(drawn.tolist())]))
+
+
+def require_all_or_no_references(rows: Rows) -> Rows:
+    """Return the rows; raise if only some of the rows have a reference.
+
+    Raises:
+        DataError: a reference is missing.
+    """
+    return rows if _missing_references(rows) == len(rows) else require_reference(rows)
 
 
 def require_reference(rows: Rows) -> Rows:

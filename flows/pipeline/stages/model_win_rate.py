@@ -42,7 +42,7 @@ from ppo_core.data.rows.describe import describe_reading, require_columns_read
 from ppo_core.data.rows.overlong import fit_prompts
 from ppo_core.data.rows.read_rows import Rows, read_rows
 from ppo_core.data.rows.row_columns import Row
-from ppo_core.errors import ConfigError, DataError
+from ppo_core.errors import ConfigError
 from ppo_core.models.loading import load_config, load_tokenizer
 from ppo_core.training.answer_job import AnswerJob
 
@@ -78,7 +78,7 @@ def compare_model(
     require_columns_read(options.renamed, rows, *([] if labels is None else [labels]))
     judged = run_data.judged_rows(rows, config)
     prompts = [row["prompt"] for row in judged]
-    texts = _texts(arguments, config, (model, tokenizer_path), judged, rows.source)
+    texts = _texts(arguments, config, (model, tokenizer_path), judged)
     contest = ("model", "itself" if arguments.against_itself else "reference")
     judge = make_judge(
         arguments.judge,
@@ -190,20 +190,10 @@ def _texts(
     config: EvaluationConfig,
     files: tuple[str, str],
     rows: Sequence[Row],
-    source: str,
 ) -> dict[str, list[str]]:
-    """Return the answers of the model, and the texts to compare the answers with, by name.
-
-    Raises:
-        DataError: no row has a reference, and the model is not compared with itself.
-    """
+    """Return the answers of the model, and the texts to compare the answers with, by name."""
     prompts = [row["prompt"] for row in rows]
     references = run_data.references_of(rows)
-    if references is None and not arguments.against_itself:
-        raise DataError(
-            f"None of the {len(rows)} prompts has a reference to compare the model's answers "
-            f"with. Add references to {source}, or set against_itself."
-        )
     texts = {"model": _answer(arguments, config, files, prompts)}
     if references is not None:
         texts["reference"] = references
@@ -220,7 +210,11 @@ def _read_rows(
     tokenizer: PreTrainedTokenizerBase,
     options: ReadOptions,
 ) -> Rows:
-    """Return prompts and references; print which columns were read and which rows were left out."""
+    """Return prompts and references; print which columns were read and which rows were left out.
+
+    Raises:
+        DataError: a reference is missing; if the model is compared with itself, all may be missing.
+    """
     is_chat = tokenizer.chat_template is not None
     rows = read_rows(source, "prompts", is_chat=is_chat, options=options)
     fitting = fit_prompts(
@@ -231,7 +225,9 @@ def _read_rows(
         overlong=arguments.overlong,
     )
     print(describe_reading(fitting))
-    return fitting if arguments.against_itself else run_data.require_reference(fitting)
+    if arguments.against_itself:
+        return run_data.require_all_or_no_references(fitting)
+    return run_data.require_reference(fitting)
 
 
 def _answer(

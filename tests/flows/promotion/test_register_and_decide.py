@@ -260,7 +260,7 @@ def test_a_promoted_version_says_so_wherever_it_is_looked_at(story: Story):
 
 def test_the_tags_of_a_version_say_where_it_comes_from(story: Story):
     own = connect().get_model_version("story", str(story.second.version)).tags
-    assert len(own) == 10
+    assert len(own) == 11
     tags = read_version("story", story.second.version).tags
     inputs = {name: one for name, one in story.second.run.origin.items() if is_input(name)}
     assert inputs.items() <= tags.items()
