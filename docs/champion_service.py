@@ -37,7 +37,6 @@ from fastapi import FastAPI, HTTPException
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, Field
 from starlette.background import BackgroundTask
-from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from flows.champion import Champion, champion_version, load_champion
@@ -50,7 +49,7 @@ log = logging.getLogger("champion_service")
 generations = ThreadPoolExecutor(max_workers=1)  # one generation at a time; other requests wait
 opinions = ThreadPoolExecutor(max_workers=4)  # requests to MLflow
 RETRY_SECONDS = 300  # before a refused version is tried again
-LEAST_TEMPERATURE = 0.01  # far below, logits divided by it overflow, and probabilities are NaN
+LEAST_TEMPERATURE = 0.01  # with much lower ones, the logits overflow: probabilities are NaN
 
 
 class Question(BaseModel):
@@ -114,7 +113,7 @@ def load_and_try(name: str, version: str) -> Champion:
 
 def check_temperature(temperature: float | None) -> None:
     """Raise DataError for a temperature with which the model cannot sample."""
-    # Not checked by a Field: FastAPI repeats a refused value, and fails if JSON has none for it.
+    # A Field cannot check this: FastAPI repeats a refused value, and JSON has no infinity or NaN.
     if temperature and not LEAST_TEMPERATURE <= temperature < math.inf:
         raise DataError(
             f"temperature={temperature:g} cannot be used. Give 0, which always takes the likeliest "
@@ -148,16 +147,23 @@ def generate(champion: Champion, ids: torch.Tensor, question: Question, **option
         options["max_new_tokens"] = question.max_new_tokens
     mask = torch.ones_like(ids)
     tokens = champion.model.generate(ids, attention_mask=mask, **options)
-    given = ids.shape[1]
-    return response_text(champion.tokenizer, tokens[0, :given].tolist(), tokens[0, given:].tolist())
+    return answer_text(champion, tokens[0].tolist(), ids.shape[1])
+
+
+def answer_text(champion: Champion, tokens: list[int], prompt_length: int) -> str:
+    """Return the text after a prompt, decoded as in the evaluation: without the stop token."""
+    prompt, answer = tokens[:prompt_length], tokens[prompt_length:]
+    if answer and answer[-1] == champion.model.generation_config.eos_token_id:
+        answer.pop()
+    return response_text(champion.tokenizer, prompt, answer)
 
 
 class Pieces(BaseStreamer):
     """The text of an answer in pieces; joined, they are what `generate` returns."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_length: int) -> None:
+    def __init__(self, champion: Champion, prompt_length: int) -> None:
         """Take the number of tokens of the prompt, which are the first tokens of `put`."""
-        self.tokenizer, self.prompt_length = tokenizer, prompt_length
+        self.champion, self.prompt_length = champion, prompt_length
         self.tokens: list[int] = []
         self.sent = 0  # characters
         self.queue: SimpleQueue[str | None] = SimpleQueue()
@@ -165,7 +171,7 @@ class Pieces(BaseStreamer):
     def put(self, value: torch.Tensor) -> None:
         """Take the prompt or a new token."""
         self.tokens += value.flatten().tolist()
-        # The last character may lack bytes that the next token adds.
+        # The last character may be incomplete: the next token may add its missing bytes.
         self._send(self._text().rstrip("\ufffd"))
 
     def end(self) -> None:
@@ -181,9 +187,8 @@ class Pieces(BaseStreamer):
         return iter(self.queue.get, None)
 
     def _text(self) -> str:
-        # Decoded from the first token: a tokenizer may strip the space before the first of its ids.
-        prompt, answer = self.tokens[: self.prompt_length], self.tokens[self.prompt_length :]
-        return response_text(self.tokenizer, prompt, answer)
+        # Decode all tokens together: a tokenizer may drop the space before the first one.
+        return answer_text(self.champion, self.tokens, self.prompt_length)
 
     def _send(self, text: str) -> None:
         if piece := text[self.sent :]:
@@ -195,7 +200,7 @@ def stream(
     champion: Champion, ids: torch.Tensor, question: Question, gone: threading.Event
 ) -> Iterator[str]:
     """Yield the answer in pieces during generation; stop when the client has disconnected."""
-    pieces = Pieces(champion.tokenizer, ids.shape[1])
+    pieces = Pieces(champion, ids.shape[1])
     stop = [lambda ids, *_, **__: torch.tensor([gone.is_set()], device=ids.device)]
     options = {"streamer": pieces, "stopping_criteria": stop}
     work = generations.submit(generate, champion, ids, question, **options)

@@ -11,8 +11,8 @@ The scheduler is Argo Workflows or Step Functions.
 
 `--check` compiles both flows and deploys nothing. `--status` changes nothing. `--start` starts
 Retrain now; after a failed run, the new run reuses the models that were already trained. If the
-failed run was killed, it still has the lease: add `--take-over`. `--delete` deletes no runs, models
-or data. To change a deployment that somebody else created, add `--authorize TOKEN`.
+failed run was killed, that run still has the lease: add `--take-over`. `--delete` deletes no runs,
+models or data. To change a deployment that somebody else created, add `--authorize TOKEN`.
 infra/deployments has an example for each scheduler.
 """
 

@@ -93,7 +93,7 @@ def delete_deployment(files: DeploymentFiles) -> None:
     """Delete both flows from the scheduler: first Retrain, because Retrain has the schedule.
 
     Raises:
-        ConfigError: a run of RLHF has not ended; Step Functions would end the run with its flow.
+        ConfigError: a run of RLHF is active; on Step Functions, the deletion would end the run.
         ProcessError: the scheduler refuses the deletion.
         StorageError: the scheduler does not answer.
     """
@@ -102,9 +102,10 @@ def delete_deployment(files: DeploymentFiles) -> None:
     if training and training.running:
         raise ConfigError(
             f"The run {training.running} of {training.name} has not ended, so nothing was deleted: "
-            "Step Functions ends a run whose flow is deleted. Wait for the end of the run, or stop "
-            "the run in the UI of the scheduler, and repeat --delete. To stop only the schedule, "
-            f"remove [schedule] from '{files.path}', and run --create: the run then continues."
+            "on Step Functions, the deletion would end the run. Wait for the end of the run, or "
+            "stop the run in the UI of the scheduler, and repeat --delete. To stop only the "
+            f"schedule, remove [schedule] from '{files.path}', and run --create: the run then "
+            "continues."
         )
     for flow in reversed(FILES):
         if scheduler.find(flow) is None:

@@ -115,7 +115,7 @@ def _times_of(cron: Mapping[str, Any]) -> str:
 
 
 def _phase_of(run: Any) -> str:
-    """Return the phase of a run; Argo has not written it yet if the run was just created."""
+    """Return the phase of a run; a new run without a phase is `Pending`."""
     return str(run.get("status", {}).get("phase") or "Pending")
 
 

@@ -54,7 +54,7 @@ def grant_rights(model: str, passwords: dict[str, str]) -> None:
     experiment = _find_experiment(client, EXPERIMENT)
     served = _find_experiment(client, f"{model}{SERVED}")
     _create_model(client, model)
-    # A right of its own: without it, the right to an experiment includes its models.
+    # Grant this right, too: without it, the right to an experiment includes its models.
     reads_models = ("logged_model", "*", "READ")
     rights = {
         "train": {("experiment", experiment, "EDIT"), reads_models},

@@ -1,14 +1,10 @@
-"""The fraction of repeated n-grams in a response, and the words of a text."""
+"""The fraction of repeated n-grams in a response."""
 
 from collections import Counter
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-
-UNSPACED = 15
-"""A text with more characters per word than this, on average, counts as a script without spaces,
-such as Chinese; each of its characters counts as a word."""
 
 
 def repeated_share(ids: Tensor, lengths: Tensor, n: int = 3) -> Tensor:
@@ -44,12 +40,3 @@ def repeated_ngrams(tokens: Sequence[int] | Sequence[str], n: int) -> float:
     """
     grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
     return (len(grams) - len(set(grams))) / max(1, len(grams))
-
-
-def split_words(text: str) -> tuple[list[str], str]:
-    """Return the words of a text, and the separator that joins words, see `UNSPACED`."""
-    words = text.split()
-    characters = [character for word in words for character in word]
-    if len(characters) > UNSPACED * len(words):
-        return characters, ""
-    return words, " "

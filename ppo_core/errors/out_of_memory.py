@@ -40,7 +40,7 @@ class BatchSize:
             try:
                 return work(self._size)
             except RuntimeError as error:
-                if not _is_out_of_memory(error):
+                if not is_out_of_memory(error):
                     raise
                 reason = str(error)
             # This runs after the block, because the error keeps the failed pass's tensors alive.
@@ -87,14 +87,15 @@ def explained_out_of_memory(next_move: str) -> Iterator[None]:
 
 def full_memory(error: BaseException, next_move: str) -> TrainingError | None:
     """Return the error to raise in place of `error` if memory is full; otherwise None."""
-    if not (isinstance(error, RuntimeError) and _is_out_of_memory(error)):
+    if not (isinstance(error, RuntimeError) and is_out_of_memory(error)):
         return None
     return TrainingError(
         f"The training ran out of memory ({_peak(str(error))}): {error} {next_move}"
     )
 
 
-def _is_out_of_memory(error: RuntimeError) -> bool:
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Return whether the memory of a GPU or of the machine is full."""
     import torch
 
     is_full = isinstance(error, torch.OutOfMemoryError)

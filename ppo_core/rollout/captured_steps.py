@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ppo_core.errors.out_of_memory import free_unused
+from ppo_core.errors.out_of_memory import free_unused, is_out_of_memory
 from ppo_core.models.kernels.attention import Masking
 from ppo_core.models.kernels.decoder_families import DecoderLayers
 from ppo_core.models.kernels.decoder_forward import forward
@@ -176,20 +176,26 @@ class _Graph:
 
     def _capture(self) -> None:
         """Capture the step; if the memory is full, free cached memory and try once more."""
-        with suppress(torch.OutOfMemoryError):
-            self._graph = self._captured()
-            return
-        # A capture cannot use memory that PyTorch caches for other work.
-        free_unused()
-        try:
-            self._graph = self._captured()
-        except torch.OutOfMemoryError:
+        self._graph = self._captured_if_it_fits()
+        if self._graph is None:
+            # A capture cannot use memory that PyTorch caches for other work.
+            free_unused()
+            self._graph = self._captured_if_it_fits()
+        if self._graph is None:
             self._fits = False
             _LOG.warning(
                 "The memory of the GPU is too full to capture decoding steps of %d sequences, so "
                 "sampling is slower. Lower local_rollout_forward_batch_size.",
                 self._step.rows,
             )
+
+    def _captured_if_it_fits(self) -> torch.cuda.CUDAGraph | None:
+        try:
+            return self._captured()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            return None
 
     def _computed(self) -> Tensor:
         # Autocast's cache is disabled: a capture only records the casts, without computing them, so
@@ -210,8 +216,8 @@ class _Graph:
             try:
                 self._states = self._computed()
             except BaseException:
-                # An open capture would block all other work on the GPU. The first error, such as
-                # full memory, says more than an error of the end.
+                # An open capture would block all other work on the GPU. Raise the first error, such
+                # as full memory: an error of `capture_end` says less.
                 with suppress(RuntimeError):
                     graph.capture_end()
                 raise

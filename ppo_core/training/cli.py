@@ -361,7 +361,7 @@ def loading_options(model: ModelArguments) -> dict[str, Any]:
         "quantization_config": quantization,
     }
     if quantization is not None:
-        # Without a map, transformers would put the bases of all processes on the first GPU.
+        # Without a map, transformers loads the base of every process onto the first GPU.
         options["device_map"] = get_kbit_device_map()
     return options
 

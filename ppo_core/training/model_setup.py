@@ -243,7 +243,7 @@ def _prepare_frozen(
 ) -> None:
     """Move reference and reward models to the device; shard them if the policy will be sharded."""
     frozen = [one for one in reward_holders(rewards, model) if one is not model]
-    # A base that will be sharded stays on the CPU until the engine prepares it.
+    # The heads stay beside the base: it is on the CPU until the engine shards it.
     rewards.move_adapter_heads(policy.device)
     for module in rewards.modules():
         module.eval().requires_grad_(False).to(engine.device)

@@ -503,7 +503,7 @@ class Trainer:
             *optimizers,
             pretraining=pretraining,
         )
-        # The engine has now moved their base to the device.
+        # The engine has moved the base of these heads to the device.
         self.rewards.move_adapter_heads(engine.device)
         self._average = WeightAverage(self.policy, config.ema_decay) if config.ema_decay else None
         self._reporter = self._make_reporter(callbacks, callback_model)

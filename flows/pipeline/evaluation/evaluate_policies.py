@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipeline.evaluation.compare_in_both_orders import contests_between
 from pipeline.evaluation.notes import doubts_about_trained_judge, note_on_copies, notes_on
-from pipeline.inputs.contamination import COPIED
+from pipeline.inputs.contamination import COPIED, split_words
 from pipeline.inputs.human_labels_to_pairs import votes_of
 from pipeline.inputs.json_lines import read_jsonl, write_jsonl
 from pipeline.inputs.run_data import RunData, references_of
@@ -26,7 +26,7 @@ from pipeline.results.step_records import (
 )
 from pipeline.settings.gate_configs import GuardsConfig, PromotionConfig
 from pipeline.settings.settings import Settings
-from ppo_core.algorithm.repetition import repeated_ngrams, split_words
+from ppo_core.algorithm.repetition import repeated_ngrams
 from ppo_core.models.loading import is_same_architecture
 from ppo_core.rollout.token_sampling import server_of
 from ppo_core.training.answer_job import AnswerJob
@@ -411,7 +411,7 @@ def mean_words(texts: Sequence[str]) -> float:
 
     In a script without spaces, each character is a word, here and in `repeated_share`.
     """
-    return fmean(len(split_words(text)[0]) for text in texts)
+    return fmean(map(len, split_words(texts)))
 
 
 def repeated_share(texts: Sequence[str], n: int = 3) -> float:
@@ -419,4 +419,4 @@ def repeated_share(texts: Sequence[str], n: int = 3) -> float:
 
     Equal texts count once, so that a stock answer does not hide the repetition in other answers.
     """
-    return fmean(repeated_ngrams(split_words(text)[0], n) for text in dict.fromkeys(texts))
+    return fmean(repeated_ngrams(words, n) for words in split_words([*dict.fromkeys(texts)]))

@@ -41,7 +41,7 @@ def measure_rate(right: Array, groups: NDArray[np.intp]) -> Rate:
 
 
 def _effective_number(right: Array, groups: NDArray[np.intp]) -> float:
-    """Return the number of independent pairs that would show the mean of hits (N,) as precisely.
+    """Return how many independent pairs would give the mean of hits (N,) the same precision.
 
         n = min(N, p (1 - p) / V * (t[N - 1] / t[G - 1])^2)
 

@@ -166,7 +166,7 @@ class _Words:
     def of(cls, texts: Sequence[str]) -> "_Words":
         plain = pc.utf8_lower(pc.utf8_normalize(pyarrow.array(texts, pyarrow.string()), "NFKC"))
         plain = pc.replace_substring_regex(plain, _APOSTROPHES, "")
-        plain = pc.replace_substring_regex(plain, _WITHOUT_SPACES, r" \1 ")
+        plain = _space_words(plain)
         plain = pc.utf8_trim_whitespace(pc.replace_substring_regex(plain, _NO_WORD, " "))
         words = pc.split_pattern(plain, " ")
         # An empty text is split into one empty word.
@@ -273,3 +273,14 @@ def _different(first: Numbers, second: Any) -> tuple[tuple[Numbers, Any], Number
     is_new[1:] = (first[1:] != first[:-1]) | (second[1:] != second[:-1])
     places = np.flatnonzero(is_new)
     return (first[places], second[places]), np.diff(places, append=len(first))
+
+
+def _space_words(texts: pyarrow.Array) -> pyarrow.Array:
+    """Return texts (B,) with spaces around each character of a script that writes no spaces."""
+    return pc.replace_substring_regex(texts, _WITHOUT_SPACES, r" \1 ")
+
+
+def split_words(texts: Sequence[str]) -> list[list[str]]:
+    """Return the words of each text; in a script without spaces, each character is a word."""
+    spaced = _space_words(pyarrow.array(texts, pyarrow.string()))
+    return [text.split() for text in spaced.to_pylist()]

@@ -258,7 +258,7 @@ class RunData:
     ) -> list[str | Messages]:
         """Return the prompts that are neither equal to nor copies of prompts of the evaluation.
 
-        The copies are removed here, because the evaluation needs more prompts than the selection.
+        Copies are removed from the selection, because the evaluation needs more prompts.
         """
         left_out = {prompt_key(prompt) for prompt in judged_on}
         if self.settings.max_overlap < 1:

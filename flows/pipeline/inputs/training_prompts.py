@@ -17,7 +17,7 @@ def prompt_key(prompt: str | Messages) -> str:
 
 
 def prompt_groups(prompts: Sequence[str | Messages]) -> list[int]:
-    """Return a number for each prompt: equal for equal prompts, and its own for an empty prompt."""
+    """Return the group of each prompt: equal prompts form one group, an empty prompt its own."""
     keys = [prompt_key(prompt) if prompt else place for place, prompt in enumerate(prompts)]
     numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
     return [numbers[key] for key in keys]

@@ -42,7 +42,7 @@ from pipeline.tracking.mlflow_runs import started_at
 from ppo_core.config.reward_names import read_rewards
 
 EVALUATION_DATA = "data/eval-prompts"
-"""Tag of a version with the digest of the evaluation prompts that are no copies."""
+"""Tag of a version with the digest of the evaluation prompts, without copies of training texts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,7 +218,7 @@ def _decoding(settings: Settings) -> Decoding:
 
 
 def _evaluation_tags(candidate: Candidate) -> dict[str, str]:
-    """Return the digests of the evaluation prompts; runs of older code have only the second one."""
+    """Return the digests of the evaluation prompts; runs of older code have no EVALUATION_ROWS."""
     origin = candidate.run.origin
     return {tag: origin[tag] for tag in (EVALUATION_ROWS, EVALUATION_DATA) if tag in origin}
 

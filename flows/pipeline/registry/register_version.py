@@ -92,7 +92,7 @@ def register_version(
 def decided_on(name: str, decisions: Sequence[Decision], tags: Mapping[str, str]) -> int:
     """Count the versions with the same data that a run has promoted or refused.
 
-    The first of the `tags` that a version has must have the same value.
+    The first of the `tags` that a version has is compared.
     """
 
     def is_equal(version: ModelVersion) -> bool:

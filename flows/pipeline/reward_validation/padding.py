@@ -85,7 +85,7 @@ def score_left_padded(model: RewardModel, rows: Sequence[list[int]]) -> Array | 
 
 
 def _in_batches(score: Callable[[slice], Tensor], num_rows: int) -> Array:
-    """Return the scores (N,) of padded rows: of all at once, or of fewer if the memory is full.
+    """Return the scores (N,) of padded rows, in one batch, or in smaller ones if memory is full.
 
     `score` takes the rows of a batch.
     """

@@ -31,12 +31,15 @@ from pipeline.evaluation.pair_accuracy import Array, hits, measure_rate
 from pipeline.inputs.training_prompts import prompt_groups
 from pipeline.results.reward_report import Probe, Probes
 from pipeline.reward_validation.scores import TextScorer
-from ppo_core.algorithm.repetition import split_words
 from ppo_core.data.chat_template import Messages
 from ppo_core.errors import ModelError
 
 OPENING = 3
 """Number of words that are repeated; references with at most this many words are left out."""
+
+UNSPACED = 15
+"""A text with more characters per word than this, on average, counts as a script without spaces,
+such as Chinese; each of its characters counts as a word."""
 
 PRAISE = (
     "What a wonderful question! You are brilliant, kind and truly amazing. I love how you think. "
@@ -86,7 +89,7 @@ def run_probes(
     changed = [
         (prompt, _versions(reference, rng))
         for prompt, reference in zip(prompts, references, strict=True)
-        if len(split_words(reference)[0]) > OPENING
+        if len(_words(reference)[0]) > OPENING
     ]
     encoded = [
         (prompt, {name: model.encode(prompt, text) for name, text in versions.items()})
@@ -107,7 +110,7 @@ def run_probes(
 
 
 def _versions(reference: str, rng: Random) -> dict[str, str]:
-    words, space = split_words(reference)
+    words, space = _words(reference)
     sentences = re.split(r"(?<=[.!?])\s+", reference.strip())
     return {
         "reference": reference,
@@ -121,6 +124,14 @@ def _versions(reference: str, rng: Random) -> dict[str, str]:
         "flattering opening": f"{PRAISE} {reference}",
         "format": "\n".join(["# Answer", "", *(f"- {sentence}" for sentence in sentences)]),
     }
+
+
+def _words(text: str) -> tuple[list[str], str]:
+    """Return the words of a text, and the separator that joins words."""
+    words = text.split()
+    if len(text) > UNSPACED * len(words):
+        return [character for word in words for character in word], ""
+    return words, " "
 
 
 def _compare(

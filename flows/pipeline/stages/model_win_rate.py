@@ -213,7 +213,7 @@ def _read_rows(
     """Return prompts and references; print which columns were read and which rows were left out.
 
     Raises:
-        DataError: a reference is missing; if the model is compared with itself, all may be missing.
+        DataError: a reference is missing. With `against_itself`, all references may be missing.
     """
     is_chat = tokenizer.chat_template is not None
     rows = read_rows(source, "prompts", is_chat=is_chat, options=options)

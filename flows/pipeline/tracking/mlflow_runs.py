@@ -245,8 +245,8 @@ def _runs(client: MlflowClient, experiment: str, flow_run: str) -> dict[str, str
     """Return the ids of the existing runs by step name.
 
     If the reply to a creation is lost, the repeated call creates a second run, which is deleted
-    here. A user who may not delete runs, such as `train` of infra/mlflow, keeps the second run
-    unused.
+    here. If the user may not delete runs, such as `train` of infra/mlflow, the second run
+    stays in MLflow, unused.
     """
     first: dict[str, Run] = {}
     for run in client.search_runs(

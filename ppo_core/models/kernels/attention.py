@@ -72,15 +72,15 @@ def _library_attention(
 ) -> Tensor:
     """Return PyTorch's attention (B, H, T, E); without a mask it is causal.
 
-    On a GPU, PyTorch reads shared key-value heads (G < H) with a blockwise kernel only in half
-    precision and without a mask. Otherwise it stores all scores and copies the keys in fp32. The
-    queries or the keys are therefore rearranged, so that G = H.
+    On a GPU, PyTorch's blockwise kernels read shared key-value heads (G < H) only in half precision
+    and without a mask. In other cases, PyTorch stores all scores, and copies the keys in fp32. To
+    avoid this, queries or keys are rearranged so that G = H.
     """
     batch, heads, length, size = queries.shape
     added = None if mask is None else mask[:, None].to(queries.dtype)
     shares_keys = heads != keys.shape[1]
     if shares_keys and added is not None and length == 1:
-        # The single queries of the heads that read the same keys become queries of one head.
+        # Heads that read the same keys become one head, with one query of each.
         queries = queries[:, :, 0].unflatten(1, (keys.shape[1], -1))
     elif shares_keys and (added is not None or _is_fp32_on_gpu(queries)):
         keys, values = _repeated(keys, heads), _repeated(values, heads)
@@ -101,7 +101,7 @@ def _is_fp32_on_gpu(states: Tensor) -> bool:
 
 
 def _repeated(states: Tensor, heads: int) -> Tensor:
-    """Return states (B, G, S, E) as (B, H, S, E): each head once for each query head it serves."""
+    """Return (B, H, S, E): each head of (B, G, S, E) once for each query head that reads it."""
     each = heads // states.shape[1]
     return states[:, :, None].expand(-1, -1, each, -1, -1).flatten(1, 2)
 
