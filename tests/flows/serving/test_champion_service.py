@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -237,17 +237,31 @@ def champion_that_says(pieces: list[str]) -> Champion:
     return Champion(name=NAME, version="1", model=model, tokenizer=tokenizer)
 
 
-def test_plain_and_streamed_answers_keep_every_space():
-    service = SourceFileLoader("champion_service", str(SERVICE)).load_module()
-    champion = champion_that_says(PIECES)
+def plain_and_streamed(champion: Champion) -> tuple[str, list[str]]:
+    """Return the service's answer to `hi`, and the pieces of its stream."""
+    spec = spec_from_file_location("champion_service", SERVICE)
+    assert spec is not None and spec.loader is not None
+    service = module_from_spec(spec)
+    spec.loader.exec_module(service)
     question = service.Question(prompt="hi")
     ids = service.encode(champion, question)
     assert ids.tolist() == [[2]]
     plain = service.generate(champion, ids, question)
-    assert plain == "  x\n   yé z\ufffd\ufffd"
-    pieces = [*service.stream(champion, ids, question, threading.Event())]
-    assert "".join(pieces) == plain
+    return plain, [*service.stream(champion, ids, question, threading.Event())]
+
+
+def test_plain_and_streamed_answers_keep_every_space():
+    plain, pieces = plain_and_streamed(champion_that_says(PIECES))
+    assert plain == "".join(pieces) == "  x\n   yé z\ufffd\ufffd"
     assert pieces == ["  ", "x", "\n", "   ", "y", "é", " z", "\ufffd\ufffd"]
+
+
+def test_a_stop_token_that_is_not_special_is_no_part_of_the_answer():
+    champion = champion_that_says(PIECES)
+    stop = champion.tokenizer.convert_tokens_to_ids("▁z")
+    champion.model.generation_config.eos_token_id = stop
+    plain, pieces = plain_and_streamed(champion)
+    assert plain == "".join(pieces) == "  x\n   yé"
 
 
 def test_messages_are_rendered_by_the_chat_template(serving_one, versions):
