@@ -1,6 +1,7 @@
-"""Compute accuracies on pairs, with 95 % intervals."""
+"""Compute accuracies on pairs, with 95 % intervals, and compare two models on the same pairs."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -51,26 +52,56 @@ def _effective_number(right: Array, groups: NDArray[np.intp]) -> float:
     pairs of a prompt count as one. If all pairs have the same prompt, p is the accuracy on this
     prompt, and n is N.
     """
+    groups = _independent_groups(groups)
     total, prompts = right.size, np.unique(groups).size
     mean = right.mean()
-    if prompts in (1, total):
+    if prompts == total:
         return float(total)
     if mean in (0, 1):
         return float(prompts)
-    fitted = OLS(right, np.ones(total)).fit(cov_type="cluster", cov_kwds={"groups": groups})
     more, fewer = student_t.ppf(0.975, [total - 1, prompts - 1])
-    wanted, variance = mean * (1 - mean) * (more / fewer) ** 2, fitted.bse[0] ** 2
+    wanted = mean * (1 - mean) * (more / fewer) ** 2
+    variance = _fit_mean(right, groups).bse[0] ** 2
     return float(wanted / variance) if wanted < total * variance else float(total)
 
 
-def is_ahead(one: Array, other: Array) -> bool:
+def difference_interval(differences: Array, groups: NDArray[np.intp]) -> tuple[float, float]:
+    """Return the 95 % interval of the mean of differences (N,), N >= 2, by a t-distribution.
+
+    Args:
+        differences: hits of one model minus hits of another on the same N pairs.
+        groups: number of each pair's prompt (N,). The variance is cluster-robust, and G prompts
+            give G - 1 degrees of freedom. With one pair for each prompt, the interval is that of
+            the paired t-test.
+    """
+    low, high = _fit_mean(differences, _independent_groups(groups)).conf_int()[0]
+    return float(low), float(high)
+
+
+def is_ahead(one: Array, other: Array, groups: NDArray[np.intp]) -> bool:
     """Return whether the mean of `one` is higher by more than one standard error.
 
-    Both are hits (N,) on the same N pairs. The standard error is that of the difference of two
-    equally good models, as in McNemar's test.
+    The standard error is that of the difference of two equally good models, as in McNemar's test,
+    with the differences of one prompt added up.
+
+    Args:
+        one: hits (N,) of one model.
+        other: hits (N,) of another model on the same N pairs.
+        groups: number of each pair's prompt (N,).
     """
-    difference = one - other
-    return bool(difference.sum() > np.sqrt((difference**2).sum()))
+    by_prompt = np.bincount(_independent_groups(groups), weights=one - other)
+    return bool(by_prompt.sum() > np.sqrt((by_prompt**2).sum()))
+
+
+def _independent_groups(groups: NDArray[np.intp]) -> NDArray[np.intp]:
+    """Return `groups`; if all pairs have the same prompt, return one group for each pair."""
+    return groups if np.unique(groups).size > 1 else np.arange(groups.size)
+
+
+def _fit_mean(values: Array, groups: NDArray[np.intp]) -> Any:
+    """Fit the mean of values (N,), which are independent only if their groups differ."""
+    fit = OLS(values, np.ones(values.size)).fit
+    return fit(cov_type="cluster", cov_kwds={"groups": groups}, use_t=True)
 
 
 def equal_parts(values: Array, count: int) -> list[NDArray[np.intp]]:

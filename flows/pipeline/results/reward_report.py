@@ -309,10 +309,10 @@ class EndOfText:
     """Accuracy on the same pairs with the other setting."""
 
     gain_low: float
-    """Lower end of the 95 % interval of other_accuracy - accuracy (paired t)."""
+    """Lower end of the 95 % interval of other_accuracy - accuracy, see `difference_interval`."""
 
     gain_high: float
-    """Upper end of the 95 % interval of other_accuracy - accuracy (paired t)."""
+    """Upper end of the 95 % interval of other_accuracy - accuracy, see `difference_interval`."""
 
     n: int
     """Number of pairs."""

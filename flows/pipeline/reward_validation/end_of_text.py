@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 
 import numpy as np
-from statsmodels.stats.weightstats import DescrStatsW
 
-from pipeline.evaluation.pair_accuracy import hits
+from pipeline.evaluation.pair_accuracy import difference_interval, groups_of, hits
 from pipeline.inputs.labeled_pairs import LabeledPair
 from pipeline.results.reward_report import EndOfText
 from pipeline.reward_validation.scores import TextScorer
@@ -36,22 +35,23 @@ def compare_ends(scorer: TextScorer, pairs: Sequence[LabeledPair]) -> EndOfText 
         end_of_text=not model.end_of_text,
     )
     decided = [pair for pair in pairs if not pair.tie][:MAX_PAIRS]
-    encoded = [_encode(model, other, pair) for pair in decided]
-    rows = [four for four in encoded if all(map(model.can_read, four))]
-    if len(rows) < 2:
+    encoded = [(pair, _encode(model, other, pair)) for pair in decided]
+    usable = [(pair, rows) for pair, rows in encoded if all(map(model.can_read, rows))]
+    if len(usable) < 2:
         return None
-    scores = scorer.scores([row for four in rows for row in four])
+    scores = scorer.scores([row for _, rows in usable for row in rows])
     (chosen, rejected), (other_chosen, other_rejected) = scores.reshape(-1, 2, 2).transpose(1, 2, 0)
     right, other_right = hits(chosen - rejected), hits(other_chosen - other_rejected)
-    low, high = DescrStatsW(other_right - right).tconfint_mean()
+    groups = groups_of([pair for pair, _ in usable])
+    low, high = difference_interval(other_right - right, groups)
     return EndOfText(
         as_set=model.end_of_text,
         difference=float(np.abs([chosen - other_chosen, rejected - other_rejected]).mean()),
         accuracy=float(right.mean()),
         other_accuracy=float(other_right.mean()),
-        gain_low=float(low),
-        gain_high=float(high),
-        n=len(rows),
+        gain_low=low,
+        gain_high=high,
+        n=len(usable),
     )
 
 

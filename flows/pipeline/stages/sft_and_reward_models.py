@@ -258,7 +258,7 @@ def better_reward_model(
     names of both models in metrics and messages.
     """
     # Imported here, because most runs compare no reward models and statsmodels imports slowly.
-    from pipeline.evaluation.pair_accuracy import hits, is_ahead
+    from pipeline.evaluation.pair_accuracy import groups_of, hits, is_ahead
     from pipeline.reward_validation.accuracy import measure_accuracy, scores_of_model
 
     data = RunData(settings)
@@ -282,7 +282,7 @@ def better_reward_model(
         )
         tracker.parent.log_figures({f"{name}/on_policy_accuracy": rate.accuracy})
         right.append(hits(chosen - rejected))
-    better = given if is_ahead(*right) else trained
+    better = given if is_ahead(*right, groups_of(pairs)) else trained
     print(f"reward model: PPO trains against {original_names(better.path)}", flush=True)
     return better
 

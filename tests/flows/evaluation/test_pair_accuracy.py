@@ -6,9 +6,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.stats import ttest_1samp
 from statsmodels.stats.proportion import proportion_confint
 
-from pipeline.evaluation.pair_accuracy import groups_of, is_ahead, measure_rate
+from pipeline.evaluation.pair_accuracy import (
+    difference_interval,
+    groups_of,
+    is_ahead,
+    measure_rate,
+)
 from pipeline.inputs.labeled_pairs import LabeledPair
 
 
@@ -81,11 +87,51 @@ def test_random_scores_of_ranked_lists_are_rarely_shown_to_be_better_than_chance
     ],
 )
 def test_a_model_is_ahead_by_more_than_one_standard_error(one: str, other: str, expected: bool):
-    assert is_ahead(*(np.array([*row], dtype=float) for row in (one, other))) is expected
+    hits = (np.array([*row], dtype=float) for row in (one, other))
+    assert is_ahead(*hits, np.arange(len(one))) is expected
 
 
 def test_of_equal_models_each_is_rarely_ahead():
     # One standard error of a normal distribution: 16 % lie above it.
     rng = np.random.default_rng(0)
-    ahead = [is_ahead(*(rng.random((2, 200)) < 0.6).astype(float)) for _ in range(2000)]
+    groups = np.arange(200)
+    ahead = [is_ahead(*(rng.random((2, 200)) < 0.6).astype(float), groups) for _ in range(2000)]
     assert np.mean(ahead) == pytest.approx(0.159, abs=0.03)
+
+
+def test_pairs_of_one_prompt_are_added_up_before_models_are_compared():
+    # Pair by pair, 4 - 1 > sqrt(5). By prompt, the differences are 3, 1 and -1: 3 < sqrt(11).
+    one, other = np.array([1.0, 1, 1, 1, 0]), np.array([0.0, 0, 0, 0, 1])
+    assert is_ahead(one, other, np.arange(5))
+    assert not is_ahead(one, other, np.array([0, 0, 0, 1, 2]))
+    # If all pairs have the same prompt, the models are compared on this prompt.
+    assert is_ahead(one, other, np.zeros(5, dtype=int))
+
+
+def test_an_interval_of_differences_by_hand():
+    # Mean 0.5. Sums of x - 0.5 by prompt: 1, 0 and -1, so V = (1 + 1) / 6^2 * 3 / 2 = 1 / 12, and
+    # t[2] = 4.3027.
+    differences = np.array([1.0, 1, 1, 0, 0, 0])
+    reach = 4.3027 / 12**0.5
+    ends = difference_interval(differences, np.array([0, 0, 1, 1, 2, 2]))
+    assert ends == pytest.approx((0.5 - reach, 0.5 + reach), abs=1e-4)
+
+
+@pytest.mark.parametrize("groups", [np.arange(6), np.zeros(6, dtype=int)])
+def test_differences_of_independent_pairs_have_the_interval_of_a_paired_t_test(groups):
+    differences = np.array([1.0, 0.5, 0, -1, 0, 1])
+    expected = ttest_1samp(differences, 0).confidence_interval()
+    assert difference_interval(differences, groups) == pytest.approx(tuple(expected))
+
+
+@pytest.mark.parametrize("prompts", [20, 100])
+def test_of_equal_models_neither_is_better_by_copies_of_the_same_pairs(prompts: int):
+    # Each difference stands 8 times. By independent pairs, 49 % of the intervals would not hold 0.
+    rng = np.random.default_rng(0)
+    groups, outside = np.repeat(np.arange(prompts), 8), 0
+    for _ in range(1000):
+        one, other = (rng.random((2, prompts)) < 0.6).astype(float)
+        low, high = difference_interval(np.repeat(one - other, 8), groups)
+        outside += not low <= 0 <= high
+    # The standard error of the share is 0.7 points.
+    assert outside / 1000 == pytest.approx(0.05, abs=0.018)
