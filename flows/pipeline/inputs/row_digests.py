@@ -7,6 +7,7 @@ responses; their order does not matter. A row has several digests. Therefore:
 - A prompt with a completion matches all rows and pairs with this prompt and this response.
 - A pair matches equal pairs. A pair may also be read as a prompt with its chosen response, so it
   also matches all rows with these two.
+- A conversation for fine-tuning also has the digests of each answer in it and the messages before.
 """
 
 import json
@@ -52,7 +53,18 @@ def digests_in(row: Row) -> set[bytes]:
     """Return the digest of a converted row, of its prompt, and of the prompt with each response."""
     prompt, responses = _prompt_of(row), _responses_of(row)
     parts = [responses, *([one] for one in responses), *([[]] if prompt else [])]
-    return {_digest(prompt, part) for part in parts}
+    return {_digest(prompt, part) for part in parts} | _digests_of_answers(row)
+
+
+def _digests_of_answers(row: Row) -> set[bytes]:
+    """Return the digests of each prompt in a conversation, alone and with its answer."""
+    turns = row.get("messages") or []
+    return {
+        _digest(_prompt_of({"prompt": turns[:place]}), part)
+        for place, turn in enumerate(turns)
+        if place and turn["role"] == "assistant"
+        for part in ([], [turn["content"]])
+    }
 
 
 def read_digests(source: str, renamed: Mapping[str, str], *, allow_urls: bool) -> list[set[bytes]]:

@@ -23,6 +23,7 @@ PAIR = {"prompt": "w40 w41", "chosen": "w42", "rejected": "w43"}
 RANKED = {"prompt": "w40", "responses": ["w41", "w42", "w43"], "ranks": [1, 2, 3]}
 USER = {"role": "user", "content": "w40"}
 TALK = [USER, {"role": "assistant", "content": "w41"}]
+AGAIN = [{"role": "user", "content": "w44"}, {"role": "assistant", "content": "w45"}]
 REPEATED = {"prompt": "w40 ", "chosen": "w40 w42", "rejected": "w40 w43"}
 
 
@@ -46,6 +47,11 @@ def is_seen(raw: dict[str, Any], row: dict[str, Any]) -> bool:
         (RANKED, {"prompt": "w40", "chosen": "w41", "rejected": "w43"}),
         ({"messages": TALK}, {"messages": TALK}),
         ({"messages": TALK}, {"prompt": [USER], "reference": "w41"}),
+        ({"prompt": "w40"}, {"messages": TALK}),
+        ({"prompt": "w40", "completion": "w41"}, {"messages": TALK}),
+        ({"prompt": "w40"}, {"messages": [*TALK, *AGAIN]}),
+        ({"messages": TALK}, {"messages": [*TALK, *AGAIN]}),
+        ({"prompt": [*TALK, AGAIN[0]], "completion": "w45"}, {"messages": [*TALK, *AGAIN]}),
         ({"text": "w40 w41"}, {"text": "w40 w41"}),
         # As in a data set whose responses repeat their prompts, and in one whose do not.
         (REPEATED, {"prompt": "w40 ", "chosen": "w42", "rejected": "w43"}),
@@ -70,6 +76,8 @@ def test_a_row_is_known_in_every_use_of_it(raw: dict[str, Any], row: dict[str, A
         ({"prompt": "w40"}, PAIR),
         ({"text": "w40"}, {"text": "w40 w41"}),
         ({"messages": TALK}, {"prompt": [USER], "reference": None}),
+        ({"messages": [*TALK, *AGAIN]}, {"messages": TALK}),
+        ({"prompt": "w40", "completion": "w45"}, {"messages": [*TALK, *AGAIN]}),
         ({"prompt": "", "chosen": "w1", "rejected": "w2"}, {"prompt": "", "chosen": "w3"}),
     ],
 )
