@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 from pandas.util import hash_array
 
 from ppo_core.data.chat_template import Messages, is_messages
+from ppo_core.data.rows.dialogues import is_answered
 from ppo_core.data.rows.read_rows import ROW, Rows, derive, each
 from ppo_core.data.rows.row_columns import Row
 from ppo_core.data.rows.row_error import RowError
@@ -146,7 +147,23 @@ def _texts_of(training: Sequence[Rows]) -> Iterator[list[str]]:
         names = [name for name in COLUMNS if name in rows.table.column_names]
         for batch in rows.table.select_columns(names).with_format("arrow").iter(ROWS_AT_ONCE):
             for name in names:
-                yield [text_of(value) for value in batch[name].to_pylist()]
+                yield [text for value in batch[name].to_pylist() for text in texts_in(value)]
+
+
+def texts_in(value: str | Messages | None) -> Iterable[str]:
+    """Return the texts that are compared with prompts.
+
+    Of a conversation, these are its messages, and the messages before the first and the last
+    answer. All beginnings would repeat the first n-grams until they count as a template.
+    """
+    if not is_messages(value):
+        return [text_of(value)]
+    ends = [place for place, turn in enumerate(value) if place and is_answered([turn])]
+    if not is_answered(value):
+        ends.append(len(value))
+    parts = [value[:end] for end in (ends[:1] + ends[-1:])]
+    parts += [[turn] for turn in value if turn["role"] != "system"]
+    return dict.fromkeys(map(text_of, parts))
 
 
 @dataclass(frozen=True)

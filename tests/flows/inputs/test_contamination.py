@@ -7,7 +7,14 @@ from random import Random
 import pytest
 
 from pipeline.evaluation.notes import note_on_copies
-from pipeline.inputs.contamination import COPIED, LEAST_CHANGED, find_copies, text_of
+from pipeline.inputs.contamination import (
+    COPIED,
+    LEAST_CHANGED,
+    LEAST_WORDS,
+    find_copies,
+    text_of,
+    texts_in,
+)
 from pipeline.inputs.run_data import RunData
 from pipeline.preflight.check_inputs import check_inputs
 from pipeline.settings.make_settings import make_settings
@@ -15,6 +22,7 @@ from ppo_core.errors import DataError
 from tests.helpers.inputs.pipeline_inputs import tiny_table, write_rows
 from tests.helpers.paths import SHARED
 
+AI = "assistant"
 WORDS = [f"{a}{b}{c}" for a in "bdfgk" for b in "aeiou" for c in "lmnrst"]
 
 
@@ -120,6 +128,29 @@ def test_a_shared_system_message_is_no_copy():
     assert found([[system, turns[0]]], text_of([system, turns[1]])) == []
     assert found([[system, turns[0]]], text_of([turns[0]])) == [0]
     assert found([[system]], text_of([system])) == [0]
+
+
+def test_a_prompt_of_a_conversation_is_found_however_many_answers_it_has():
+    rng = Random(0)
+    prompts = [sentence(rng, LEAST_WORDS), sentence(rng, 35)]
+    training = []
+    for prompt in prompts:
+        user = {"role": "user", "content": prompt}
+        for _ in range(20):
+            answer = {"role": "assistant", "content": sentence(rng, 30)}
+            training += texts_in([{"role": "system", "content": "Be kind."}, user, answer])
+    assert found(prompts, *training) == [0, 1]
+
+
+def test_the_beginnings_of_a_long_conversation_are_no_template():
+    rng = Random(0)
+    talk = [
+        {"role": role, "content": sentence(rng, 20)} for _ in range(12) for role in ("user", AI)
+    ]
+    whole, first = talk[:-1], talk[0]["content"]
+    changed = " ".join([*first.split()[:18], *sentence(rng, 2).split()])
+    assert found([first, whole, changed, talk[6]["content"]], *texts_in(talk)) == [0, 1, 2, 3]
+    assert found([whole], *texts_in(whole)) == [0]
 
 
 @pytest.mark.parametrize("name", ["sft_data", "preferences", "prompts"])
