@@ -24,6 +24,9 @@ SIMPLE_CHAT_TEMPLATE = (
 MAX_RENDER_SECONDS = 10
 """Maximum seconds of CPU time to render one conversation; usually it takes about a millisecond."""
 
+_ROLES = ("system", "user", "assistant", "tool", "ipython")
+"""Roles whose messages a template may change or leave out; it knows these roles."""
+
 _PROCESS = TemplateProcess()
 
 Messages = Sequence[Mapping[str, str]]
@@ -171,7 +174,7 @@ def _render(
     template = f"The chat template of '{tokenizer.name_or_path}'"
     try:
         _refuse_powers(request["chat_template"])
-        return _PROCESS.render(request, MAX_RENDER_SECONDS)
+        rendered = _PROCESS.render(request, MAX_RENDER_SECONDS)
     except TimeoutError as error:
         raise DataError(
             f"{template} needs more than {MAX_RENDER_SECONDS} s of CPU time for a conversation of "
@@ -198,6 +201,19 @@ def _render(
             f"The chat template rejects messages with the roles {roles}: {error}. Reorder the "
             "messages of each row as the template requires, or set another chat_template."
         ) from error
+    _refuse_unknown_roles(messages, rendered.text)
+    return rendered
+
+
+def _refuse_unknown_roles(messages: Messages, text: str) -> None:
+    """Raise if a template has left out a message because it does not know the message's role."""
+    for message in messages:
+        if message["role"] not in _ROLES and message["content"].strip() not in text:
+            raise RejectedChatError(
+                f"The chat template leaves out messages with the role {message['role']!r:.80}, so "
+                "the model would not read them. Use the roles system, user and assistant, or set "
+                "another chat_template."
+            )
 
 
 def _without_none(messages: Messages) -> list[dict[str, Any]]:

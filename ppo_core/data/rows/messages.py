@@ -1,5 +1,6 @@
 """Convert messages of all known forms to one form, with the keys role and content."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ _ROLES = {
     "assistant": "assistant",
     "system": "system",
 }
-"""Name of a speaker in ShareGPT's form -> role."""
+"""Name of a speaker in ShareGPT's form -> role. Some data sets write these names as roles."""
 
 _MEDIA = (
     *("image", "image_url", "input_image", "audio", "input_audio", "video", "video_url"),
@@ -21,8 +22,11 @@ _MEDIA = (
 )
 """Known types of message parts other than text. All of them are refused by name."""
 
-_TOOLS = ("tool_calls", "function_call", "tool_call_id")
-"""Keys of messages that call a tool or contain its result."""
+_UNREAD = (
+    *("tool_calls", "function_call", "tool_call_id"),
+    *("reasoning_content", "reasoning", "thinking"),
+)
+"""Keys of messages that call a tool, contain its result, or contain the reasoning of an answer."""
 
 
 def plain_messages(value: Any) -> Any:
@@ -33,12 +37,29 @@ def plain_messages(value: Any) -> Any:
     becomes a list. Any value that is not messages is returned unchanged.
 
     Raises:
-        RowError: a speaker is unknown, a part is not text, a list has no parts, or a message
-            calls a tool or is its result.
+        RowError: a speaker is unknown, a part is not text, a list has no parts, a message has a key
+            that changes its meaning but is not read, or messages are written as a JSON text.
     """
+    if isinstance(value, str) and _is_json_of_messages(value):
+        raise RowError(
+            "with messages written as a JSON text",
+            "Convert the text to a list of messages, and write JSON lines or parquet.",
+        )
     if isinstance(value, Mapping) and ({"from", "value"} <= set(value) or _is_message(value)):
         value = [value]
     return [_plain(message) for message in value] if is_messages(value) else value
+
+
+def _is_json_of_messages(text: str) -> bool:
+    if not text.lstrip().startswith("["):
+        return False
+    try:
+        read = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return is_messages(read) and all(
+        _is_message(message) or {"from", "value"} <= set(message) for message in read
+    )
 
 
 def _is_message(value: Mapping[str, Any]) -> bool:
@@ -51,11 +72,15 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     # forms, and the unused keys are None.
     if role is None and "from" in message:
         role, content = _role_of(message["from"]), message.get("value")
+    elif isinstance(role, str):
+        role = _ROLES.get(role, role)
     if isinstance(content, Sequence) and not isinstance(content, str):
         content = _text_of(content)
-    for key in _TOOLS:
+    for key in _UNREAD:
         if message.get(key):
             raise RowError(f"with a message that has {key}, but only role and content are read")
+    if message.get("weight") == 0:
+        raise RowError("with a message of weight 0, but all answers are trained")
     return {"role": role, "content": content}
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 import pyarrow
 
 from ppo_core.config.field_checks import is_finite
-from ppo_core.data.chat_template import is_messages
+from ppo_core.data.chat_template import Messages, is_messages
 from ppo_core.data.rows.dialogues import (
     as_prompt,
     as_response,
@@ -115,7 +115,8 @@ def _prompts(columns: Collection[str], is_chat: bool, *, repeats_prompt: bool) -
         reference = next((text for text in references if text is not None), None)
         if is_pair:
             given = None if described == COMMON_PART else prompt
-            reference = _chosen_or_none(row, given, is_chat, repeats_prompt)
+            if pair := _prompt_and_chosen(row, given, is_chat, repeats_prompt):
+                prompt, reference = pair
         return {
             "prompt": as_prompt(prompt, is_chat=is_chat),
             "reference": _none_if_blank(answer if reference is None else reference),
@@ -147,7 +148,8 @@ def _examples(columns: Collection[str], is_chat: bool) -> RowFormat:
         return RowFormat(reading, prompt_schema(is_chat, "completion"), convert)
     if talk := next((name for name in CONVERSATIONS if name in columns), None):
         schema = pyarrow.schema({"messages": MESSAGES})
-        return RowFormat({"messages": talk}, schema, lambda row: _conversation(row, talk, is_chat))
+        reading = {"messages": f"{talk}, {answered}" if answered else talk}
+        return RowFormat(reading, schema, lambda row: _conversation(row, talk, answered, is_chat))
     if found:
         raise no_columns(["completion"], columns)
     if "text" in columns:
@@ -218,20 +220,26 @@ def _none_if_blank(text: str | None) -> str | None:
     return text if text and text.strip() else None
 
 
-def _chosen_or_none(row: RawRow, prompt: Any, is_chat: bool, repeats_prompt: bool) -> str | None:
-    """Return the preferred response of a pair as text, or None if the pair cannot be read."""
+def _prompt_and_chosen(
+    row: RawRow, prompt: Any, is_chat: bool, repeats_prompt: bool
+) -> tuple[str | Messages, str] | None:
+    """Return the prompt and the preferred response of a pair; None if the pair cannot be read."""
     try:
         chosen, rejected = value_of(row, "chosen"), value_of(row, "rejected")
         pair = split_pair(prompt, chosen, rejected, is_chat=is_chat, repeats_prompt=repeats_prompt)
     except RowError:
         return None
-    return pair[1]
+    return pair[:2]
 
 
-def _conversation(row: RawRow, column: str, is_chat: bool) -> Row:
+def _conversation(row: RawRow, column: str, answered: str | None, is_chat: bool) -> Row:
+    """Return a conversation; the column `answered` has the answer if the conversation lacks it."""
     messages = value_of(row, column)
     if not is_messages(messages):
         raise RowError(f"without messages in {column}")
+    if answered and row.get(answered) and not is_answered(messages):
+        answer = as_response(_accepted(row, answered), answered)
+        messages = [*messages, {"role": "assistant", "content": answer}]
     if is_chat and is_answered(messages[:1]):
         raise RowError("with a conversation that begins with an answer of the assistant")
     as_prompt(messages[:1], is_chat=is_chat)

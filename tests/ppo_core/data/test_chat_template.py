@@ -1,9 +1,12 @@
 """Chat messages rendered by the tokenizer's template, and the errors."""
 
+from functools import partial
+
 import pytest
 from transformers import ByT5Tokenizer
 
 from ppo_core.data.chat_template import (
+    RejectedChatError,
     encode_chat,
     encode_with_mask,
     is_messages,
@@ -79,6 +82,24 @@ def test_a_template_that_writes_the_date_gives_the_same_text_on_every_day():
 def test_what_cannot_become_text_is_refused_with_the_reason(template, messages, message):
     with pytest.raises(DataError, match=message):
         render_chat(make_chat_tokenizer(template), messages, answer_follows=True)
+
+
+NAMED_ROLES = (
+    "{% for m in messages %}{% if m.role in ('system', 'user', 'assistant') %}"
+    "<{{ m.role }}> {{ m.content }} {% endif %}{% endfor %}"
+)
+"""Template that writes only the roles that it names, as Qwen2.5's template does."""
+
+
+def test_a_message_whose_role_the_template_leaves_out_is_refused():
+    turns = [{"role": "developer", "content": " w0 "}, *say("w1")]
+    assert render_chat(make_instruct_tokenizer("llama-3"), turns, answer_follows=True)
+    tokenizer = make_chat_tokenizer(NAMED_ROLES)
+    for render in (partial(render_chat, answer_follows=True), encode_with_mask):
+        with pytest.raises(RejectedChatError, match="leaves out messages with the role 'developer"):
+            render(tokenizer, turns)
+    turns[0]["role"] = "system"
+    assert "w0" in render_chat(tokenizer, turns, answer_follows=True)
 
 
 def test_a_tokenizer_without_an_end_token_cannot_end_a_conversation():

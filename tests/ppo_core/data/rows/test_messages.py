@@ -1,5 +1,6 @@
 """Messages of ShareGPT's form and of content parts give the rows of plain messages."""
 
+import json
 from typing import Any
 
 import pytest
@@ -42,6 +43,10 @@ def of_arrow(*turns: tuple[str, str]) -> list[Message]:
     return [{**message, "role": None, "content": None} for message in share_gpt(*turns)]
 
 
+def roles_of_share_gpt(*turns: tuple[str, str]) -> list[Message]:
+    return [{"role": turn["from"], "content": turn["value"]} for turn in share_gpt(*turns)]
+
+
 FORMS = {
     "messages": ("messages", plain),
     "ShareGPT": ("conversations", share_gpt),
@@ -49,6 +54,7 @@ FORMS = {
     "ShareGPT from a Parquet file": ("conversations", of_arrow),
     "ShareGPT in messages": ("messages", share_gpt),
     "messages in conversations": ("conversations", plain),
+    "ShareGPT's names as roles": ("messages", roles_of_share_gpt),
     "parts": ("messages", parts),
     "parts in conversations": ("conversations", parts),
 }
@@ -110,6 +116,42 @@ def test_a_policy_that_reads_text_refuses_a_conversation_of_any_form(column, for
     for kind in ("prompts", "demonstrations"):
         with pytest.raises(RowError, match="with messages, but the policy reads text"):
             read_row(kind, row)
+
+
+@pytest.mark.parametrize("kind", ["demonstrations", "prompts"])
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"reasoning_content": "hm"}, "that has reasoning_content, but only role and content"),
+        ({"weight": 0}, "of weight 0, but all answers are trained"),
+    ],
+)
+def test_a_key_that_changes_the_meaning_of_a_message_is_refused(kind, more, message):
+    answer = plain(ANSWER)[0]
+    assert read_row(kind, {"messages": [*plain(ASKED), answer | dict.fromkeys(more)]}, is_chat=True)
+    with pytest.raises(RowError, match=message):
+        read_row(kind, {"messages": [*plain(ASKED), answer | more]}, is_chat=True)
+
+
+@pytest.mark.parametrize("column", ["prompt", "messages"])
+@pytest.mark.parametrize("form", [plain, share_gpt])
+def test_messages_as_a_json_text_are_no_text(column, form):
+    row = {column: json.dumps(form(ASKED))}
+    with pytest.raises(RowError, match="with messages written as a JSON text"):
+        read_row("prompts", row, is_chat=True)
+    texts = ["[1]", '[{"content"', '[{"content": 1}]', '"content"']
+    for text in texts:
+        read = read_row("prompts", {"prompt": text}, is_chat=True)
+        assert read["prompt"] == plain(("user", text))
+
+
+def test_a_response_beside_a_conversation_without_an_answer_is_its_answer():
+    row = {"messages": plain(ASKED, ANSWER, MORE[0]), "response": "because"}
+    read = read_row("demonstrations", row, is_chat=True)
+    assert read == {"messages": plain(ASKED, ANSWER, *MORE)}
+    assert read_row("prompts", row, is_chat=True)["reference"] == "because"
+    answered = {"messages": plain(ASKED, ANSWER), "response": "other"}
+    assert read_row("demonstrations", answered, is_chat=True) == {"messages": plain(ASKED, ANSWER)}
 
 
 def test_a_completion_of_messages_answers_a_prompt_of_text():

@@ -122,6 +122,25 @@ def test_the_reference_of_preferences_is_the_preferred_answer(row):
     assert named["reference"] == "c"
 
 
+@pytest.mark.parametrize(
+    ("prompt", "before"),
+    [
+        ("q", [user("q"), assistant("a"), user("r")]),
+        ("q", [SYSTEM, user("q")]),
+        ([SYSTEM], [user("q")]),
+    ],
+)
+def test_a_pair_has_the_same_prompt_in_every_use(prompt, before):
+    row = {
+        "prompt": prompt,
+        "chosen": [*before, assistant("b")],
+        "rejected": [*before, assistant("c")],
+    }
+    asked = read_row("pairs", row, is_chat=True)["prompt"]
+    assert asked[-len(before) :] == before
+    assert read_row("prompts", row, is_chat=True) == {"prompt": asked, "reference": "b"}
+
+
 PAIRS: dict[str, dict[str, Any]] = {
     "texts": {"prompt": "q", "chosen": "a", "rejected": "b"},
     "messages and texts": {"prompt": [user("q")], "chosen": "a", "rejected": "b"},
