@@ -2,6 +2,7 @@
 
 import heapq
 import logging
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import nn
@@ -69,7 +70,8 @@ def _check_policy(models: ModelBundle) -> None:
     settings = model.generation_config
     if settings is not None:
         try:
-            settings.validate(strict=True)
+            with TemporaryDirectory() as folder:
+                settings.save_pretrained(folder)
         except ValueError as error:
             raise ModelError(
                 f"The policy's generation_config is contradictory, so transformers would refuse "

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import json
 
 import peft
 import pytest
@@ -119,6 +120,17 @@ def test_a_policy_that_transformers_would_not_save_is_refused_before_it_is_train
     policy.generation_config.temperature = 0.9
     with pytest.raises(ModelError, match="refuse to save the trained policy"):
         make_trainer(model=policy)
+
+
+def test_a_published_generation_config_is_saved_as_it_was_loaded(tmp_path):
+    # Many published policies set temperature and top_p, but not do_sample.
+    make_policy().save_pretrained(tmp_path / "policy")
+    file = tmp_path / "policy/generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"temperature": 0.9, "top_p": 0.6}))
+    trainer = make_trainer(model=AutoModelForCausalLM.from_pretrained(tmp_path / "policy"))
+    trainer.save_model(tmp_path / "trained")
+    saved = json.loads((tmp_path / "trained/generation_config.json").read_text())
+    assert (saved["temperature"], saved["top_p"]) == (0.9, 0.6)
 
 
 def test_a_dictionary_of_splits_is_not_a_data_set():
