@@ -172,8 +172,9 @@ def _read(body: str) -> Completion:
     choice = read.choices[0]
     tokens = read.usage.total_tokens if read.usage else None
     # A server may repeat the key in its reply, which is cached and shown in reports.
-    text = None if choice.message.content is None else mask_secrets(choice.message.content)
-    return Completion(text, choice.finish_reason, tokens)
+    text = mask_secrets(choice.message.content or "")
+    # Some servers send a blank text if the model has used all tokens to reason.
+    return Completion(text if text.strip() else None, choice.finish_reason, tokens)
 
 
 def _message(error: openai.APIStatusError) -> str:

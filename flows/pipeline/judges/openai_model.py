@@ -193,11 +193,11 @@ class OpenAIModel:
         """Return the seconds to wait before the next attempt.
 
         This is the server's Retry-After, plus a back-off of 1, 2, 4 ... 60 seconds with jitter,
-        which spreads calls that failed at the same time.
+        which spreads calls that failed at the same time. A date in the past adds nothing.
         """
         error = state.outcome.exception() if state.outcome else None
         asked = error.retry_after if isinstance(error, CallError) else None
-        return (asked or 0.0) + _back_off(state) * self._random.uniform(0.5, 1.0)
+        return max(asked or 0.0, 0.0) + _back_off(state) * self._random.uniform(0.5, 1.0)
 
     def _take_stock(self, reply: Reply) -> None:
         if reply.text is not None:

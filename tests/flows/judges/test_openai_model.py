@@ -235,7 +235,10 @@ def test_retry_after_as_a_date_is_waited_for():
     assert server.requests[1].arrived >= then
 
 
-@pytest.mark.parametrize("asked", [{}, {"Retry_After": "0"}])
+PAST = "Thu, 01 Jan 1970 00:00:00 GMT"
+
+
+@pytest.mark.parametrize("asked", [{}, {"Retry_After": "0"}, {"Retry_After": PAST}])
 def test_waits_grow_where_the_server_names_none_or_hardly_one(asked: dict[str, str]):
     # 1 and 2 seconds, of which the jitter takes at most half.
     with fault_server([refuse(500, **asked), refuse(500, **asked), say("A")]) as server:
@@ -247,7 +250,7 @@ def test_waits_grow_where_the_server_names_none_or_hardly_one(asked: dict[str, s
 
 
 def test_a_retry_after_that_says_nothing_stops_nothing():
-    headers = ["Thu, 01 Jan 1970 00:00:00 GMT", "soon", "nan", "-1", ""]
+    headers = [PAST, "soon", "nan", "-1", ""]
     faults = [refuse(429, Retry_After=header) for header in headers]
     with fault_server(once_each(faults)) as server:
         replies = ask(make_chat(server.url, retries=1), len(faults))
@@ -271,6 +274,7 @@ NO_COMPLETION = {
     "error": respond(200, '{"error": "busy"}', Content_Type="application/json"),
     "no choices": respond(200, '{"choices": []}', Content_Type="application/json"),
     "no text": say(None),
+    "blank text": say(" \n"),
     "hung up": hang_up,
     "cut": respond(200, '{"choices"', Content_Type="application/json", Content_Length="999"),
 }
@@ -293,6 +297,7 @@ def test_what_is_no_completion_is_asked_again():
         ("html", "not a chat completion: <html>Sign in</html>"),
         ("empty", "not a chat completion: nothing"),
         ("no text", "the reply has no text (finish_reason='stop')"),
+        ("blank text", "the reply has no text (finish_reason='stop')"),
         ("hung up", "disconnected"),
     ],
 )

@@ -151,10 +151,10 @@ def compare_until_decided(
 ) -> DecidedComparison:
     """Compare pairs of answers in a random order, in batches, until the rule decides.
 
-    Pairs with equal prompts are in the same batch. After a decision, further batches are judged
-    while `is_conclusive` returns False, because one or two invalid verdicts may be too large a
-    fraction of the first batch. The test is valid for any number of pairs. With `labels`, people's
-    labels and the judge's verdicts decide together.
+    Pairs with equal prompts are in the same batch. After the decision "better", further batches are
+    judged while `is_conclusive` returns False, because one or two invalid verdicts may be too large
+    a fraction of the first batch. The test is valid for any number of pairs. With `labels`,
+    people's labels and the judge's verdicts decide together.
     """
     judged: list[Comparison] = []
     order: list[int] = []
@@ -172,7 +172,8 @@ def compare_until_decided(
         order += batch
         asked = joined(judged, range(len(order)))
         values = Values(values_of_prompts(asked)) if labels is None else labels.values(asked)
-        if rule.decide(values) != "undecided" and is_conclusive(asked):
+        decided = rule.decide(values)
+        if decided == "not better" or (decided == "better" and is_conclusive(asked)):
             break
     return DecidedComparison(
         comparison=joined(judged, order),

@@ -192,6 +192,16 @@ def test_the_judge_is_asked_further_until_its_verdicts_are_conclusive():
     assert found.test.decided == "better"
 
 
+def test_the_judge_is_asked_no_further_about_a_candidate_that_has_lost():
+    prompts = [f"prompt {n}" for n in range(400)]
+    answers = ["same"] * 400, ["longer"] * 400
+    found = compare_until_decided(
+        Recorder(longer), prompts, *answers, RULE, is_conclusive=lambda comparison: False, seed=1
+    )
+    assert found.test.decided == "not better"
+    assert found.test.asked == 32
+
+
 def test_without_a_rate_worth_finding_all_pairs_are_judged():
     rule = StoppingRule(least=0.5, gain=None, alpha=0.001)
     _, found = judged([0.0] * 100, rule=rule)
