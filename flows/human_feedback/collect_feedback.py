@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from shlex import quote
 
@@ -111,9 +111,10 @@ def weights_of(times: Sequence[datetime | None], half_life_days: float | None) -
     known = [time for time in times if time is not None]
     if half_life_days is None or not known:
         return [1.0] * len(times)
-    newest, oldest = max(known), min(known)
+    # A wrong clock may give a time in the future, by which all other opinions would be old.
+    newest, oldest = min(max(known), datetime.now(UTC)), min(known)
     ages = [(newest - (time or oldest)).total_seconds() / SECONDS_OF_A_DAY for time in times]
-    return [0.5 ** (age / half_life_days) for age in ages]
+    return [0.5 ** (max(age, 0.0) / half_life_days) for age in ages]
 
 
 def describe_feedback(found: Collected, silent: int) -> list[str]:

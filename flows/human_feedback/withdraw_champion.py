@@ -70,7 +70,8 @@ def watch_champion(
     """Compare the feedback on the champion and the previous champion; describe the result.
 
     If the evidence shows that the champion is worse and `withdraw` is true, withdraw it, so that
-    the previous champion is champion again. If the alias was moved in MLflow, record the move
+    the previous champion is champion again. A champion that is older than the previous champion is
+    not withdrawn: a person has put it back. If the alias was moved in MLflow, record the move
     first if `withdraw` is true; otherwise compare nothing.
 
     Raises:
@@ -98,6 +99,8 @@ def watch_champion(
     since = promoted_at(champions.decisions, champion)
     found = compare_feedback(opinions, champion, before, since=since, margin=margin)
     told = found.describe()
+    if champion < before:
+        return f"{told}. A person put version {champion} back, so it stays champion."
     if found.evidence < 1 / alpha:
         return f"{told}; needed: {1 / alpha:.3g} : 1. The champion stays."
     if not withdraw:

@@ -12,7 +12,7 @@ from human_feedback.implausible_users import find_implausible
 from human_feedback.opinions import Opinion
 from pipeline.inputs.json_lines import json_line
 
-START = datetime(2026, 11, 1, tzinfo=UTC)
+START = datetime(2025, 11, 1, tzinfo=UTC)
 
 
 def judgment(answer: str, user: str, liked: bool, day: int = 0) -> Opinion:
@@ -48,6 +48,12 @@ def test_the_weight_halves_with_each_half_life():
     assert weights_of(times, 30.0) == pytest.approx([0.25, 0.5, 1.0, 0.25])
     assert weights_of(times, None) == [1.0] * 4
     assert weights_of([None], 30.0) == [1.0]
+
+
+def test_a_time_in_the_future_makes_no_other_opinion_old():
+    now = datetime.now(UTC)
+    times = [now - timedelta(days=30), now, now + timedelta(days=3650)]
+    assert weights_of(times, 30.0) == pytest.approx([0.5, 1.0, 1.0], abs=1e-4)
 
 
 def test_a_masked_line_is_still_json():

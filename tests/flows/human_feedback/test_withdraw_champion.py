@@ -179,6 +179,20 @@ def test_a_champion_that_was_moved_by_hand_is_the_one_that_is_compared(name: str
     assert [one.action for one in read_champions(name).decisions[2:]] == ["found"]
 
 
+def test_a_version_that_a_person_has_put_back_is_not_withdrawn(name: str, capsys):
+    judge_answers(name, "2", liked=True)
+    time.sleep(1.1)
+    promote_by_hand(name, 1, reason="Version 2 is harmful.", by="person ann")
+    time.sleep(1.1)
+    judge_answers(name, "1", liked=False)
+    settings = {"task": "tldr", "registered_model": name, "promotion": {"withdraw_alpha": 0.01}}
+    watch_feedback(settings, "Retrain/1", "")
+    told = capsys.readouterr().out
+    assert "version 1: 12 users like 0% of the answers; version 2: 12 users like 100%" in told
+    assert "A person put version 1 back, so it stays champion." in told
+    assert read_champions(name).champion == 1
+
+
 @pytest.mark.parametrize("given", [("--alpha", "0"), ("--alpha", "1"), ("--margin", "1")])
 def test_a_wrong_limit_is_refused(server: MlflowServer, given: tuple[str, ...], capsys):
     connect().create_registered_model(name := f"policy-{uuid4().hex[:8]}")
