@@ -161,7 +161,8 @@ def _replies(
     `questions` maps a case to the key of its reply and its question.
     """
     kept = {case: cache.get(key) for case, (key, _) in questions.items()}
-    replies = {case: reply for case, reply in kept.items() if reply is not None}
+    # Earlier versions stored blank replies, which have no verdict.
+    replies = {case: reply for case, reply in kept.items() if reply and (reply.text or "").strip()}
     missing = [case for case in questions if case not in replies]
     if not missing:
         return replies

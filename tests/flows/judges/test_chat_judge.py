@@ -221,6 +221,15 @@ def test_a_reply_is_there_for_a_new_object_as_it_was(tmp_path: Path, text: str):
     assert ReplyCache(tmp_path / "new").get(reply_key(**KEY | {"attempt": 2})) is None
 
 
+def test_a_blank_reply_that_an_earlier_version_stored_is_asked_for_again(tmp_path: Path):
+    make_judge(tmp_path, Scripted())(PROMPTS[:1], PAIRS[:1])
+    (file,) = tmp_path.rglob("*.json")
+    ReplyCache(tmp_path).put(file.stem, Reply(" "))
+    chat = Scripted()
+    assert winners(make_judge(tmp_path, chat)(PROMPTS[:1], PAIRS[:1])) == ["first"]
+    assert len(chat.asked) == 1
+
+
 def test_a_reply_in_s3_serves_other_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Also if the machine that paid for it is gone; what another program wrote there is refused."""
     key = reply_key(**KEY)
