@@ -37,7 +37,9 @@ BESIDE_CHECKPOINT = (METRICS_FILE, SELF_CHECK_FILE, RATE_FILE, SPENT_FILE)
 
 
 @contextmanager
-def mirrored(workspace: Workspace, folder: Path, here: Machines = ONE_MACHINE) -> Iterator[None]:
+def mirrored(
+    workspace: Workspace, folder: Path, here: Machines = ONE_MACHINE, *, training: str = ""
+) -> Iterator[None]:
     """Keep a copy of the newest checkpoint, and of the policies saved before it, in S3.
 
     On one machine, a missing or empty folder is first filled from the copy. If another machine has
@@ -55,6 +57,8 @@ def mirrored(workspace: Workspace, folder: Path, here: Machines = ONE_MACHINE) -
         workspace: the workspace of the run.
         folder: folder of the training on this machine.
         here: the machines of the training, with the index of this machine.
+        training: digest of what decides the result, for a folder in which several trainings run one
+            after another. Each of them has a copy of its own.
 
     Raises:
         StorageError: another machine continued the training meanwhile, or S3 does not answer.
@@ -62,7 +66,7 @@ def mirrored(workspace: Workspace, folder: Path, here: Machines = ONE_MACHINE) -
     if not workspace.store:
         yield
         return
-    mirror = _Mirror(workspace, folder, here)
+    mirror = _Mirror(workspace, folder, here, training)
     mirror.start()
     with written_at_end(mirror.stop):
         yield
@@ -71,10 +75,11 @@ def mirrored(workspace: Workspace, folder: Path, here: Machines = ONE_MACHINE) -
 class _Mirror:
     """The copies of a training's checkpoints in S3; each machine has its own copy."""
 
-    def __init__(self, workspace: Workspace, folder: Path, here: Machines) -> None:
+    def __init__(self, workspace: Workspace, folder: Path, here: Machines, training: str) -> None:
         self._folder, self._here = folder, here
         self._copies = [
-            workspace.shared_folder(folder, f"machine-{index}") for index in range(here.count)
+            workspace.shared_folder(folder, f"{training}/machine-{index}".removeprefix("/"))
+            for index in range(here.count)
         ]
         self._own = self._copies[here.index]
         self._others = [copy for copy in self._copies if copy is not self._own]

@@ -29,7 +29,7 @@ from pipeline.storage.workspace import original_names
 from pipeline.tracking.tracker import Tracker
 from ppo_core.data.rows.read_rows import Rows
 from ppo_core.errors.out_of_memory import free_unused
-from ppo_core.io.folder_cache import digest_of_code
+from ppo_core.io.folder_cache import digest_of, digest_of_code
 from ppo_core.io.imported_modules import imported_modules
 from ppo_core.models.files.finite_weights import require_finite_weights
 from ppo_core.models.loading import MEMBER, member_folders
@@ -396,7 +396,7 @@ def _train(training: _Training, run: FlowRun, here: Machines, on_metrics: OnMetr
     if run.workspace.store:
         # Put the encoded rows on this disk, because the training processes cannot fetch from S3.
         training.data.encoded("demonstrations" if is_sft else "pairs", rows, training.section)
-    with mirrored(run.workspace, folder, here):
+    with mirrored(run.workspace, folder, here, training=digest_of(training.decides_the_result())):
         train_supervised(job, rows, settings, folder=folder, machines=here, on_metrics=on_metrics)
 
 

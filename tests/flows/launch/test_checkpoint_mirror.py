@@ -248,6 +248,24 @@ def test_a_checkpoint_that_an_attempt_left_uncopied_is_copied_by_the_next(
     s3_client.cache_clear()
 
 
+def test_the_next_training_in_a_folder_does_not_continue_from_the_previous_one(
+    store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As with the reward models of `fresh_pairs.rounds`."""
+    for name, value in store.items():
+        monkeypatch.setenv(name, value)
+    s3_client.cache_clear()
+    workspace, folder = Workspace(str(tmp_path), f"s3://{BUCKET}/rounds"), tmp_path / "model"
+    for training, step in (("a", 10), ("b", 5)):
+        with mirrored(workspace, folder, training=training):
+            assert not any(folder.iterdir())
+            finish_checkpoint(folder, step)
+        shutil.rmtree(folder)
+    with mirrored(workspace, folder, training="b"):
+        assert (folder / "checkpoint-5").is_dir()
+    s3_client.cache_clear()
+
+
 def test_a_training_that_returns_to_a_machine_continues_from_the_other_ones_checkpoint(
     store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ):
