@@ -41,6 +41,13 @@ def phase(step_name: str, flow: Any, inputs: Any = None, attributes: Any = None)
         )
     started = time.perf_counter()
     settings, run = (getattr(earlier, name, None) for name in ("settings", "tracked"))
+    if run and not stages.tracked.has_folder(run):
+        raise RunStoppedError(
+            f"The run has no folder '{run.folder}', so its trainings would begin again, and its "
+            "version could not be registered. Start `resume` in the folder in which the run was "
+            "started. If the run's folder was deleted, start a new run; models that are already "
+            "trained are reused."
+        )
     this_step = getattr(flow, step_name)
 
     def ends_run(error: BaseException | None) -> bool:

@@ -142,6 +142,15 @@ def watched(
         yield
 
 
+def has_folder(run: FlowRun) -> bool:
+    """Return whether the folder of a run is there; with a store in S3, steps fetch their files.
+
+    The folder is missing if it was deleted, or if a relative `output_dir` begins in another working
+    directory than that in which the run was started.
+    """
+    return bool(run.workspace.store) or run.folder.is_dir()
+
+
 def _small_files(folder: Path) -> dict[str, Path]:
     """Return the journal, the files in its entries, and the reports; no models or checkpoints."""
     files = files_of(folder).items()
