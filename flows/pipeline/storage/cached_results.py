@@ -1,5 +1,6 @@
 """Make a result, such as a model, once for equal inputs; later runs on any machine reuse it."""
 
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -80,6 +81,6 @@ def can_be_reused(workspace: Workspace, name: str, inputs: Mapping[str, Any]) ->
 
 
 def move_files(source: Path, target: Path) -> None:
-    """Move the files of a trained model into its folder of the cache, on the same disk."""
+    """Move the files of a trained model into its folder of the cache, which may be another disk."""
     for file in source.iterdir():
-        file.rename(target / file.name)
+        shutil.move(file, target / file.name)

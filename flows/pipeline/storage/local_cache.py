@@ -48,7 +48,8 @@ class LocalCache:
 
     def _use(self, identity: str) -> None:
         """Keep other processes from removing a content until this process ends."""
-        with self._used(identity).open("ab") as file:
+        # NFS allows a shared lock only on a file that is open for reading.
+        with self._used(identity).open("a+b") as file:
             # The duplicate is never closed, so the lock lasts until this process ends.
             fcntl.flock(os.dup(file.fileno()), fcntl.LOCK_SH)
 
