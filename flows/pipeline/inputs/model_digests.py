@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from pipeline.storage.workspace import original_names
 from ppo_core.config.hub_ids import split_revision
 from ppo_core.errors import ModelError
 from ppo_core.io.folder_cache import digest_of_folder
@@ -18,6 +19,26 @@ def require_unchanged(folder: str, digest: str, what: str) -> None:
             f"{what} in '{folder}' was changed after it was written: its digest is {found}, not "
             f"{digest}. The evaluation and the registered version would use another model than "
             "was written. Find out which program writes there, and start the run again."
+        )
+
+
+def require_recorded(path: str, digest: str, what: str) -> None:
+    """Raise if a model does not have the digest that the run has recorded for it.
+
+    Args:
+        path: folder or hub id of the model.
+        digest: the recorded digest, see `digest_of_model`.
+        what: name of the model in the message.
+
+    Raises:
+        ModelError: the model was changed.
+    """
+    if (found := digest_of_model(path)) != digest:
+        raise ModelError(
+            f"The {what} '{original_names(path)}' was changed after this run read it: its digest "
+            f"is {found}, not {digest}. If the run continued, its records would have the digest of "
+            "the earlier files. Start a new run: python flows/rlhf.py run. Models that are already "
+            "trained are reused."
         )
 
 

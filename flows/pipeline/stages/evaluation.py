@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.evaluation.evaluate_policies import evaluate_policies, judge_of_run
 from pipeline.evaluation.policy_selection import choose_policy, divergence_limit
 from pipeline.inputs.flow_run import FlowRun
-from pipeline.inputs.model_digests import require_unchanged
+from pipeline.inputs.model_digests import require_recorded, require_unchanged
 from pipeline.inputs.run_data import RunData
 from pipeline.judges.judge_budget import Budget, Payment, spent_by
 from pipeline.judges.make_judge import make_judge_of_run
@@ -69,8 +69,10 @@ def evaluate_win_rate(
     baselines, because the reward model of the run scores the samples of the baselines.
 
     Raises:
-        ModelError: the files of the policy were changed after training.
+        ModelError: the files of the policy were changed after training, or those of `sft` after the
+            run read them.
     """
+    require_recorded(sft.path, sft.digest, "policy before PPO")
     champion, policy = fetch_again(settings, champion), policy.fetched(run.workspace)
     require_unchanged(policy.path, policy.digest, "The trained policy")
     made, selection = _choose(tracker, settings, sft, policy, judge, run)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.inputs.flow_run import CRITIC, PPO, ChampionStart, FlowRun
+from pipeline.inputs.model_digests import require_recorded
 from pipeline.inputs.run_data import RunData
 from pipeline.inputs.run_rewards import RunRewards
 from pipeline.judges.judge_budget import Spent, read_spent, sum_spent
@@ -360,13 +361,20 @@ def _train_part(
     reward: ScaledReward,
     pause: Pause | None = None,
 ) -> None:
-    """Train up to the pause, or to the end, from the newest checkpoint."""
+    """Train up to the pause, or to the end, from the newest checkpoint.
+
+    Raises:
+        ModelError: the files of a model were changed after the run read them.
+    """
     fetch = run.workspace.fetch_files
     rewards, settings = RunRewards(data), data.settings
     start = fetch(run.start)
+    policy, reward_model = fetch(sft), fetch(reward.model)
+    require_recorded(policy.path, policy.digest, "policy")
+    require_recorded(reward_model.path, reward_model.digest, "reward model")
     models = JobModels(
-        policy=fetch(sft).path,
-        reward_model=fetch(reward.model).path,
+        policy=policy.path,
+        reward_model=reward_model.path,
         reward_bias=reward.bias,
         reward_gain=reward.gain,
         critic=None if start is None else str(Path(start.path) / CRITIC),

@@ -13,7 +13,7 @@ from pipeline.evaluation.evaluate_policies import judge_of_run
 from pipeline.evaluation.notes import describe_accuracy, doubts_about_trained_judge
 from pipeline.inputs.flow_run import SETTINGS_FILE, FlowRun, shown_path
 from pipeline.inputs.labeled_pairs import label_pairs
-from pipeline.inputs.model_digests import digest_of_model
+from pipeline.inputs.model_digests import require_recorded
 from pipeline.inputs.run_data import RunData
 from pipeline.inputs.training_prompts import one_row_per_prompt
 from pipeline.judges.judge_budget import Budget, Payment, Spent, spent_by, sum_spent
@@ -43,7 +43,6 @@ from pipeline.settings.settings import Settings
 from pipeline.stages.tracked import stage
 from pipeline.storage.addresses import is_in_s3
 from pipeline.storage.cached_results import as_values, can_be_reused, make_or_reuse
-from pipeline.storage.workspace import original_names
 from pipeline.tracking.tracker import Tracker
 from ppo_core.config.placement import is_fast_in_bf16, placement_for_reading
 from ppo_core.data.chat_template import Messages
@@ -98,10 +97,11 @@ def validate_reward_model(
     `stop_run`.
 
     Raises:
-        ModelError: the files of the reward model were changed after `load_reward_models`.
+        ModelError: the files of a model were changed after the run read them.
         DataError, JudgeError: see `validate`.
     """
-    _require_recorded(reward_model)
+    require_recorded(sft.path, sft.digest, "policy")
+    require_recorded(reward_model.path, reward_model.digest, "reward model")
     data = RunData(settings)
     report, spent = _measure(data, sft, reward_model, judge_model, run, fresh)
     by_hand = settings.accept_reward_model and not report.fit
@@ -149,17 +149,6 @@ def _warn(validation: ValidatedReward) -> None:
     else:
         return
     print(f"Warning: {words}\n{_listed(validation)}", flush=True)
-
-
-def _require_recorded(model: PreparedModel) -> None:
-    """Raise if a reward model does not have the digest that the run has recorded for it."""
-    if (found := digest_of_model(model.path)) != model.digest:
-        raise ModelError(
-            f"The reward model '{original_names(model.path)}' was changed after this run read it: "
-            f"its digest is {found}, not {model.digest}. If the run were resumed, its records "
-            "would have the digest of the earlier files. Start a new run: python flows/rlhf.py "
-            "run. Models that are already trained are reused."
-        )
 
 
 def stop_run(validation: ValidatedReward, run: FlowRun) -> NoReturn:

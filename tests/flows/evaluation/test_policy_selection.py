@@ -115,6 +115,16 @@ def evaluated(world: World, mlflow_client) -> Callable[..., tuple[TrainedPolicy,
     return evaluate
 
 
+def test_no_other_policy_is_judged_than_the_one_from_which_ppo_started(
+    world: World, tmp_path: Path, mlflow_client
+):
+    settings = in_world(world, tmp_path)
+    run = start_run(settings, settings, "RLHF", "1", ["evaluate_win_rate"])
+    sft = replace(world.model("sft"), digest="another")
+    with pytest.raises(ModelError, match=r"The policy before PPO '.*' was changed after this run"):
+        evaluate_win_rate(settings, sft, world.trained("best"), None, None, run)
+
+
 def test_a_judge_who_contradicts_the_reward_is_a_warning(world: World):
     trained = replace(world.trained("best"), warnings=["Loss spike: it is 9."])
     evaluation = evaluation_result()

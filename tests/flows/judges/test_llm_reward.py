@@ -239,9 +239,10 @@ def test_a_server_that_dies_keeps_the_checkpoint_and_a_resume_asks_the_rest(
 
     with fault_server(answer) as server:
         settings = replace(with_model(tmp_path, server.url), processes=2)
-        sft = PreparedModel(path=settings.policy, digest="sft", metrics={})
-        path = write_model(tmp_path / "reward", labels=1)
-        reward_model = PreparedModel(path=path, digest=digest_of_model(path), metrics={})
+        sft, reward_model = (
+            PreparedModel(path=path, digest=digest_of_model(path), metrics={})
+            for path in (settings.policy, write_model(tmp_path / "reward", labels=1))
+        )
         validation = ValidatedReward(
             fit=True, accepted_by_hand=False, reasons=[], bias=0.0, gain=1.0, report_file=""
         )

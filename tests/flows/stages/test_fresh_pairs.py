@@ -250,15 +250,17 @@ def test_calls_of_a_judge_whose_budget_ends_in_its_first_batch_are_counted(
     assert measured.spent["openai:judge"].calls == 2
 
 
-def test_a_reward_model_that_was_changed_in_place_needs_a_new_run(tmp_path: Path, start):
+@pytest.mark.parametrize("changed", [0, 1])
+def test_a_model_that_was_changed_in_place_needs_a_new_run(tmp_path: Path, start, changed: int):
     table = fresh(tmp_path) | {"reward_model": write_model(tmp_path / "reward", labels=1)}
     settings = make_settings(table | {"preferences_test": ""}, {})
     run, path = start(settings), settings.reward_model
     sft, _ = load_policy(settings, run)
     given = PreparedModel(path=path, digest=digest_of_model(path), metrics={})
-    config = Path(path, "config.json")
+    config = Path((sft, given)[changed].path, "config.json")
     config.write_text(config.read_text() + "\n")
-    with pytest.raises(ModelError, match=r"/reward' was changed after .* Start a new run: python"):
+    message = f"{config.parent}' was changed after .* Start a new run: python"
+    with pytest.raises(ModelError, match=message):
         validate_reward_model(settings, sft, given, None, run)
 
 

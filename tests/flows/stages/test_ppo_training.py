@@ -19,6 +19,7 @@ from pipeline.stages import ppo_training
 from pipeline.stages.ppo_training import _decides_the_result, train_policy
 from pipeline.stages.start import start_run
 from ppo_core.checkpointing.folders import saved_policies
+from ppo_core.errors import ModelError
 from ppo_core.io.folder_cache import digest_of, digest_of_folder
 from tests.helpers.inputs.pipeline_inputs import tiny_table, write_model
 from tests.helpers.slow_cases import slow
@@ -50,6 +51,16 @@ def begin(settings: Settings, number: int) -> FlowRun:
 def curve(client, run: FlowRun) -> list[tuple[int, float]]:
     history = client.get_metric_history(run.tracking["parent"], "objective/kl")
     return [(point.step, point.value) for point in history]
+
+
+@pytest.mark.parametrize("changed", [0, 1])
+def test_a_model_that_was_changed_after_the_run_read_it_is_not_trained_with(
+    settings, models, changed: int
+):
+    config = Path(models[changed].path, "config.json")
+    config.write_text(config.read_text() + "\n")
+    with pytest.raises(ModelError, match=f"{config.parent}' was changed after this run read it"):
+        train_policy(settings, *models, VALIDATION, begin(settings, 1))
 
 
 @pytest.mark.slow

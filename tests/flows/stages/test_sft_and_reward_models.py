@@ -34,8 +34,12 @@ def bare(folder: Path, **changes: Any) -> Settings:
     return make_settings(tiny_table(folder) | {"judge": ""} | changes, {})
 
 
+def prepared(path: str) -> PreparedModel:
+    return PreparedModel(path=path, digest=digest_of_model(path), metrics={})
+
+
 def load(settings: Settings, run: FlowRun) -> Models:
-    sft = PreparedModel(path=settings.policy, digest="", metrics={})
+    sft = prepared(settings.policy)
     reward_model, judge, fresh = load_reward_models(settings, sft, run)
     assert fresh is None
     return reward_model, judge
@@ -75,7 +79,7 @@ def test_members_are_trained_once_and_their_mean_is_validated_and_trains_the_pol
     assert load(several, run) == (models, None)
     assert "training on" not in capsys.readouterr().out
 
-    sft = PreparedModel(path=several.policy, digest="", metrics={})
+    sft = prepared(several.policy)
     validation = validate_reward_model(several, sft, models, None, run)
     pairs = label_pairs(RunData(several).test_pairs())
     rate = measure_model(models.path, pairs, end_of_text=True, prompt_format="auto")
@@ -141,7 +145,7 @@ def test_the_judge_of_a_given_reward_model_is_trained_and_measured(tmp_path: Pat
         model.score_texts([pair["prompt"] for pair in pairs], [pair[side] for pair in pairs])
         for side in ("chosen", "rejected")
     )
-    sft = PreparedModel(path=settings.policy, digest="", metrics={})
+    sft = prepared(settings.policy)
     measured = validate_reward_model(settings, sft, reward_model, judge, run).judge
     assert measured is not None
     assert (measured.path, measured.n) == (judge.path, 6)
@@ -171,9 +175,8 @@ def test_a_reward_model_is_measured_again_only_if_something_it_depends_on_change
         reward_model=write_model(tmp_path / "rm", labels=1),
         accept_reward_model=True,
     )
-    sft = PreparedModel(path=settings.policy, digest=digest_of_model(settings.policy), metrics={})
-    digest = digest_of_model(settings.reward_model)
-    given = PreparedModel(path=settings.reward_model, digest=digest, metrics={})
+    sft = prepared(settings.policy)
+    given = prepared(settings.reward_model)
     run = start(settings)
 
     def measure(settings: Settings) -> tuple[RewardReport, int]:
@@ -202,10 +205,8 @@ def test_a_report_with_pairs_that_have_no_verdict_is_not_reused(tmp_path: Path, 
         reward_model=write_model(tmp_path / "rm", labels=1),
         accept_reward_model=True,
     )
-    sft = PreparedModel(path=settings.policy, digest="", metrics={})
-    given = PreparedModel(
-        path=settings.reward_model, digest=digest_of_model(settings.reward_model), metrics={}
-    )
+    sft = prepared(settings.policy)
+    given = prepared(settings.reward_model)
     run, asked = start(settings), []
     for _ in range(2):
         (tmp_path / "asked.txt").write_text("")
