@@ -175,9 +175,9 @@ class ModelArguments(LoraArguments):
     """Branch, tag or commit of the policy's hub repository; None: the revision at the end of the
     policy's name, as in `org/name@revision`, or else main."""
 
-    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
+    dtype: Literal["float32", "bfloat16", "auto"] = "float32"
     """Precision of the policy's weights. Values other than float32 need use_peft, which freezes
-    the base model."""
+    the base model. float16 would need loss scaling, which is not implemented."""
 
     attn_implementation: str | None = None
     """Attention implementation of the policy, such as sdpa, eager or flash_attention_2; None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ppo_core.algorithm.masking import length_mask
+from ppo_core.data.text_config import text_config
 from ppo_core.data.types import TokenRows
 from ppo_core.errors import ModelError
 from ppo_core.models.kernels import attention
@@ -252,3 +253,21 @@ class EncoderDecoderBackbone:
 
 
 Backbone = DecoderBackbone | EncoderDecoderBackbone
+
+
+def freeze_unread_parts(module: nn.Module) -> None:
+    """Freeze the weights through which no text passes, such as a vision tower with its projector.
+
+    In several processes, DistributedDataParallel waits for a gradient of every weight that is not
+    frozen.
+    """
+    for model in module.modules():
+        if not isinstance(model, PreTrainedModel) or model.base_model is not model:
+            continue
+        if text_config(model.config) is model.config:
+            continue
+        read = set(model.get_decoder().parameters())
+        # Otherwise this is not the decoder of texts.
+        if read.issuperset(model.get_input_embeddings().parameters()):
+            for weight in set(model.parameters()) - read:
+                weight.requires_grad_(False)

@@ -72,7 +72,8 @@ def _compute_dtype() -> torch.dtype:
     if not torch.cuda.is_available():
         return torch.float32
     has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.bfloat16 if has_bf16 else torch.float16
+    # float16 would need loss scaling, which is not implemented.
+    return torch.bfloat16 if has_bf16 else torch.float32
 
 
 def is_quantized(model: nn.Module) -> bool:

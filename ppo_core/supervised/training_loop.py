@@ -27,7 +27,7 @@ from ppo_core.errors.out_of_memory import explained_out_of_memory
 from ppo_core.io.progress_bar import progress
 from ppo_core.io.random_state import seed_global_generators
 from ppo_core.models.adapters import adapter_settings, train_adapters
-from ppo_core.models.backbones import DecoderBackbone
+from ppo_core.models.backbones import DecoderBackbone, freeze_unread_parts
 from ppo_core.models.kernels.cpu_memory import release_freed_memory
 from ppo_core.reporting.metrics_file import MetricsFile
 from ppo_core.supervised.checkpoint import Progress, SupervisedContents
@@ -123,6 +123,7 @@ class TrainingLoop:
         Raises:
             ConfigError: a setting of the sharding contradicts another.
         """
+        freeze_unread_parts(module)
         self._objective: SummedLoss = module
         self._data, self._config, self._description = data, config, description
         self._engine, self._output_dir = engine, output_dir

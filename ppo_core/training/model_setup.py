@@ -28,6 +28,7 @@ from ppo_core.models.adapters import (
     recompute_activations,
     using_adapter,
 )
+from ppo_core.models.backbones import freeze_unread_parts
 from ppo_core.models.critic import ActorCritic, Critic
 from ppo_core.models.files.merge_adapter import merged_copy
 from ppo_core.models.model_with_value_head import ModelWithValueHead
@@ -160,6 +161,9 @@ def make_models(
     saved_dtype = _saved_dtype(given.policy, policy)
     critic = _make_critic(config, tokenizer, policy, adapted, value_head, given)
     require_trainable(policy, critic)
+    for trained in (model, critic):
+        if trained is not None:
+            freeze_unread_parts(trained)
     _train_in_fp32(model, critic)
     if given.reference is not None and _shares(model, given.reference):
         # Give the reference's own layers the precision of the layers that it shares.
@@ -311,40 +315,53 @@ def disable_dropout(model: nn.Module) -> None:
 
 
 def _train_in_fp32(model: nn.Module, critic: Critic | None) -> None:
-    """Cast models with trained weights in half precision to fp32.
+    """Cast models and adapters with trained weights in half precision to fp32.
 
     Half precision would round most optimizer steps away. The base of an adapter keeps its
     precision.
 
     Raises:
-        ConfigError: an adapter trains whole modules in half precision.
+        ConfigError: an adapter trains whole modules in half precision, or its base is in float16.
     """
     if is_peft(model):
-        _refuse_half_precision(model)
+        _train_adapter_in_fp32(model)
     wholes = [] if is_peft(model) else [model]
     if critic is not None:
         own_backbone = not is_peft(model) or (critic.adapter is None and not _shares(model, critic))
         wholes += [critic] if own_backbone else [critic.head]
+        if not own_backbone:
+            _train_adapter_in_fp32(critic)
     for whole in wholes:
         trained = [parameter for parameter in whole.parameters() if parameter.requires_grad]
         if any(parameter.itemsize < 4 for parameter in trained):
             whole.float()
 
 
-def _refuse_half_precision(adapted: nn.Module) -> None:
-    """Raise if a module in `lora_modules_to_save` is trained in half precision.
+def _train_adapter_in_fp32(adapted: nn.Module) -> None:
+    """Cast the trained matrices of an adapter to fp32.
 
-    PEFT creates the matrices of LoRA in fp32, but copies these modules in the precision of the base
-    model.
+    PEFT copies the modules in `lora_modules_to_save` in the precision of the base model. A copy in
+    fp32 could not read the states of such a base.
+
+    Raises:
+        ConfigError: such a module is in half precision, or the base is in float16.
     """
     for name, parameter in adapted.named_parameters():
-        is_whole = "modules_to_save" in name
-        if is_whole and parameter.requires_grad and parameter.itemsize < 4:
+        if parameter.dtype == torch.float16:
+            raise ConfigError(
+                f"The policy's {name} is in float16, in which small gradients become 0: float16 "
+                "would need loss scaling, which is not implemented. Load the policy in bfloat16 or "
+                "float32 (dtype='bfloat16')."
+            )
+        if not parameter.requires_grad or parameter.itemsize >= 4:
+            continue
+        if "modules_to_save" in name:
             raise ConfigError(
                 f"The adapter trains {name} in {parameter.dtype}, which would round most optimizer "
                 "steps away. Load the policy in fp32 (dtype='float32'), or leave the module out of "
                 "lora_modules_to_save."
             )
+        parameter.data = parameter.data.float()
 
 
 def _shares(model: nn.Module, other: nn.Module) -> bool:

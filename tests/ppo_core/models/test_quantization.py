@@ -52,7 +52,7 @@ def test_4_bits_with_nested_constants_compute_in_what_the_gpu_has(gpu, monkeypat
     assert (config.load_in_4bit, config.load_in_8bit) == (True, False)
     assert config.bnb_4bit_quant_type == "nf4"
     assert config.bnb_4bit_use_double_quant
-    assert config.bnb_4bit_compute_dtype == torch.float16
+    assert config.bnb_4bit_compute_dtype == torch.float32
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
     config = bitsandbytes_config(load_in_4bit=True, load_in_8bit=False)
     assert config.bnb_4bit_compute_dtype == torch.bfloat16

@@ -13,9 +13,11 @@ from torch.testing import assert_close
 from ppo_core.supervised import training_loop
 from ppo_core.supervised.supervised_config import SupervisedConfig
 from ppo_core.supervised.training import train_reward_model, train_sft
+from tests.architectures.zoo import small_model
 from tests.helpers.models.chat import make_chat_tokenizer
 from tests.helpers.models.tiny import make_policy
 from tests.helpers.runs.forked_python import run_python
+from tests.helpers.slow_cases import slow
 
 ROWS = {
     "sft": [
@@ -90,6 +92,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for lora in (False, True):
             run(kind, made / f"{kind}-{lora}", {}, lora=lora, processes=1)
     return made
+
+
+@pytest.mark.parametrize("lora", [False, *slow(True)])
+def test_a_model_of_text_and_images_is_trained_in_two_processes(tmp_path: Path, lora: bool):
+    # No text passes through its vision tower, so these weights have no gradients.
+    small_model("mistral3").save_pretrained(tmp_path / "base")
+    make_chat_tokenizer().save_pretrained(tmp_path / "base")
+    run("sft", tmp_path / "sft", {"sharding": "ddp", "num_epochs": 1}, lora=lora, processes=2)
+    assert len(metrics(tmp_path / "sft")) == STEPS / 4
 
 
 def metrics(folder: Path) -> list[dict[str, float]]:

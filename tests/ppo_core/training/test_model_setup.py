@@ -20,6 +20,7 @@ from ppo_core.models.reward_adapter import load_reward_adapter
 from ppo_core.models.reward_model import RewardModel
 from ppo_core.ppo.optimizer import parameter_groups
 from ppo_core.training.model_setup import disable_dropout
+from tests.architectures.zoo import small_model
 from tests.helpers.models.families import DECODERS, make_model
 from tests.helpers.models.tiny import make_classifier, make_policy, make_prompts, make_tokenizer
 from tests.ppo_core.models.test_adapters import save_classifier, spread
@@ -38,6 +39,16 @@ CONFIG = dataclasses.replace(
 
 def make_trainer(config=CONFIG, **parts):
     return make_whole_trainer(config, **parts)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral3"])
+def test_parts_that_read_no_text_are_not_trained(name: str):
+    policy = small_model(name)
+    before = {name: value.clone() for name, value in policy.named_parameters()}
+    make_trainer(model=policy, ref_model=None).train()
+    kept = {name for name, value in policy.named_parameters() if value.equal(before[name])}
+    assert kept == {name for name, value in policy.named_parameters() if not value.requires_grad}
+    assert kept and all("vision_tower" in name or "projector" in name for name in kept)
 
 
 def lora(**settings) -> LoraConfig:
