@@ -120,7 +120,7 @@ class _Run(BaseModel):
 
 
 class _LogEntry(BaseModel, extra="allow"):
-    __pydantic_extra__: dict[str, float | None]
+    __pydantic_extra__: dict[str, JsonValue]
     step: Natural
 
 

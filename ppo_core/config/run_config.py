@@ -165,7 +165,8 @@ class RunConfig:
     """Maximum number of checkpoints, at least 2; the oldest is deleted first. None keeps all."""
 
     async_save: bool = False
-    """Write checkpoints in the background while training continues, from a copy in CPU memory."""
+    """Write checkpoints in the background while training continues, from a copy in CPU memory. With
+    a callback that has its own on_save, such as that of W&B, training waits for the checkpoint."""
 
     push_to_hub: bool = False
     """Upload the policy to the Hugging Face Hub when it is saved."""

@@ -1,5 +1,6 @@
 """Call transformers' callbacks at the events of a run."""
 
+import json
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -7,6 +8,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -152,6 +154,11 @@ class Reporter:
         """Whether the run is complete, or a callback has stopped it."""
         return self.control.should_training_stop
 
+    @property
+    def handles_checkpoints(self) -> bool:
+        """Whether a callback has its own on_save, in which it may read the checkpoint."""
+        return any(type(each).on_save is not TrainerCallback.on_save for each in self.callbacks)
+
     def begin(self) -> None:
         """Call on_train_begin; a resumed run calls `load_state_dict` before this method."""
         if self._metrics_file is not None:
@@ -182,9 +189,16 @@ class Reporter:
         if self._metrics_file is not None:
             write_completions(samples, self._metrics_file.path.with_name(NEWEST_SAMPLES_FILE))
 
-    def log(self, metrics: Metrics) -> None:
-        """Add metrics to the log history, and call on_log."""
-        logs = metrics | {"epoch": self.state.epoch}
+    def log(self, metrics: Mapping[str, Any]) -> None:
+        """Add metrics to the log history, and call on_log.
+
+        Scalars of torch and NumPy become Python numbers.
+
+        Raises:
+            ConfigError: a value cannot be written as JSON, and checkpoints contain the history.
+        """
+        logs = {name: _as_json(name, value) for name, value in metrics.items()}
+        logs["epoch"] = self.state.epoch
         self.state.log_history.append(logs | {"step": self.state.global_step})
         self._call("on_log", logs=logs)
 
@@ -300,3 +314,17 @@ def _integration(name: str, kind: type[TrainerCallback]) -> TrainerCallback:
             f"report_to={name!r} cannot start: {error} To run without {name!r}, remove it from "
             "report_to."
         ) from error
+
+
+def _as_json(name: str, value: Any) -> Any:
+    """Return a logged value in the form in which checkpoints store it."""
+    if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+        value = value.item()
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"The logged value {name}={value!r:.80} cannot be stored in a checkpoint: {error}. Log "
+            "a number, a text, or a list of them."
+        ) from error
+    return value

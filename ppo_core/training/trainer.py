@@ -385,6 +385,8 @@ class Trainer:
         saves = self._reporter.should_save or (ends and self.config.save_strategy != "no")
         if self.engine.any(saves):
             self._checkpoints.save()
+            if self._reporter.handles_checkpoints:
+                self._checkpoints.finish()
             self._reporter.saved()
 
     def _log_findings(self, history: list[Metrics]) -> None:

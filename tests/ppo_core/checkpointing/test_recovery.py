@@ -448,6 +448,27 @@ def test_the_state_is_copied_after_the_previous_copy_was_written(tmp_path):
     assert events == ["copied", "written"] * 2
 
 
+def test_a_callback_may_read_the_checkpoint_that_is_written_in_the_background(tmp_path):
+    class Reader(TrainerCallback):
+        def on_save(self, args, state, control, **details) -> None:
+            found.append(Path(args.output_dir, f"checkpoint-{state.global_step}", STATE).is_file())
+
+    found: list[bool] = []
+    background = dataclasses.replace(ALL_OF_IT, async_save=True)
+    trainer_in(tmp_path, background, callbacks=[Reader()]).train()
+    assert found and all(found)
+
+
+def test_a_run_resumes_with_all_that_was_logged(tmp_path):
+    trainer = trainer_in(tmp_path, callbacks=[StopAfter(2)])
+    trainer._reporter.log({"passed": True, "phase": "warm-up", "lengths": [1, 2]})
+    trainer.train()
+    again = trainer_in(tmp_path)
+    again.train(resume_from_checkpoint=True)
+    logged = {"passed": True, "phase": "warm-up", "lengths": [1, 2], "epoch": 0, "step": 0}
+    assert again.state.log_history[0] == logged
+
+
 def test_an_error_in_the_background_is_raised_once(tmp_path, monkeypatch):
     def fill_up(folder):
         raise OSError(errno.ENOSPC, "No space left on device")

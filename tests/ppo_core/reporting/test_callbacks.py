@@ -5,6 +5,7 @@ import json
 from dataclasses import asdict, fields
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator, PartialState
@@ -249,6 +250,21 @@ def test_the_history_of_logs_holds_step_and_epoch():
         {"objective/kl": 0.2, "epoch": 1.0, "step": 2},
         {"objective/kl": 0.4, "epoch": 2.0, "step": 4},
     ]
+
+
+def test_logged_scalars_become_numbers_and_other_objects_are_refused():
+    reporter = make_reporter()
+    given = {"a": torch.tensor(1.5), "b": np.float32(2.5), "c": True, "d": "warm-up", "e": [1, 2]}
+    reporter.log(given)
+    (entry,) = json.loads(json.dumps(reporter.state_dict()["log_history"]))
+    assert entry == {"a": 1.5, "b": 2.5, "c": True, "d": "warm-up", "e": [1, 2]} | {
+        "epoch": 0,
+        "step": 0,
+    }
+    with pytest.raises(
+        ConfigError, match=r"logged value f=tensor\(\[1\., 2\.\]\) cannot be stored"
+    ):
+        reporter.log({"f": torch.tensor([1.0, 2.0])})
 
 
 def test_a_callback_that_changes_what_is_logged_does_not_change_the_history():
