@@ -164,9 +164,9 @@ class PPOConfig(RunConfig):
     `full` computes the exact divergence over the vocabulary."""
 
     kl_in_loss: bool = False
-    """Add the KL divergence to the loss instead of subtracting it from the reward. Use k2 or full,
-    because in the loss the expected gradient of k1 is 0, and k3 has the gradient of
-    KL(reference || policy) (`ppo_core.algorithm.kl`)."""
+    """Add the KL divergence to the loss instead of subtracting it from the reward. Use k2 or full:
+    in the loss, k3 has the gradient of KL(reference || policy), and the expected gradient of k1 is
+    0, so k1 is refused (`ppo_core.algorithm.kl`)."""
 
     kl_target: Positive | None = None
     """Adapt kl_coef so that the KL divergence reaches this target, in nats per response; None keeps
@@ -400,6 +400,12 @@ def _check_rewards(config: PPOConfig) -> None:
         raise ConfigError(
             f"missing_eos_penalty={config.missing_eos_penalty} would be subtracted from every "
             "score, because there is no stop token. Set stop_token='eos' or stop_token_id."
+        )
+    if config.kl_in_loss and config.kl_estimator == "k1":
+        raise ConfigError(
+            "kl_in_loss=True has no effect with kl_estimator='k1', because the expected gradient "
+            "of k1 is 0: the policy would not be kept near the reference. Set kl_estimator='k2' or "
+            "'full'."
         )
     if config.kl_target is not None and config.kl_coef == 0:
         raise ConfigError(

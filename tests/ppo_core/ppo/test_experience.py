@@ -255,6 +255,7 @@ def test_grpo_without_the_deviation_and_with_the_divergence_in_the_loss():
         samples_per_prompt=4,
         scale_by_group_std=False,
         kl_in_loss=True,
+        kl_estimator="k2",
         kl_coef=1.0,
     )
     mean = 7 / 4

@@ -107,6 +107,23 @@ def test_modules_that_an_adapter_trains_in_half_precision_are_refused():
         make_trainer(model=adapted, ref_model=None)
 
 
+def test_the_matrices_of_an_adapter_are_trained_in_fp32():
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    base = make_policy("qwen2").bfloat16()
+    adapted = peft.get_peft_model(base, config, autocast_adapter_dtype=False)
+    trained = [one for one in adapted.parameters() if one.requires_grad]
+    assert {one.dtype for one in trained} == {torch.bfloat16}
+    make_trainer(model=adapted, ref_model=None).train()
+    assert {one.dtype for one in trained} == {torch.float32}
+    assert adapted.get_base_model().lm_head.weight.dtype == torch.bfloat16
+
+
+def test_a_base_in_float16_is_refused():
+    adapted = peft.get_peft_model(make_policy().half(), peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ConfigError, match="is in float16, in which small gradients become 0"):
+        make_trainer(model=adapted, ref_model=None)
+
+
 def test_a_stop_token_that_does_not_exist_is_refused():
     with pytest.raises(
         ModelError, match="stop_token_id=61 is not one of the policy's 61 token ids"
@@ -200,6 +217,7 @@ def test_a_folder_that_cannot_be_made_is_refused_before_training(tmp_path):
         ({"reward_weights": ["1"]}, r"reward_weights=\['1'\] must be a list of finite numbers"),
         ({"kl_target": 6.0, "kl_coef": 0.0}, "stay 0"),
         ({"eval_steps": 5}, "eval_steps=5 would be ignored.*Remove eval_steps, or set eval_strat"),
+        ({"kl_in_loss": True}, "kl_in_loss=True has no effect with kl_estimator='k1'"),
         ({"kl_horizon": 100}, "kl_horizon=100 takes effect only with kl_target"),
         ({"lr_scheduler_type": "polynomial", "learning_rate": 1e-7}, "=1e-07 must be larger"),
     ],
