@@ -101,9 +101,7 @@ class Critic(nn.Module):
         if not is_pointwise(model.score):
             return cls(ModuleBackbone(model, token_scores), nn.Identity())
         own = getattr(model, str(model.base_model_prefix))
-        is_known = isinstance(own, PreTrainedModel)
-        backbone = DecoderBackbone(own) if is_known else ModuleBackbone(own, hidden_states)
-        return cls(backbone, cast(nn.Module, model.score))
+        return cls(_own_backbone(own), cast(nn.Module, model.score))
 
     @classmethod
     def _from_adapted(cls, model: "PeftModel") -> "Critic":
@@ -173,6 +171,14 @@ class Critic(nn.Module):
         values: Tensor = self.head(states.to(weight.dtype))
         # FSDP2 registers hooks on a module's output, so the output must not be a view.
         return at_least_fp32(values[:, 0]).clone()
+
+
+def _own_backbone(own: nn.Module) -> Backbone:
+    """Return the backbone of a script's value model, which may also have an LM head."""
+    if not isinstance(own, PreTrainedModel):
+        return ModuleBackbone(own, hidden_states)
+    has_head = own.get_output_embeddings() is not None
+    return DecoderBackbone.of_model(own) if has_head else DecoderBackbone(own)
 
 
 def _own_adapter(model: nn.Module) -> Within:

@@ -202,7 +202,23 @@ class WithHead(AutoModelForCausalLMWithValueHead):
         return ((name, value) for name, value in named if "lm_head" not in name)
 
 
+class WithLMHead(WithBackbone):
+    """The backbone of the value model is a policy; its LM head is not used."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = make_policy(seed=5)
+
+    def token_scores(self, ids):
+        return self.score(self.body.model(ids).last_hidden_state)[..., 0]
+
+    def named_parameters(self, *names, **options):
+        named = super().named_parameters(*names, **options)
+        return ((name, value) for name, value in named if "lm_head" not in name)
+
+
 CRITICS = {
+    "backbone with an LM head": WithLMHead,
     "value head": WithHead,
     "score as a method": ScoresStates,
     "score as a module of the script": WithScoreModule,
