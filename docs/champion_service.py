@@ -43,6 +43,8 @@ from flows.champion import Champion, champion_version, load_champion
 from flows.serving.answer_traces import begin_answer, record_opinion, record_to
 from ppo_core.data.encode_prompts import encode_prompt, response_text
 from ppo_core.data.prompts import check_prompt_sizes
+from ppo_core.data.rows.dialogues import in_format_of
+from ppo_core.data.rows.row_error import RowError
 from ppo_core.errors import DataError, ModelError
 
 log = logging.getLogger("champion_service")
@@ -53,7 +55,7 @@ LEAST_TEMPERATURE = 0.01  # with much lower ones, the logits overflow: probabili
 
 
 class Question(BaseModel):
-    """A prompt or messages for the chat template, and the generation settings."""
+    """A prompt or messages, and the generation settings; a prompt is one message of the user."""
 
     prompt: str | None = None
     messages: list[dict[str, str]] | None = None
@@ -125,7 +127,13 @@ def encode(champion: Champion, question: Question) -> torch.Tensor:
     """Return token ids (1, T), encoded as in training; raise DataError if that fails."""
     if (question.prompt is None) == (question.messages is None):
         raise DataError("Give either a prompt or messages.")
-    given = question.messages if question.prompt is None else question.prompt
+    given: Any = question.messages
+    if question.prompt is not None:
+        try:
+            # As in training, a chat model reads a text as one message of the user.
+            given = in_format_of(champion.tokenizer, question.prompt)
+        except RowError as error:
+            raise DataError(f"A question {error} cannot be answered.") from error
     context = getattr(champion.model.config, "max_position_embeddings", sys.maxsize)
     longest = question.max_new_tokens or champion.model.generation_config.max_new_tokens
     check_prompt_sizes([given], context=context, response_length=longest)

@@ -1,6 +1,8 @@
 """Encode the rows of supervised fine-tuning as token ids and labels, and batch the examples."""
 
+import logging
 from collections.abc import Sequence
+from functools import cache
 from typing import TypedDict
 
 import pyarrow
@@ -24,6 +26,8 @@ from ppo_core.data.rows.row_error import RowError
 from ppo_core.data.segments import EncodedSegment, Segment, joined
 from ppo_core.errors import DataError
 from ppo_core.supervised.supervised_config import SupervisedConfig
+
+logger = logging.getLogger(__name__)
 
 IGNORED_LABEL = -100
 """Label of a token that does not count in the loss; torch's cross entropy ignores this label."""
@@ -59,8 +63,12 @@ def example_encoding(
     If the chat template has a generation mask, the mask determines which tokens are the
     assistant's. With completion_only_loss=False, all tokens of the row count.
 
+    Some chat templates, such as Qwen3's, render an answer differently when more messages follow. Of
+    such a conversation, only the answers that the policy would give in this form count; a warning
+    says so.
+
     A row cannot be used if no token counts, or if the chat template rejects the conversation or
-    renders the first messages differently when more messages follow.
+    renders the messages before the last answer differently when this answer follows.
     """
 
     def sequences(row: Row) -> list[list[Segment]]:
@@ -129,19 +137,38 @@ def _located_segments(
     An assistant segment starts after the chat template's generation prompt. So the tokens before
     the segment are exactly the prompt that PPO would sample a response to. The segment ends with
     the token that ends a turn, as a response in PPO does, or with the turn if there is no such
-    token.
+    token. A turn that the template renders differently later is left out, unless it is the last.
     """
     segments, done = [], 0
-    for turn in range(first, len(messages)):
-        if messages[turn]["role"] == "assistant":
-            begin = _prefix_length(tokenizer, messages[:turn], full, answer_follows=True)
-            close = _prefix_length(tokenizer, messages[: turn + 1], full, answer_follows=False)
-            end = tokenizer.eos_token or ""
-            last = full.rfind(end, begin, close)
-            counted = close if last < 0 else last + len(end)
-            segments += [Segment(full[done:begin], counts=False), Segment(full[begin:counted])]
-            done = counted
+    turns = [turn for turn in range(first, len(messages)) if messages[turn]["role"] == "assistant"]
+    for turn in turns:
+        begin = _prefix_length(tokenizer, messages[:turn], full, answer_follows=True)
+        close = _prefix_length(tokenizer, messages[: turn + 1], full, answer_follows=False)
+        if begin is None or close is None:
+            if turn == turns[-1]:
+                raise DataError(
+                    "the chat template renders the messages before the last answer, or the answer "
+                    "itself, differently in the whole conversation, so the answer cannot be "
+                    "located. Set a chat_template that only appends text for later messages."
+                )
+            _warn_of_changes(tokenizer.name_or_path)
+            continue
+        end = tokenizer.eos_token or ""
+        last = full.rfind(end, begin, close)
+        counted = close if last < 0 else last + len(end)
+        segments += [Segment(full[done:begin], counts=False), Segment(full[begin:counted])]
+        done = counted
     return [*segments, Segment(full[done:], counts=False)]
+
+
+@cache
+def _warn_of_changes(tokenizer: str) -> None:
+    logger.warning(
+        "The chat template of '%s' renders an answer differently when more messages follow. Of "
+        "such a conversation, SFT learns only the last answer. To learn all answers, write one row "
+        "for each answer, with the messages before it as prompt.",
+        tokenizer,
+    )
 
 
 def _masked_segments(
@@ -161,15 +188,10 @@ def _masked_segments(
 
 def _prefix_length(
     tokenizer: PreTrainedTokenizerBase, messages: Messages, full: str, *, answer_follows: bool
-) -> int:
+) -> int | None:
+    """Return the length of the first messages as text; None if `full` does not begin with it."""
     prefix = render_chat(tokenizer, messages, answer_follows=answer_follows)
-    if not full.startswith(prefix):
-        raise DataError(
-            f"the chat template renders the first {len(messages)} messages differently when more "
-            "messages follow, so the assistant's turns cannot be located. Set a chat_template "
-            "that only appends text for later messages, or set prompt_format to text."
-        )
-    return len(prefix)
+    return len(prefix) if full.startswith(prefix) else None
 
 
 def _with_labels(segments: list[EncodedSegment], config: SupervisedConfig) -> SFTExample:

@@ -11,7 +11,7 @@ from pipeline.evaluation.guards.functions import load_guards, score_by_function
 from pipeline.evaluation.guards.languages import may_share_language
 from pipeline.evaluation.guards.refusals import is_refusal
 from pipeline.evaluation.pair_accuracy import Array
-from pipeline.judges.verdict import JudgedPrompt
+from pipeline.judges.verdict import JudgedPrompt, without_thoughts
 from pipeline.settings.gate_configs import GuardsConfig
 from pipeline.storage.workspace import original_names
 from ppo_core.data.chat_template import is_messages
@@ -34,10 +34,10 @@ def guards_of(config: GuardsConfig) -> dict[str, tuple[str, Guard]]:
     """
     built_in: dict[str, Guard] = {
         "stops": _stops,
-        "has_text": _each(lambda prompt, text: has_text(text)),
-        "answers": _each(lambda prompt, text: not is_refusal(text)),
-        "refuses": _each(lambda prompt, text: is_refusal(text)),
-        "language": _each(lambda prompt, text: may_share_language(_asked_in(prompt), text)),
+        "has_text": _of_answer(lambda prompt, text: has_text(text)),
+        "answers": _of_answer(lambda prompt, text: not is_refusal(text)),
+        "refuses": _of_answer(lambda prompt, text: is_refusal(text)),
+        "language": _of_answer(lambda prompt, text: may_share_language(_asked_in(prompt), text)),
         "format": _each(lambda prompt, text: bool(re.fullmatch(config.format, text.strip()))),
     }
     guards = {name: (BUILT_IN_SOURCE, built_in[name]) for name in config.applied}
@@ -63,6 +63,11 @@ def _each(holds: Callable[[JudgedPrompt, str], bool]) -> Guard:
         return np.array([holds(prompt, text) for prompt, text in pairs], dtype=float)
 
     return scores
+
+
+def _of_answer(holds: Callable[[JudgedPrompt, str], bool]) -> Guard:
+    """Return a guard that does not read reasoning in <think> tags, as Qwen3 writes it."""
+    return _each(lambda prompt, text: holds(prompt, without_thoughts(text)))
 
 
 def _by_function(

@@ -108,6 +108,13 @@ def test_a_refusal_counts_in_both_directions():
     assert scores("refuses", texts)[1] == [1, 0]
 
 
+def test_reasoning_before_an_answer_is_no_part_of_it():
+    empty, thought = "<think>\n\n</think>\n\n", "<think>I'm sorry, but I can't say.</think>Paris."
+    assert scores("has_text", [empty, f"{empty}.", "<think>So", thought])[1] == [0, 1, 0, 1]
+    long = f"<think>{'So. ' * 100}</think>I'm sorry, but I can't help with that."
+    assert scores("answers", [thought, long])[1] == [1, 0]
+
+
 def test_the_language_is_the_one_of_the_last_message_of_a_chat():
     texts = ["Das ist die Antwort auf deine Frage.", "This is the answer to that."]
     chat = [

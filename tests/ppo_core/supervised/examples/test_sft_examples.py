@@ -132,8 +132,30 @@ def test_rows_of_a_data_set_are_read_as_those_of_a_list():
         assert example(row, ENDED) == example(rows[number], ENDED)
 
 
-def test_a_template_that_renders_turns_differently_later_is_refused():
-    with pytest.raises(RowError, match="first 1 messages differently"):
+# Like Qwen3's template, it writes a thought, w40, only after the last question.
+THINKING = (
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{{ '<' + m.role + '> ' }}"
+    "{% if m.role == 'assistant' and loop.index0 > ns.last %}{{ 'w40 ' }}{% endif %}"
+    "{{ m.content + (' <eos> ' if m.role == 'assistant' else ' ') }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant> ' }}{% endif %}"
+)
+
+
+def test_an_answer_that_the_template_changes_later_is_only_context(caplog):
+    first = example({"messages": say("w0", "w1")}, THINKING)
+    assert first == ([USER, 3, ASSISTANT, 43, 4, EOS], [_, _, _, 43, 4, EOS])
+    ids, labels = example({"messages": say("w0", "w1", "w2", "w3")}, THINKING)
+    assert ids == [USER, 3, ASSISTANT, 4, EOS, USER, 5, ASSISTANT, 43, 6, EOS]
+    assert labels == [_] * 8 + [43, 6, EOS]
+    encoded = encode_prompt(make_chat_tokenizer(THINKING), say("w0", "w1", "w2"))
+    assert ids[: len(encoded)] == encoded
+    assert "SFT learns only the last answer" in caplog.text
+
+
+def test_a_template_that_renders_the_last_prompt_differently_later_is_refused():
+    with pytest.raises(RowError, match="differently in the whole conversation"):
         example({"messages": say("w0", "w1", "w2", "w3")}, FORGETFUL)
 
 
