@@ -57,14 +57,16 @@ def measure_win_rate(
     )
 
 
-def values_of_prompts(comparison: Comparison) -> Array:
-    """Return the mean points (N,), in [0, 1], of the N prompts that have a valid pair.
+def values_of_prompts(comparison: Comparison, *, missing: float | None = None) -> Array:
+    """Return the mean points (N,), in [0, 1], of N prompts.
 
-    Pairs of one prompt are not independent, so each prompt counts once.
+    Pairs of one prompt are not independent, so each prompt counts once. `missing` are the points of
+    a pair without a verdict; if None, such pairs are left out.
     """
+    points = POINTS if missing is None else {**POINTS, "invalid": missing}
     pairs = zip(comparison.prompts, comparison.outcomes, strict=True)
     return mean_by_prompt(
-        (prompt, POINTS[outcome]) for prompt, outcome in pairs if outcome in POINTS
+        (prompt, points[outcome]) for prompt, outcome in pairs if outcome in points
     )
 
 

@@ -125,6 +125,12 @@ def _wins(win_rate: WinRate, opponent: str, limits: PromotionConfig, name: str) 
         f"Either the policy is not better, or the {test.asked} pairs that were judged (of "
         f"{test.available}) are too few to show it."
     )
+    if win_rate.people is not None:
+        why = (
+            f"Either the policy is not better, or the {win_rate.people.labels} labels of people "
+            f"for the {test.asked} pairs that were judged (of {test.available}) are too few to "
+            "show it."
+        )
     if 0 < win_rate.n == win_rate.ties:
         why = (
             f"All {win_rate.n} pairs are ties: it answers like {opponent}. A run whose settings "

@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from pipeline.evaluation.agreement import doubts_about_judge
 from pipeline.evaluation.evaluate_policies import mean_words, repeated_share
 from pipeline.promotion.promotion_gate import reasons_to_promote, reasons_to_refuse
-from pipeline.results.evaluation import Evaluation, GuardResult, HumanAgreement, SequentialTest
+from pipeline.results.evaluation import (
+    Evaluation,
+    GuardResult,
+    HumanAgreement,
+    PeopleAndJudge,
+    SequentialTest,
+)
 from pipeline.settings.evaluation_config import EvaluationConfig
 from pipeline.settings.gate_configs import PromotionConfig
 from ppo_core.errors import ConfigError, DataError
@@ -201,6 +207,23 @@ def test_a_reason_says_the_figure_and_whom_it_is_about():
         "judged (of 200) are too few to show it."
     ]
     assert "against SFT, 95 %" in judged(champion=None, evidence=0.1)[0]
+
+
+def test_too_few_labels_of_people_are_the_reason():
+    result = evaluation(evidence=12.34)
+    people = PeopleAndJudge(rate=0.6, low=0.3, high=0.9, labels=31, weight=0.5, worth=60.0)
+    labeled = replace(result.win_rate["ppo_vs_champion"], people=people)
+    (reason,) = reasons_to_refuse(
+        replace(result, win_rate=result.win_rate | {"ppo_vs_champion": labeled}),
+        PromotionConfig(),
+        reward_model_fit=True,
+        candidate=3,
+        champion=2,
+        kl=5.0,
+    )
+    assert (
+        "the 31 labels of people for the 200 pairs that were judged (of 200) are too few" in reason
+    )
 
 
 def test_a_policy_that_answers_like_the_champion_is_refused_by_name():

@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.special import logsumexp
 
-from pipeline.evaluation.compare_in_both_orders import Comparison, compare, joined
+from pipeline.evaluation.compare_in_both_orders import POINTS, Comparison, compare, joined
 from pipeline.evaluation.confidence_interval import BETS, Values, log_capitals
 from pipeline.evaluation.pair_accuracy import Array
 from pipeline.evaluation.sequential.people_and_judge import Labels
@@ -47,14 +48,19 @@ class StoppingRule:
     alpha: float
     """Largest probability that a candidate with a win rate of at most `least` is found better."""
 
-    def decide(self, values: Values) -> Decided:
+    def decide(self, values: Values, worst: Values | None = None) -> Decided:
         """Return the decision from the values of N independent prompts, for any N.
 
         The decision is "better" if the capital of bets that the mean is above `least` is at least
         1 / alpha, see `log_capitals`. It is "not better" if the capital of bets that the mean is
         below `gain` is at least 1 / FUTILE_ALPHA.
+
+        `worst` are the values if every missing verdict were a loss, for the decision "better": a
+        server may give no verdict on bad answers. If None, no verdict is missing.
         """
-        return self._decisions(values)[-1]
+        if self._is_better(worst or values)[-1]:
+            return "better"
+        return "not better" if self._is_worse(values)[-1] else "undecided"
 
     def first_decision(self, points: Array) -> tuple[Decided, int]:
         """Decide after every PAIRS_AT_ONCE of N >= 1 points in [0, 1], and after the last point.
@@ -69,16 +75,19 @@ class StoppingRule:
         stop = next(found, len(points))
         return decisions[stop], stop
 
-    def test(self, values: Values, *, asked: int, available: int) -> SequentialTest:
+    def test(
+        self, values: Values, *, asked: int, available: int, worst: Values | None = None
+    ) -> SequentialTest:
         """Return the test result for the values of the judged pairs.
 
-        `asked` is the number of judged pairs, and `available` the number of all pairs.
+        `asked` is the number of judged pairs, and `available` the number of all pairs. For `worst`
+        see `decide`.
         """
         return SequentialTest(
             least=self.least,
             alpha=self.alpha,
-            evidence=float(np.exp(min(self._log_evidence(values)[-1], LARGEST_LOG))),
-            decided=self.decide(values),
+            evidence=float(np.exp(min(self._log_evidence(worst or values)[-1], LARGEST_LOG))),
+            decided=self.decide(values, worst),
             asked=asked,
             available=available,
         )
@@ -108,16 +117,19 @@ class StoppingRule:
 
     def _decisions(self, values: Values) -> list[Decided]:
         """Return the decision before the first value and after each value."""
-        is_better = self._log_evidence(values) >= -np.log(self.alpha)
-        if self.gain is None:
-            is_worse = np.zeros_like(is_better)
-        else:
-            against = log_capitals(-values.values, -self.gain, -values.highest)
-            is_worse = against >= -np.log(FUTILE_ALPHA)
         return [
             "better" if better else "not better" if worse else "undecided"
-            for better, worse in zip(is_better, is_worse, strict=True)
+            for better, worse in zip(self._is_better(values), self._is_worse(values), strict=True)
         ]
+
+    def _is_better(self, values: Values) -> NDArray[np.bool_]:
+        return self._log_evidence(values) >= -np.log(self.alpha)
+
+    def _is_worse(self, values: Values) -> NDArray[np.bool_]:
+        if self.gain is None:
+            return np.zeros(len(values.values) + 1, bool)
+        against = log_capitals(-values.values, -self.gain, -values.highest)
+        return against >= -np.log(FUTILE_ALPHA)
 
     def _log_evidence(self, values: Values) -> Array:
         return log_capitals(values.values, max(self.least, SMALLEST_RATE), values.lowest)
@@ -153,8 +165,9 @@ def compare_until_decided(
 
     Pairs with equal prompts are in the same batch. After the decision "better", further batches are
     judged while `is_conclusive` returns False, because one or two invalid verdicts may be too large
-    a fraction of the first batch. The test is valid for any number of pairs. With `labels`,
-    people's labels and the judge's verdicts decide together.
+    a fraction of the first batch. The test is valid for any number of pairs. If the result is
+    conclusive, missing verdicts count as losses for the decision "better". With `labels`, people's
+    labels and the judge's verdicts decide together.
     """
     judged: list[Comparison] = []
     order: list[int] = []
@@ -171,14 +184,19 @@ def compare_until_decided(
         )
         order += batch
         asked = joined(judged, range(len(order)))
+        conclusive = is_conclusive(asked)
         values = Values(values_of_prompts(asked)) if labels is None else labels.values(asked)
-        decided = rule.decide(values)
-        if decided == "not better" or (decided == "better" and is_conclusive(asked)):
+        worst = values
+        # An inconclusive result promotes no policy, so its evidence is that of the verdicts alone.
+        if labels is None and conclusive:
+            worst = Values(values_of_prompts(asked, missing=POINTS["second"]))
+        decided = rule.decide(values, worst)
+        if decided == "not better" or (decided == "better" and conclusive):
             break
     return DecidedComparison(
         comparison=joined(judged, order),
         positions=sorted(order),
-        test=rule.test(values, asked=len(order), available=len(prompts)),
+        test=rule.test(values, asked=len(order), available=len(prompts), worst=worst),
         people=None if labels is None else labels.rate(asked),
     )
 

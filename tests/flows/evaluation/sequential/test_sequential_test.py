@@ -127,7 +127,11 @@ def test_pairs_without_a_verdict_decide_nothing():
     prompts = [f"prompt {n}" for n in range(70)]
     found = compare_until_decided(judge, prompts, ["a"] * 70, ["b"] * 70, RULE, seed=1)
     assert found.test.asked == 70
-    assert found.test.evidence == 1.0
+    assert found.test.evidence < 1.0
+    inconclusive = compare_until_decided(
+        judge, prompts, ["a"] * 70, ["b"] * 70, RULE, is_conclusive=lambda comparison: False, seed=1
+    )
+    assert inconclusive.test.evidence == 1.0
     assert found.test.decided == "undecided"
 
 
@@ -200,6 +204,31 @@ def test_the_judge_is_asked_no_further_about_a_candidate_that_has_lost():
     )
     assert found.test.decided == "not better"
     assert found.test.asked == 32
+
+
+def test_a_missing_verdict_counts_as_a_loss_in_the_evidence():
+    wins = np.ones(RULE.least_prompts())
+    worst = Values(np.append(wins, np.zeros(3)))
+    assert RULE.decide(Values(wins)) == "better"
+    assert RULE.decide(Values(wins), worst) == "undecided"
+    test = RULE.test(Values(wins), asked=18, available=18, worst=worst)
+    by_hand = np.mean([(1 + b) ** wins.size * (1 - b) ** 3 for b in BETS])
+    assert (test.decided, test.evidence) == ("undecided", pytest.approx(by_hand))
+    # Missing verdicts alone do not show that a candidate is worse.
+    assert RULE.decide(Values(np.zeros(0)), Values(np.zeros(400))) == "undecided"
+
+
+def test_a_candidate_whose_bad_answers_get_no_verdict_is_not_better():
+    def refusing(first: str, second: str) -> str:
+        return "invalid" if "?" in (first, second) else longer(first, second)
+
+    # It wins 200 of 400 pairs, but half of the others have no verdict.
+    candidates = ["longer"] * 200 + ["s"] * 100 + ["?"] * 100
+    prompts, same = [f"prompt {n}" for n in range(400)], ["same"] * 400
+    found = compare_until_decided(Recorder(refusing), prompts, candidates, same, RULE, seed=1)
+    valid = Values(values_of_prompts(found.comparison))
+    assert RULE.decide(valid) == "better"
+    assert (found.test.decided, found.test.asked) == ("undecided", 400)
 
 
 def test_without_a_rate_worth_finding_all_pairs_are_judged():
