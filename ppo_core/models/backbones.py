@@ -264,7 +264,7 @@ def freeze_unread_parts(module: nn.Module) -> None:
     for model in module.modules():
         if not isinstance(model, PreTrainedModel) or model.base_model is not model:
             continue
-        if text_config(model.config) is model.config:
+        if model.config.is_encoder_decoder or text_config(model.config) is model.config:
             continue
         read = set(model.get_decoder().parameters())
         # Otherwise this is not the decoder of texts.

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from ppo_core.errors import ConfigError, ModelError
 from ppo_core.models.adapters import add_adapter, add_critic_adapter, using_adapter
+from ppo_core.models.backbones import freeze_unread_parts
 from ppo_core.models.critic import Critic
 from ppo_core.models.model_with_value_head import AutoModelForCausalLMWithValueHead
 from ppo_core.models.reference import create_reference_model
@@ -49,6 +50,12 @@ def test_parts_that_read_no_text_are_not_trained(name: str):
     kept = {name for name, value in policy.named_parameters() if value.equal(before[name])}
     assert kept == {name for name, value in policy.named_parameters() if not value.requires_grad}
     assert kept and all("vision_tower" in name or "projector" in name for name in kept)
+
+
+def test_an_encoder_of_texts_is_trained():
+    model = make_model("t5")
+    freeze_unread_parts(model)
+    assert all(value.requires_grad for value in model.parameters())
 
 
 def lora(**settings) -> LoraConfig:
