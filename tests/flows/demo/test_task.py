@@ -45,6 +45,11 @@ def task(tmp_path_factory):
     return folder
 
 
+def test_every_prompt_has_a_reference(task):
+    for name in ("prompts-train.jsonl", "prompts-eval.jsonl"):
+        assert all(row["reference"].strip() for row in read_rows(task / name))
+
+
 # --- The judge -------------------------------------------------------------------
 
 
