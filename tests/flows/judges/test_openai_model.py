@@ -188,11 +188,6 @@ def test_the_calls_under_way_are_as_many_as_the_setting_says():
     assert server.most_under_way == 3
 
 
-def test_a_reply_of_no_characters_is_a_reply():
-    with fault_server([say("")]) as server:
-        assert ask(make_chat(server.url)) == [Reply("", tokens=7)]
-
-
 def test_both_letters_come_through_as_they_were_said():
     with fault_server([say("A\nB")]) as server:
         assert ask(make_chat(server.url))[0].text == "A\nB"
