@@ -223,9 +223,9 @@ OTHER_FORMS: dict[str, tuple[str, Any]] = {
     "health counts texts": (STATE, put("run", "health", "in_a_row", value={"a": "b"})),
     "pending a list": (STATE, put("run", "pending", value=[1])),
     "history of texts": (STATE, put("reporter", "log_history", value=["update 1"])),
-    "history of other values": (
+    "history without steps": (
         STATE,
-        put("reporter", "log_history", value=[{"step": 1, "objective/kl": "high"}]),
+        put("reporter", "log_history", value=[{"objective/kl": 1.0}]),
     ),
     "callbacks a list": (STATE, put("reporter", "stateful_callbacks", value=[])),
     "random state a list": (PROCESS, become([])),

@@ -11,6 +11,7 @@ import boto3
 import pytest
 from metaflow import current
 
+from flow_parts import RunStoppedError
 from pipeline.inputs.flow_run import FlowRun
 from pipeline.registry import change_champion
 from pipeline.registry.sync_aliases import sync_aliases
@@ -18,6 +19,7 @@ from pipeline.results.step_records import ValidatedReward
 from pipeline.settings.make_settings import make_settings
 from pipeline.settings.overrides import merge_tables
 from pipeline.settings.settings import Settings
+from pipeline.stages.tracked import has_folder
 from pipeline.storage.workspace import Workspace
 from pipeline.tracking.mlflow_client import connect
 from ppo_core.errors import ConfigError
@@ -189,6 +191,19 @@ def test_a_run_above_its_budget_is_told_once_whatever_ends_it(
     with suppress(SystemExit):
         wrapper.post_step("train_policy", flow, error)
     assert [one["Subject"] for one in read()] == ["policy: 3.0 GPU hours, budget 2"][:told]
+
+
+def test_a_run_without_its_folder_ends_before_the_step(tmp_path: Path):
+    workspace = Workspace(str(tmp_path))
+    run = FlowRun(id=RUN, workspace=workspace, tracking={}, origin={}, data=[])
+    flow = SimpleNamespace(
+        records=RECORDS, settings=None, tracked=run, lease="", train_policy=SimpleNamespace()
+    )
+    with pytest.raises(RunStoppedError, match=f"has no folder '{run.folder}'.* Start `resume` in"):
+        phase().pre_step("train_policy", flow, None)
+    # With a store, each step fetches what it needs.
+    flow.tracked = replace(run, workspace=replace(workspace, store="s3://bucket/rlhf"))
+    assert has_folder(flow.tracked)
 
 
 def test_a_subject_is_one_short_line_of_ascii_and_secrets_are_masked(

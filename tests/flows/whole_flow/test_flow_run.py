@@ -29,15 +29,14 @@ pytestmark = pytest.mark.timeout(900)
 
 @dataclass(frozen=True)
 class Journey:
-    """A run whose reward model is refused; with it accepted, a run that fails at the judge; its
-    resumption in a folder below, and in its own folder."""
+    """A run whose reward model is refused; with it accepted, a run that fails at the judge, and its
+    resumption."""
 
     folder: Path
     refused: Ran
     card: Ran
     failed: Ran
     versions_after_failure: int
-    strayed: Ran
     resumed: Ran
 
 
@@ -66,12 +65,8 @@ def journey(tmp_path_factory) -> Journey:
     failed = run_flow(folder, *shlex.split(command[1]), "--summary-json", "first.json", *changes)
     registered = versions(folder)
     (folder / "judge.py").write_text(JUDGE)
-    (folder / "below").mkdir()
-    # Metaflow finds the run of a folder above.
-    above = {"METAFLOW_DATASTORE_SYSROOT_LOCAL": str(folder)}
-    strayed = run_flow(folder / "below", "resume", variables=above)
     resumed = run_flow(folder, "resume")
-    return Journey(folder, refused, card, failed, registered, strayed, resumed)
+    return Journey(folder, refused, card, failed, registered, resumed)
 
 
 @pytest.fixture(scope="module")
@@ -170,17 +165,8 @@ def test_a_failing_step_says_what_to_mend_and_registers_nothing(journey: Journey
     assert journey.versions_after_failure == 0
 
 
-def test_a_run_is_not_resumed_without_its_folder(journey: Journey):
-    assert journey.strayed.code == 1
-    assert f"Resuming run {journey.failed.number}." in journey.strayed.log
-    missing = journey.folder / "below/outputs/runs" / journey.failed.number
-    assert f"The run has no folder '{missing}', so its trainings" in journey.strayed.log
-    assert "Traceback" not in journey.strayed.log
-    assert not (journey.folder / "below/outputs").exists()
-
-
 def test_a_resumed_run_does_not_train_again(journey: Journey, summary: dict[str, Any]):
-    assert f"Resuming run {journey.strayed.number}." in journey.resumed.log
+    assert f"Resuming run {journey.failed.number}." in journey.resumed.log
     assert "train_policy: Cloning previously run task" in journey.resumed.log
     assert " train_policy (pid" not in journey.resumed.log
     assert " evaluate_win_rate (pid" in journey.resumed.log
