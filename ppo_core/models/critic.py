@@ -173,7 +173,7 @@ class Critic(nn.Module):
         return at_least_fp32(values[:, 0]).clone()
 
 
-def _own_backbone(own: nn.Module) -> Backbone:
+def _own_backbone(own: nn.Module) -> Backbone | ModuleBackbone:
     """Return the backbone of a script's value model, which may also have an LM head."""
     if not isinstance(own, PreTrainedModel):
         return ModuleBackbone(own, hidden_states)

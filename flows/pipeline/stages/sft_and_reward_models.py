@@ -282,7 +282,7 @@ def better_reward_model(
         )
         tracker.parent.log_figures({f"{name}/on_policy_accuracy": rate.accuracy})
         right.append(hits(chosen - rejected))
-    better = given if is_ahead(*right, groups_of(pairs)) else trained
+    better = given if is_ahead(right[0], right[1], groups_of(pairs)) else trained
     print(f"reward model: PPO trains against {original_names(better.path)}", flush=True)
     return better
 
