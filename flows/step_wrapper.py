@@ -41,13 +41,8 @@ def phase(step_name: str, flow: Any, inputs: Any = None, attributes: Any = None)
         )
     started = time.perf_counter()
     settings, run = (getattr(earlier, name, None) for name in ("settings", "tracked"))
-    if run and not stages.tracked.has_folder(run):
-        raise RunStoppedError(
-            f"The run has no folder '{run.folder}', so its trainings would begin again, and its "
-            "version could not be registered. Start `resume` in the folder in which the run was "
-            "started. If the run's folder was deleted, start a new run; models that are already "
-            "trained are reused."
-        )
+    if run:
+        require_folder(run)
     this_step = getattr(flow, step_name)
 
     def ends_run(error: BaseException | None) -> bool:
@@ -91,6 +86,21 @@ def phase(step_name: str, flow: Any, inputs: Any = None, attributes: Any = None)
             sys.exit(METAFLOW_EXIT_DISALLOW_RETRY)
         raise RunStoppedError(message) from error
     flow.seconds = {**getattr(flow, "seconds", {}), step_name: time.perf_counter() - started}
+
+
+def require_folder(run: Any) -> None:
+    """Raise if the folder of a run is not there, see `has_folder`.
+
+    Raises:
+        RunStoppedError: the folder is missing.
+    """
+    if not stages.tracked.has_folder(run):
+        raise RunStoppedError(
+            f"The run has no folder '{run.folder}', so its trainings would begin again, and its "
+            "version could not be registered. Start `resume` in the folder in which the run was "
+            "started. If the run's folder was deleted, start a new run; models that are already "
+            "trained are reused."
+        )
 
 
 def with_next_move(error: PPOError, *, of_retrain: bool) -> str:

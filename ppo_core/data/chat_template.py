@@ -25,7 +25,7 @@ MAX_RENDER_SECONDS = 10
 """Maximum seconds of CPU time to render one conversation; usually it takes about a millisecond."""
 
 _ROLES = ("system", "user", "assistant", "tool", "ipython")
-"""Roles whose messages a template may change or leave out; it knows these roles."""
+"""Roles that templates know. A template may change or leave out their messages on purpose."""
 
 _PROCESS = TemplateProcess()
 

@@ -63,9 +63,8 @@ def example_encoding(
     If the chat template has a generation mask, the mask determines which tokens are the
     assistant's. With completion_only_loss=False, all tokens of the row count.
 
-    Some chat templates, such as Qwen3's, render an answer differently when more messages follow. Of
-    such a conversation, only the answers that the policy would give in this form count; a warning
-    says so.
+    Some chat templates, such as Qwen3's, render an answer differently when more messages follow.
+    Such an answer is only context for the later answers; a warning says so.
 
     A row cannot be used if no token counts, or if the chat template rejects the conversation or
     renders the messages before the last answer differently when this answer follows.

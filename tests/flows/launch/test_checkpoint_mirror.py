@@ -37,6 +37,16 @@ def store() -> Iterator[dict[str, str]]:
         yield environment
 
 
+@pytest.fixture
+def here_store(store: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """The store, with its environment in this process."""
+    for name, value in store.items():
+        monkeypatch.setenv(name, value)
+    s3_client.cache_clear()
+    yield store
+    s3_client.cache_clear()
+
+
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory) -> dict[str, str]:
     return write_ppo_inputs(tmp_path_factory.mktemp("inputs"))
@@ -191,12 +201,9 @@ def finish_policy(folder: Path, update: int) -> None:
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_new_machine_gets_the_policies_before_the_checkpoint(
-    count: int, store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    count: int, here_store, tmp_path: Path
 ):
     """A policy after the checkpoint may be half written, and is trained again."""
-    for name, value in store.items():
-        monkeypatch.setenv(name, value)
-    s3_client.cache_clear()
     prefix = f"policies-{count}"
 
     def machine(name: str, index: int) -> tuple[Workspace, Path, Machines]:
@@ -213,7 +220,7 @@ def test_a_new_machine_gets_the_policies_before_the_checkpoint(
             finish_policy(machines[0][1], step)
             for index, (_, folder, _) in enumerate(machines):
                 finish_checkpoint(folder, step)
-                wait_for_copies(store, f"{prefix}/ppo/machine-{index}", step)
+                wait_for_copies(here_store, f"{prefix}/ppo/machine-{index}", step)
         finish_policy(machines[0][1], 12)
     again = machine("new", 0)
     with mirrored(*again):
@@ -229,32 +236,24 @@ def test_a_new_machine_gets_the_policies_before_the_checkpoint(
     with mirrored(*last):
         found = sorted(path.name for path in (last[1] / "policies").iterdir())
     assert found == (["10", "15", "5"] if count == 1 else ["10", "5"])
-    s3_client.cache_clear()
 
 
 def test_a_checkpoint_that_an_attempt_left_uncopied_is_copied_by_the_next(
-    store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    here_store, tmp_path: Path
 ):
-    for name, value in store.items():
-        monkeypatch.setenv(name, value)
-    s3_client.cache_clear()
     workspace, folder = Workspace(str(tmp_path), f"s3://{BUCKET}/uncopied"), tmp_path / "ppo"
     with mirrored(workspace, folder):
         finish_checkpoint(folder, 5)
     finish_checkpoint(folder, 10)
     with mirrored(workspace, folder):
-        wait_for_copies(store, "uncopied/ppo/machine-0", 10)
-    assert copied(store, "uncopied/ppo/machine-0") == {"checkpoint-10"}
-    s3_client.cache_clear()
+        wait_for_copies(here_store, "uncopied/ppo/machine-0", 10)
+    assert copied(here_store, "uncopied/ppo/machine-0") == {"checkpoint-10"}
 
 
 def test_the_next_training_in_a_folder_does_not_continue_from_the_previous_one(
-    store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    here_store, tmp_path: Path
 ):
     """As with the reward models of `fresh_pairs.rounds`."""
-    for name, value in store.items():
-        monkeypatch.setenv(name, value)
-    s3_client.cache_clear()
     workspace, folder = Workspace(str(tmp_path), f"s3://{BUCKET}/rounds"), tmp_path / "model"
     for training, step in (("a", 10), ("b", 5)):
         with mirrored(workspace, folder, training=training):
@@ -263,16 +262,12 @@ def test_the_next_training_in_a_folder_does_not_continue_from_the_previous_one(
         shutil.rmtree(folder)
     with mirrored(workspace, folder, training="b"):
         assert (folder / "checkpoint-5").is_dir()
-    s3_client.cache_clear()
 
 
 def test_a_training_that_returns_to_a_machine_continues_from_the_other_ones_checkpoint(
-    store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+    here_store, tmp_path: Path, capsys
 ):
     """The checkpoint 15 of machine `a` was not copied, so machine `b` did not continue from it."""
-    for name, value in store.items():
-        monkeypatch.setenv(name, value)
-    s3_client.cache_clear()
     first, second = (Workspace(str(tmp_path / name), f"s3://{BUCKET}/returned") for name in "ab")
     with mirrored(first, first.root / "ppo"):
         finish_checkpoint(first.root / "ppo", 5)
@@ -282,17 +277,11 @@ def test_a_training_that_returns_to_a_machine_continues_from_the_other_ones_chec
     capsys.readouterr()
     with mirrored(first, first.root / "ppo"):
         assert "continues from checkpoint-10." in capsys.readouterr().out
-    assert copied(store, "returned/ppo/machine-0") == {"checkpoint-10"}
-    s3_client.cache_clear()
+    assert copied(here_store, "returned/ppo/machine-0") == {"checkpoint-10"}
 
 
-def test_metrics_come_from_the_first_machine(
-    store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_metrics_come_from_the_first_machine(here_store, tmp_path: Path):
     """The second machine copies the metrics that it fetched, which are older."""
-    for name, value in store.items():
-        monkeypatch.setenv(name, value)
-    s3_client.cache_clear()
     for attempt in (1, 2, 3):
         folders = [tmp_path / f"{attempt}-{index}" / "ppo" for index in range(2)]
         with ExitStack() as stack:
@@ -307,16 +296,12 @@ def test_metrics_come_from_the_first_machine(
             metrics.write_text(f"{found}{attempt}\n")
             for folder in folders:
                 finish_checkpoint(folder, attempt)
-    s3_client.cache_clear()
 
 
 def test_an_error_of_the_training_is_kept_if_the_last_copy_fails(
-    store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+    here_store, tmp_path: Path, capsys
 ):
     """An error of S3 would else make Metaflow repeat a training that cannot succeed."""
-    for name, value in store.items():
-        monkeypatch.setenv(name, value)
-    s3_client.cache_clear()
     first, second = (Workspace(str(tmp_path / name), f"s3://{BUCKET}/both") for name in "ab")
     with (
         pytest.raises(ConfigError, match="wrong"),
@@ -327,16 +312,10 @@ def test_an_error_of_the_training_is_kept_if_the_last_copy_fails(
         finish_checkpoint(first.root / "ppo", 5)
         raise ConfigError("wrong")
     assert "Warning: The last files were not copied to S3: " in capsys.readouterr().out
-    s3_client.cache_clear()
 
 
-def test_a_slow_machine_copies_what_another_one_has(
-    store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_slow_machine_copies_what_another_one_has(here_store, tmp_path: Path):
     """Else the machines would have no checkpoint in common, and start anew."""
-    for name, value in store.items():
-        monkeypatch.setenv(name, value)
-    s3_client.cache_clear()
     folders = [tmp_path / name / "ppo" for name in ("quick", "slow", "new")]
     workspaces = [Workspace(str(one.parent), f"s3://{BUCKET}/slow") for one in folders]
     here = [Machines(count=2, index=index) for index in range(2)]
@@ -346,14 +325,13 @@ def test_a_slow_machine_copies_what_another_one_has(
     ):
         for step in (5, 10):
             finish_checkpoint(folders[0], step)
-            wait_for_copies(store, "slow/ppo/machine-0", step)
-        assert copied(store, "slow/ppo/machine-0") == {"checkpoint-5", "checkpoint-10"}
+            wait_for_copies(here_store, "slow/ppo/machine-0", step)
+        assert copied(here_store, "slow/ppo/machine-0") == {"checkpoint-5", "checkpoint-10"}
         # The slow machine has no longer the first.
         finish_checkpoint(folders[1], 15)
         finish_checkpoint(folders[1], 10)
-        wait_for_copies(store, "slow/ppo/machine-1", 15)
-        assert copied(store, "slow/ppo/machine-1") == {"checkpoint-10", "checkpoint-15"}
+        wait_for_copies(here_store, "slow/ppo/machine-1", 15)
+        assert copied(here_store, "slow/ppo/machine-1") == {"checkpoint-10", "checkpoint-15"}
     with mirrored(workspaces[2], folders[2], here[0]):
         found = {path.name for path in (folders[2] / "checkpoint-10").iterdir()}
     assert found == {"manifest.json", "weights-of-quick", "weights-of-slow"}
-    s3_client.cache_clear()

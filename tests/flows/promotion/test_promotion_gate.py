@@ -209,34 +209,31 @@ def test_a_reason_says_the_figure_and_whom_it_is_about():
     assert "against SFT, 95 %" in judged(champion=None, evidence=0.1)[0]
 
 
-def test_too_few_labels_of_people_are_the_reason():
-    result = evaluation(evidence=12.34)
-    people = PeopleAndJudge(rate=0.6, low=0.3, high=0.9, labels=31, weight=0.5, worth=60.0)
-    labeled = replace(result.win_rate["ppo_vs_champion"], people=people)
+def reason_with(evidence: float, **changes: Any) -> str:
+    """Return the only reason against a candidate whose first contest has these figures."""
+    result = evaluation(evidence=evidence)
+    changed_rate = replace(result.win_rate["ppo_vs_champion"], **changes)
     (reason,) = reasons_to_refuse(
-        replace(result, win_rate=result.win_rate | {"ppo_vs_champion": labeled}),
+        replace(result, win_rate=result.win_rate | {"ppo_vs_champion": changed_rate}),
         PromotionConfig(),
         reward_model_fit=True,
         candidate=3,
         champion=2,
         kl=5.0,
     )
+    return reason
+
+
+def test_too_few_labels_of_people_are_the_reason():
+    people = PeopleAndJudge(rate=0.6, low=0.3, high=0.9, labels=31, weight=0.5, worth=60.0)
+    reason = reason_with(12.34, people=people)
     assert (
         "the 31 labels of people for the 200 pairs that were judged (of 200) are too few" in reason
     )
 
 
 def test_a_policy_that_answers_like_the_champion_is_refused_by_name():
-    result = evaluation(evidence=1.0)
-    ties = replace(result.win_rate["ppo_vs_champion"], wins=0, losses=0, ties=200, rate=0.5)
-    (reason,) = reasons_to_refuse(
-        replace(result, win_rate=result.win_rate | {"ppo_vs_champion": ties}),
-        PromotionConfig(),
-        reward_model_fit=True,
-        candidate=3,
-        champion=2,
-        kl=5.0,
-    )
+    reason = reason_with(1.0, wins=0, losses=0, ties=200, rate=0.5)
     assert "All 200 pairs are ties: it answers like the champion, version 2. A run" in reason
     assert "set another seed" in reason and "too few" not in reason
 

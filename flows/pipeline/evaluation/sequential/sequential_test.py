@@ -55,8 +55,8 @@ class StoppingRule:
         1 / alpha, see `log_capitals`. It is "not better" if the capital of bets that the mean is
         below `gain` is at least 1 / FUTILE_ALPHA.
 
-        `worst` are the values if every missing verdict were a loss, for the decision "better": a
-        server may give no verdict on bad answers. If None, no verdict is missing.
+        `worst` has the values in which each missing verdict is a loss. The decision "better" uses
+        `worst`, because a server may give no verdict on bad answers. If None, none is missing.
         """
         if self._is_better(worst or values)[-1]:
             return "better"
