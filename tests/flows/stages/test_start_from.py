@@ -10,6 +10,7 @@ import pytest
 
 from pipeline.inputs.flow_run import SETTINGS_FILE, ChampionStart, FlowRun
 from pipeline.inputs.lineage import is_origin
+from pipeline.inputs.model_digests import digest_of_model
 from pipeline.inputs.replayed_pairs import trained_pairs
 from pipeline.inputs.row_digests import ROWS_FILE, digest_of_row
 from pipeline.inputs.run_data import RunData
@@ -52,7 +53,7 @@ def settings(tmp_path: Path, mlflow_client) -> Settings:
 
 
 def sft_of(settings: Settings) -> PreparedModel:
-    return PreparedModel(path=settings.policy, digest="sft", metrics={})
+    return PreparedModel(path=settings.policy, digest=digest_of_model(settings.policy), metrics={})
 
 
 def begin(settings: Settings, number: int, version: int | None = None) -> FlowRun:
